@@ -1,0 +1,83 @@
+"""Every error this package raises on purpose.
+
+    GrpoAsyncError
+    |- ConfigError            the user's input is wrong; nothing was started        -> exit 2
+    |- RunError               a run cannot go on                                    -> exit 1
+    |  |- DeadlineError       a wait outlived its deadline
+    |  |- ProcessFailedError  a child process ended; carries its last log lines
+    |  |- WeightPushError     new weights did not reach the server
+    |  `- CheckpointError     a checkpoint cannot be written or read
+    `- InferenceError         one request to an inference server failed
+       |- RequestRejectedError   4xx: the request is wrong, retrying cannot help
+       |- ServerUnavailableError connection errors and >= 500, after the last retry
+       `- BadResponseError       the server answered with something unusable
+
+A message says what happened, with which value, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class GrpoAsyncError(Exception):
+    """Base of every error raised on purpose; the command line prints it without a traceback."""
+
+
+class ConfigError(GrpoAsyncError):
+    """The configuration, or a file or callable that it names, is wrong. Nothing was started."""
+
+
+class RunError(GrpoAsyncError):
+    """A run cannot go on; the message names the cause."""
+
+
+class DeadlineError(RunError):
+    """A wait outlived its deadline.
+
+    Args:
+        what: what was waited for, as a noun phrase ("samples of step 12").
+        waited_s: how long, in seconds.
+        setting: dotted path of the setting that holds the deadline.
+        hint: what usually causes it, if known.
+    """
+
+    def __init__(self, what: str, *, waited_s: float, setting: str, hint: str = "") -> None:
+        self.what, self.waited_s, self.setting = what, waited_s, setting
+        tail = f" {hint}" if hint else ""
+        super().__init__(f"waited {waited_s:.0f} s for {what}; raise `{setting}` if this is expected.{tail}")
+
+
+class ProcessFailedError(RunError):
+    """A child process ended when it should not have; the message carries its last log lines."""
+
+
+class WeightPushError(RunError):
+    """New weights did not reach the inference server."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be written or read."""
+
+
+class InferenceError(GrpoAsyncError):
+    """One request to an inference server failed."""
+
+
+class RequestRejectedError(InferenceError):
+    """The server answered 4xx: the request itself is wrong, so it is not retried.
+
+    Args:
+        status: HTTP status code.
+        message: the server's own message.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        super().__init__(f"the inference server refused the request with {status}: {message}")
+
+
+class ServerUnavailableError(InferenceError):
+    """The server could not be reached, or kept answering >= 500, until the last retry."""
+
+
+class BadResponseError(InferenceError):
+    """The server answered with something unusable: missing, short or non-finite logprobs, broken JSON."""

@@ -1,0 +1,35 @@
+"""Ties the life of a process to its parent's, so that no death in the tree leaves an orphan.
+
+Linux: the kernel delivers SIGKILL when the parent dies (PR_SET_PDEATHSIG). Elsewhere a thread watches the parent's pid.
+The signal is bound to the parent *thread*: start children from a thread that lives as long as the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """End this process as soon as its parent ends. Call it first thing in a child's main function."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        if os.getppid() != parent:  # the parent died before the call took effect
+            os._exit(1)
+    else:
+        threading.Thread(target=_exit_when_parent_changes, args=(parent,), name="die-with-parent", daemon=True).start()
+
+
+def _exit_when_parent_changes(parent: int) -> None:
+    never = threading.Event()
+    while os.getppid() == parent:
+        never.wait(1.0)  # macOS has no parent-death signal that Python can reach
+    os._exit(1)

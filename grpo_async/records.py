@@ -1,0 +1,257 @@
+"""The records that travel through the pipeline: plain frozen dataclasses, standard library only.
+
+    Prompt -> RolloutCompletion (TurnRecord...) -> RolloutGroup -> RolloutSample
+
+Invariant: token-in/token-out. A token that the policy sampled is stored once, as the id that was sampled,
+together with its logprob and the policy version that sampled it; text is only ever derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import chain
+from typing import Any
+
+
+class Origin(StrEnum):
+    """Who wrote a message."""
+
+    PROMPT = "prompt"  # came with the data
+    POLICY = "policy"  # sampled by the policy
+    TOOL = "tool"  # a tool's result
+    ENVIRONMENT = "environment"  # text from an environment
+
+
+class FinishReason(StrEnum):
+    """Why a turn's generation ended."""
+
+    STOP = "stop"  # the policy sampled an end-of-turn token
+    LENGTH = "length"  # the token limit was reached
+    ABORT = "abort"  # the server or the client cancelled the request
+
+
+class RolloutStatus(StrEnum):
+    """How a rollout ended."""
+
+    FINISHED = "finished"  # ended by itself: final answer, or the environment is done
+    TRUNCATED = "truncated"  # cut by a token, turn or length limit
+    FAILED = "failed"  # an error; carries no trainable tokens
+    CANCELLED = "cancelled"  # given up on purpose (too stale, shutdown)
+
+    @property
+    def is_trainable(self) -> bool:
+        return self in (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
+
+
+class GroupStatus(StrEnum):
+    """Where a group stands in the ledger. Every started group is in exactly one of these."""
+
+    IN_FLIGHT = "in_flight"  # generating or being scored
+    QUEUED = "queued"  # scored, waiting for the trainer
+    TRAINED = "trained"  # used by an optimizer step
+    FILTERED = "filtered"  # scored but without a learning signal (zero variance, unscored)
+    STALE = "stale"  # older than `rollout.max_staleness` when it was wanted
+    FAILED = "failed"  # too few of its rollouts survived, or scoring raised
+    CANCELLED = "cancelled"  # given up on purpose; its prompt is issued again after a resume
+
+    @property
+    def is_final(self) -> bool:
+        return self not in (GroupStatus.IN_FLIGHT, GroupStatus.QUEUED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedMessage:
+    """One chat message and who wrote it."""
+
+    role: str
+    content: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallRecord:
+    """One tool call of one turn. `duration_s` is wall-clock seconds."""
+
+    tool_call_id: str
+    name: str
+    arguments: Mapping[str, Any]
+    result: str
+    failed: bool
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """One generation of the policy and what followed it.
+
+    `output_ids`, `output_logprobs` and `policy_versions` have equal length, one entry per sampled token.
+    `tool_response_ids` is the suffix (tool results, next generation prompt) appended before the next turn.
+    """
+
+    output_ids: Sequence[int]
+    output_logprobs: Sequence[float]
+    policy_versions: Sequence[int]
+    finish_reason: FinishReason
+    messages: Sequence[TaggedMessage] = ()
+    tool_calls: Sequence[ToolCallRecord] = ()
+    tool_response_ids: Sequence[int] = ()
+    generation_duration_s: float = 0.0
+    tool_execution_duration_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        lengths = (len(self.output_ids), len(self.output_logprobs), len(self.policy_versions))
+        if len(set(lengths)) != 1:
+            raise ValueError(
+                f"a turn needs one logprob and one version per token, got ids/logprobs/versions = {lengths}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of the data.
+
+    `prompt_id` is the position in the endless shuffled stream (epoch * len + position), so it is unique in a run
+    and the same after a resume. `messages` is the conversation so far; `columns` holds every other column.
+    """
+
+    prompt_id: int
+    messages: Sequence[TaggedMessage]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    is_conversational: bool = True  # False: the data gave plain text, and reward functions get plain text back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCompletion:
+    """One rollout: the prompt's ids and the turns that followed.
+
+    Worked example: prompt ids [1, 2]; turn 0 samples [3, 4] and a tool answers with the suffix [9]; turn 1 samples [5]:
+    completion_ids = [3, 4, 9, 5], completion_mask = [1, 1, 0, 1], logprobs of the suffix token = 0.0.
+    """
+
+    rollout_id: str
+    prompt_ids: Sequence[int]
+    turns: Sequence[TurnRecord]
+    status: RolloutStatus
+    truncated: bool = False
+    done: bool = False  # the environment said the episode is over
+    error: str | None = None
+    total_duration_s: float = 0.0
+
+    @property
+    def completion_ids(self) -> list[int]:
+        return list(chain.from_iterable(chain(t.output_ids, t.tool_response_ids) for t in self.turns))
+
+    @property
+    def completion_mask(self) -> list[int]:
+        """1 for tokens that the policy sampled, 0 for tool and environment tokens."""
+        return list(chain.from_iterable([1] * len(t.output_ids) + [0] * len(t.tool_response_ids) for t in self.turns))
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Sampler logprob per completion token; 0.0 where the mask is 0."""
+        return list(chain.from_iterable(list(t.output_logprobs) + [0.0] * len(t.tool_response_ids) for t in self.turns))
+
+    @property
+    def versions(self) -> list[int]:
+        """Policy version per completion token; -1 where the mask is 0."""
+        return list(chain.from_iterable(list(t.policy_versions) + [-1] * len(t.tool_response_ids) for t in self.turns))
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(t.output_ids) for t in self.turns)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version among the sampled tokens; None when nothing was sampled."""
+        return min((min(t.policy_versions) for t in self.turns if t.policy_versions), default=None)
+
+    def completion_messages(self) -> list[TaggedMessage]:
+        """The messages of the completion only, each once."""
+        return [message for turn in self.turns for message in turn.messages]
+
+    def trajectory(self, prompt: Prompt) -> list[TaggedMessage]:
+        """The whole conversation: the prompt's messages, then the completion's, each once."""
+        return [*prompt.messages, *self.completion_messages()]
+
+    def tool_metrics(self) -> dict[str, float]:
+        """Calls per rollout and the share that failed; 2 calls of which 1 failed -> 2.0 and 0.5."""
+        calls = [call for turn in self.turns for call in turn.tool_calls]
+        failed = sum(call.failed for call in calls)
+        return {
+            "tools/call_frequency": float(len(calls)),
+            "tools/failure_frequency": failed / len(calls) if calls else 0.0,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """All completions of one prompt. `queued_at` is time.monotonic() seconds at the moment generation ended."""
+
+    group_id: int
+    prompt: Prompt
+    completions: Sequence[RolloutCompletion]
+    queued_at: float = 0.0
+
+    @property
+    def trainable(self) -> list[RolloutCompletion]:
+        return [c for c in self.completions if c.status.is_trainable and c.num_sampled_tokens > 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSample:
+    """One trainable row: prompt and completion of one rollout.
+
+    `token_ids`, `loss_mask`, `sampler_logprobs` and `policy_versions` have equal length; in the prompt and wherever
+    the mask is 0, the logprob is 0.0 and the version -1.
+    """
+
+    group_id: int
+    rollout_id: str
+    token_ids: Sequence[int]
+    loss_mask: Sequence[int]
+    sampler_logprobs: Sequence[float]
+    policy_versions: Sequence[int]
+    advantage: float
+    rewards: Mapping[str, float | None]
+    reward: float | None
+    truncated: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = (len(self.token_ids), len(self.loss_mask), len(self.sampler_logprobs), len(self.policy_versions))
+        if len(set(lengths)) != 1:
+            raise ValueError(f"a sample needs equal lengths, got ids/mask/logprobs/versions = {lengths}")
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version among the trained tokens."""
+        return min(version for version, mask in zip(self.policy_versions, self.loss_mask, strict=True) if mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """A group after scoring. `samples` is empty when the group has no learning signal and is not to be trained.
+
+    `rewards` and `reward_parts` are aligned with `group.trainable` (the survivors that were scored).
+    """
+
+    group: RolloutGroup
+    samples: Sequence[RolloutSample]
+    rewards: Sequence[float | None]
+    reward_parts: Sequence[Mapping[str, float | None]]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version among all trained tokens; None when nothing is to be trained."""
+        return min((sample.oldest_version for sample in self.samples), default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy sampled for the survivors."""
+        return sum(completion.num_sampled_tokens for completion in self.group.trainable)

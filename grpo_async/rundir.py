@@ -1,0 +1,96 @@
+"""Every path of a run directory. No other module joins these names.
+
+runs/NAME/
+|- config.yaml              the resolved config
+|- plan.txt                 the processes that were planned
+|- summary.json             what the run reached (written at the end)
+|- metrics.jsonl            one line per optimizer step
+|- rollouts/part-N.jsonl    what was generated, one line per group
+|- checkpoints/step_N/      written beside and renamed, so a name that exists is whole
+|- model/                   final Hugging Face export
+`- logs/attempt_N/          trainer.log, server.log; logs/latest points at the newest
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths below one run directory; creates nothing but what its methods say."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.txt"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def latest_logs(self) -> Path:
+        return self.logs / "latest"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step}"
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps that have a whole checkpoint, ascending. Half-written ones carry another name."""
+        if not self.checkpoints.is_dir():
+            return []
+        names = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*") if path.is_dir())
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def create(self) -> None:
+        """Make the directory (private to the user: rollouts and configs may be confidential)."""
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.rollouts.mkdir(exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
+
+    def new_attempt(self) -> Path:
+        """Make logs/attempt_N for the next N and point logs/latest at it."""
+        numbers = [int(p.name.removeprefix("attempt_")) for p in self.logs.glob("attempt_*")]
+        attempt = self.logs / f"attempt_{max(numbers, default=0) + 1}"
+        attempt.mkdir()
+        pointer = self.logs / "latest.tmp"
+        pointer.unlink(missing_ok=True)
+        pointer.symlink_to(attempt.name)
+        os.replace(pointer, self.latest_logs)
+        return attempt
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to a temporary name beside `path`, then rename: a reader sees the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

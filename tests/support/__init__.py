@@ -1,0 +1,1 @@
+"""Builders and fakes that several tests share."""

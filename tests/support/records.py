@@ -1,0 +1,71 @@
+"""Small builders of records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_async.records import (
+    FinishReason,
+    Origin,
+    Prompt,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutSample,
+    RolloutStatus,
+    ScoredGroup,
+    TaggedMessage,
+    TurnRecord,
+)
+
+
+def make_prompt(prompt_id: int = 0, text: str = "1 + 1 =", **columns: object) -> Prompt:
+    message = TaggedMessage(role="user", content=text, origin=Origin.PROMPT)
+    return Prompt(prompt_id=prompt_id, messages=[message], columns=columns)
+
+
+def make_turn(ids: Sequence[int] = (5, 6), *, version: int = 0, text: str = "2") -> TurnRecord:
+    return TurnRecord(
+        output_ids=ids,
+        output_logprobs=[-0.5] * len(ids),
+        policy_versions=[version] * len(ids),
+        finish_reason=FinishReason.STOP,
+        messages=[TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)],
+    )
+
+
+def make_completion(
+    rollout_id: str = "r0", *, ids: Sequence[int] = (5, 6), version: int = 0, failed: bool = False, text: str = "2"
+) -> RolloutCompletion:
+    return RolloutCompletion(
+        rollout_id=rollout_id,
+        prompt_ids=[1, 2],
+        turns=[] if failed else [make_turn(ids, version=version, text=text)],
+        status=RolloutStatus.FAILED if failed else RolloutStatus.FINISHED,
+        error="injected" if failed else None,
+    )
+
+
+def make_sample(
+    *, group_id: int = 0, prompt: Sequence[int] = (1, 2), completion: Sequence[int] = (5, 6), version: int = 0,
+    advantage: float = 1.0, logprobs: Sequence[float] | None = None,
+) -> RolloutSample:  # fmt: skip
+    zeros, count = len(prompt), len(completion)
+    return RolloutSample(
+        group_id=group_id,
+        rollout_id=f"g{group_id}",
+        token_ids=[*prompt, *completion],
+        loss_mask=[0] * zeros + [1] * count,
+        sampler_logprobs=[0.0] * zeros + list(logprobs or [-0.5] * count),
+        policy_versions=[-1] * zeros + [version] * count,
+        advantage=advantage,
+        rewards={},
+        reward=None,
+        truncated=False,
+    )
+
+
+def make_scored(group_id: int = 0, *, version: int = 0, has_samples: bool = True) -> ScoredGroup:
+    completions = [make_completion(f"g{group_id}-r{index}", version=version) for index in range(2)]
+    group = RolloutGroup(group_id=group_id, prompt=make_prompt(group_id), completions=completions)
+    samples = [make_sample(group_id=group_id, version=version) for _ in completions] if has_samples else []
+    return ScoredGroup(group=group, samples=samples, rewards=[0.0, 1.0], reward_parts=[{"f": 0.0}, {"f": 1.0}])

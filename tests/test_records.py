@@ -1,0 +1,59 @@
+"""Derived views of the records."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_async.records import FinishReason, RolloutCompletion, RolloutStatus, ToolCallRecord, TurnRecord
+from tests.support.records import make_completion, make_prompt, make_sample, make_turn
+
+
+def _two_turns() -> RolloutCompletion:
+    call = ToolCallRecord(tool_call_id="a", name="calc", arguments={}, result="9", failed=False, duration_s=0.1)
+    failed = ToolCallRecord(tool_call_id="b", name="calc", arguments={}, result="", failed=True, duration_s=0.1)
+    first = TurnRecord(
+        output_ids=[3, 4],
+        output_logprobs=[-0.1, -0.2],
+        policy_versions=[6, 7],
+        finish_reason=FinishReason.STOP,
+        tool_calls=[call, failed],
+        tool_response_ids=[9],
+    )
+    return RolloutCompletion(
+        rollout_id="r", prompt_ids=[1, 2], turns=[first, make_turn([5], version=7)], status=RolloutStatus.FINISHED
+    )
+
+
+def test_views_of_a_completion_have_equal_lengths_and_mask_tool_tokens() -> None:
+    """R2.1, R2.2: sampled tokens carry mask 1 and a logprob, tool tokens mask 0, logprob 0.0, version -1."""
+    completion = _two_turns()
+    assert completion.completion_ids == [3, 4, 9, 5]
+    assert completion.completion_mask == [1, 1, 0, 1]
+    assert completion.logprobs == [-0.1, -0.2, 0.0, -0.5]
+    assert completion.versions == [6, 7, -1, 7]
+    assert completion.num_sampled_tokens == 3
+    assert completion.oldest_version == 6
+
+
+def test_trajectory_lists_each_message_once() -> None:
+    """R2.3, R2.4."""
+    prompt, completion = make_prompt(text="q"), make_completion(text="a")
+    assert [message.content for message in completion.completion_messages()] == ["a"]
+    assert [message.content for message in completion.trajectory(prompt)] == ["q", "a"]
+
+
+def test_tool_metrics_count_calls_and_failures() -> None:
+    """R2.7: 2 calls of which 1 failed -> 2.0 and 1 / 2 = 0.5; no calls -> 0.0 and 0.0."""
+    assert _two_turns().tool_metrics() == {"tools/call_frequency": 2.0, "tools/failure_frequency": 0.5}
+    assert make_completion().tool_metrics() == {"tools/call_frequency": 0.0, "tools/failure_frequency": 0.0}
+
+
+def test_a_turn_with_a_missing_logprob_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ids/logprobs/versions = \(2, 1, 2\)"):
+        TurnRecord(output_ids=[1, 2], output_logprobs=[0.0], policy_versions=[0, 0], finish_reason=FinishReason.STOP)
+
+
+def test_a_sample_knows_its_oldest_trained_version() -> None:
+    sample = make_sample(version=4)
+    assert sample.oldest_version == 4  # not the -1 of the prompt
+    assert sample.num_trained_tokens == 2
