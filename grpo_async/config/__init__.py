@@ -1,0 +1,5 @@
+"""The configuration: `experiment` says what may be written, `loader` reads it, `problems` reports what is wrong."""
+
+from grpo_async.config.experiment import ExperimentConfig
+
+__all__ = ["ExperimentConfig"]
