@@ -1,0 +1,42 @@
+"""ASGI middleware: asks every path but GET /health for the run's bearer token. vLLM's own --api-key guards /v1 only."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from grpo_async.inference.surface import token_from_environment
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_BODY = json.dumps({"error": "missing or wrong bearer token; the server's token is in $GRPO_ASYNC_TOKEN"}).encode()
+
+
+class TokenGuard:
+    """Wraps an ASGI app. Without $GRPO_ASYNC_TOKEN it lets everything through; servers allow that on loopback only."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        token = token_from_environment()
+        self._expected = f"Bearer {token}".encode() if token else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._expected is None or self._is_open(scope):
+            return await self._app(scope, receive, send)
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if hmac.compare_digest(given, self._expected):
+            return await self._app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(_BODY)).encode())]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        return await send({"type": "http.response.body", "body": _BODY})
+
+    @staticmethod
+    def _is_open(scope: Scope) -> bool:
+        return (scope["type"], scope.get("method"), scope["path"]) == ("http", "GET", "/health")

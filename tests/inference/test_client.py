@@ -1,0 +1,157 @@
+"""The client against a scripted server (faults cannot be asked of a real one)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+import pytest
+
+from grpo_async.errors import BadResponseError, RequestRejectedError, ServerUnavailableError
+from grpo_async.inference.client import Generation, InferenceClient
+from grpo_async.inference.retry import RetryPolicy
+from grpo_async.inference.surface import GenerateRequest
+from grpo_async.records import FinishReason
+
+Answer = Callable[[dict[str, object]], httpx.Response]
+
+
+class _BrokenStream(httpx.AsyncByteStream):
+    """Sends some lines, then the connection breaks."""
+
+    def __init__(self, *lines: str) -> None:
+        self._lines = lines
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for line in self._lines:
+            yield line.encode() + b"\n"
+        raise httpx.ReadError("connection reset")
+
+
+def _chunk(ids: list[int], *, version: int = 0, finish: str | None = None, **more: object) -> str:
+    return json.dumps(
+        {"token_ids": ids, "logprobs": [-0.5] * len(ids), "policy_version": version, "finish_reason": finish, **more}
+    )
+
+
+def _stream(*lines: str) -> httpx.Response:
+    return httpx.Response(200, content="".join(line + "\n" for line in lines).encode())
+
+
+class _Server:
+    """Answers the n-th request with the n-th answer; the last one for ever."""
+
+    def __init__(self, *answers: httpx.Response | Exception | Callable[[], httpx.Response]) -> None:
+        self._answers = answers
+        self.requests: list[dict[str, object]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(json.loads(request.content))
+        answer = self._answers[min(len(self.requests), len(self._answers)) - 1]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer() if callable(answer) else answer
+
+
+def _generate(
+    server: _Server, *, max_retries: int = 3, max_tokens: int = 8
+) -> tuple[Generation, list[tuple[int, int]]]:
+    seen: list[tuple[int, int]] = []
+
+    async def run() -> Generation:
+        retry = RetryPolicy(max_retries=max_retries, base_s=0.001, rng=random.Random(0))
+        client = InferenceClient(
+            "http://server",
+            token="t",
+            max_connections=4,
+            request_timeout_s=5.0,
+            retry=retry,
+            transport=httpx.MockTransport(server),
+        )
+        async with client:
+            request = GenerateRequest(request_id="r", token_ids=[1, 2], max_tokens=max_tokens, temperature=1.0)
+            return await client.generate(request, on_tokens=lambda count, version: seen.append((count, version)))
+
+    return asyncio.run(run()), seen
+
+
+def test_chunks_are_joined_and_each_token_keeps_its_version() -> None:
+    server = _Server(_stream(_chunk([5, 6], version=3), _chunk([7], version=4), _chunk([], finish="stop")))
+    generation, seen = _generate(server)
+    assert generation.token_ids == [5, 6, 7]
+    assert generation.logprobs == [-0.5, -0.5, -0.5]
+    assert generation.policy_versions == [3, 3, 4]
+    assert generation.finish_reason is FinishReason.STOP
+    assert seen == [(2, 3), (1, 4)]
+
+
+def test_every_sampling_field_is_sent() -> None:
+    server = _Server(_stream(_chunk([5], finish="stop")))
+    _generate(server)
+    assert set(server.requests[0]) == set(GenerateRequest.model_fields)
+
+
+def test_a_broken_connection_goes_on_from_the_tokens_received() -> None:
+    """Nothing that was sampled is lost or sampled twice."""
+    server = _Server(
+        lambda: httpx.Response(200, stream=_BrokenStream(_chunk([5, 6], version=1))),
+        _stream(_chunk([7], version=2, finish="stop")),
+    )
+    generation, _ = _generate(server)
+    assert generation.token_ids == [5, 6, 7]
+    assert generation.policy_versions == [1, 1, 2]
+    assert server.requests[1]["token_ids"] == [1, 2, 5, 6]
+    assert server.requests[1]["max_tokens"] == 6  # 8 - 2
+
+
+def test_a_connection_that_breaks_after_the_last_token_ends_the_completion() -> None:
+    server = _Server(lambda: httpx.Response(200, stream=_BrokenStream(_chunk([5, 6]))))
+    generation, _ = _generate(server, max_tokens=2)
+    assert generation.finish_reason is FinishReason.LENGTH
+    assert len(server.requests) == 1
+
+
+def test_4xx_raises_at_once_with_the_servers_words() -> None:
+    """R6.5."""
+    server = _Server(httpx.Response(400, json={"error": "prompt too long"}))
+    with pytest.raises(RequestRejectedError, match="400: prompt too long"):
+        _generate(server)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("answer", [httpx.Response(503, text="busy"), httpx.ConnectError("refused")])
+def test_5xx_and_connection_errors_are_retried_a_bounded_number_of_times(answer: httpx.Response | Exception) -> None:
+    server = _Server(answer)
+    with pytest.raises(ServerUnavailableError, match="failed 4 times in a row"):
+        _generate(server, max_retries=3)
+    assert len(server.requests) == 4
+
+
+def test_an_error_line_is_retried_and_then_reported() -> None:
+    server = _Server(_stream(_chunk([], error="engine died")))
+    with pytest.raises(ServerUnavailableError, match="engine died"):
+        _generate(server, max_retries=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"token_ids": [5, 6], "logprobs": [-0.5], "finish_reason": "stop"}', "2 tokens with 1 logprobs"),
+        ('{"token_ids": [5], "logprobs": [null], "finish_reason": "stop"}', "not a chunk"),
+        ('{"token_ids": [5], "logprobs": [NaN], "finish_reason": "stop"}', "not a chunk|not finite"),
+        ("<html>gateway</html>", "not a chunk"),
+    ],
+)
+def test_missing_short_or_non_finite_logprobs_fail_the_request(line: str, words: str) -> None:
+    """Design, invariant 9: never zeros in their place."""
+    with pytest.raises(BadResponseError, match=words):
+        _generate(_Server(_stream(line)))
+
+
+def test_an_answer_without_an_end_is_not_taken_for_a_whole_one() -> None:
+    server = _Server(_stream(_chunk([5])))
+    with pytest.raises(ServerUnavailableError, match="without a finish reason"):
+        _generate(server, max_retries=0)
