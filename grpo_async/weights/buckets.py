@@ -1,0 +1,40 @@
+"""Cuts a list of parameters into buckets, by one rule that trainer and server both apply. Pure; needs no tensor.
+
+Worked example: three float32 parameters of 100, 200 and 300 bytes with bucket_bytes 320 -> [[100, 200], [300]].
+A parameter larger than a bucket is a bucket of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """Name, dtype and shape of one parameter on the wire."""
+
+    name: str
+    dtype_name: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype_name]
+
+
+def cut_into_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> Iterator[Sequence[ParameterSpec]]:
+    """Yield consecutive runs of `specs` of at most `bucket_bytes` bytes each, never splitting a parameter."""
+    bucket: list[ParameterSpec] = []
+    size = 0
+    for spec in specs:
+        if bucket and size + spec.num_bytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(spec)
+        size += spec.num_bytes
+    if bucket:
+        yield bucket
