@@ -1,0 +1,1 @@
+"""From samples to tensors: `plan` decides who computes what (pure), `pack` makes the tensors of one rank."""

@@ -1,0 +1,130 @@
+"""Makes the tensors of micro-batches from planned samples.
+
+Per-token weights carry the reduction of the loss, so the loss of a whole optimizer step is  sum_t weight_t x loss_t  over all
+ranks and micro-batches, whatever the packing: the one denominator is known before the first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+
+from grpo_async.batching.plan import BatchPlan
+from grpo_async.records import RolloutSample
+
+Reduction = Literal["dapo", "grpo", "dr_grpo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One forward of one rank. R rows of T tokens, N trained tokens in all rows together.
+
+    `source_index` points at the position, in the flattened (R x T) grid, whose hidden state predicts the trained token: the
+    token before it.
+    """
+
+    input_ids: torch.Tensor  # (R, T) int64
+    position_ids: torch.Tensor  # (R, T) int64, restarts at 0 for every sample
+    segment_ids: torch.Tensor  # (R, T) int64, number of the sample in its row; -1 = padding
+    source_index: torch.Tensor  # (N,) int64
+    target_ids: torch.Tensor  # (N,) int64
+    sampler_logprobs: torch.Tensor  # (N,) float32
+    advantages: torch.Tensor  # (N,) float32
+    weights: torch.Tensor  # (N,) float32
+    staleness: torch.Tensor  # (N,) int64, optimizer steps between sampling and training
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int(self.target_ids.numel())
+
+    def to(self, device: torch.device) -> MicroBatch:
+        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+    def attention_mask(self) -> torch.Tensor:
+        """True where the query (row axis) may see the key: same sample and not later. (R, 1, T, T) bool.
+
+        Padding sees itself only: a row of the mask without any True would make softmax NaN.
+        """
+        same = self.segment_ids[:, :, None] == self.segment_ids[:, None, :]
+        padding = self.segment_ids < 0
+        same &= ~(padding[:, :, None] | padding[:, None, :])
+        length = self.segment_ids.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=self.segment_ids.device).tril()
+        itself = torch.eye(length, dtype=torch.bool, device=self.segment_ids.device)
+        return ((same & causal) | itself)[:, None]
+
+
+def token_weights(samples: Sequence[RolloutSample], *, reduction: Reduction, max_completion_tokens: int) -> list[float]:
+    """Weight of each trained token of each sample. [num_samples]
+
+    dapo (arXiv 2503.14476): 1 / trained tokens of the step. grpo (arXiv 2402.03300): 1 / (samples x tokens of the sample).
+    dr_grpo (arXiv 2503.20783): 1 / (samples x max_completion_tokens).
+    Worked example, samples of 1 and 3 trained tokens: dapo [1/4, 1/4]; grpo [1/2, 1/6]; dr_grpo with 10: [1/20, 1/20].
+    """
+    counts = [sample.num_trained_tokens for sample in samples]
+    if reduction == "dapo":
+        return [1.0 / sum(counts)] * len(samples)
+    if reduction == "grpo":
+        return [1.0 / (len(samples) * count) for count in counts]
+    return [1.0 / (len(samples) * max_completion_tokens)] * len(samples)
+
+
+def pack_rank(
+    samples: Sequence[RolloutSample], weights: Sequence[float], plan: BatchPlan, rank: int, *, trainer_version: int
+) -> list[MicroBatch]:
+    """The micro-batches of one rank, on the CPU."""
+    return [
+        _pack_micro_batch(samples, weights, rows, plan.row_tokens, trainer_version=trainer_version)
+        for rows in plan.ranks[rank]
+    ]
+
+
+def _pack_micro_batch(
+    samples: Sequence[RolloutSample],
+    weights: Sequence[float],
+    rows: Sequence[Sequence[int]],
+    row_tokens: int,
+    *,
+    trainer_version: int,
+) -> MicroBatch:
+    num_rows = max(1, len(rows))  # an empty rank computes one row of padding: FSDP's collectives need its forward
+    input_ids = torch.zeros(num_rows, row_tokens, dtype=torch.int64)
+    position_ids = torch.zeros(num_rows, row_tokens, dtype=torch.int64)
+    segment_ids = torch.full((num_rows, row_tokens), -1, dtype=torch.int64)
+    source: list[int] = []
+    targets: list[int] = []
+    staleness: list[int] = []
+    logprobs: list[float] = []
+    advantages: list[float] = []
+    token_weight: list[float] = []
+    for row, indices in enumerate(rows):
+        start = 0
+        for segment, index in enumerate(indices):
+            sample = samples[index]
+            length = len(sample.token_ids)
+            stop = start + length
+            input_ids[row, start:stop] = torch.tensor(sample.token_ids, dtype=torch.int64)
+            position_ids[row, start:stop] = torch.arange(length)
+            segment_ids[row, start:stop] = segment
+            trained = [position for position, mask in enumerate(sample.loss_mask) if mask]
+            source.extend(row * row_tokens + start + position - 1 for position in trained)
+            targets.extend(sample.token_ids[position] for position in trained)
+            logprobs.extend(sample.sampler_logprobs[position] for position in trained)
+            staleness.extend(trainer_version - sample.policy_versions[position] for position in trained)
+            advantages.extend([sample.advantage] * len(trained))
+            token_weight.extend([weights[index]] * len(trained))
+            start = stop
+    return MicroBatch(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        segment_ids=segment_ids,
+        source_index=torch.tensor(source, dtype=torch.int64),
+        target_ids=torch.tensor(targets, dtype=torch.int64),
+        sampler_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        advantages=torch.tensor(advantages, dtype=torch.float32),
+        weights=torch.tensor(token_weight, dtype=torch.float32),
+        staleness=torch.tensor(staleness, dtype=torch.int64),
+    )

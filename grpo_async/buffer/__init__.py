@@ -1,0 +1,1 @@
+"""Between generator and trainer: `ledger` accounts for every group, `admission` paces, `sample_buffer` hands over."""

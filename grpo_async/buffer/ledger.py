@@ -1,0 +1,109 @@
+"""The closed ledger: every started group, and every token sampled for it, stands in exactly one place.
+
+    started = trained + filtered + stale + failed + cancelled + queued + in flight       (groups and tokens)
+
+Worked example: a group starts, samples 40 tokens, one rollout with 10 of them fails, the others are trained:
+groups {started 1, trained 1}; tokens {started 40, failed 10, trained 30}.
+Thread-safe: the rollout thread starts and generates, the trainer's thread settles.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+from grpo_async.records import GroupStatus
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    status: GroupStatus = GroupStatus.IN_FLIGHT
+    tokens: int = 0
+
+
+class Ledger:
+    """Counts groups and tokens by status."""
+
+    def __init__(self, totals: dict[str, dict[str, int]] | None = None) -> None:
+        """`totals` are those of a snapshot to go on from; what was open then must be empty."""
+        self._lock = threading.Lock()
+        self._open: dict[int, _OpenGroup] = {}
+        totals = totals or {"groups": {}, "tokens": {}}
+        self._groups: Counter[str] = Counter(totals["groups"])
+        self._tokens: Counter[str] = Counter(totals["tokens"])
+
+    def start(self, group_id: int) -> None:
+        with self._lock:
+            if group_id in self._open:
+                raise ValueError(f"group {group_id} was started twice")
+            self._open[group_id] = _OpenGroup()
+            self._groups["started"] += 1
+
+    def generated(self, group_id: int, num_tokens: int) -> None:
+        """Tokens arrived for a group. Late arrivals for a settled group are ignored by both sides of the equation."""
+        with self._lock:
+            group = self._open.get(group_id)
+            if group is not None:
+                group.tokens += num_tokens
+                self._tokens["started"] += num_tokens
+
+    def rollout_failed(self, group_id: int, num_tokens: int) -> None:
+        """Move the tokens of one failed rollout out of its group, which goes on with the survivors."""
+        with self._lock:
+            self._open[group_id].tokens -= num_tokens
+            self._tokens[GroupStatus.FAILED] += num_tokens
+
+    def queue(self, group_id: int) -> None:
+        with self._lock:
+            self._open[group_id].status = GroupStatus.QUEUED
+
+    def settle(self, group_id: int, status: GroupStatus) -> None:
+        """Give a group its final status."""
+        if not status.is_final:
+            raise ValueError(f"{status} is not a final status")
+        with self._lock:
+            group = self._open.pop(group_id)
+            self._groups[status] += 1
+            self._tokens[status] += group.tokens
+
+    def is_open(self, group_id: int) -> bool:
+        with self._lock:
+            return group_id in self._open
+
+    @property
+    def num_generated_tokens(self) -> int:
+        with self._lock:
+            return self._tokens["started"]
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """{"groups": {"started": n, "trained": n, ...}, "tokens": {...}}, taken at one instant."""
+        with self._lock:
+            groups = {status.value: self._groups[status] for status in GroupStatus}
+            tokens = {status.value: self._tokens[status] for status in GroupStatus}
+            for group in self._open.values():
+                groups[group.status.value] += 1
+                tokens[group.status.value] += group.tokens
+            return {
+                "groups": {"started": self._groups["started"], **groups},
+                "tokens": {"started": self._tokens["started"], **tokens},
+            }
+
+
+def is_closed(snapshot: dict[str, dict[str, int]]) -> bool:
+    """True if nothing is unaccounted for, in groups and in tokens."""
+    return all(counts["started"] == sum(counts[status.value] for status in GroupStatus) for counts in snapshot.values())
+
+
+def totals_for_resume(snapshot: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """A snapshot in which what was open counts as cancelled: a resumed run issues those prompts again."""
+    totals = {}
+    for kind, counts in snapshot.items():
+        still_open = counts[GroupStatus.QUEUED.value] + counts[GroupStatus.IN_FLIGHT.value]
+        totals[kind] = {
+            **counts,
+            GroupStatus.CANCELLED.value: counts[GroupStatus.CANCELLED.value] + still_open,
+            GroupStatus.QUEUED.value: 0,
+            GroupStatus.IN_FLIGHT.value: 0,
+        }
+    return totals

@@ -1,0 +1,167 @@
+"""The bounded queue between the rollout thread (asyncio) and the trainer's main thread (blocking).
+
+Consumes ScoredGroups by `put` (awaits while full), hands them out by `take`, the
+ones that were started first before the others.
+Hard staleness: a group is handed out only if  trainer_version - oldest version among its trained tokens <= max_staleness;
+an older one is dropped whole, counted as stale, and its place given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+from grpo_async.errors import DeadlineError
+from grpo_async.records import ScoredGroup
+
+OnDrop = Callable[[ScoredGroup], None]
+Progress = Callable[[], int]
+
+
+class BufferInterrupted(Exception):
+    """`take` was woken because the run is to stop."""
+
+
+class SampleBuffer:
+    """See the module's docstring.
+
+    Args:
+        max_groups: `put` waits while this many groups are queued.
+        max_staleness: in optimizer steps.
+        on_stale: called (in the taking thread) with each group dropped as stale.
+        on_empty: called with each group of a round in which no group had anything to train.
+    """
+
+    def __init__(self, *, max_groups: int, max_staleness: int, on_stale: OnDrop, on_empty: OnDrop) -> None:
+        self._max_groups = max_groups
+        self._max_staleness = max_staleness
+        self._on_stale = on_stale
+        self._on_empty = on_empty
+        self._groups: list[ScoredGroup] = []
+        self._filtered: list[ScoredGroup] = []
+        self._condition = threading.Condition()
+        self._failure: BaseException | None = None
+        self._interrupted = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._room: asyncio.Event | None = None
+
+    def __len__(self) -> int:
+        with self._condition:
+            return len(self._groups)
+
+    async def put(self, scored: ScoredGroup) -> None:
+        """Waits for: room. Unblocked by: `take`."""
+        self._loop = asyncio.get_running_loop()
+        while True:
+            with self._condition:
+                if len(self._groups) < self._max_groups:
+                    self._groups.append(scored)
+                    self._condition.notify_all()
+                    return
+                if self._room is None or self._room.is_set():
+                    self._room = asyncio.Event()
+                room = self._room
+            await room.wait()
+
+    def note_filtered(self, scored: ScoredGroup) -> None:
+        """Remember a group that was scored but will be replaced, so that the metrics of the next step see its rewards."""
+        with self._condition:
+            self._filtered.append(scored)
+
+    def take_filtered(self) -> list[ScoredGroup]:
+        """The groups noted since the last call."""
+        with self._condition:
+            noted, self._filtered = self._filtered, []
+            return noted
+
+    def take(
+        self, num_groups: int, *, trainer_version: int, timeout_s: float, progress: Progress, setting: str
+    ) -> list[ScoredGroup]:
+        """Block until `num_groups` groups, at least one of them with samples, can be handed out; sorted by group id.
+
+        Args:
+            timeout_s: longest wait without `progress()` changing.
+            progress: a counter that grows while generation is alive (generated tokens).
+            setting: path of the setting that holds `timeout_s`.
+
+        Raises:
+            DeadlineError: nothing moved for `timeout_s` seconds.
+            BufferInterrupted: `interrupt` was called.
+            BaseException: whatever was given to `fail`.
+        """
+        taken: list[ScoredGroup] = []
+        while True:
+            taken.extend(self._pop(num_groups - len(taken), timeout_s, progress, setting, trainer_version))
+            taken = self._drop_stale(taken, trainer_version)
+            if len(taken) < num_groups:
+                continue
+            if any(group.samples for group in taken):
+                return sorted(taken, key=lambda group: group.group.group_id)
+            for group in taken:  # nothing to learn from in a whole round: take the next one
+                self._on_empty(group)
+                self.note_filtered(group)
+            taken = []
+
+    def _pop(
+        self, most: int, timeout_s: float, progress: Progress, setting: str, trainer_version: int
+    ) -> list[ScoredGroup]:
+        with self._condition:
+            seen = progress()
+            last_change = time.monotonic()
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if self._interrupted:
+                    raise BufferInterrupted
+                if self._groups:
+                    # oldest first: what waits longer would be the next to go stale
+                    self._groups.sort(key=lambda scored: scored.group.group_id)
+                    popped, self._groups = self._groups[:most], self._groups[most:]
+                    self._wake_putters()
+                    return popped
+                self._condition.wait(timeout=max(0.0, last_change + timeout_s - time.monotonic()))
+                now = progress()
+                if now != seen:
+                    seen, last_change = now, time.monotonic()
+                elif time.monotonic() - last_change >= timeout_s and not self._groups and self._failure is None:
+                    raise DeadlineError(
+                        f"samples for step {trainer_version + 1} (no token was generated meanwhile)",
+                        waited_s=timeout_s,
+                        setting=setting,
+                        hint="The inference server may hang; look into server.log.",
+                    )
+
+    def _drop_stale(self, groups: list[ScoredGroup], trainer_version: int) -> list[ScoredGroup]:
+        fresh = []
+        for group in groups:
+            oldest = group.oldest_version
+            if oldest is not None and trainer_version - oldest > self._max_staleness:
+                self._on_stale(group)
+            else:
+                fresh.append(group)
+        return fresh
+
+    def _wake_putters(self) -> None:
+        if self._room is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._room.set)
+
+    def drain(self) -> list[ScoredGroup]:
+        """Remove and return everything queued (at the end of a run)."""
+        with self._condition:
+            groups, self._groups = self._groups, []
+            self._wake_putters()
+            return groups
+
+    def fail(self, error: BaseException) -> None:
+        """Make the waiting and every later `take` raise `error`. The first failure wins."""
+        with self._condition:
+            self._failure = self._failure or error
+            self._condition.notify_all()
+
+    def interrupt(self) -> None:
+        """Make the waiting and every later `take` raise BufferInterrupted."""
+        with self._condition:
+            self._interrupted = True
+            self._condition.notify_all()

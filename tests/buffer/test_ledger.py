@@ -1,0 +1,70 @@
+"""Nothing disappears unaccounted."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_async.buffer.ledger import Ledger, is_closed, totals_for_resume
+from grpo_async.records import GroupStatus
+
+
+def test_the_ledger_is_closed_at_every_moment() -> None:
+    ledger = Ledger()
+    for group_id in range(4):
+        ledger.start(group_id)
+        ledger.generated(group_id, 10)
+        assert is_closed(ledger.snapshot())
+    ledger.rollout_failed(0, 4)
+    ledger.queue(0)
+    assert is_closed(ledger.snapshot())
+    ledger.settle(0, GroupStatus.TRAINED)
+    ledger.settle(1, GroupStatus.STALE)
+    ledger.settle(2, GroupStatus.FILTERED)
+    snapshot = ledger.snapshot()
+    assert is_closed(snapshot)
+    assert snapshot["groups"] == {
+        "started": 4, "trained": 1, "filtered": 1, "stale": 1, "failed": 0, "cancelled": 0, "queued": 0, "in_flight": 1,
+    }  # fmt: skip
+    assert snapshot["tokens"]["trained"] == 6  # 10 - 4 of the failed rollout
+    assert snapshot["tokens"]["failed"] == 4
+    assert snapshot["tokens"]["in_flight"] == 10
+
+
+def test_a_group_is_settled_only_once_and_only_finally() -> None:
+    ledger = Ledger()
+    ledger.start(1)
+    with pytest.raises(ValueError, match="not a final status"):
+        ledger.settle(1, GroupStatus.QUEUED)
+    ledger.settle(1, GroupStatus.FAILED)
+    with pytest.raises(KeyError):
+        ledger.settle(1, GroupStatus.TRAINED)
+
+
+def test_tokens_that_arrive_after_the_end_of_their_group_are_not_counted_on_either_side() -> None:
+    ledger = Ledger()
+    ledger.start(1)
+    ledger.settle(1, GroupStatus.CANCELLED)
+    ledger.generated(1, 5)
+    assert ledger.num_generated_tokens == 0
+    assert is_closed(ledger.snapshot())
+
+
+def test_an_open_ledger_is_recognised() -> None:
+    ledger = Ledger()
+    ledger.start(1)
+    snapshot = ledger.snapshot()
+    snapshot["groups"]["in_flight"] = 0
+    assert not is_closed(snapshot)
+
+
+def test_totals_for_resume_count_open_groups_as_cancelled() -> None:
+    ledger = Ledger()
+    for group_id in range(3):
+        ledger.start(group_id)
+        ledger.generated(group_id, 7)
+    ledger.settle(0, GroupStatus.TRAINED)
+    ledger.queue(1)
+    resumed = Ledger(totals_for_resume(ledger.snapshot()))
+    assert is_closed(resumed.snapshot())
+    assert resumed.snapshot()["groups"]["cancelled"] == 2
+    assert resumed.snapshot()["tokens"]["cancelled"] == 14

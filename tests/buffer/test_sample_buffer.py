@@ -1,0 +1,125 @@
+"""The queue between rollout thread and trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer
+from grpo_async.errors import DeadlineError, RunError
+from grpo_async.records import ScoredGroup
+from tests.support.records import make_scored
+
+
+class _Fixture:
+    def __init__(self, *, max_groups: int = 100, max_staleness: int = 1) -> None:
+        self.stale: list[int] = []
+        self.empty: list[int] = []
+        self.buffer = SampleBuffer(
+            max_groups=max_groups,
+            max_staleness=max_staleness,
+            on_stale=lambda scored: self.stale.append(scored.group.group_id),
+            on_empty=lambda scored: self.empty.append(scored.group.group_id),
+        )
+
+    def put(self, *groups: ScoredGroup) -> None:
+        async def run() -> None:
+            for group in groups:
+                await asyncio.wait_for(self.buffer.put(group), timeout=1.0)
+
+        asyncio.run(run())
+
+    def take(self, count: int, *, version: int = 0, timeout_s: float = 0.2, progress: int = 0) -> list[int]:
+        taken = self.buffer.take(
+            count,
+            trainer_version=version,
+            timeout_s=timeout_s,
+            progress=lambda: progress,
+            setting="training.queue_timeout_s",
+        )
+        return [scored.group.group_id for scored in taken]
+
+
+def test_take_hands_out_what_was_started_first_whatever_finished_first() -> None:
+    fixture = _Fixture()
+    fixture.put(make_scored(2), make_scored(0), make_scored(1))
+    assert fixture.take(2) == [0, 1]
+    assert fixture.take(1) == [2]
+
+
+def test_take_skips_a_stale_group_and_counts_it() -> None:
+    """Version 5 in the trainer, tokens of version 3: staleness 2 > 1."""
+    fixture = _Fixture()
+    fixture.put(make_scored(0, version=3), make_scored(1, version=4), make_scored(2, version=5))
+    assert fixture.take(2, version=5) == [1, 2]
+    assert fixture.stale == [0]
+
+
+def test_filtered_groups_keep_their_place_in_the_step() -> None:
+    fixture = _Fixture()
+    fixture.put(make_scored(0), make_scored(1, has_samples=False))
+    assert fixture.take(2) == [0, 1]
+    assert fixture.empty == []
+
+
+def test_a_round_without_any_samples_is_given_back_and_the_next_one_taken() -> None:
+    fixture = _Fixture()
+    fixture.put(make_scored(0, has_samples=False), make_scored(1, has_samples=False), make_scored(2), make_scored(3))
+    assert fixture.take(2) == [2, 3]
+    assert fixture.empty == [0, 1]
+    assert [scored.group.group_id for scored in fixture.buffer.take_filtered()] == [0, 1]
+
+
+def test_take_without_progress_names_the_wait_and_the_setting() -> None:
+    fixture = _Fixture()
+    with pytest.raises(DeadlineError, match=r"samples for step 1 .* raise `training.queue_timeout_s`"):
+        fixture.take(1, timeout_s=0.05)
+
+
+def test_an_empty_queue_is_not_the_end_while_tokens_are_generated() -> None:
+    """R1.4: the deadline counts silence, not waiting."""
+    fixture = _Fixture()
+    ticks = iter(range(1000))
+    results: list[int] = []
+
+    def late_put() -> None:
+        fixture.put(make_scored(7))
+
+    timer = threading.Timer(0.3, late_put)
+    timer.start()
+    taken = fixture.buffer.take(
+        1, trainer_version=0, timeout_s=0.05, progress=lambda: next(ticks), setting="training.queue_timeout_s"
+    )
+    results.extend(scored.group.group_id for scored in taken)
+    timer.join()
+    assert results == [7]
+
+
+def test_interrupt_and_fail_wake_a_waiting_take() -> None:
+    for action, expected in ((SampleBuffer.interrupt, BufferInterrupted), (None, RunError)):
+        fixture = _Fixture()
+        buffer = fixture.buffer
+        call = action.__get__(buffer) if action else lambda buffer=buffer: buffer.fail(RunError("generation died"))
+        timer = threading.Timer(0.05, call)
+        timer.start()
+        with pytest.raises(expected):
+            fixture.take(1, timeout_s=10.0)
+        timer.join()
+
+
+def test_put_waits_for_room_and_take_makes_it() -> None:
+    """R1.3: back-pressure is an awaited put."""
+    fixture = _Fixture(max_groups=1)
+
+    async def run() -> None:
+        await fixture.buffer.put(make_scored(0))
+        blocked = asyncio.create_task(fixture.buffer.put(make_scored(1)))
+        await asyncio.sleep(0.05)
+        assert not blocked.done()
+        assert await asyncio.to_thread(fixture.take, 1) == [0]
+        await asyncio.wait_for(blocked, timeout=1.0)
+        assert len(fixture.buffer) == 1
+
+    asyncio.run(run())
