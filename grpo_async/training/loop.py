@@ -1,0 +1,259 @@
+"""The trainer's main loop on rank 0, and the loop of the ranks that follow it.
+
+    take groups -> plan -> pack -> step -> settle -> push weights -> log -> checkpoint          (rank 0)
+    receive command -> do the same part of it                                                   (other ranks)
+
+Version = finished optimizer steps. The loop knows its sources and sinks as small protocols; `launch.trainer` connects them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from grpo_async.batching.pack import MicroBatch, pack_rank, token_weights
+from grpo_async.batching.plan import plan_batch
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import RunError
+from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup
+from grpo_async.rundir import RunDir
+from grpo_async.training.checkpoint import TrainerState, export_model, prune_checkpoints, save_checkpoint
+from grpo_async.training.meter import PipelineMeter, Reading
+from grpo_async.training.parameters import ShardedParameters
+from grpo_async.training.policy import Policy
+from grpo_async.training.ranks import (
+    Command,
+    CommandChannel,
+    ExportCommand,
+    GatherCommand,
+    SaveCommand,
+    StepCommand,
+    StopCommand,
+)
+from grpo_async.training.step import StepResult, train_step
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutSource(Protocol):
+    """Where samples come from: the rollout thread with its buffer and ledger."""
+
+    def take(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup] | None:
+        """Block until there are groups; None when the run is to stop."""
+
+    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None: ...
+
+    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]: ...
+
+    def advance(self, version: int) -> None:
+        """The server serves `version` from now on."""
+
+    def resume_state(self) -> tuple[dict[str, Any], list[int], dict[str, dict[str, int]]]:
+        """Data cursor, prompts to issue again, ledger."""
+
+    def gauges(self) -> dict[str, float]:
+        """Queue length and ledger."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Workplace:
+    """What every rank has: its shard of the policy and how it talks to the others."""
+
+    config: ExperimentConfig
+    rundir: RunDir
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    parameters: ShardedParameters
+    channel: CommandChannel
+    tokenizer: Any
+    device: torch.device
+    num_ranks: int
+
+    def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        return train_step(
+            self.policy,
+            self.optimizer,
+            micro_batches,
+            loss=self.config.loss,
+            lr=lr,
+            max_grad_norm=self.config.optimizer.max_grad_norm,
+            device=self.device,
+        )
+
+
+def follow(place: Workplace) -> None:
+    """Ranks 1..N-1: do rank 0's commands until it says stop."""
+    while True:
+        command = place.channel.receive()
+        match command:
+            case StepCommand():
+                place.step(command.micro_batches, command.lr)
+            case GatherCommand():
+                for _ in place.parameters.buckets(command.bucket_bytes):
+                    pass  # only rank 0 sends
+            case SaveCommand():
+                save_checkpoint(place.rundir, command.step, place.policy, place.optimizer, None)
+            case ExportCommand():
+                export_model(place.rundir.model, place.policy, place.tokenizer)
+            case StopCommand():
+                return
+
+
+class LeaderLoop:
+    """Rank 0.
+
+    Args:
+        place: this rank's shard.
+        source: samples.
+        push: sends the weights and returns metrics; called with the version, in lockstep with the other ranks.
+        read: reads clock and server counters.
+        on_step: gets (step, metrics) after each step.
+        meter: figures of the run.
+        progress: further state to keep in checkpoints.
+    """
+
+    def __init__(
+        self,
+        place: Workplace,
+        *,
+        source: RolloutSource,
+        push: Callable[[int], dict[str, float]],
+        read: Callable[[], Reading],
+        on_step: Callable[[int, dict[str, float]], None],
+        meter: PipelineMeter,
+        progress: dict[str, Any],
+    ) -> None:
+        self._place = place
+        self._config = place.config
+        self._source = source
+        self._push = push
+        self._read = read
+        self._on_step = on_step
+        self._meter = meter
+        self._progress = progress
+        self._bad_steps = 0
+        self._pushed_version = -1
+        self._saved_step = -1
+
+    def push(self, version: int) -> dict[str, float]:
+        """Push the current weights as `version`, on all ranks."""
+        self._command_all(GatherCommand(bucket_bytes=self._config.weights.bucket_mb << 20))
+        metrics = self._push(version)
+        self._pushed_version = version
+        self._source.advance(version)
+        return metrics
+
+    def run(self, *, first_step: int) -> int:
+        """Train to `training.max_steps` or until the source says stop; returns the number of finished steps.
+
+        Raises:
+            RunError: too many steps in a row were not finite, generation died, a deadline passed.
+        """
+        config = self._config
+        for step in range(first_step, config.training.max_steps + 1):
+            wait_began = time.monotonic()
+            groups = self._source.take(config.rollout.groups_per_step, trainer_version=step - 1)
+            if groups is None:
+                return step - 1
+            waited_s = time.monotonic() - wait_began
+            metrics = self._source.group_metrics(groups)
+            samples = [sample for group in groups for sample in group.samples]
+            result = self._train(samples, step)
+            self._check_finite(result, step)
+            trained = [group for group in groups if group.samples]
+            self._source.settle(trained, GroupStatus.TRAINED if result.is_finite else GroupStatus.FAILED, step=step)
+            if step % config.training.weight_sync_steps == 0 or step == config.training.max_steps:
+                metrics.update(self.push(step))
+            staleness = [
+                step - 1 - version
+                for sample in samples
+                for version, mask in zip(sample.policy_versions, sample.loss_mask, strict=True)
+                if mask
+            ]
+            metrics.update(result.metrics)
+            metrics.update(
+                self._meter.step(
+                    self._read(),
+                    waited_s=waited_s,
+                    trained_tokens=result.num_tokens if result.is_finite else 0,
+                    staleness=staleness,
+                    reward=metrics.get("reward"),
+                )
+            )
+            metrics.update(self._source.gauges())
+            self._on_step(step, metrics)
+            if step % config.checkpoint.every_steps == 0 and step < config.training.max_steps:
+                self.save(step)
+        return config.training.max_steps
+
+    def _train(self, samples: Sequence[RolloutSample], step: int) -> StepResult:
+        config, place = self._config, self._place
+        plan = plan_batch(
+            [len(sample.token_ids) for sample in samples],
+            num_ranks=place.num_ranks,
+            micro_batch_tokens=config.training.micro_batch_tokens,
+            row_tokens=config.training.row_tokens,
+            pack=config.training.pack,
+        )
+        weights = token_weights(
+            samples, reduction=config.loss.reduction, max_completion_tokens=config.rollout.max_completion_tokens
+        )
+        lr = config.optimizer.lr * config.lr_factor(step - 1)
+        parts = [pack_rank(samples, weights, plan, rank, trainer_version=step - 1) for rank in range(place.num_ranks)]
+        place.channel.send([StepCommand(micro_batches=part, lr=lr) for part in parts])
+        return place.step(parts[0], lr)
+
+    def _check_finite(self, result: StepResult, step: int) -> None:
+        if result.is_finite:
+            self._bad_steps = 0
+            return
+        self._bad_steps += 1
+        logger.warning(
+            "step %d was skipped: loss %s, gradient norm %s (%d in a row)",
+            step,
+            result.loss,
+            result.grad_norm,
+            self._bad_steps,
+        )
+        if self._bad_steps >= self._config.training.max_bad_steps:
+            raise RunError(
+                f"{self._bad_steps} steps in a row were not finite; step {step} had loss {result.loss} and gradient norm "
+                f"{result.grad_norm}. Lower optimizer.lr, or look at sampling/importance_sampling_ratio/max in metrics.jsonl"
+            )
+
+    def save(self, step: int) -> None:
+        """Write checkpoint `step` on all ranks and remove old ones. Generation goes on meanwhile."""
+        if step == self._saved_step:
+            return
+        data, outstanding, ledger = self._source.resume_state()
+        state = TrainerState(
+            step=step,
+            data=data,
+            outstanding_prompts=outstanding,
+            ledger=ledger,
+            progress={**self._progress, "totals": self._meter.totals.as_dict()},
+        )
+        place = self._place
+        self._command_all(SaveCommand(step=step))
+        save_checkpoint(place.rundir, step, place.policy, place.optimizer, state)
+        prune_checkpoints(place.rundir, keep_last=self._config.checkpoint.keep_last)
+        self._saved_step = step
+
+    def finish(self, step: int) -> None:
+        """Make the server serve the last weights, and write the last checkpoint and the exported model."""
+        if self._pushed_version != step:
+            self.push(step)
+        self.save(step)
+        self._command_all(ExportCommand())
+        export_model(self._place.rundir.model, self._place.policy, self._place.tokenizer)
+
+    def stop_followers(self) -> None:
+        self._command_all(StopCommand())
+
+    def _command_all(self, command: Command) -> None:
+        self._place.channel.send([command] * self._place.num_ranks)

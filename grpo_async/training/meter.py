@@ -1,0 +1,104 @@
+"""Measures the pipeline: who waited for whom, tokens per second, over each step and over the run. Pure arithmetic on readings.
+
+trainer idle    = seconds blocked on samples / wall            generator idle = 1 - seconds generating / wall
+overlap         = max(generation, training) / wall             1.0 is perfect overlap
+tokens/s        = tokens of the window / seconds of the window
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Counters at one instant. Times in seconds; `generation_busy_s` and `generated_tokens` are the server's."""
+
+    time_s: float
+    generation_busy_s: float
+    generated_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """Sums over the steps so far; survives a resume."""
+
+    wall_s: float = 0.0
+    waited_s: float = 0.0
+    generation_busy_s: float = 0.0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    staleness_sum: float = 0.0
+    staleness_max: float = 0.0
+    rewards: list[float] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class PipelineMeter:
+    """Turns readings into metrics. Call `step` once per optimizer step.
+
+    Args:
+        first: reading when training began.
+        totals: of the steps before a resume.
+    """
+
+    def __init__(self, first: Reading, totals: Totals | None = None) -> None:
+        self._last = first
+        self.totals = totals or Totals()
+
+    def restart(self, now: Reading) -> None:
+        """Leave out what happened since the last reading (evaluation, start-up)."""
+        self._last = now
+
+    def step(
+        self, now: Reading, *, waited_s: float, trained_tokens: int, staleness: list[int], reward: float | None
+    ) -> dict[str, float]:
+        """Metrics of the step that ended at `now`. `staleness` holds one value per trained token."""
+        wall = max(now.time_s - self._last.time_s, 1e-9)
+        busy = min(max(now.generation_busy_s - self._last.generation_busy_s, 0.0), wall)
+        generated = max(now.generated_tokens - self._last.generated_tokens, 0)
+        self._last = now
+        totals = self.totals
+        totals.wall_s += wall
+        totals.waited_s += waited_s
+        totals.generation_busy_s += busy
+        totals.generated_tokens += generated
+        totals.trained_tokens += trained_tokens
+        totals.staleness_sum += sum(staleness)
+        totals.staleness_max = max([totals.staleness_max, *map(float, staleness)])
+        if reward is not None:
+            totals.rewards.append(reward)
+        metrics = {
+            "step_time": wall,
+            "pipeline/trainer_idle_ratio": waited_s / wall,
+            "pipeline/generator_idle_ratio": 1.0 - busy / wall,
+            "pipeline/overlap_efficiency": max(busy, wall - waited_s) / wall,
+            "perf/trained_tokens_per_s": trained_tokens / wall,
+            "perf/generated_tokens_per_s": generated / wall,
+        }
+        if staleness:
+            metrics["async/staleness_mean"] = sum(staleness) / len(staleness)
+            metrics["async/staleness_max"] = float(max(staleness))
+        return metrics
+
+    def summary(self) -> dict[str, float]:
+        """The same figures over the whole run, and the mean reward of its first and last three steps."""
+        totals = self.totals
+        wall = max(totals.wall_s, 1e-9)
+        summary = {
+            "wall_s": totals.wall_s,
+            "trained_tokens_per_s": totals.trained_tokens / wall,
+            "generated_tokens_per_s": totals.generated_tokens / wall,
+            "trainer_idle_ratio": totals.waited_s / wall,
+            "generator_idle_ratio": 1.0 - totals.generation_busy_s / wall,
+            "overlap_efficiency": max(totals.generation_busy_s, wall - totals.waited_s) / wall,
+            "staleness_mean": totals.staleness_sum / max(totals.trained_tokens, 1),
+            "staleness_max": totals.staleness_max,
+        }
+        if totals.rewards:
+            first, last = totals.rewards[:3], totals.rewards[-3:]
+            summary["reward_first"] = sum(first) / len(first)
+            summary["reward_last"] = sum(last) / len(last)
+        return summary

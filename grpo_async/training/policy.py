@@ -1,0 +1,90 @@
+"""The policy: a Hugging Face causal LM behind one forward that goes from packed ids to log-probabilities, sharded by FSDP2.
+
+The head is applied inside this forward, so that FSDP's root hooks gather its weight for both passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from grpo_async.batching.pack import MicroBatch
+from grpo_async.config.experiment import ModelSection
+from grpo_async.errors import ConfigError
+from grpo_async.training.logprobs import chunked_logprobs
+
+# settings that change logits after the head; leaving them out would train another distribution than the server samples
+_LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+class Policy(nn.Module):
+    """See the module's docstring. `model` is the Hugging Face model; its parameter names are those of its checkpoints."""
+
+    def __init__(self, model: Any, *, temperature: float, chunk_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        self._temperature = temperature
+        self._chunk_tokens = chunk_tokens
+
+    def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities (with gradient) and entropies (without) of the trained tokens, both (N,) float32."""
+        hidden = self.model.base_model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask(),
+            position_ids=batch.position_ids,
+            use_cache=False,
+        ).last_hidden_state  # (R, T, H)
+        states = hidden.reshape(-1, hidden.shape[-1])[batch.source_index]  # (N, H)
+        head = self.model.get_output_embeddings()
+        logprobs, entropy = chunked_logprobs(
+            states, batch.target_ids, head, temperature=self._temperature, chunk_tokens=self._chunk_tokens
+        )
+        if logprobs.numel() == 0:  # an all-padding forward still has to reach every parameter in the backward pass
+            logprobs = logprobs + (hidden * 0.0).sum()
+        return logprobs, entropy
+
+
+def load_policy(section: ModelSection, *, temperature: float, chunk_tokens: int) -> Policy:
+    """Load the model in `model.dtype` on the CPU.
+
+    Raises:
+        ConfigError: no usable model at `model.path`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            section.path, dtype=getattr(torch, section.dtype), attn_implementation=section.attention
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: cannot load a causal language model from {section.path!r}: {error}") from error
+    for name in _LOGIT_CHANGES:
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ConfigError(
+                f"model.path: {section.path!r} sets `{name}`, which the trainer's log-probabilities do not apply; "
+                "models of this family cannot be trained yet"
+            )
+    if section.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return Policy(model, temperature=temperature, chunk_tokens=chunk_tokens)
+
+
+def shard_policy(policy: Policy, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -> None:
+    """Apply FSDP2 in place: every decoder layer is one unit, the rest (embeddings, norm, head) is the root's."""
+    policy.to(mesh.device_type)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in _decoder_layers(policy.model):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+
+
+def _decoder_layers(model: Any) -> Sequence[nn.Module]:
+    """The longest ModuleList of the model: its decoder layers, in every Hugging Face causal LM."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return cast(Sequence[nn.Module], max(lists, key=len)) if lists else []

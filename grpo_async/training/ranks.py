@@ -1,0 +1,105 @@
+"""Keeps the trainer's ranks in lockstep: rank 0 decides, the others follow its commands.
+
+    rank 0:  lead.step(...)   lead.push()   lead.save(...)   lead.stop()
+    others:  follow() runs the same work on every command until `stop`
+
+The command travels on a gloo group of its own, whose deadline is long: the other ranks wait there while rank 0 waits for samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_async.batching.pack import MicroBatch
+from grpo_async.errors import DeadlineError, RunError
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommand:
+    """Train on this rank's micro-batches."""
+
+    micro_batches: Sequence[MicroBatch]
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class GatherCommand:
+    """Take part in gathering all parameters, bucket by bucket."""
+
+    bucket_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCommand:
+    """Take part in writing checkpoint `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportCommand:
+    """Take part in writing the final model."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopCommand:
+    """The run is over."""
+
+
+Command = StepCommand | GatherCommand | SaveCommand | ExportCommand | StopCommand
+
+
+class CommandChannel:
+    """Rank 0 sends a command, every other rank receives its own part of it. With one rank nothing is sent.
+
+    Args:
+        timeout_s: longest time without a command.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._rank: int = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self._world_size > 1 else None
+        )
+
+    @property
+    def is_leader(self) -> bool:
+        return self._rank == 0
+
+    def send(self, commands: Sequence[Command]) -> None:
+        """Rank 0: give each rank its command. [world_size]"""
+        if self._group is not None:
+            dist.scatter_object_list([None], list(commands), src=0, group=self._group)
+
+    def receive(self) -> Command:
+        """Other ranks: wait for the next command.
+
+        Raises:
+            DeadlineError: none within the deadline, or rank 0 is gone.
+        """
+        received: list[Any] = [None]
+        try:
+            dist.scatter_object_list(received, None, src=0, group=self._group)
+        except RuntimeError as error:
+            raise DeadlineError(
+                f"a command of rank 0 on rank {self._rank} ({error})",
+                waited_s=self._timeout_s,
+                setting="training.queue_timeout_s",
+            ) from error
+        command = received[0]
+        if not isinstance(command, Command):
+            raise RunError(f"rank {self._rank} received {type(command).__name__}, which is not a command")
+        return command
+
+
+def device_for(kind: str, local_rank: int) -> torch.device:
+    """cpu, or the GPU of this local rank."""
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", local_rank)
