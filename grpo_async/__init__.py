@@ -1,1 +1,35 @@
-"""grpo-async"""
+"""grpo-async: asynchronous GRPO from one YAML file.
+
+The way of the data; the record on each arrow, the package in each box:
+
+    prompts.jsonl                                                              grpo-async train CONFIG
+        | rows                                                                      |  launch (supervisor)
+        v            Prompt                RolloutGroup            ScoredGroup      |
+    [ data ] ------------------> [ rollout ] ----------> [ scoring ] ----------> [ buffer ]     rank 0, rollout thread
+                                   ^     |                 rewards                  |
+                        Generation |     | GenerateRequest                          | RolloutSample
+                                   |     v  (token ids in, ids + logprobs out)      v
+    servers/vllm     [ inference: client | surface ]                           [ batching ] plan, pack
+    servers/embedded [ the same HTTP surface       ]                                | MicroBatch
+                                   ^                                                v
+                                   |      policy_version + 1                   [ training ]     every rank, main thread
+                                   +-------------- [ weights ] <--------------------+
+                                      pause, start, send, finish, resume            | metrics, checkpoints, model
+                                                                                    v
+                                                              [ tracking | store ]  runs/NAME  --> [ viewer ]
+
+Layers; imports go down only, packages of one layer do not import each other:
+
+    5  cli
+    4  launch                                  the only place that builds and connects objects
+    3  rollout  training  viewer  quickstart
+    2  scoring  servers
+    1  data  chat  rewards  inference  buffer  batching  weights  tracking  store
+    0  records  config  errors  rundir  processes
+
+Where to look: what may be configured: config/experiment.py. What a server must serve: inference/surface.py. How stale a sample
+may be: buffer/sample_buffer.py and buffer/admission.py. The loss: training/losses.py. The main loop: training/loop.py. The order
+of a weight push: weights/push.py. Which objects are connected to which: launch/trainer.py.
+"""
+
+__version__ = "0.1.0"
