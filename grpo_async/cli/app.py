@@ -1,0 +1,65 @@
+"""The commands of `grpo-async`, in the order of their help.
+
+Exit codes: 0 done; 1 a run or a server failed; 2 the input is wrong, nothing was started; 130 and 143 after SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from grpo_async.cli.configs import schema, validate
+from grpo_async.cli.errors import ReportingGroup
+from grpo_async.cli.inspect_rollouts import inspect_rollouts
+from grpo_async.cli.quickstart import prepare_quickstart
+from grpo_async.cli.serve import serve_embedded, serve_vllm
+from grpo_async.cli.train import TrainCommand, train
+
+app = typer.Typer(
+    name="grpo-async",
+    cls=ReportingGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,  # a bug shows Python's own traceback, without the values of local variables
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"grpo-async {version('grpo-async')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Asynchronous GRPO from one YAML file: an inference server generates while torchrun trains.
+
+    \b
+    Examples:
+      grpo-async prepare-quickstart
+      grpo-async train configs/quickstart.yaml
+      grpo-async inspect-rollouts quickstart --sort reward
+    """
+
+
+app.command("train", cls=TrainCommand, short_help="Run an experiment: server, trainer, progress.")(train)
+app.command("validate", short_help="Check a configuration; print it and the plan.")(validate)
+app.command("schema", short_help="Print the JSON schema of configurations.")(schema)
+app.command("serve-vllm", short_help="Serve the model with vLLM.")(serve_vllm)
+app.command("serve-embedded", short_help="Serve the model with the embedded engine.")(serve_embedded)
+app.command("prepare-quickstart", short_help="Make the quickstart's model and data.")(prepare_quickstart)
+app.command("inspect-rollouts", short_help="Look at the rollouts of a run.")(inspect_rollouts)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; always ends in SystemExit."""
+    app(args=arguments, prog_name="grpo-async")

@@ -1,0 +1,75 @@
+"""`validate` and `schema`: what a configuration says, and what it may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from grpo_async.cli.options import ConfigArgument, SetOption
+
+if TYPE_CHECKING:
+    from grpo_async.config import ExperimentConfig
+
+
+def validate(config: ConfigArgument, overrides: SetOption = None) -> None:
+    """Check a configuration: print it with every default, and the processes that a run would start.
+
+    Starts nothing and looks at none of the files that the configuration names; `train --dry-run` does. The YAML comes
+    first, the plan follows as comments, so the output is itself a configuration.
+
+    \b
+    Examples:
+      grpo-async validate configs/quickstart.yaml
+      grpo-async validate configs/quickstart.yaml --set launch.num_trainer_ranks=2 > resolved.yaml
+    """
+    from grpo_async.config.loader import dump_config, load_config
+
+    resolved = load_config(config, overrides or ())
+    typer.echo(dump_config(resolved))
+    typer.echo("".join(f"# {line}".rstrip() + "\n" for line in _plan(resolved).splitlines()), nl=False)
+
+
+def _plan(config: ExperimentConfig) -> str:
+    from grpo_async.launch import machine
+    from grpo_async.launch.engine_choice import choose_engine
+    from grpo_async.launch.plan import Places, plan_processes
+    from grpo_async.rundir import RunDir
+
+    run_dir = RunDir(config.run_path.absolute())
+    places = Places(
+        run_dir=run_dir,
+        attempt=run_dir.logs / "attempt_N",
+        private=Path("PRIVATE"),
+        port=machine.free_port(config.inference.host),
+    )
+    plan = plan_processes(config, engine=choose_engine(config), places=places, machine=machine.look(), token=None)
+    return plan.describe()
+
+
+def schema(
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write to a file instead of the terminal.")
+    ] = None,
+) -> None:
+    """Print the JSON schema of configuration files, for completion and checks in editors.
+
+    Name it in the first line of a configuration: `# yaml-language-server: $schema=schema.json`.
+
+    \b
+    Examples:
+      grpo-async schema
+      grpo-async schema --out configs/schema.json
+    """
+    from grpo_async.config.schema import schema_text
+    from grpo_async.errors import ConfigError
+    from grpo_async.rundir import write_atomically
+
+    if out is None:
+        typer.echo(schema_text(), nl=False)
+        return
+    try:
+        write_atomically(out, schema_text())
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,27 @@
+"""Errors as people see them: the message alone on stderr, and an exit code. A traceback is a bug of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from grpo_async.errors import ConfigError, GrpoAsyncError
+
+USER_ERROR = 2
+FAILURE = 1
+INTERRUPTED = 130
+
+
+class ReportingGroup(TyperGroup):
+    """Runs a command and turns the package's own errors into messages."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except GrpoAsyncError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(USER_ERROR if isinstance(error, ConfigError) else FAILURE) from error
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None

@@ -1,0 +1,70 @@
+"""`train`: one command, every process of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from grpo_async.cli.options import ConfigArgument, SetOption
+
+
+class TrainCommand(TyperCommand):
+    """`--resume` takes an optional value, which typer's options cannot: the default is spelled out before parsing."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spell_out_resume(args))
+
+
+def spell_out_resume(arguments: Sequence[str]) -> list[str]:
+    """A bare `--resume` becomes `--resume auto`: ["--resume", "x.yaml"] -> ["--resume", "auto", "x.yaml"].
+
+    `--resume 40`, `--resume auto` and `--resume=40` stay as they are.
+    """
+    spelled: list[str] = []
+    for index, argument in enumerate(arguments):
+        spelled.append(argument)
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
+        if argument == "--resume" and following != "auto" and not following.isdecimal():
+            spelled.append("auto")
+    return spelled
+
+
+def train(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[auto|STEP]",
+            help="Continue from the newest checkpoint (no value, or auto), or from that of a step.",
+        ),
+    ] = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Remove the run directory of an earlier run first.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and print the plan; start and write nothing.")
+    ] = False,
+) -> None:
+    """Train: start the inference server and the trainer, show progress, and end both.
+
+    Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once. Exit code: 0 finished, 1 failed, 2 the
+    configuration is wrong, 130 or 143 stopped by SIGINT or SIGTERM.
+
+    \b
+    Examples:
+      grpo-async train configs/quickstart.yaml
+      grpo-async train configs/quickstart.yaml --set optimizer.lr=1e-5 --set run.name=higher-lr
+      grpo-async train configs/quickstart.yaml --resume
+      grpo-async train configs/quickstart.yaml --resume 40
+      grpo-async train configs/quickstart.yaml --dry-run
+    """
+    if resume is not None and resume != "auto" and not resume.isdecimal():
+        raise typer.BadParameter(f"{resume!r} is neither auto nor a step number", param_hint="--resume")
+
+    from grpo_async.config.loader import load_config
+    from grpo_async.launch import run
+
+    raise typer.Exit(run(load_config(config, overrides or ()), resume=resume, clean=clean, dry_run=dry_run))

@@ -1,0 +1,205 @@
+"""The command line in this process: options, messages, exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from grpo_async.cli.app import app
+from grpo_async.cli.train import spell_out_resume
+from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import load_config
+from grpo_async.errors import ConfigError, RunError
+
+MINIMAL = """\
+run: {name: demo}
+model: {path: m}
+data: {train: {type: jsonl, path: t}}
+rewards: [{function: "a:b"}]
+inference: {engine: embedded}
+"""
+COMMANDS = ["train", "validate", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart", "inspect-rollouts"]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(MINIMAL, encoding="utf-8")
+    return "x.yaml"
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `train` asks of the launcher. The launcher itself has its own tests; this is about what reaches it."""
+    calls: list[dict[str, Any]] = []
+
+    def run(config: ExperimentConfig, *, resume: str | None, clean: bool, dry_run: bool) -> int:
+        calls.append({"config": config, "resume": resume, "clean": clean, "dry_run": dry_run})
+        return 7
+
+    monkeypatch.setattr("grpo_async.launch.run", run)
+    return calls
+
+
+def _invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_with_examples(command: str) -> None:
+    result = _invoke(command, "--help")
+    assert result.exit_code == 0
+    assert f"Examples:\n    grpo-async {command}" in result.stdout
+
+
+def test_the_examples_of_the_help_parse(config: str, runs: list[dict[str, Any]]) -> None:
+    lines = [line.strip() for line in _invoke("train", "--help").stdout.splitlines()]
+    examples = [line.split()[2:] for line in lines if line.startswith("grpo-async train ")]
+    assert len(examples) == 5
+    for example in examples:
+        result = _invoke("train", *[config if word.endswith(".yaml") else word for word in example])
+        assert result.exit_code == 7, result.output
+    assert [call["resume"] for call in runs] == [None, None, "auto", "40", None]
+
+
+def test_help_lists_every_command() -> None:
+    result = _invoke("--help")
+    assert result.exit_code == 0
+    for command in COMMANDS:
+        assert f"\n  {command} " in result.stdout
+
+
+def test_version_is_printed() -> None:
+    result = _invoke("--version")
+    assert result.exit_code == 0
+    assert result.stdout.split()[0] == "grpo-async"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["x.yaml"], ["x.yaml"]),
+        (["--resume", "x.yaml"], ["--resume", "auto", "x.yaml"]),
+        (["x.yaml", "--resume"], ["x.yaml", "--resume", "auto"]),
+        (["x.yaml", "--resume", "--clean"], ["x.yaml", "--resume", "auto", "--clean"]),
+        (["x.yaml", "--resume", "40"], ["x.yaml", "--resume", "40"]),
+        (["x.yaml", "--resume", "auto"], ["x.yaml", "--resume", "auto"]),
+        (["x.yaml", "--resume=40"], ["x.yaml", "--resume=40"]),
+    ],
+)
+def test_resume_takes_a_value_or_none(arguments: list[str], expected: list[str]) -> None:
+    assert spell_out_resume(arguments) == expected
+
+
+def test_train_hands_everything_to_the_launcher_and_exits_with_its_code(
+    config: str, runs: list[dict[str, Any]]
+) -> None:
+    result = _invoke(
+        "train", config, "--set", "run.name=other", "--resume=12", "--clean", "--dry-run", "--set", "run.seed=3"
+    )
+    assert result.exit_code == 7
+    (call,) = runs
+    assert (call["config"].run.name, call["config"].run.seed) == ("other", 3)
+    assert (call["resume"], call["clean"], call["dry_run"]) == ("12", True, True)
+
+
+def test_a_resume_that_is_no_step_is_a_usage_error(config: str, runs: list[dict[str, Any]]) -> None:
+    result = _invoke("train", config, "--resume=last")
+    assert result.exit_code == 2
+    assert "'last' is neither auto nor a step number" in result.stderr
+    assert runs == []
+
+
+@pytest.mark.parametrize("command", ["train", "validate", "serve-vllm", "serve-embedded"])
+def test_a_bad_configuration_is_exit_code_2_with_every_problem_and_no_traceback(command: str, config: str) -> None:
+    result = _invoke(command, config, "--set", "optim.lrr=3", "--set", "rollout.group_size=1")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "--set optim.lrr=3: unknown key 'optim.lrr'; did you mean 'optimizer.lr'?",
+        "--set rollout.group_size=1: rollout.group_size: input should be greater than or equal to 2 (got 1)",
+    ]
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("not so"), 2), (RunError("broke"), 1)])
+def test_own_errors_are_messages_and_exit_codes(
+    config: str, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    def run(*_: object, **__: object) -> int:
+        raise error
+
+    monkeypatch.setattr("grpo_async.launch.run", run)
+    result = _invoke("train", config)
+    assert (result.exit_code, result.stderr) == (code, f"{error}\n")
+
+
+def test_an_interrupt_is_exit_code_130(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("grpo_async.launch.run", run)
+    assert _invoke("train", config).exit_code == 130
+
+
+def test_an_error_that_is_a_bug_is_not_hidden(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object, **__: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("grpo_async.launch.run", run)
+    assert isinstance(_invoke("train", config).exception, ZeroDivisionError)
+
+
+def test_validate_prints_a_configuration_and_the_plan(config: str) -> None:
+    result = _invoke("validate", config, "--set", "run.seed=3")
+    assert result.exit_code == 0, result.output
+    Path("resolved.yaml").write_text(result.stdout, encoding="utf-8")
+    assert load_config(Path("resolved.yaml")) == load_config(Path(config), ["run.seed=3"])
+    assert "# trainer: 1 process" in result.stdout
+    assert "serve-embedded" in result.stdout
+    assert sorted(path.name for path in Path().iterdir()) == ["resolved.yaml", "x.yaml"]  # nothing was made
+
+
+def test_schema_goes_to_the_terminal_or_to_a_file(tmp_path: Path) -> None:
+    printed = _invoke("schema").stdout
+    assert json.loads(printed)["title"] == "grpo-async experiment"
+    assert _invoke("schema", "--out", str(tmp_path / "s.json")).exit_code == 0
+    assert (tmp_path / "s.json").read_text(encoding="utf-8") == printed
+    result = _invoke("schema", "--out", str(tmp_path / "none" / "s.json"))
+    assert result.exit_code == 2
+    assert "cannot be written: No such file or directory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "target"),
+    [
+        ("serve-vllm", "grpo_async.servers.vllm.command.serve_vllm"),
+        ("serve-embedded", "grpo_async.servers.embedded.main.serve_embedded"),
+    ],
+)
+def test_a_server_gets_its_configuration_and_port(
+    config: str, monkeypatch: pytest.MonkeyPatch, command: str, target: str
+) -> None:
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(target, lambda config, port: calls.append((config.run.name, port)))
+    assert _invoke(command, config, "--port", "8001", "--set", "run.name=other").exit_code == 0
+    assert _invoke(command, config).exit_code == 0
+    assert calls == [("other", 8001), ("demo", 8000)]
+    assert _invoke(command, config, "--port", "70000").exit_code == 2
+
+
+def test_prepare_quickstart_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Path | None, int, bool]] = []
+
+    def prepare(folder: Path | None, *, seed: int, force: bool) -> None:
+        calls.append((folder, seed, force))
+
+    module = importlib.import_module("grpo_async.quickstart.prepare")  # the package has a function of this name
+    monkeypatch.setattr(module, "prepare", prepare)
+    assert _invoke("prepare-quickstart").exit_code == 0
+    assert _invoke("prepare-quickstart", "--out", "here", "--seed", "4", "--force").exit_code == 0
+    assert calls == [(None, 0, False), (Path("here"), 4, True)]

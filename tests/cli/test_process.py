@@ -1,0 +1,111 @@
+"""The command line as a process of its own: what it imports, what it exits with, what it does with signals and pipes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.store.builders import append_simple, new_store
+
+ROOT = Path(__file__).parents[2]
+MINIMAL = """\
+run: {name: demo}
+model: {path: m}
+data: {train: {type: jsonl, path: t}}
+rewards: [{function: "a:b"}]
+inference: {engine: embedded}
+"""
+HEAVY = ("torch", "transformers", "vllm", "datasets")
+# runs a command line in this process and prints which of the heavy libraries it loaded
+LOADED = f"""
+import sys
+from grpo_async.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code, end.code
+print("LOADED", [name for name in {HEAVY!r} if name in sys.modules])
+"""
+
+
+def _python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "x.yaml").write_text(MINIMAL, encoding="utf-8")
+    with new_store(tmp_path / "runs" / "demo") as store:
+        append_simple(store, 0)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["validate", "x.yaml"],
+        ["schema"],
+        ["inspect-rollouts", "demo", "--rollout", "0-1"],
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_a_light_command_loads_no_heavy_library(folder: Path, arguments: list[str]) -> None:
+    done = _python("-c", LOADED, *arguments, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+def test_the_module_runs_as_the_command(folder: Path) -> None:
+    done = _python("-m", "grpo_async", "--version", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("grpo-async ")
+
+
+def test_a_bad_configuration_exits_with_2_and_nothing_but_its_problems(folder: Path) -> None:
+    (folder / "bad.yaml").write_text(MINIMAL + "rollout:\n  group_sise: 3\n", encoding="utf-8")
+    done = _python("-m", "grpo_async", "train", "bad.yaml", folder=folder)
+    assert done.returncode == 2
+    assert done.stderr == "bad.yaml:7: unknown key 'rollout.group_sise'; did you mean 'group_size'?\n"
+    assert done.stdout == ""
+
+
+def test_a_reader_that_leaves_early_causes_no_traceback(folder: Path) -> None:
+    command = f"{sys.executable} -m grpo_async schema | head -c 10"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == '{\n  "$schem'[:10]
+    assert done.stderr == ""
+
+
+def test_an_interrupt_ends_a_command_with_130(folder: Path) -> None:
+    script = """
+import os, signal, sys
+import grpo_async.launch
+from grpo_async.cli import main
+def run(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+grpo_async.launch.run = run
+main(["train", "x.yaml"])
+"""
+    done = _python("-c", script, folder=folder)
+    assert done.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in done.stderr
