@@ -1,0 +1,16 @@
+"""What was generated, on disk: one line per group, written while the run goes on and readable at any moment."""
+
+from grpo_async.store.reader import StoredGroup, read_group_at, read_groups, scan_groups
+from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.store.rows import GroupRow, RolloutRow, TurnRow
+
+__all__ = [
+    "GroupRow",
+    "RolloutRow",
+    "RolloutStore",
+    "StoredGroup",
+    "TurnRow",
+    "read_group_at",
+    "read_groups",
+    "scan_groups",
+]

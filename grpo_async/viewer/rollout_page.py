@@ -1,0 +1,96 @@
+"""One rollout: its conversation, what it was rewarded for, its turns, and every token.
+
+Tokens are coloured by how likely the sampler found them: plain from 0.5 up, yellow from 0.1, red below; dim where the
+mask is 0 (tool and environment tokens, not trained on).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from grpo_async.store import GroupRow, RolloutRow
+from grpo_async.viewer.group_tables import number, status_text
+from grpo_async.viewer.safe_text import one_line, quoted, visible
+from grpo_async.viewer.token_text import TokenTexts
+
+
+def rollout_page(group: GroupRow, rollout: RolloutRow, texts: TokenTexts | str) -> RenderableType:
+    """`texts`: the token texts, or the sentence that says why there are none."""
+    return Group(*_parts(group, rollout, texts))
+
+
+def token_style(logprob: float, mask: int) -> str:
+    """ln 0.5 = -0.693 and ln 0.1 = -2.303 are the bounds."""
+    if not mask:
+        return "dim"
+    if logprob >= math.log(0.5):
+        return ""
+    return "yellow" if logprob >= math.log(0.1) else "red"
+
+
+def _parts(group: GroupRow, rollout: RolloutRow, texts: TokenTexts | str) -> Iterator[RenderableType]:
+    step = "-" if group.step is None else str(group.step)
+    yield Text.assemble(
+        (f"rollout {visible(rollout.rollout_id)}", "bold"),
+        f"  group {group.group_id} (",
+        status_text(group.status),
+        f")  step {step}  ",
+        status_text(rollout.status),
+        f"{'  environment done' if rollout.done else ''}  {rollout.total_duration_s:.2f} s",
+    )
+    if rollout.error is not None:
+        yield Text(visible(rollout.error), style="red")
+    for message in [*group.messages, *rollout.messages]:
+        yield Text(f"\n{visible(message.role)} ({message.origin.value})", style="bold cyan")
+        yield Text(visible(message.content))
+    yield Text(f"\nreward {number(rollout.reward)}  advantage {number(rollout.advantage)}", style="bold")
+    for name, value in rollout.rewards.items():
+        yield Text(f"  {visible(name)} {number(value)}")
+    yield Text()
+    yield _turn_table(rollout)
+    for turn in rollout.turns:
+        for call in turn.tool_calls:
+            arguments, outcome = one_line(str(dict(call.arguments)), 200), one_line(call.result, 200)
+            failed = " failed" if call.failed else ""
+            yield Text(f"  {visible(call.name)}({arguments}){failed} {call.duration_s:.2f} s -> {outcome}")
+    yield Text()
+    if isinstance(texts, str):
+        yield Text(texts, style="dim")
+    yield _token_table(rollout, texts)
+
+
+def _turn_table(rollout: RolloutRow) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("turn", "tokens", "ended by", "generation s", "tools s", "tool calls"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for index, turn in enumerate(rollout.turns):
+        durations = (f"{turn.generation_duration_s:.2f}", f"{turn.tool_execution_duration_s:.2f}")
+        table.add_row(str(index), str(turn.num_tokens), turn.finish_reason.value, *durations, str(len(turn.tool_calls)))
+    return table
+
+
+def _token_table(rollout: RolloutRow, texts: TokenTexts | str) -> Table:
+    table = Table(
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+        caption=f"behind a prompt of {len(rollout.prompt_ids)} tokens",
+        caption_justify="left",
+    )
+    for name in ("index", "id"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if isinstance(texts, TokenTexts):
+        table.add_column("text", no_wrap=True, overflow="ellipsis")
+    for name in ("mask", "logprob", "version"):
+        table.add_column(name, justify="right", no_wrap=True)
+    columns = (rollout.completion_ids, rollout.mask, rollout.logprobs, rollout.versions)
+    for index, (token_id, mask, logprob, version) in enumerate(zip(*columns, strict=True)):
+        text = [Text(quoted(texts.of(token_id)))] if isinstance(texts, TokenTexts) else []
+        sampled = (f"{logprob:.4f}", str(version)) if mask else ("-", "-")
+        table.add_row(str(index), str(token_id), *text, str(mask), *sampled, style=token_style(logprob, mask))
+    return table

@@ -1,0 +1,39 @@
+"""Finds the run that a person means: a folder, or a name below runs/."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from grpo_async.errors import ConfigError
+from grpo_async.rundir import RunDir
+
+RUNS_FOLDER = Path("runs")
+_MOST_LISTED = 5
+
+
+def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
+    """The run directory `runs_folder`/`name`, or the folder `name`.
+
+    Raises:
+        ConfigError: there is neither; the message lists the nearest names.
+    """
+    for candidate in (runs_folder / name, Path(name)):
+        if name.strip("/.") and candidate.is_dir():
+            return RunDir(candidate)
+    known = _names(runs_folder)
+    if not known:
+        raise ConfigError(f"there is no run '{name}', and {runs_folder} holds none; start one: grpo-async train CONFIG")
+    near = get_close_matches(Path(name).name, known, n=_MOST_LISTED)
+    if near:
+        raise ConfigError(f"there is no run '{name}'; did you mean {' or '.join(repr(each) for each in near)}?")
+    listed = ", ".join(known[:_MOST_LISTED]) + (", ..." if len(known) > _MOST_LISTED else "")
+    raise ConfigError(f"there is no run '{name}'; {runs_folder} holds {listed}")
+
+
+def _names(runs_folder: Path) -> list[str]:
+    """Names of the runs, newest first."""
+    if not runs_folder.is_dir():
+        return []
+    folders = [path for path in runs_folder.iterdir() if path.is_dir()]
+    return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]

@@ -1,0 +1,144 @@
+"""Groups with everything that a row can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from grpo_async.records import (
+    FinishReason,
+    GroupStatus,
+    Origin,
+    Prompt,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutSample,
+    RolloutStatus,
+    TaggedMessage,
+    ToolCallRecord,
+    TurnRecord,
+)
+from grpo_async.store import RolloutStore
+
+OpenStore: TypeAlias = Callable[..., RolloutStore]
+
+
+def build_rollout(
+    rollout_id: str,
+    *,
+    text: str = "two",
+    ids: Sequence[int] = (5, 6, 7),
+    logprobs: Sequence[float] | None = None,
+    version: int = 0,
+    truncated: bool = False,
+) -> RolloutCompletion:
+    """One turn without tools."""
+    turn = TurnRecord(
+        output_ids=list(ids),
+        output_logprobs=list(logprobs) if logprobs else [-0.25] * len(ids),
+        policy_versions=[version] * len(ids),
+        finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
+        messages=[TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)],
+        generation_duration_s=0.5,
+    )
+    status = RolloutStatus.TRUNCATED if truncated else RolloutStatus.FINISHED
+    return RolloutCompletion(
+        rollout_id=rollout_id,
+        prompt_ids=[1, 2],
+        turns=[turn],
+        status=status,
+        truncated=truncated,
+        total_duration_s=0.75,
+    )
+
+
+def build_tool_rollout(rollout_id: str) -> RolloutCompletion:
+    """Two turns; a tool answers between them with two tokens: ids [5, 6, 90, 91, 7], mask [1, 1, 0, 0, 1]."""
+    call = ToolCallRecord(
+        tool_call_id="c1", name="add", arguments={"a": 1, "b": {2}}, result="\ud83d", failed=True, duration_s=0.125
+    )
+    first = TurnRecord(
+        output_ids=[5, 6],
+        output_logprobs=[-0.5, -1.5],
+        policy_versions=[2, 3],
+        finish_reason=FinishReason.STOP,
+        messages=[
+            TaggedMessage(role="assistant", content="add(1, 2)", origin=Origin.POLICY),
+            TaggedMessage(role="tool", content="3", origin=Origin.TOOL),
+        ],
+        tool_calls=[call],
+        tool_response_ids=[90, 91],
+        tool_execution_duration_s=0.125,
+    )
+    second = TurnRecord(
+        output_ids=[7], output_logprobs=[-3.5], policy_versions=[3], finish_reason=FinishReason.STOP,
+        messages=[TaggedMessage(role="assistant", content="three", origin=Origin.POLICY)],
+    )  # fmt: skip
+    return RolloutCompletion(
+        rollout_id=rollout_id, prompt_ids=[1, 2], turns=[first, second], status=RolloutStatus.FINISHED, done=True
+    )
+
+
+def build_failed_rollout(rollout_id: str, error: str = "the server refused the request") -> RolloutCompletion:
+    return RolloutCompletion(
+        rollout_id=rollout_id, prompt_ids=[1, 2], turns=[], status=RolloutStatus.FAILED, error=error
+    )
+
+
+def build_group(
+    group_id: int, completions: Sequence[RolloutCompletion], *, text: str = "what is 1 + 1?", **columns: object
+) -> RolloutGroup:
+    prompt = Prompt(
+        prompt_id=group_id + 100,
+        messages=[
+            TaggedMessage(role="system", content="be brief", origin=Origin.PROMPT),
+            TaggedMessage(role="user", content=text, origin=Origin.PROMPT),
+        ],
+        columns=columns,
+    )
+    return RolloutGroup(group_id=group_id, prompt=prompt, completions=list(completions))
+
+
+def build_sample(group_id: int, completion: RolloutCompletion, reward: float, advantage: float = 0.0) -> RolloutSample:
+    zeros = len(completion.prompt_ids)
+    return RolloutSample(
+        group_id=group_id,
+        rollout_id=completion.rollout_id,
+        token_ids=[*completion.prompt_ids, *completion.completion_ids],
+        loss_mask=[0] * zeros + completion.completion_mask,
+        sampler_logprobs=[0.0] * zeros + completion.logprobs,
+        policy_versions=[-1] * zeros + completion.versions,
+        advantage=advantage,
+        rewards={"exact": reward, "format": None},
+        reward=reward,
+        truncated=completion.truncated,
+    )
+
+
+def append_simple(
+    store: RolloutStore,
+    group_id: int,
+    *,
+    rewards: Sequence[float] = (0.0, 1.0),
+    status: GroupStatus = GroupStatus.TRAINED,
+    step: int | None = 1,
+    text: str = "what is 1 + 1?",
+    answer: str = "two",
+    num_tokens: int = 3,
+    version: int = 0,
+    truncated: bool = False,
+) -> None:
+    """A group whose rollouts `group_id-0`, `group_id-1`, ... get `rewards`."""
+    completions = [
+        build_rollout(
+            f"{group_id}-{i}", text=answer, ids=range(5, 5 + num_tokens), version=version, truncated=truncated
+        )
+        for i in range(len(rewards))
+    ]
+    samples = [build_sample(group_id, each, reward) for each, reward in zip(completions, rewards, strict=True)]
+    store.append(build_group(group_id, completions, text=text), samples, status, step)
+
+
+def new_store(run: Path) -> RolloutStore:
+    return RolloutStore(run / "rollouts")

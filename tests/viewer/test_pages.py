@@ -1,0 +1,218 @@
+"""What is printed: tables, pages, token texts; and nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+import math
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.records import GroupStatus
+from grpo_async.rundir import RunDir
+from grpo_async.store import read_groups, scan_groups
+from grpo_async.viewer.group_tables import group_page, group_table
+from grpo_async.viewer.rollout_page import rollout_page, token_style
+from grpo_async.viewer.runs import find_run
+from grpo_async.viewer.safe_text import one_line, quoted, visible
+from grpo_async.viewer.selection import Filters, select
+from grpo_async.viewer.token_text import TokenTexts, load_token_texts
+from tests.store.builders import (
+    OpenStore,
+    append_simple,
+    build_failed_rollout,
+    build_group,
+    build_rollout,
+    build_sample,
+    build_tool_rollout,
+)
+
+
+def _render(renderable: RenderableType, width: int = 200) -> str:
+    console = Console(file=StringIO(), width=width, highlight=False)
+    console.print(renderable)
+    output = console.file
+    assert isinstance(output, StringIO)
+    return output.getvalue()
+
+
+def _byte_level_tokenizer() -> Tokenizer:
+    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _id(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None
+    return token_id
+
+
+def _run(folder: Path, model: Path) -> RunDir:
+    run = RunDir(folder)
+    run.config.write_text(f"model: {{path: '{model}'}}\n", encoding="utf-8")
+    return run
+
+
+def test_control_characters_are_shown_not_obeyed() -> None:
+    assert visible("a\x1b[31mb\x07\x7f\r\nc\td\x9b") == "a␛[31mb␇␡\nc\td\\x9b"
+    assert visible("ab\u202ecd") == "ab\\u202ecd"
+    assert one_line("  a\n\n b\tc  ", 10) == "a b c"
+    assert one_line("abcdef", 4) == "abc…"
+    assert quoted(" two\n\\") == "' two\\n\\\\'"
+
+
+def test_markup_and_escapes_of_a_model_reach_no_view(tmp_path: Path, open_store: OpenStore) -> None:
+    hostile = "[red]x[/] \x1b]0;title\x07 [bold"
+    store = open_store(tmp_path)
+    append_simple(store, 0, text=hostile, answer=hostile)
+    store.append(build_group(1, [build_failed_rollout("1-\x1b[2J", hostile)]), [], GroupStatus.FAILED, None)
+    stored = list(scan_groups(tmp_path))
+    summaries, _ = select(stored, Filters())
+    pages = [group_table(summaries, 2, 2), *(group_page(s.row) for s in stored)]
+    pages += [rollout_page(s.row, r, "no texts") for s in stored for r in s.row.rollouts]
+    for page in pages:
+        text = _render(page)
+        assert "\x1b" not in text
+        assert "\x07" not in text
+        assert "[red]x[/]" in text
+
+
+def test_the_group_table_has_a_line_per_group(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    append_simple(store, 0, step=12, rewards=(0.0, 0.5), text="a\nlong " + "prompt " * 30)
+    append_simple(store, 1, step=None, status=GroupStatus.FILTERED, version=4, truncated=True)
+    summaries, num_read = select(scan_groups(tmp_path), Filters())
+    lines = _render(group_table(summaries, 7, num_read)).splitlines()
+    assert lines[0].split() == [
+        "step",
+        "group",
+        "status",
+        "prompt",
+        "reward",
+        "min",
+        "max",
+        "length",
+        "versions",
+        "trunc",
+    ]
+    assert lines[1].split()[:5] == ["12", "0", "trained", "a", "long"]
+    assert lines[1].split()[-6:] == ["0.250", "0.000", "0.500", "3.0", "0", "0%"]
+    assert lines[2].split()[:3] == ["-", "1", "filtered"]
+    assert lines[2].split()[-2:] == ["4", "100%"]
+    assert lines[3].strip() == "2 of 7 matching groups, 2 in the run"
+
+
+def test_a_narrow_terminal_keeps_the_numbers(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    append_simple(store, 0, step=12, rewards=(0.0, 0.5), text="a long prompt " * 30)
+    summaries, _ = select(scan_groups(tmp_path), Filters())
+    text = _render(group_table(summaries, 1, 1), width=80)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert len(text.splitlines()) == 3  # the prompt is cut, not wrapped
+    assert "0.250" in text
+    assert "trunc" in text
+
+
+def test_the_group_page_shows_all_rollouts(tmp_path: Path, open_store: OpenStore) -> None:
+    good, failed = build_rollout("7-0", text="the answer\nis two"), build_failed_rollout("7-1", "broke")
+    open_store(tmp_path).append(
+        build_group(7, [good, failed], answer="2"), [build_sample(7, good, 0.5, 1.5)], GroupStatus.TRAINED, 3
+    )
+    (row,) = read_groups(tmp_path)
+    text = _render(group_page(row))
+    for expected in ("group 7", "step 3", "system: be brief", "user: what is 1 + 1?", "answer = 2", "exact", "format"):
+        assert expected in text
+    (line,) = [line for line in text.splitlines() if line.startswith("7-0")]
+    assert line.split() == ["7-0", "finished", "0.500", "0.500", "-", "1.500", "3", "0", "the", "answer", "is", "two"]
+    assert any(line.startswith("7-1") and "broke" in line for line in text.splitlines())
+
+
+def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path: Path, open_store: OpenStore) -> None:
+    rollout = build_tool_rollout("7-0")
+    open_store(tmp_path).append(build_group(7, [rollout]), [build_sample(7, rollout, 0.5, 1.5)], GroupStatus.TRAINED, 3)
+    (row,) = read_groups(tmp_path)
+    text = _render(rollout_page(row, row.rollouts[0], "token texts are left out: why"))
+    for expected in (
+        "user (prompt)",
+        "tool (tool)",
+        "assistant (policy)",
+        "reward 0.500  advantage 1.500",
+        "exact 0.500",
+    ):
+        assert expected in text
+    assert "add({'a': 1, 'b': '{2}'}) failed 0.12 s -> \\ud83d" in text
+    assert "token texts are left out: why" in text
+    tokens = [line.split() for line in text.splitlines()[-6:-1]]
+    assert tokens == [
+        ["0", "5", "1", "-0.5000", "2"],
+        ["1", "6", "1", "-1.5000", "3"],
+        ["2", "90", "0", "-", "-"],
+        ["3", "91", "0", "-", "-"],
+        ["4", "7", "1", "-3.5000", "3"],
+    ]
+
+
+def test_tokens_are_coloured_by_their_probability() -> None:
+    # probabilities 0.51, 0.49, 0.11, 0.09
+    assert [token_style(math.log(p), 1) for p in (0.51, 0.49, 0.11, 0.09)] == ["", "yellow", "yellow", "red"]
+    assert token_style(0.0, 0) == "dim"
+
+
+def test_token_texts_come_from_the_model_that_the_run_names(tmp_path: Path) -> None:
+    tokenizer = _byte_level_tokenizer()
+    model = tmp_path / "model $${X}"
+    (tmp_path / "model ${X}").mkdir()
+    tokenizer.save(str(tmp_path / "model ${X}" / "tokenizer.json"))
+    (tmp_path / "run").mkdir()
+    texts = load_token_texts(_run(tmp_path / "run", model))
+    assert isinstance(texts, TokenTexts)
+    assert texts.of(_id(tokenizer, "a")) == "a"
+    assert texts.of(_id(tokenizer, "Ġ")) == " "
+    assert texts.of(_id(tokenizer, "Ã")) == "Ã"  # byte 0xC3 alone is no character: as the vocabulary spells it
+    assert texts.of(100_000) == "<no token 100000>"
+
+
+def test_token_texts_appear_in_the_token_table(tmp_path: Path, open_store: OpenStore) -> None:
+    tokenizer = _byte_level_tokenizer()
+    ids = [_id(tokenizer, token) for token in ("h", "Ġ", "Ċ")]
+    open_store(tmp_path).append(build_group(1, [build_rollout("1-0", ids=ids)]), [], GroupStatus.CANCELLED, None)
+    (row,) = read_groups(tmp_path)
+    text = _render(rollout_page(row, row.rollouts[0], TokenTexts(tokenizer)))
+    assert [line.split()[2] for line in text.splitlines()[-4:-1]] == ["'h'", "'", "'\\n'"]  # ' ' splits at its space
+
+
+def test_without_a_tokenizer_there_is_a_sentence_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
+    run = _run(tmp_path, tmp_path / "gone")
+    note = load_token_texts(run)
+    assert note == f"token texts are left out: no {tmp_path}/gone/tokenizer.json and no {tmp_path}/model/tokenizer.json"
+    run.model.mkdir()
+    (run.model / "tokenizer.json").write_text("{}")
+    with pytest.raises(RunError, match=r"tokenizer\.json is not a tokenizer"):
+        load_token_texts(run)
+
+
+def test_a_run_is_found_by_name_and_by_path(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    runs = tmp_path / "runs"
+    assert find_run("first", runs).root == runs / "first"
+    assert find_run(str(runs / "first"), tmp_path / "elsewhere").root == runs / "first"
+
+
+def test_an_unknown_run_lists_the_nearest_names(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with pytest.raises(ConfigError, match=r"there is no run 'a', and .*runs holds none"):
+        find_run("a", runs)
+    for name in ("quickstart", "other"):
+        (runs / name).mkdir(parents=True)
+    with pytest.raises(ConfigError, match="there is no run 'quickstrat'; did you mean 'quickstart'"):
+        find_run("quickstrat", runs)
+    with pytest.raises(ConfigError, match=r"there is no run 'zzz'; .*runs holds (quickstart, other|other, quickstart)"):
+        find_run("zzz", runs)
+    for nothing in ("", ".", ".."):
+        with pytest.raises(ConfigError, match="there is no run"):
+            find_run(nothing, runs)
