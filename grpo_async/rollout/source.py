@@ -1,0 +1,136 @@
+"""The rollout side as the trainer sees it: a thread that generates and scores, and a queue to take from.
+
+Owns the loop thread, the worker, the buffer, the ledger and admission; `start` after the first weight push, `stop` in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_async.buffer.admission import Admission
+from grpo_async.buffer.ledger import Ledger, totals_for_resume
+from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.data.stream import PromptStream
+from grpo_async.inference.client import InferenceClient
+from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.rollout.evaluation import Evaluator
+from grpo_async.rollout.metrics import group_metrics
+from grpo_async.rollout.thread import LoopThread
+from grpo_async.rollout.worker import RolloutWorker
+
+_CONTROL_TIMEOUT_S = 30.0
+
+
+class AsyncRolloutSource:
+    """See the module's docstring; implements training.loop.RolloutSource."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        *,
+        thread: LoopThread,
+        client: InferenceClient,
+        stream: PromptStream,
+        worker: RolloutWorker,
+        buffer: SampleBuffer,
+        ledger: Ledger,
+        admission: Admission,
+        closing: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        """`closing` are called at the end (worker pools of the reward functions)."""
+        self._config = config
+        self._thread = thread
+        self._client = client
+        self._stream = stream
+        self._worker = worker
+        self._buffer = buffer
+        self._ledger = ledger
+        self._admission = admission
+        self._closing = closing
+        self._resampled: list[ScoredGroup] = []
+
+    def start(self) -> None:
+        """Begin to generate. Call after the first weight push, so that no token is sampled from unknown weights."""
+        self._thread.spawn(self._worker.run(), on_error=self._buffer.fail)
+
+    def interrupt(self) -> None:
+        """Wake the trainer if it waits in `take`; it then gets None."""
+        self._buffer.interrupt()
+
+    def take(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup] | None:
+        training = self._config.training
+        try:
+            groups = self._buffer.take(
+                num_groups,
+                trainer_version=trainer_version,
+                timeout_s=training.queue_timeout_s,
+                progress=lambda: self._ledger.num_generated_tokens,
+                setting="training.queue_timeout_s",
+            )
+        except BufferInterrupted:
+            return None
+        self._resampled = self._buffer.take_filtered()
+        return groups
+
+    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None:
+        for group in groups:
+            self._worker.settle(group.group, status, scored=group, step=step)
+
+    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        """Rewards and lengths over the groups taken and those filtered since the step before: the prompts as they came."""
+        return group_metrics([*groups, *self._resampled])
+
+    def advance(self, version: int) -> None:
+        self._thread.post(lambda: self._worker.on_version(version))
+        self._admission.advance(version)
+
+    def resume_state(self) -> tuple[dict[str, Any], list[int], dict[str, dict[str, int]]]:
+        async def read() -> tuple[dict[str, Any], list[int], dict[str, dict[str, int]]]:
+            # on the loop, where no prompt can be issued between these reads
+            return self._stream.state(), self._worker.outstanding_prompts(), totals_for_resume(self._ledger.snapshot())
+
+        return self._thread.call(
+            read(),
+            timeout_s=_CONTROL_TIMEOUT_S,
+            what="the rollout thread's state (something blocks its event loop)",
+            setting="rewards.*.run_in: process",
+        )
+
+    def gauges(self) -> dict[str, float]:
+        gauges = {"buffer/queued_groups": float(len(self._buffer))}
+        for kind, counts in self._ledger.snapshot().items():
+            gauges.update({f"ledger/{kind}/{status}": float(count) for status, count in counts.items()})
+        return gauges
+
+    def ledger_snapshot(self) -> dict[str, dict[str, int]]:
+        return self._ledger.snapshot()
+
+    def evaluate(self, evaluator: Evaluator, *, version: int) -> dict[str, float]:
+        return self._thread.call(
+            evaluator.run(version=version),
+            timeout_s=self._config.rollout.rollout_timeout_s,
+            what="the evaluation on held-out prompts",
+            setting="rollout.rollout_timeout_s",
+        )
+
+    def stop_generating(self) -> None:
+        """Cancel what is in flight and account for what is queued; the client stays usable (for a last evaluation)."""
+        self._thread.cancel_all(timeout_s=self._config.rollout.shutdown_timeout_s)
+        for group in self._buffer.drain():
+            if group.samples:
+                self._worker.settle(group.group, GroupStatus.CANCELLED, scored=group)
+
+    def close(self) -> None:
+        """End the thread, whatever it does, in bounded time."""
+
+        async def close_client() -> None:
+            await self._client.__aexit__(None, None, None)
+
+        timeout_s = self._config.rollout.shutdown_timeout_s
+        self._thread.cancel_all(timeout_s=timeout_s)
+        self._thread.spawn(close_client(), on_error=lambda error: None)
+        self._thread.stop(timeout_s=timeout_s)
+        for close in self._closing:
+            close()

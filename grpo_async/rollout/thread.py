@@ -1,0 +1,103 @@
+"""Hosts an asyncio loop in a thread of the trainer's rank 0.
+
+Invariant: stop() ends in bounded time, also if every task retries for ever; the thread is a daemon, so it never keeps the
+process alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from grpo_async.errors import DeadlineError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop that runs from `start` to `stop`."""
+
+    def __init__(self, name: str = "rollout") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._tasks: set[concurrent.futures.Future[Any]] = set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float, what: str, setting: str) -> T:
+        """Run a coroutine on the loop and wait for its result.
+
+        Raises:
+            DeadlineError: no result within `timeout_s` seconds; the coroutine is cancelled.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout=timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            if future.done():  # the coroutine itself raised TimeoutError
+                raise
+            future.cancel()
+            raise DeadlineError(what, waited_s=timeout_s, setting=setting) from error
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None], *, on_error: Callable[[BaseException], None]) -> None:
+        """Run a coroutine in the background until it ends or `cancel_spawned`; an exception goes to `on_error`."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._tasks.add(future)
+
+        def done(finished: concurrent.futures.Future[None]) -> None:
+            self._tasks.discard(finished)
+            if not finished.cancelled() and (error := finished.exception()) is not None:
+                on_error(error)
+
+        future.add_done_callback(done)
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run a function on the loop soon."""
+        self._loop.call_soon_threadsafe(function)
+
+    def cancel_all(self, *, timeout_s: float) -> bool:
+        """Cancel every task of the loop and wait until they ended; False if some did not within `timeout_s`."""
+
+        async def cancel() -> bool:
+            me = asyncio.current_task()
+            tasks = [task for task in asyncio.all_tasks() if task is not me]
+            for task in tasks:
+                task.cancel()
+            if not tasks:
+                return True
+            _, pending = await asyncio.wait(tasks, timeout=timeout_s)
+            return not pending
+
+        future = asyncio.run_coroutine_threadsafe(cancel(), self._loop)
+        try:
+            return future.result(timeout=timeout_s + 1.0)
+        except concurrent.futures.TimeoutError:
+            return False
+
+    def stop(self, *, timeout_s: float) -> None:
+        """Cancel everything, stop the loop, join the thread; what does not end in time is abandoned with a warning."""
+        if not self._thread.is_alive():
+            return
+        began = time.monotonic()
+        ended = self.cancel_all(timeout_s=timeout_s)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=max(0.5, timeout_s - (time.monotonic() - began)))
+        if self._thread.is_alive() or not ended:
+            logger.warning(
+                "the rollout thread did not end within rollout.shutdown_timeout_s = %.0f s; it is abandoned "
+                "(a reward or tool that blocks the event loop causes this)",
+                timeout_s,
+            )
+        else:
+            self._loop.close()

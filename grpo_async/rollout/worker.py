@@ -1,0 +1,267 @@
+"""The rollout worker: prompts -> groups -> completions -> scoring -> buffer, on one asyncio loop.
+
+Invariant: every group that is started is settled in the ledger exactly once, whatever fails, and stored once with its status.
+A failing rollout is that rollout's: its group goes on with at least two survivors. A failing group is that group's. Only when
+every group fails for a while does the run stop, with the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from grpo_async.buffer.admission import Admission
+from grpo_async.buffer.ledger import Ledger
+from grpo_async.buffer.sample_buffer import SampleBuffer
+from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.data.stream import PromptStream
+from grpo_async.errors import RunError
+from grpo_async.records import (
+    GroupStatus,
+    Prompt,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutSample,
+    RolloutStatus,
+    ScoredGroup,
+)
+from grpo_async.rollout.conversation import Conversation
+from grpo_async.scoring.scorer import Scorer
+
+logger = logging.getLogger(__name__)
+
+
+class Store(Protocol):
+    """Where finished groups are written."""
+
+    def append(
+        self,
+        group: RolloutGroup,
+        samples: Sequence[RolloutSample],
+        status: GroupStatus,
+        step: int | None,
+        *,
+        scored: ScoredGroup | None = None,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Numbers from the config that the worker needs."""
+
+    group_size: int
+    max_in_flight: int
+    max_staleness: int
+    zero_variance: Literal["skip", "resample", "train"]
+    rollout_timeout_s: float
+    max_model_len: int
+    seed: int
+    max_failed_groups: int
+    """Consecutive failed groups after which the run stops."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A group that is generating or being scored."""
+
+    prompt: Prompt
+    task: asyncio.Task[None] | None = None
+    oldest_version: int | None = None
+    too_stale: bool = False
+
+
+class RolloutWorker:
+    """See the module's docstring. Everything but `settle` and `outstanding_prompts` runs on the worker's loop."""
+
+    def __init__(
+        self,
+        *,
+        settings: WorkerSettings,
+        stream: PromptStream,
+        reissue: Sequence[int],
+        renderer: ChatRenderer,
+        conversation: Conversation,
+        scorer: Scorer,
+        buffer: SampleBuffer,
+        ledger: Ledger,
+        admission: Admission,
+        store: Store,
+    ) -> None:
+        self._settings = settings
+        self._stream = stream
+        self._reissue = list(reissue)
+        self._renderer = renderer
+        self._conversation = conversation
+        self._scorer = scorer
+        self._buffer = buffer
+        self._ledger = ledger
+        self._admission = admission
+        self._store = store
+        self._in_flight: dict[int, _InFlight] = {}
+        self._outstanding: set[int] = set(reissue)
+        self._server_version = 0
+        self._slots = asyncio.Semaphore(settings.max_in_flight)
+        self._failures_in_a_row = 0
+        self._seen_errors: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Start groups for ever.
+
+        Consumes: prompts. Waits for: a place (admission). Unblocked by: weight pushes, settled groups. Ended by cancellation,
+        which cancels every group in flight and settles it as cancelled.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    await self._admission.admit()
+                    prompt = self._next_prompt()
+                    # the prompt's id is the group's: a prompt that is issued again keeps its seeds and its place in the data
+                    entry = _InFlight(prompt=prompt)
+                    self._in_flight[prompt.prompt_id] = entry
+                    self._ledger.start(prompt.prompt_id)
+                    entry.task = tasks.create_task(self._run_group(prompt.prompt_id, entry))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    def _next_prompt(self) -> Prompt:
+        if self._reissue:
+            return self._stream.prompt(self._reissue.pop(0))
+        prompt = self._stream.next()
+        self._outstanding.add(prompt.prompt_id)
+        return prompt
+
+    async def _run_group(self, group_id: int, entry: _InFlight) -> None:
+        group = RolloutGroup(group_id=group_id, prompt=entry.prompt, completions=[])
+        try:
+            group = await self._generate(group_id, entry)
+            if len(group.trainable) < 2:
+                reasons = "; ".join(sorted({c.error for c in group.completions if c.error}))
+                raise RunError(f"{len(group.trainable)} of {len(group.completions)} rollouts survived: {reasons}")
+            scored = await self._scorer.score(group)
+            await self._hand_over(scored)
+            self._failures_in_a_row = 0
+        except asyncio.CancelledError:
+            if not self._ledger.is_open(group_id):
+                raise
+            status = GroupStatus.STALE if entry.too_stale else GroupStatus.CANCELLED
+            self._settle_dropped(group, status)
+            if not entry.too_stale:
+                raise
+        except Exception as error:
+            self._log_once("group", error)
+            self._settle_dropped(group, GroupStatus.FAILED)
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row >= self._settings.max_failed_groups:
+                raise RunError(
+                    f"{self._failures_in_a_row} groups failed in a row, none succeeded; the last one: {error}"
+                ) from error
+        finally:
+            self._in_flight.pop(group_id, None)
+
+    async def _generate(self, group_id: int, entry: _InFlight) -> RolloutGroup:
+        prompt_ids = self._renderer.prompt_ids(entry.prompt)
+        if len(prompt_ids) >= self._settings.max_model_len:
+            raise RunError(
+                f"prompt {entry.prompt.prompt_id} has {len(prompt_ids)} tokens, inference.max_model_len is "
+                f"{self._settings.max_model_len}: no room for a completion"
+            )
+        completions = await asyncio.gather(
+            *(self._run_rollout(group_id, index, prompt_ids, entry) for index in range(self._settings.group_size))
+        )
+        return RolloutGroup(group_id=group_id, prompt=entry.prompt, completions=completions, queued_at=time.monotonic())
+
+    async def _run_rollout(
+        self, group_id: int, index: int, prompt_ids: Sequence[int], entry: _InFlight
+    ) -> RolloutCompletion:
+        """One completion; never raises anything but cancellation."""
+        rollout_id = f"g{group_id}-r{index}"
+        received = 0
+
+        def on_tokens(num_tokens: int, version: int) -> None:
+            nonlocal received
+            received += num_tokens
+            self._ledger.generated(group_id, num_tokens)
+            entry.oldest_version = version if entry.oldest_version is None else min(entry.oldest_version, version)
+
+        try:
+            async with self._slots, asyncio.timeout(self._settings.rollout_timeout_s):
+                return await self._conversation.run(
+                    rollout_id,
+                    prompt_ids,
+                    seed=(self._settings.seed * 1_000_003 + group_id * self._settings.group_size + index) & 0x7FFFFFFF,
+                    cache_salt=str(self._server_version),
+                    on_tokens=on_tokens,
+                )
+        except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
+            self._log_once("rollout", error)
+            self._ledger.rollout_failed(group_id, received)
+            message = str(error) or (
+                f"no answer within rollout.rollout_timeout_s = {self._settings.rollout_timeout_s:.0f} s"
+                if isinstance(error, TimeoutError)
+                else type(error).__name__
+            )
+            return RolloutCompletion(
+                rollout_id=rollout_id, prompt_ids=prompt_ids, turns=[], status=RolloutStatus.FAILED, error=message
+            )
+
+    async def _hand_over(self, scored: ScoredGroup) -> None:
+        group_id = scored.group.group_id
+        if scored.samples:
+            self._ledger.queue(group_id)
+            await self._buffer.put(scored)
+        elif self._settings.zero_variance == "resample":
+            self._buffer.note_filtered(scored)
+            self.settle(scored.group, GroupStatus.FILTERED, scored=scored)
+            self._admission.release()
+        else:  # keeps its place until its step is taken
+            self.settle(scored.group, GroupStatus.FILTERED, scored=scored)
+            await self._buffer.put(scored)
+
+    def _settle_dropped(self, group: RolloutGroup, status: GroupStatus) -> None:
+        """A group that no step will consume gives its place back at once."""
+        self.settle(group, status)
+        self._admission.release()
+
+    def settle(
+        self, group: RolloutGroup, status: GroupStatus, *, scored: ScoredGroup | None = None, step: int | None = None
+    ) -> None:
+        """Give a group its final status, in the ledger and in the store. Thread-safe.
+
+        Args:
+            scored: the group's rewards, if it got that far.
+            step: the optimizer step that consumed it.
+        """
+        self._ledger.settle(group.group_id, status)
+        if status is not GroupStatus.CANCELLED:
+            self._outstanding.discard(group.prompt.prompt_id)
+        self._store.append(group, scored.samples if scored else [], status, step, scored=scored)
+
+    def outstanding_prompts(self) -> list[int]:
+        """Prompts that were issued and not settled, ascending: what a resume has to issue again. Thread-safe."""
+        return sorted(self._outstanding.copy())
+
+    def on_version(self, version: int) -> None:
+        """The server serves `version`: cancel the groups that could only be dropped as stale when they are done."""
+        self._server_version = version
+        for entry in self._in_flight.values():
+            oldest = entry.oldest_version
+            if oldest is not None and version - oldest > self._settings.max_staleness and entry.task is not None:
+                entry.too_stale = True
+                entry.task.cancel()
+
+    def _log_once(self, what: str, error: Exception) -> None:
+        """Each kind of failure once with its traceback, after that only counted."""
+        kind = f"{what}: {type(error).__name__}"
+        self._seen_errors[kind] += 1
+        if self._seen_errors[kind] == 1:
+            logger.warning("a %s failed (this kind is logged once, then counted): %s", what, error, exc_info=error)
+
+    @property
+    def error_counts(self) -> dict[str, int]:
+        """Failures so far by kind."""
+        return dict(self._seen_errors)

@@ -1,0 +1,1 @@
+"""Turns a finished group into trainable samples: rewards, advantages, rows."""

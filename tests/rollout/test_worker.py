@@ -1,0 +1,351 @@
+"""The worker over a scripted client: whatever fails, every group is accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async.buffer.admission import Admission
+from grpo_async.buffer.ledger import Ledger, is_closed
+from grpo_async.buffer.sample_buffer import SampleBuffer
+from grpo_async.data.stream import PromptStream
+from grpo_async.errors import RequestRejectedError, RunError
+from grpo_async.inference.client import Generation, OnTokens
+from grpo_async.inference.surface import GenerateRequest
+from grpo_async.records import FinishReason, GroupStatus, Prompt, ScoredGroup
+from grpo_async.rewards import RewardFunction
+from grpo_async.rollout.conversation import Conversation, SamplingSettings
+from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
+from grpo_async.scoring.scorer import Scorer
+from grpo_async.store.reader import read_groups
+from grpo_async.store.rollout_store import RolloutStore
+
+Script = Callable[[str], Generation | Exception]
+
+
+class _Renderer:
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        return [1] * len(prompt.messages[0].content)
+
+    def completion_text(self, token_ids: Sequence[int]) -> str:
+        return str(token_ids[0])
+
+
+@dataclass
+class _Client:
+    """Answers by script, keyed by the rollout's name ("g3-r1"); may be told to hold everything back."""
+
+    script: Script
+    version: int = 0
+    gate: asyncio.Event | None = None
+    names: list[str] = field(default_factory=list)
+
+    async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Generation:
+        name = request.request_id.rpartition("-")[0]
+        self.names.append(name)
+        answer = self.script(name)
+        if isinstance(answer, Exception):
+            raise answer
+        if on_tokens is not None:
+            on_tokens(len(answer.token_ids), answer.policy_versions[0])
+        if self.gate is not None:
+            await self.gate.wait()
+        return answer
+
+
+def _answer(value: int, *, version: int = 0) -> Generation:
+    return Generation(
+        token_ids=[value, 2], logprobs=[-0.1, -0.2], policy_versions=[version] * 2, finish_reason=FinishReason.STOP
+    )
+
+
+def _alternating(name: str) -> Generation:
+    """Rollouts 0 and 2 are right (1), 1 and 3 wrong (0): a learning signal in every group."""
+    return _answer(1 - int(name[-1]) % 2)
+
+
+def reward_of_first_token(completions: Sequence[str], **_: Any) -> list[float]:
+    return [float(text) for text in completions]
+
+
+class _Setup:
+    def __init__(
+        self,
+        folder: Path,
+        script: Script = _alternating,
+        *,
+        reward: Callable[..., list[float]] = reward_of_first_token,
+        zero_variance: str = "skip",
+        texts: Sequence[str] = ("ab", "cd", "ef"),
+        reissue: Sequence[int] = (),
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self.client = _Client(script)
+        self.stale: list[ScoredGroup] = []
+        self.ledger = Ledger()
+        self.admission = Admission(groups_per_step=2, max_staleness=1, version=0, last_version=50)
+        self.buffer = SampleBuffer(max_groups=100, max_staleness=1, on_stale=self._stale, on_empty=self._empty)
+        self.folder = folder
+        self.store = RolloutStore(folder)
+        self.stream = PromptStream([{"prompt": text} for text in texts], seed=0, shuffle=False, state=state)
+        renderer: Any = _Renderer()
+        settings = SamplingSettings(temperature=1.0, max_completion_tokens=8, max_model_len=20)
+        self.worker = RolloutWorker(
+            settings=WorkerSettings(
+                group_size=4,
+                max_in_flight=64,
+                max_staleness=1,
+                zero_variance=zero_variance,  # type: ignore[arg-type]
+                rollout_timeout_s=0.5,
+                max_model_len=20,
+                seed=0,
+                max_failed_groups=6,
+            ),
+            stream=self.stream,
+            reissue=reissue,
+            renderer=renderer,
+            conversation=Conversation(self.client, renderer, settings),
+            scorer=Scorer(
+                [RewardFunction(reward)],
+                renderer,
+                advantage_scale="group",
+                train_zero_variance=zero_variance == "train",
+            ),
+            buffer=self.buffer,
+            ledger=self.ledger,
+            admission=self.admission,
+            store=self.store,
+        )
+
+    def _stale(self, scored: ScoredGroup) -> None:
+        self.worker.settle(scored.group, GroupStatus.STALE, scored=scored)
+        self.admission.release()
+
+    def _empty(self, scored: ScoredGroup) -> None:
+        self.admission.release()
+
+    async def take(self, count: int, version: int = 0) -> list[ScoredGroup]:
+        return await asyncio.to_thread(
+            self.buffer.take, count, trainer_version=version, timeout_s=5.0, progress=lambda: 0, setting="s"
+        )
+
+    def run(self, steps: Callable[[asyncio.Task[None]], Any]) -> None:
+        """Run the worker beside `steps`, then cancel it and check the books."""
+
+        async def main() -> None:
+            task = asyncio.create_task(self.worker.run())
+            try:
+                await asyncio.wait_for(steps(task), timeout=20.0)
+            finally:
+                task.cancel()
+                await asyncio.wait([task], timeout=5.0)
+            assert task.done()
+
+        asyncio.run(main())
+        self.store.close()
+        assert is_closed(self.ledger.snapshot())
+        assert self.ledger.snapshot()["groups"]["in_flight"] == 0
+
+    def statuses(self) -> Counter[str]:
+        return Counter(str(row.status) for row in read_groups(self.folder))
+
+
+def test_a_group_becomes_samples_with_advantages(tmp_path: Path) -> None:
+    setup = _Setup(tmp_path)
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        groups = await setup.take(2)
+        assert [group.group.group_id for group in groups] == [0, 1]
+        # rewards 1, 0, 1, 0: mean 0.5, sample std sqrt(4 x 0.25 / 3) = 0.57735
+        advantages = [sample.advantage for sample in groups[0].samples]
+        assert advantages == pytest.approx([0.866, -0.866, 0.866, -0.866], abs=1e-3)
+        sample = groups[0].samples[0]
+        assert sample.token_ids == [1, 1, 1, 2]
+        assert sample.loss_mask == [0, 0, 1, 1]
+        assert sample.sampler_logprobs == [0.0, 0.0, -0.1, -0.2]
+        for group in groups:
+            setup.worker.settle(group.group, GroupStatus.TRAINED, scored=group, step=1)
+
+    setup.run(steps)
+    counts = setup.ledger.snapshot()["groups"]
+    assert counts["trained"] == 2
+    assert counts["queued"] == 2  # (0 + 1 + 1) x 2 groups were admitted, 2 of them taken
+    assert setup.statuses()["trained"] == 2
+
+
+def test_generation_stops_at_what_admission_allows_and_goes_on_with_a_new_version(tmp_path: Path) -> None:
+    setup = _Setup(tmp_path)
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await setup.take(4)
+        assert setup.ledger.snapshot()["groups"]["started"] == 4
+        setup.admission.advance(1)
+        await setup.take(2, version=1)
+        assert setup.ledger.snapshot()["groups"]["started"] == 6
+
+    setup.run(steps)
+
+
+def test_a_failed_rollout_leaves_its_group_to_the_survivors(tmp_path: Path) -> None:
+    """R6.6: the reward columns are those of the survivors."""
+
+    def script(name: str) -> Generation | Exception:
+        return RequestRejectedError(400, "bad") if name.endswith("r3") else _alternating(name)
+
+    setup = _Setup(tmp_path, script)
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        (group, _) = await setup.take(2)
+        assert len(group.samples) == 3
+        assert [part["reward_of_first_token"] for part in group.reward_parts] == [1.0, 0.0, 1.0]
+
+    setup.run(steps)
+
+
+def test_a_group_with_one_survivor_is_dropped_and_its_place_given_back(tmp_path: Path) -> None:
+    def script(name: str) -> Generation | Exception:
+        fails = name.startswith("g0-") and not name.endswith("r0")
+        return RequestRejectedError(400, "bad") if fails else _alternating(name)
+
+    setup = _Setup(tmp_path, script)
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        groups = await setup.take(4)
+        assert [group.group.group_id for group in groups] == [1, 2, 3, 4]  # a fifth was admitted in place of the first
+
+    setup.run(steps)
+    assert setup.statuses()["failed"] == 1
+    assert setup.ledger.snapshot()["tokens"]["failed"] == 2  # what the only survivor had sampled
+
+
+def test_a_reward_that_raises_fails_its_group_only_and_is_logged_once_with_its_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = Counter[str]()
+
+    def sometimes(completions: Sequence[str], **_: Any) -> list[float]:
+        calls["all"] += 1
+        if calls["all"] <= 3:
+            raise ZeroDivisionError("in the reward")
+        return [float(text) for text in completions]
+
+    setup = _Setup(tmp_path, reward=sometimes)
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await setup.take(4)
+
+    setup.run(steps)
+    assert setup.statuses()["failed"] == 3
+    logged = [record for record in caplog.records if "a group failed" in record.message]
+    assert len(logged) == 1
+    assert "ZeroDivisionError" in caplog.text
+    assert sum(setup.worker.error_counts.values()) == 3
+
+
+def test_the_run_stops_with_the_cause_when_everything_fails(tmp_path: Path) -> None:
+    setup = _Setup(tmp_path, lambda name: RequestRejectedError(400, "no such model"))
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        with pytest.raises(RunError, match=r"6 groups failed in a row.*no such model"):
+            await task
+
+    setup.run(steps)
+
+
+def test_a_rollout_that_takes_too_long_fails_and_names_the_setting(tmp_path: Path) -> None:
+    setup = _Setup(tmp_path)
+    setup.client.gate = asyncio.Event()
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        with pytest.raises(RunError, match=r"rollout\.rollout_timeout_s"):
+            await task
+
+    setup.run(steps)
+
+
+@pytest.mark.parametrize("mode", ["skip", "resample", "train"])
+def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
+    """Group 0 is all right: skip keeps its place, resample replaces it, train gives it advantage 0."""
+
+    def script(name: str) -> Generation:
+        return _answer(1) if name.startswith("g0-") else _alternating(name)
+
+    setup = _Setup(tmp_path, script, zero_variance=mode)
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        groups = await setup.take(2)
+        ids = [group.group.group_id for group in groups]
+        if mode == "resample":
+            assert ids == [1, 2]
+            assert [noted.group.group_id for noted in setup.buffer.take_filtered()] == [0]
+        else:
+            assert ids == [0, 1]
+            assert [len(group.samples) for group in groups] == ([0, 4] if mode == "skip" else [4, 4])
+        if mode == "train":
+            assert {sample.advantage for sample in groups[0].samples} == {0.0}
+
+    setup.run(steps)
+    assert setup.ledger.snapshot()["groups"]["filtered"] == (0 if mode == "train" else 1)
+    if mode != "train":  # what was filtered is stored with its rewards
+        row = next(row for row in read_groups(tmp_path) if str(row.status) == "filtered")
+        assert row.rollouts[0].reward == 1.0
+
+
+def test_a_prompt_that_is_too_long_fails_its_group_only(tmp_path: Path) -> None:
+    setup = _Setup(tmp_path, texts=["x" * 20, "ab"])
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        groups = await setup.take(2)
+        assert [group.group.group_id for group in groups] == [1, 3]  # 0 and 2 are the long prompt
+
+    setup.run(steps)
+
+
+def test_in_flight_groups_that_became_too_stale_are_cancelled_and_counted(tmp_path: Path) -> None:
+    """R6.1: version 0 tokens cannot be trained once the server is at 2 with max_staleness 1."""
+    setup = _Setup(tmp_path)
+    setup.client.gate = asyncio.Event()
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        while len(setup.client.names) < 16:
+            await asyncio.sleep(0)
+        setup.worker.on_version(1)  # staleness 1: still fine
+        await asyncio.sleep(0)
+        assert setup.ledger.snapshot()["groups"]["stale"] == 0
+        setup.client.script = lambda name: _answer(1 - int(name[-1]) % 2, version=2)
+        setup.worker.on_version(2)
+        while setup.ledger.snapshot()["groups"]["stale"] < 4:
+            await asyncio.sleep(0)
+        assert setup.client.gate is not None
+        setup.client.gate.set()
+        await setup.take(2, version=2)  # their places were given back, new groups came
+
+    setup.run(steps)
+    assert setup.ledger.snapshot()["tokens"]["stale"] == 4 * 4 * 2
+
+
+def test_cancelled_prompts_are_outstanding_and_issued_first_after_a_resume(tmp_path: Path) -> None:
+    """Design, invariant 10: no prompt is skipped."""
+    setup = _Setup(tmp_path / "a")
+    kept: dict[str, Any] = {}
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        groups = await setup.take(4)
+        setup.worker.settle(groups[1].group, GroupStatus.TRAINED, scored=groups[1], step=1)
+        kept["outstanding"], kept["state"] = setup.worker.outstanding_prompts(), setup.stream.state()
+
+    setup.run(steps)
+    assert kept["outstanding"] == [0, 2, 3]
+    resumed = _Setup(tmp_path / "b", reissue=kept["outstanding"], state=kept["state"])
+
+    async def again(task: asyncio.Task[None]) -> None:
+        groups = await resumed.take(4)
+        assert [group.group.group_id for group in groups] == [0, 2, 3, 4]
+
+    resumed.run(again)
