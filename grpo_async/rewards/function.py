@@ -1,0 +1,182 @@
+"""A reward function with its name, weight, place to run and time limit.
+
+`outcome = await reward.score(...)` gives a RewardOutcome: `.values` ([num_completions] of float or None), and what the
+function logged with `log_extra` and `log_metric`: `.extra_columns` and `.metrics`. Whatever goes wrong in the function
+is a RewardError that names it, with the original error chained. `close()` ends its worker processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from grpo_async.rewards.call import (
+    Failure,
+    RewardCallable,
+    RewardOutcome,
+    RewardRequest,
+    TrainerState,
+    attempt,
+    attempt_async,
+    is_async,
+    missing_columns,
+    own_name,
+    read_parameters,
+)
+from grpo_async.rewards.errors import RewardError
+from grpo_async.rewards.pool import WorkerPool
+from grpo_async.rewards.threads import ThreadRunner
+
+
+class RewardFunction:
+    """Calls one reward function.
+
+    An async function runs on the event loop, a plain one in a thread; `run_in="process"` puts either into worker
+    processes, which are killed on time-out.
+
+    Args:
+        function: callable with TRL's signature `f(prompts, completions, completion_ids, **columns)`.
+        name: name in metrics and errors; None = the function's own.
+        weight: factor in the sum of the rewards; not applied here.
+        arguments: extra keyword arguments of every call.
+        run_in: where calls run.
+        timeout_s: time limit of one call, in seconds.
+        reference: `module:attribute` of the function; needed for `run_in="process"`.
+        setting: dotted path of its section in the config, for errors.
+
+    Raises:
+        TypeError: the function cannot be called as a reward.
+    """
+
+    def __init__(
+        self,
+        function: RewardCallable,
+        *,
+        name: str | None = None,
+        weight: float = 1.0,
+        arguments: Mapping[str, Any] | None = None,
+        run_in: Literal["thread", "process"] = "thread",
+        timeout_s: float = 60.0,
+        reference: str | None = None,
+        setting: str = "rewards",
+    ) -> None:
+        self.name = name or own_name(function)
+        self.weight = weight
+        self._function = function
+        self._parameters = read_parameters(function)
+        self._arguments = dict(arguments or {})
+        self._timeout_s = timeout_s
+        self._setting = setting
+        self._is_async = is_async(function)
+        self._threads = ThreadRunner(self.name)
+        self._pool: WorkerPool | None = None
+        if run_in == "process":
+            if reference is None:
+                raise TypeError("run_in='process' needs `reference`: workers import the function by its name")
+            self._pool = WorkerPool(self.name, reference)
+        self._abandoned: set[asyncio.Task[RewardOutcome | Failure]] = set()
+
+    def __repr__(self) -> str:
+        return f"RewardFunction({self.name!r}, weight={self.weight})"
+
+    def missing_columns(self, columns: Iterable[str]) -> list[str]:
+        """Columns that the function cannot do without and that are not among `columns`, sorted."""
+        return missing_columns(self._parameters, self._arguments, dict.fromkeys(columns))
+
+    async def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        trainer_state: TrainerState | None = None,
+    ) -> RewardOutcome:
+        """Score completions; every list has one entry per completion, columns included.
+
+        The call has `timeout_s` once it runs; before that it may wait for earlier calls, which have the same limit.
+
+        Raises:
+            RewardError: the function raised, took too long, died with its process, or returned something unusable.
+            ValueError: the lists differ in length.
+        """
+        self._check_lengths(prompts, completions, completion_ids, columns)
+        if not completions:
+            return RewardOutcome(values=[])
+        missing = self.missing_columns(columns)
+        if missing:
+            raise RewardError(
+                self.name,
+                f"needs the column(s) {missing}, but the data has {sorted(columns)}; rename with `data.train.columns`, "
+                f"or set them in `{self._setting}.arguments`",
+            )
+        request = RewardRequest(
+            name=self.name,
+            prompts=prompts,
+            completions=completions,
+            completion_ids=completion_ids,
+            columns=columns,
+            arguments=self._arguments,
+            trainer_state=trainer_state or TrainerState(),
+        )
+        try:
+            result = await self._run(request)
+        except TimeoutError as error:
+            raise RewardError(
+                self.name,
+                f"took longer than {self._timeout_s:g} s for {len(completions)} completions; "
+                f"raise `{self._setting}.timeout_s` if this is expected",
+            ) from error
+        if isinstance(result, Failure):
+            raise self._error(result)
+        return result
+
+    def close(self) -> None:
+        """End the worker processes, if any. Safe to call twice."""
+        if self._pool is not None:
+            self._pool.close()
+
+    async def _run(self, request: RewardRequest) -> RewardOutcome | Failure:
+        if self._pool is not None:
+            return await self._pool.run(request, self._timeout_s)
+        if self._is_async:
+            return await self._run_on_loop(request)
+        return await self._threads.run(functools.partial(attempt, self._function, request), self._timeout_s)
+
+    async def _run_on_loop(self, request: RewardRequest) -> RewardOutcome | Failure:
+        task = asyncio.create_task(attempt_async(self._function, request), name=f"reward-{self.name}")
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+            if not done:
+                raise TimeoutError
+            return task.result()
+        finally:
+            if not task.done():
+                # Not awaited: a coroutine that swallows its cancellation would outlast the deadline.
+                task.cancel()
+                self._abandoned.add(task)
+                task.add_done_callback(self._abandoned.discard)
+
+    def _error(self, failure: Failure) -> RewardError:
+        if isinstance(failure.error, RewardError):
+            return failure.error
+        problem = f"raised {failure.summary}"
+        if failure.error is None or failure.error.__traceback__ is None:  # from a worker process: traces do not pickle
+            problem += f"\n{failure.trace.rstrip()}"
+        error = RewardError(self.name, problem)
+        error.__cause__ = failure.error
+        return error
+
+    @staticmethod
+    def _check_lengths(
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> None:
+        lengths = {"completions": len(completions), "prompts": len(prompts), "completion_ids": len(completion_ids)}
+        lengths.update({f"column {name!r}": len(values) for name, values in columns.items()})
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"rewards need one entry per completion in every list, got {lengths}")

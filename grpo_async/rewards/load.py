@@ -1,0 +1,77 @@
+"""Turns the `rewards` sections of a config into reward functions; all problems in one ConfigError, with their paths."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+from grpo_async.config.experiment import RewardSection
+from grpo_async.errors import ConfigError
+from grpo_async.rewards.call import OFFERED, own_name, read_parameters
+from grpo_async.rewards.function import RewardFunction
+from grpo_async.rewards.resolve import resolve
+
+
+def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
+    """Import and check every reward function. Starts no process or thread.
+
+    Raises:
+        ConfigError: some cannot be found, imported or called as a reward; the message has one line for each.
+    """
+    rewards: list[RewardFunction] = []
+    problems: list[str] = []
+    for index, section in enumerate(sections):
+        try:
+            rewards.append(_load(section, f"rewards.{index}"))
+        except ConfigError as error:
+            problems.append(str(error))
+    problems.extend(_names_used_twice(rewards))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return rewards
+
+
+def _load(section: RewardSection, path: str) -> RewardFunction:
+    where = f"{path}.function: {section.function}"
+    try:
+        function = resolve(section.function)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"{where}: is a class; make an instance in its module (`my_reward = {function.__name__}()`) and name that"
+        )
+    if not callable(function):
+        raise ConfigError(f"{where}: is a {type(function).__name__}, which cannot be called; name a function")
+    try:
+        parameters = read_parameters(function)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    for argument in section.arguments:
+        if argument in OFFERED:
+            raise ConfigError(
+                f"{path}.arguments.{argument}: every reward gets `{argument}` from the run; choose another name"
+            )
+        if not parameters.accepts(argument):
+            raise ConfigError(
+                f"{path}.arguments.{argument}: {section.function} takes no `{argument}`; "
+                f"it takes {sorted(parameters.names)}"
+            )
+    attribute = section.function.rpartition(":")[2].rpartition(".")[2]
+    name = own_name(function)
+    return RewardFunction(
+        function,
+        name=section.name or (attribute if name == "<lambda>" else name),
+        weight=section.weight,
+        arguments=section.arguments,
+        run_in=section.run_in,
+        timeout_s=section.timeout_s,
+        reference=section.function,
+        setting=path,
+    )
+
+
+def _names_used_twice(rewards: Sequence[RewardFunction]) -> list[str]:
+    names = [reward.name for reward in rewards]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    return [f"rewards: the name `{name}` belongs to more than one function; give each a `name`" for name in twice]

@@ -1,0 +1,80 @@
+"""One worker process as its owner sees it: start, exchange bytes, kill.
+
+It is a fresh interpreter with a socket to this process. (multiprocessing's spawn would import the trainer's main module,
+and so torch, into every worker.) It has a process group of its own, so Ctrl-C does not reach it and killing it also kills
+what the reward function started. It dies with the *thread* that made it (see `grpo_async.processes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Pipe
+
+READY = b"ready"
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from grpo_async.rewards.worker import main; main(int(sys.argv[2]), sys.argv[3])"
+)
+_REAP_TIMEOUT_S = 10.0  # after SIGKILL; more means a process stuck in the kernel
+
+
+class WorkerProcess:
+    """A worker that serves the function `reference` (`module:attribute`)."""
+
+    def __init__(self, reference: str) -> None:
+        self._connection, theirs = Pipe()
+        with theirs:
+            command = [
+                sys.executable,
+                "-c",
+                _BOOT,
+                json.dumps([str(entry) for entry in sys.path]),
+                str(theirs.fileno()),
+                reference,
+            ]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until the function is imported. TimeoutError, or EOFError / OSError when the worker died."""
+        self._receive(timeout_s)
+
+    def exchange(self, request: bytes, timeout_s: float) -> bytes:
+        """Send a request and wait for its answer. TimeoutError, or EOFError / OSError when the worker died."""
+        self._connection.send_bytes(request)
+        return self._receive(timeout_s)
+
+    def kill(self) -> int:
+        """Kill the worker and its group and reap it; returns the exit code, negative for a signal. From any thread."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself since `poll`
+                os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait(_REAP_TIMEOUT_S)
+
+    def reap(self) -> int:
+        """Wait for a worker that hung up, and close its socket; returns the exit code. Kills it if it does not end."""
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            code = self.kill()
+        self.close()
+        return code
+
+    def close(self) -> None:
+        """Close the socket; only when no thread uses it."""
+        self._connection.close()
+
+    def _receive(self, timeout_s: float) -> bytes:
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return self._connection.recv_bytes()

@@ -1,0 +1,92 @@
+"""Finds the object that `module:attribute` names. The working directory is importable, first, as with `python -m`.
+
+Every problem is a ConfigError that says what failed, what there is instead, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from grpo_async.errors import ConfigError
+
+
+def resolve(reference: str) -> Any:
+    """The object named by `package.module:attribute` or `package.module:object.attribute`.
+
+    Raises:
+        ConfigError: the module is not there or cannot be imported, or it lacks the attribute.
+    """
+    module_name, _, path = reference.partition(":")
+    _make_working_directory_importable()
+    found: Any = _import(module_name)
+    for depth, attribute in enumerate(names := path.split(".")):
+        if not hasattr(found, attribute):
+            owner = ".".join([module_name, *names[:depth]]) if depth else module_name
+            raise ConfigError(f"`{owner}` has no `{attribute}`; it has {_choices(attribute, _public_names(found))}")
+        found = getattr(found, attribute)
+    return found
+
+
+def _make_working_directory_importable() -> None:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+        importlib.invalidate_caches()
+
+
+def _import(module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(missing + "."):
+            raise ConfigError(_no_such_module(missing)) from error
+        raise ConfigError(f"importing `{module_name}` failed: {error}; install what it needs") from error
+    except (Exception, SystemExit) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if isinstance(error, SyntaxError) else f" ({where.filename}, line {where.lineno})"
+        raise ConfigError(f"importing `{module_name}` raised {type(error).__name__}: {error}{place}") from error
+
+
+def _no_such_module(missing: str) -> str:
+    parent, _, name = missing.rpartition(".")
+    if parent:
+        paths = list(getattr(sys.modules.get(parent), "__path__", []))
+        if not paths:
+            return f"there is no module `{missing}`, for `{parent}` is not a package"
+        siblings = sorted(module.name for module in pkgutil.iter_modules(paths))
+        return f"there is no module `{missing}`; `{parent}` has {_choices(name, siblings)}"
+    here = os.getcwd()
+    siblings = sorted(module.name for module in pkgutil.iter_modules([here]))
+    return (
+        f"there is no module `{missing}`: it is not installed, and the working directory {here} has "
+        f"{_choices(name, siblings)}; start the run from the folder that holds it, or install it"
+    )
+
+
+def _public_names(owner: Any) -> list[str]:
+    """Names defined by the user: a module's own callables, not what it imported from elsewhere."""
+    if isinstance(owner, ModuleType):
+        own = {n: v for n, v in vars(owner).items() if getattr(v, "__module__", owner.__name__) == owner.__name__}
+    else:
+        own = {name: getattr(owner, name, None) for name in dir(owner)}
+    return sorted(name for name, value in own.items() if not name.startswith("_") and callable(value))
+
+
+def _choices(wanted: str, available: Iterable[str]) -> str:
+    names = list(available)
+    if not names:
+        return "none"
+    nearest = difflib.get_close_matches(wanted, names, n=1)
+    if nearest:
+        return f"`{nearest[0]}`; did you mean that?"
+    return ", ".join(f"`{name}`" for name in names[:8]) + (", ..." if len(names) > 8 else "")

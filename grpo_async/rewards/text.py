@@ -1,0 +1,87 @@
+"""Rewards that compare text: 1.0 for a match, 0.0 for none, None where the row has no usable answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from grpo_async.rewards.completion import after_thinking, final_text
+
+# A sign counts only where no operand stands before it (`3-5` ends in 5); digits that belong to a name or an exponent
+# (`H2O`, `m^2`, `1.2.3`) are no numbers. Thousands: `1,234` or LaTeX's `1{,}234`.
+_INTEGER = r"(?:[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?![0-9])|[0-9]+)"
+_UNSIGNED = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+_NUMBER = re.compile(rf"(?<![A-Za-z0-9_.^)\]])(?<!\^\{{)([-−+]?)({_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
+_LARGEST_EXPONENT = 400  # 1e999999999 as a fraction would fill the memory
+
+
+def exact_match(
+    completions: Sequence[Any], answer: Sequence[Any], *, ignore_case: bool = False, **_: Any
+) -> list[float | None]:
+    """1.0 if the text after any thinking equals the `answer` column, apart from white space at both ends."""
+    return [
+        None
+        if gold is None
+        else float(_key(after_thinking(final_text(c)), ignore_case) == _key(str(gold), ignore_case))
+        for c, gold in zip(completions, answer, strict=True)
+    ]
+
+
+def regex_match(completions: Sequence[Any], *, pattern: str, **_: Any) -> list[float | None]:
+    """1.0 if the regular expression `pattern` is found anywhere in the text (`re.search`; `.` does not match newlines).
+
+    A pattern that backtracks without end holds the interpreter: use `run_in: process` for intricate ones.
+    """
+    compiled = re.compile(pattern)
+    return [float(compiled.search(final_text(completion)) is not None) for completion in completions]
+
+
+def number_match(
+    completions: Sequence[Any], answer: Sequence[Any], *, relative_tolerance: float = 1e-6, **_: Any
+) -> list[float | None]:
+    """1.0 if the last number after any thinking equals the last number in the `answer` column.
+
+    Reads signs, decimals, exponents, simple fractions, thousands separators, and ignores units and currencies:
+    "so it costs $1,250.00 a year." equals "#### 1250". |a - b| <= relative_tolerance x |answer|.
+    """
+    scores: list[float | None] = []
+    for completion, gold in zip(completions, answer, strict=True):
+        wanted = None if gold is None else last_number(str(gold))
+        given = last_number(after_thinking(final_text(completion)))
+        if wanted is None:
+            scores.append(None)
+        elif given is None:
+            scores.append(0.0)
+        else:
+            scores.append(float(abs(given - wanted) <= Fraction(relative_tolerance) * abs(wanted)))
+    return scores
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in `text`; None if there is none."""
+    last = None
+    for last in _NUMBER.finditer(text):  # noqa: B007 - only the last one is wanted
+        pass
+    if last is None:
+        return None
+    sign, number, divisor = last.groups()
+    value = _fraction(number)
+    if value is not None and divisor is not None:
+        below = _fraction(divisor)
+        value = value / below if below else None
+    return -value if value is not None and sign in ("-", "−") else value
+
+
+def _fraction(text: str) -> Fraction | None:
+    digits = text.replace("{,}", "").replace(",", "")
+    exponent = digits.lower().partition("e")[2]
+    if exponent and (len(exponent) > 5 or abs(int(exponent)) > _LARGEST_EXPONENT):
+        return None
+    return Fraction(digits)
+
+
+def _key(text: str, ignore_case: bool) -> str:
+    stripped = text.strip()
+    return stripped.casefold() if ignore_case else stripped

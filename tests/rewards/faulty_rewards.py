@@ -1,0 +1,151 @@
+"""Reward functions that go wrong in every way, and some that show where they run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+release = threading.Event()  # ends the threads that `blocks` left behind
+
+a_number = 3
+
+
+class NotAnInstance:
+    def __call__(self, completions: list[str]) -> list[float]:
+        return [0.0] * len(completions)
+
+
+def positional_only(completions: list[str], /) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def takes_nothing() -> list[float]:
+    return []
+
+
+def raises(completions: list[str]) -> list[float]:
+    raise KeyError("no such thing")
+
+
+def exits(completions: list[str]) -> list[float]:
+    sys.exit("enough")
+
+
+class PickyError(Exception):
+    def __init__(self, one: str, two: str) -> None:  # pickles, but does not unpickle
+        super().__init__(f"{one} and {two}")
+
+
+def raises_picky(completions: list[str]) -> list[float]:
+    raise PickyError("this", "that")
+
+
+def blocks(completions: list[str]) -> list[float]:
+    release.wait(30.0)
+    return [0.0] * len(completions)
+
+
+def sleeps_if_asked(completions: list[str]) -> list[float]:
+    if completions[0] == "sleep":
+        time.sleep(60.0)
+    return [1.0] * len(completions)
+
+
+def prints_its_pid_and_sleeps(completions: list[str]) -> list[float]:
+    print(os.getpid(), flush=True)
+    time.sleep(60.0)
+    return [0.0] * len(completions)
+
+
+def dies_if_asked(completions: list[str]) -> list[float]:
+    if completions[0].startswith("exit"):
+        os._exit(0 if "quietly" in completions[0] else 3)
+    if completions[0] == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return [1.0] * len(completions)
+
+
+def meets_the_other(completions: list[str]) -> list[float]:
+    """1.0 if two calls are in progress at the same time: each leaves a file and waits for the other's."""
+    folder = Path(tempfile.gettempdir()) / f"meeting-{os.getppid()}"
+    folder.mkdir(exist_ok=True)
+    own = folder / completions[0]
+    own.touch()
+    end = time.monotonic() + 10.0
+    while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    met = len(list(folder.iterdir())) == 2
+    time.sleep(0.1)  # lets the other one look before the file goes
+    own.unlink()
+    with contextlib.suppress(OSError):  # the other one's file is still there
+        folder.rmdir()
+    return [float(met)] * len(completions)
+
+
+def starts_a_child(completions: list[str]) -> list[float]:
+    """Writes the pid of a child to the file that the completion names, and never returns."""
+    child = subprocess.Popen(["sleep", "60"])
+    Path(completions[0]).write_text(str(child.pid))
+    child.wait()
+    return [0.0] * len(completions)
+
+
+def burns(completions: list[str], seconds: float) -> list[float]:
+    """Holds the interpreter's lock: one long C call."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(4_000_000))
+    return [1.0] * len(completions)
+
+
+def alarm_user(completions: list[str]) -> list[float]:
+    def ring(signum: int, frame: Any) -> None:
+        raise TimeoutError("rang")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        time.sleep(30.0)
+    except TimeoutError:
+        return [0.5] * len(completions)
+    return [0.0] * len(completions)
+
+
+def where_it_runs(completions: list[str]) -> list[float]:
+    return [float(os.getpid()), float(os.getppid())]
+
+
+async def swallows_cancellation(completions: list[str]) -> list[float]:
+    for _ in range(2):
+        try:
+            await asyncio.sleep(5.0)
+        except asyncio.CancelledError:
+            continue
+    return [0.0] * len(completions)
+
+
+async def in_a_worker(completions: list[str], offset: float = 0.0) -> list[float]:
+    await asyncio.sleep(0)
+    return [len(completion) + offset for completion in completions]
+
+
+def logs_something_odd(completions: list[str], log_extra: Any) -> list[float]:
+    log_extra("odd", [lambda: None for _ in completions])
+    return [1.0] * len(completions)
+
+
+def logs(completions: list[str], log_extra: Any, log_metric: Any, trainer_state: Any) -> list[float]:
+    log_extra("upper", [completion.upper() for completion in completions])
+    log_metric("share", 1.0)
+    log_metric("share", 0.5)
+    log_metric("broken", float("nan"))
+    return [float(trainer_state.global_step)] * len(completions)

@@ -1,0 +1,214 @@
+"""RewardFunction on the event loop and in threads; what it takes and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from grpo_async.rewards import RewardError, RewardFunction
+from grpo_async.rewards.threads import ThreadRunner
+from tests.rewards import faulty_rewards
+from tests.rewards.helpers import FAULTY, TRL, loaded, score
+
+
+@pytest.fixture
+def released() -> Iterator[None]:
+    """Lets the threads that `blocks` holds end after the test."""
+    faulty_rewards.release.clear()
+    yield
+    faulty_rewards.release.set()
+
+
+def _returning(raw: Any, count: int) -> Any:
+    return asyncio.run(score(RewardFunction(lambda completions: raw, name="odd"), ["x"] * count)).values
+
+
+def test_numbers_of_every_kind_are_taken() -> None:
+    import numpy
+    import torch
+
+    assert _returning([1, 0.5, True, None, numpy.float32(0.25), torch.tensor(2)], 6) == [1.0, 0.5, 1.0, None, 0.25, 2.0]
+    assert _returning(torch.tensor([1.0, 2.0]), 2) == [1.0, 2.0]
+    assert _returning(numpy.array([1, 2]), 2) == [1.0, 2.0]
+    assert _returning((1, 2), 2) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ([1.0], "returned 1 values for 2 completions"),
+        ([1.0, float("nan")], "returned nan for completion 1"),
+        ([float("inf"), 1.0], "returned inf for completion 0"),
+        ([10**400, 1.0], "returned inf for completion 0"),
+        ([1.0, "good"], "returned 'good' (str) for completion 1"),
+        ([1.0, [2.0]], "returned [2.0] (list) for completion 1"),
+        (1.0, "returned 1.0 (float); it must return a list"),
+        ("ab", "returned 'ab' (str); it must return a list"),
+        (None, "returned None (NoneType); it must return a list"),
+    ],
+)
+def test_an_unusable_result_is_an_error_that_names_function_and_index(raw: Any, text: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        _returning(raw, 2)
+    assert str(caught.value).startswith("reward `odd`: ")
+    assert text in str(caught.value)
+
+
+def test_an_error_of_the_function_is_chained() -> None:
+    with (
+        loaded(f"{FAULTY}:raises") as reward,
+        pytest.raises(RewardError, match="reward `raises`: raised KeyError") as e,
+    ):
+        asyncio.run(score(reward, ["a"]))
+    assert isinstance(e.value.__cause__, KeyError)
+
+
+def test_sys_exit_in_a_reward_is_an_error_of_that_call_only() -> None:
+    with loaded(f"{FAULTY}:exits") as reward, pytest.raises(RewardError, match="raised SystemExit: enough"):
+        asyncio.run(score(reward, ["a"]))
+
+
+def test_a_missing_column_is_named_with_what_there_is() -> None:
+    with loaded(f"{TRL}:boxed_reward") as reward, pytest.raises(RewardError) as caught:
+        asyncio.run(score(reward, ["a"], columns={"answer": ["1"]}))
+    assert "needs the column(s) ['ground_truth'], but the data has ['answer']" in str(caught.value)
+
+
+def test_only_accepted_columns_are_passed_and_arguments_win_over_columns() -> None:
+    def strict(completions: list[str], level: int) -> list[float]:
+        return [float(level)] * len(completions)
+
+    reward = RewardFunction(strict, arguments={"level": 2})
+    assert asyncio.run(score(reward, ["a"], columns={"level": [7], "other": [1]})).values == [2.0]
+
+
+def test_lists_of_unequal_length_are_refused() -> None:
+    reward = RewardFunction(lambda completions: [0.0] * len(completions))
+    with pytest.raises(ValueError, match=r"one entry per completion.*column 'answer'.: 1"):
+        asyncio.run(score(reward, ["a", "b"], columns={"answer": ["1"]}))
+
+
+def test_no_completions_give_no_values_without_a_call() -> None:
+    with loaded(f"{FAULTY}:raises") as reward:
+        assert asyncio.run(score(reward, [])).values == []
+
+
+def test_a_function_that_empties_its_lists_does_not_disturb_the_caller() -> None:
+    def greedy(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(len(completions.pop()) + len(answer.pop())) for _ in range(2)]
+
+    completions, answers = ["a", "b"], ["c", "d"]
+    asyncio.run(score(RewardFunction(greedy), completions, columns={"answer": answers}))
+    assert (completions, answers) == (["a", "b"], ["c", "d"])
+
+
+def test_a_plain_function_that_returns_a_coroutine_is_awaited() -> None:
+    reward = RewardFunction(lambda completions: faulty_rewards.in_a_worker(completions), name="wrapped")
+    assert asyncio.run(score(reward, ["abc"])).values == [3.0]
+
+
+def test_an_async_call_is_awaited_on_the_callers_loop() -> None:
+    """R1.11"""
+
+    class Judge:
+        async def __call__(self, completions: list[str]) -> list[float]:
+            return [float(threading.current_thread() is threading.main_thread())]
+
+    assert asyncio.run(score(RewardFunction(Judge()), ["a"])).values == [1.0]
+    assert asyncio.run(score(RewardFunction(functools.partial(Judge())), ["a"])).values == [1.0]
+
+
+def test_a_plain_wrapper_of_an_async_function_runs_as_what_it_is() -> None:
+    @functools.wraps(faulty_rewards.in_a_worker)
+    def blocking(**arguments: Any) -> list[float]:
+        return asyncio.run(faulty_rewards.in_a_worker(**arguments))
+
+    assert asyncio.run(score(RewardFunction(blocking), ["abc"])).values == [3.0]
+
+
+def test_log_metric_averages_and_leaves_out_nan() -> None:
+    with loaded(f"{FAULTY}:logs") as reward:
+        outcome = asyncio.run(score(reward, ["ab"], step=4))
+    assert outcome.values == [4.0]
+    assert outcome.extra_columns == {"upper": ["AB"]}
+    assert outcome.metrics == {"share": 0.75}  # (1.0 + 0.5) / 2
+
+
+def test_the_event_loop_runs_while_a_thread_blocks(released: None) -> None:
+    async def run() -> list[float | None]:
+        with loaded(f"{FAULTY}:blocks") as reward:
+            task = asyncio.create_task(score(reward, ["a"]))
+            await asyncio.sleep(0.05)  # the loop is free, or this would not return
+            assert not task.done()
+            faulty_rewards.release.set()
+            return (await task).values
+
+    assert asyncio.run(run()) == [0.0]
+
+
+def test_a_thread_past_its_time_limit_is_an_error_and_too_many_are_refused(released: None) -> None:
+    async def run() -> None:
+        reward = RewardFunction(faulty_rewards.blocks, timeout_s=0.05, setting="rewards.3")
+        reward._threads = ThreadRunner("blocks", max_abandoned=2)
+        for abandoned in (1, 2):
+            with pytest.raises(RewardError, match=r"took longer than 0.05 s .* raise `rewards.3.timeout_s`"):
+                await score(reward, ["a"])
+            assert reward._threads.num_abandoned == abandoned
+        with pytest.raises(RewardError, match="set `run_in: process`"):
+            await score(reward, ["a"])
+        faulty_rewards.release.set()
+        for thread in threading.enumerate():
+            if thread.name == "reward-blocks":
+                thread.join(10.0)
+        assert (await score(reward, ["a"])).values == [0.0]  # the abandoned threads have ended
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_caller_leaves_a_counted_thread(released: None) -> None:
+    async def run() -> None:
+        reward = RewardFunction(faulty_rewards.blocks)
+        task = asyncio.create_task(score(reward, ["a"]))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert reward._threads.num_abandoned == 1
+
+    asyncio.run(run())
+
+
+def test_no_more_threads_than_allowed_run_at_once() -> None:
+    running: list[int] = [0, 0]  # now, most
+
+    def counted(completions: list[str]) -> list[float]:
+        running[0] += 1
+        running[1] = max(running)
+        time.sleep(0.02)
+        running[0] -= 1
+        return [0.0] * len(completions)
+
+    async def run() -> None:
+        reward = RewardFunction(counted)
+        reward._threads = ThreadRunner("counted", max_threads=2)
+        await asyncio.gather(*(score(reward, ["a"]) for _ in range(6)))
+
+    asyncio.run(run())
+    assert running == [0, 2]
+
+
+def test_an_async_function_that_swallows_its_cancellation_does_not_outlast_the_time_limit() -> None:
+    async def run() -> float:
+        with loaded(f"{FAULTY}:swallows_cancellation", timeout_s=0.05) as reward:
+            start = time.monotonic()
+            with pytest.raises(RewardError, match="took longer than"):
+                await score(reward, ["a"])
+            return time.monotonic() - start
+
+    assert asyncio.run(run()) < 2.0  # 0.05 s and the margin of a busy machine; having swallowed, it sleeps 5 s

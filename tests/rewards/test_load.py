@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_async.config.experiment import RewardSection
+from grpo_async.errors import ConfigError
+from grpo_async.rewards import load_rewards
+from tests.rewards.helpers import FAULTY, TRL
+
+
+def _message(*functions: str, **section: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_rewards([RewardSection.model_validate({"function": function, **section}) for function in functions])
+    return str(caught.value)
+
+
+def test_a_module_that_is_not_there_is_named_with_its_nearest() -> None:
+    message = _message("tests.rewards.trl_style_reward:x")
+    assert message.startswith("rewards.0.function: tests.rewards.trl_style_reward:x: there is no module")
+    assert "`trl_style_rewards`; did you mean that?" in message
+
+
+def test_a_top_level_module_that_is_not_there_shows_what_the_working_directory_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_this_one.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    message = _message("quite_different:f")
+    assert str(tmp_path) in message
+    assert "`only_this_one`" in message
+
+
+def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rewards_of_the_user.py").write_text("def f(completions):\n    return [1.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/usr/lib/nothing-here"])
+    (reward,) = load_rewards([RewardSection(function="rewards_of_the_user:f")])
+    assert reward.name == "f"
+
+
+def test_a_module_that_needs_another_one_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needy.py").write_text("import surely_not_installed\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "importing `needy` failed: No module named 'surely_not_installed'" in _message("needy:f")
+
+
+def test_a_module_that_raises_says_what_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_at_import.py").write_text("\nvalue = 1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = _message("broken_at_import:f")
+    assert "raised ZeroDivisionError" in message
+    assert "broken_at_import.py, line 2" in message
+
+
+def test_an_attribute_that_is_not_there_is_named_with_its_nearest() -> None:
+    assert "has no `boxed_rewards`; it has `boxed_reward`; did you mean that?" in _message(f"{TRL}:boxed_rewards")
+
+
+def test_an_attribute_unlike_any_other_lists_what_there_is() -> None:
+    message = _message(f"{TRL}:zzz")
+    assert "`all_three`" in message
+    assert "`re`" not in message  # imported, not defined there
+
+
+def test_dotted_attributes_are_followed() -> None:
+    (reward,) = load_rewards([RewardSection(function=f"{TRL}:length_target.__call__")])
+    assert reward.name == "__call__"
+    assert "`tests.rewards.trl_style_rewards.length_target` has no `cal`" in _message(f"{TRL}:length_target.cal")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "text"),
+    [
+        ("a_number", "is a int, which cannot be called"),
+        ("NotAnInstance", "is a class; make an instance"),
+        ("positional_only", "['completions'] are positional-only"),
+        ("takes_nothing", "takes no keyword arguments"),
+    ],
+)
+def test_what_cannot_be_a_reward_is_refused(attribute: str, text: str) -> None:
+    assert text in _message(f"{FAULTY}:{attribute}")
+
+
+def test_an_argument_that_the_function_does_not_take_is_refused() -> None:
+    message = _message(f"{FAULTY}:burns", arguments={"second": 1.0})
+    assert message.startswith("rewards.0.arguments.second:")
+    assert "it takes ['completions', 'seconds']" in message
+
+
+def test_an_argument_that_the_run_provides_is_refused() -> None:
+    assert "rewards.0.arguments.prompts: every reward gets `prompts`" in _message(
+        f"{TRL}:scaled", arguments={"prompts": []}
+    )
+
+
+def test_all_problems_come_at_once_with_their_index() -> None:
+    lines = _message(f"{TRL}:zzz", f"{FAULTY}:a_number").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["rewards.0.function", "rewards.1.function"]
+
+
+def test_two_functions_of_one_name_are_refused() -> None:
+    message = _message(f"{TRL}:scaled_by_ten", f"{TRL}:scaled")
+    assert "the name `scaled` belongs to more than one function" in message
+
+
+def test_missing_columns_are_known_before_the_run() -> None:
+    (reward,) = load_rewards([RewardSection(function=f"{TRL}:boxed_reward")])
+    assert reward.missing_columns(["answer"]) == ["ground_truth"]
+    assert reward.missing_columns(["ground_truth"]) == []
