@@ -238,13 +238,15 @@ class RolloutSample:
 class ScoredGroup:
     """A group after scoring. `samples` is empty when the group has no learning signal and is not to be trained.
 
-    `rewards` and `reward_parts` are aligned with `group.trainable` (the survivors that were scored).
+    `rewards` and `reward_parts` are aligned with `group.trainable` (the survivors that were scored). `metrics` is what the
+    reward functions logged.
     """
 
     group: RolloutGroup
     samples: Sequence[RolloutSample]
     rewards: Sequence[float | None]
     reward_parts: Sequence[Mapping[str, float | None]]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def oldest_version(self) -> int | None:

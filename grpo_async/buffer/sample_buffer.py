@@ -1,7 +1,6 @@
 """The bounded queue between the rollout thread (asyncio) and the trainer's main thread (blocking).
 
-Consumes ScoredGroups by `put` (awaits while full), hands them out by `take`, the
-ones that were started first before the others.
+Consumes ScoredGroups by `put` (awaits while full), hands them out by `take`, those that were started first before the others.
 Hard staleness: a group is handed out only if  trainer_version - oldest version among its trained tokens <= max_staleness;
 an older one is dropped whole, counted as stale, and its place given back.
 """

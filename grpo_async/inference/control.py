@@ -40,8 +40,8 @@ class ServerControl:
     ) -> None:
         self._http.close()
 
-    def wait_until_ready(self, *, deadline_s: float, setting: str, stop: threading.Event) -> ServerInfo:
-        """Ask /health until it answers 200, then return the server's description.
+    def wait_until_ready(self, *, deadline_s: float, setting: str, stop: threading.Event) -> ServerInfo | None:
+        """Ask /health until it answers 200, then return the server's description; None when `stop` is set meanwhile.
 
         Raises:
             DeadlineError: not ready within `deadline_s` seconds.
@@ -61,6 +61,8 @@ class ServerControl:
                     hint="Look into server.log of this attempt.",
                 )
             stop.wait(0.1)  # HTTP offers nothing to await for "not listening yet"
+        else:
+            return None
         return self.info()
 
     def info(self) -> ServerInfo:

@@ -48,7 +48,7 @@ class Evaluator:
                     f"eval-v{version}-{number}", self._renderer.prompt_ids(prompt), seed=number, cache_salt=str(version)
                 )
             group = RolloutGroup(group_id=-1, prompt=prompt, completions=[completion])
-            parts = (await self._scorer.reward_parts(group, [completion]))[0]
+            (parts,), _ = await self._scorer.reward_parts(group, [completion])
             return parts, completion.num_sampled_tokens, completion.truncated
 
         results = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(self._prompts)))

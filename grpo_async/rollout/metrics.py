@@ -26,6 +26,8 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         if values:
             metrics[f"rewards/{name}/mean"] = fmean(values)
             metrics[f"rewards/{name}/std"] = _std(values)
+    for name in sorted({name for group in groups for name in group.metrics}):
+        metrics[name] = fmean(group.metrics[name] for group in groups if name in group.metrics)
     completions = [completion for group in groups for completion in group.group.trainable]
     if completions:
         metrics.update(_completion_metrics(completions))

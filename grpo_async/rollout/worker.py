@@ -248,6 +248,7 @@ class RolloutWorker:
     def on_version(self, version: int) -> None:
         """The server serves `version`: cancel the groups that could only be dropped as stale when they are done."""
         self._server_version = version
+        self._scorer.set_step(version)
         for entry in self._in_flight.values():
             oldest = entry.oldest_version
             if oldest is not None and version - oldest > self._settings.max_staleness and entry.task is not None:

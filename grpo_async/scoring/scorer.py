@@ -11,14 +11,8 @@ from typing import Any, Literal, Protocol
 
 from grpo_async.chat.renderer import ChatRenderer, as_plain_messages
 from grpo_async.records import RolloutCompletion, RolloutGroup, RolloutSample, ScoredGroup
+from grpo_async.rewards import RewardOutcome, TrainerState
 from grpo_async.scoring.advantages import combine_rewards, group_advantages, has_zero_variance
-
-
-class Outcome(Protocol):
-    """What a reward function gives for one group: one value per completion."""
-
-    @property
-    def values(self) -> Sequence[float | None]: ...
 
 
 class Reward(Protocol):
@@ -36,7 +30,9 @@ class Reward(Protocol):
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
-    ) -> Outcome: ...
+        *,
+        trainer_state: TrainerState | None = None,
+    ) -> RewardOutcome: ...
 
 
 class Scorer:
@@ -47,6 +43,7 @@ class Scorer:
         renderer: decodes completions for the reward functions.
         advantage_scale: "group" divides by the group's standard deviation, "none" does not.
         train_zero_variance: make samples of groups whose rewards are all equal, with advantage 0.
+        max_steps: optimizer steps of the run, for reward functions that ask for `trainer_state`.
     """
 
     def __init__(
@@ -56,12 +53,18 @@ class Scorer:
         *,
         advantage_scale: Literal["group", "none"],
         train_zero_variance: bool,
+        max_steps: int = 0,
     ) -> None:
         self._rewards = rewards
         self._renderer = renderer
         self._scale = advantage_scale
         self._train_zero_variance = train_zero_variance
         self._weights = {reward.name: reward.weight for reward in rewards}
+        self._state = TrainerState(global_step=0, max_steps=max_steps)
+
+    def set_step(self, step: int) -> None:
+        """What reward functions see as `trainer_state.global_step` from now on."""
+        self._state = TrainerState(global_step=step, max_steps=self._state.max_steps)
 
     async def score(self, group: RolloutGroup) -> ScoredGroup:
         """Score the survivors of a group (at least one).
@@ -70,7 +73,7 @@ class Scorer:
             GrpoAsyncError: a reward function failed; the message names it.
         """
         survivors = group.trainable
-        parts = await self.reward_parts(group, survivors)
+        parts, metrics = await self.reward_parts(group, survivors)
         rewards = combine_rewards(parts, self._weights)
         advantages = group_advantages(rewards, scale=self._scale)
         has_signal = self._train_zero_variance or not has_zero_variance(rewards)
@@ -78,12 +81,21 @@ class Scorer:
             _sample(group, completion, advantage=advantage, reward=reward, parts=part)
             for completion, advantage, reward, part in zip(survivors, advantages, rewards, parts, strict=True)
         ]
-        return ScoredGroup(group=group, samples=samples if has_signal else [], rewards=rewards, reward_parts=parts)
+        return ScoredGroup(
+            group=group,
+            samples=samples if has_signal else [],
+            rewards=rewards,
+            reward_parts=parts,
+            metrics=metrics,
+        )
 
     async def reward_parts(
         self, group: RolloutGroup, completions: Sequence[RolloutCompletion]
-    ) -> list[dict[str, float | None]]:
-        """Every function's value for every completion. [num_completions] of {name: value}"""
+    ) -> tuple[list[dict[str, float | None]], dict[str, float]]:
+        """Every function's value for every completion, [num_completions] of {name: value}, and what they logged.
+
+        The functions run at the same time; when one fails, the others are cancelled and its error is raised.
+        """
         prompt = group.prompt
         count = len(completions)
         given: Any
@@ -95,16 +107,21 @@ class Scorer:
             given = prompt.messages[-1].content  # without the system prompt that the config may put before it
             texts = ["".join(m.content for m in completion.completion_messages()) for completion in completions]
         columns = {name: [value] * count for name, value in prompt.columns.items()}
-        outcomes = await asyncio.gather(
-            *(
-                reward.score([given] * count, texts, [c.completion_ids for c in completions], columns)
-                for reward in self._rewards
-            )
-        )
-        return [
+        ids = [completion.completion_ids for completion in completions]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(reward.score([given] * count, texts, ids, columns, trainer_state=self._state))
+                    for reward in self._rewards
+                ]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        outcomes = [task.result() for task in running]
+        parts = [
             {reward.name: outcome.values[index] for reward, outcome in zip(self._rewards, outcomes, strict=True)}
             for index in range(count)
         ]
+        return parts, {name: value for outcome in outcomes for name, value in outcome.metrics.items()}
 
 
 def _sample(

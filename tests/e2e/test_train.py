@@ -1,0 +1,101 @@
+"""The whole, end to end, on real processes: embedded server, torchrun trainer, gloo push."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_async.buffer.ledger import is_closed
+from tests.e2e.support import REPOSITORY, make_run
+
+pytestmark = pytest.mark.slow
+
+# small steps: 4 groups of 4
+SMALL = ("rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.num_prompts=8")
+
+
+def test_the_quickstart_learns_and_leaves_a_model_that_loads(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml")
+    done = run.train(timeout_s=900.0)
+    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
+    run.assert_nothing_is_left()
+    summary = run.summary()
+    assert summary["status"] == "finished"
+    assert summary["ledger_closed"]
+    assert is_closed(summary["ledger"])
+    assert summary["staleness_max"] <= 1
+    assert summary["reward_last"] > summary["reward_first"] + 0.3
+    evaluation = summary["evaluation"]
+    assert evaluation["after"]["reward"] > evaluation["before"]["reward"] + 0.2
+    assert evaluation["after"]["reward"] > evaluation["majority_baseline"] + 0.4
+    # the closed ledger holds at every step, not only at the end
+    for line in run.metrics():
+        for kind in ("groups", "tokens"):
+            counts = {k.rpartition("/")[2]: v for k, v in line.items() if k.startswith(f"ledger/{kind}/")}
+            assert counts.pop("started") == sum(counts.values())
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(run.folder / "model")
+    AutoTokenizer.from_pretrained(run.folder / "model")
+    shown = subprocess.run(
+        [sys.executable, "-m", "grpo_async", "inspect-rollouts", str(run.folder), "--status", "trained", "--json"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    rows = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert len(rows) == summary["ledger"]["groups"]["trained"]
+
+
+def test_two_ranks_train_together(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, "launch.num_trainer_ranks=2", "training.max_steps=4"))
+    done = run.train()
+    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
+    run.assert_nothing_is_left()
+    summary = run.summary()
+    assert summary["num_devices"] == 2
+    assert summary["steps"] == 4
+    assert summary["ledger_closed"]
+    # what both ranks hold together is what the server got: the ratio to the sampler stays near 1
+    assert all(abs(line["sampling/importance_sampling_ratio/mean"] - 1.0) < 0.05 for line in run.metrics())
+
+
+def test_staleness_zero_is_synchronous_and_the_ratio_is_one(tmp_path: Path) -> None:
+    """Design, invariant 5. Tolerance: 1e-3 in the ratio of a token, fp32 on both sides."""
+    run = make_run(
+        tmp_path,
+        "quickstart.yaml",
+        (*SMALL, "rollout.max_staleness=0", "training.max_steps=4", "optimizer.lr=0.003", "optimizer.warmup_steps=0"),
+    )
+    done = run.train()
+    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
+    lines = run.metrics()
+    assert len(lines) == 4
+    for line in lines:
+        assert line["async/staleness_max"] == 0
+        assert line["sampling/importance_sampling_ratio/min"] == pytest.approx(1.0, abs=1e-3)
+        assert line["sampling/importance_sampling_ratio/max"] == pytest.approx(1.0, abs=1e-3)
+        assert line["ledger/groups/stale"] == 0
+
+
+def test_a_bad_config_starts_nothing_and_exits_with_2(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml", ("rollout.group_sise=4", "optimizer.lr=-1"))
+    done = run.train()
+    assert done.returncode == 2
+    assert "did you mean 'group_size'" in done.stdout
+    assert "optimizer.lr" in done.stdout
+    assert not run.folder.exists()
+
+
+def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml")
+    done = run.train("--dry-run")
+    assert done.returncode == 0, done.stdout
+    assert "serve-embedded" in done.stdout
+    assert not run.folder.exists()
