@@ -81,6 +81,16 @@ def prune_checkpoints(rundir: RunDir, *, keep_last: int) -> None:
         shutil.rmtree(leftover)
 
 
+def set_aside_later_checkpoints(rundir: RunDir, step: int) -> None:
+    """A run that goes on from `step` writes its own later steps: what stands there is renamed to replaced_step_N, so that
+    neither `--resume` nor pruning takes it for a part of this run."""
+    for later in rundir.checkpoint_steps():
+        if later > step:
+            target = rundir.checkpoints / f"replaced_step_{later}"
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(rundir.checkpoint(later), target)
+
+
 def load_state(rundir: RunDir, step: int) -> TrainerState:
     """The JSON part of a checkpoint.
 

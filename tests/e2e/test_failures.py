@@ -17,6 +17,7 @@ ENDLESS = (
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
     "training.max_steps=5000",
+    "optimizer.warmup_steps=0",
     "checkpoint.every_steps=2",
     "evaluation.num_prompts=4",
 )

@@ -15,7 +15,12 @@ from tests.e2e.support import REPOSITORY, make_run
 pytestmark = pytest.mark.slow
 
 # small steps: 4 groups of 4
-SMALL = ("rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.num_prompts=8")
+SMALL = (
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "evaluation.num_prompts=8",
+    "optimizer.warmup_steps=0",
+)
 
 
 def test_the_quickstart_learns_and_leaves_a_model_that_loads(tmp_path: Path) -> None:
@@ -71,7 +76,7 @@ def test_staleness_zero_is_synchronous_and_the_ratio_is_one(tmp_path: Path) -> N
     run = make_run(
         tmp_path,
         "quickstart.yaml",
-        (*SMALL, "rollout.max_staleness=0", "training.max_steps=4", "optimizer.lr=0.003", "optimizer.warmup_steps=0"),
+        (*SMALL, "rollout.max_staleness=0", "training.max_steps=4", "optimizer.lr=0.003"),
     )
     done = run.train()
     assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]

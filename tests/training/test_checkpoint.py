@@ -9,7 +9,7 @@ import pytest
 
 from grpo_async.errors import CheckpointError
 from grpo_async.rundir import RunDir
-from grpo_async.training.checkpoint import load_state, prune_checkpoints
+from grpo_async.training.checkpoint import load_state, prune_checkpoints, set_aside_later_checkpoints
 from tests.support.ranks import run_on_ranks
 
 
@@ -61,3 +61,15 @@ def test_pruning_keeps_the_newest_and_removes_what_a_crash_left(tmp_path: Path) 
     assert rundir.checkpoint_steps() == [5, 10, 15]  # the half-written one is not a checkpoint
     prune_checkpoints(rundir, keep_last=2)
     assert sorted(path.name for path in rundir.checkpoints.iterdir()) == ["step_10", "step_15"]
+
+
+def test_checkpoints_after_the_resumed_step_are_set_aside_not_taken_for_its_own(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    for step in (5, 10, 15):
+        rundir.checkpoint(step).mkdir(parents=True)
+    set_aside_later_checkpoints(rundir, 5)
+    assert rundir.checkpoint_steps() == [5]
+    assert sorted(path.name for path in rundir.checkpoints.glob("replaced_*")) == [
+        "replaced_step_10",
+        "replaced_step_15",
+    ]

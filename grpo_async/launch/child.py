@@ -1,0 +1,104 @@
+"""One child of the launcher: spawned into a session of its own, both output streams in one log file.
+
+The terminal's Ctrl-C therefore reaches the launcher only. A child ends itself when the launcher dies
+(processes.die_with_parent).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo_async.errors import RunError
+from grpo_async.inference.surface import TOKEN_VARIABLE
+from grpo_async.launch.control import CONTROL_VARIABLE
+from grpo_async.launch.plan import RESUME_VARIABLE, RUN_DIR_VARIABLE, SERVER_URL_VARIABLE, STORE_VARIABLE, ProcessSpec
+from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE, LAUNCHER_PID_VARIABLE
+from grpo_async.launch.wording import describe_exit, tail
+
+_OF_ANOTHER_RUN = {
+    *(
+        TOKEN_VARIABLE,
+        CONTROL_VARIABLE,
+        RUN_DIR_VARIABLE,
+        RESUME_VARIABLE,
+        SERVER_URL_VARIABLE,
+        STORE_VARIABLE,
+        ATTEMPT_VARIABLE,
+    ),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
+
+
+class Child:
+    """A running child process. Build it with `spawn`."""
+
+    def __init__(self, spec: ProcessSpec, log: Path, process: asyncio.subprocess.Process) -> None:
+        self.name = spec.name
+        self.log = log
+        self._process = process
+        self.exited: asyncio.Task[int] = asyncio.ensure_future(process.wait())
+
+    @classmethod
+    async def spawn(cls, spec: ProcessSpec, folder: Path) -> Child:
+        """Start `spec` with its log in `folder`. Call it from the main thread: the death signal is bound to it.
+
+        Raises:
+            RunError: the program cannot be started.
+        """
+        log = folder / spec.log_name
+        environment = {**inherited_environment(), LAUNCHER_PID_VARIABLE: str(os.getpid()), **spec.environment}
+        with log.open("wb") as output:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *spec.command,
+                    env=environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RunError(f"cannot start the {spec.name} ({spec.command[0]}): {error}") from error
+        return cls(spec, log, process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return not self.exited.done()
+
+    def describe_end(self, num_lines: int = 15) -> str:
+        """How it ended, in words, and the last lines of its log. Only after `exited` is done."""
+        lines = [f"{self.name} (pid {self.pid}) {describe_exit(self.exited.result())}", *self.last_lines(num_lines)]
+        return "\n".join([*lines, f"log: {self.log}"])
+
+    def last_lines(self, num_lines: int = 15) -> list[str]:
+        lines = tail(self.log, num_lines)
+        return ["its last lines:", *("  " + line for line in lines)] if lines else ["its log is empty"]
+
+    def terminate(self) -> None:
+        """SIGTERM; a child passes it on to its own children."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    async def end(self, grace_s: float) -> bool:
+        """SIGTERM, then wait `grace_s` seconds; False when it still runs after that."""
+        if self.is_running:
+            self.terminate()
+            await asyncio.wait([self.exited], timeout=grace_s)
+        return not self.is_running
+
+
+def inherited_environment(source: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What every child inherits: the caller's environment, without what belongs to another launcher or torchrun."""
+    return {
+        key: value
+        for key, value in source.items()
+        if key not in _OF_ANOTHER_RUN and not key.startswith("TORCHELASTIC_")
+    }

@@ -1,0 +1,118 @@
+"""What the trainer leaves behind when it fails, in the attempt's log folder.
+
+    failure_rank{R}.json   written by the rank that raised: {"rank", "time", "error", "traceback"}
+    rank_exits.json        of the torchrun agent: [{"rank", "pid", "time", "exit_code"}], -9 = killed by signal 9
+
+A rank that raises takes the others with it (their collectives break), so the earliest failure is the cause; but a rank
+that was killed leaves no file, and then the files of the others are consequences.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from grpo_async.launch.wording import describe_exit
+from grpo_async.rundir import write_atomically
+
+_EXITS_NAME = "rank_exits.json"
+_TRACEBACK_LINES = 16
+_NOTICE_S = 5.0  # the agent notices a death within this; it kills ranks that outlive its SIGTERM only after 30 s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """One rank's own words. `time` is seconds since the epoch; `error` is "Type: message"."""
+
+    rank: int
+    time: float
+    error: str
+    traceback: str
+
+    @property
+    def is_expected(self) -> bool:
+        """Raised on purpose by this package: the message says it all, the traceback stays in the log."""
+        lines = self.traceback.strip().splitlines()
+        return any(line.startswith("grpo_async.") for line in lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExit:
+    """How one rank's process ended; `time` is when the agent noticed, in whole seconds since the epoch."""
+
+    rank: int
+    pid: int
+    time: float
+    exit_code: int
+
+
+def write_failure(folder: Path, rank: int, error: BaseException) -> Path | None:
+    """Write failure_rank{rank}.json; None when that is impossible (disk full), so that `error` itself is not masked."""
+    failure = RankFailure(
+        rank=rank,
+        time=time.time(),
+        error=f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+    )
+    path = _failure_path(folder, rank)
+    try:
+        write_atomically(path, json.dumps(asdict(failure)))
+    except OSError as problem:
+        print(f"cannot write {path}: {problem}", file=sys.stderr)
+        return None
+    return path
+
+
+def first_failure(folder: Path) -> RankFailure | None:
+    """The earliest failure that a rank wrote; None when none did."""
+    failures = [
+        RankFailure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure_rank*.json")
+    ]
+    return min(failures, key=lambda failure: failure.time, default=None)
+
+
+def write_rank_exits(folder: Path, exits: Sequence[RankExit]) -> None:
+    """Write rank_exits.json, in the order in which the ranks ended."""
+    write_atomically(folder / _EXITS_NAME, json.dumps([asdict(exit_) for exit_ in exits]))
+
+
+def rank_exits(folder: Path) -> list[RankExit]:
+    """The ranks that failed, first one first; empty when the agent did not get to write it."""
+    path = folder / _EXITS_NAME
+    return [RankExit(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+
+
+def explain(folder: Path) -> str | None:
+    """A few lines for the user: which rank failed first and why; None when nobody left a word."""
+    failure, killed = first_failure(folder), _killed_first(folder)
+    if killed is not None and (failure is None or failure.time > killed.time - _NOTICE_S):
+        lines = [f"trainer rank {killed.rank} (pid {killed.pid}) {describe_exit(killed.exit_code)}"]
+        if failure is not None:
+            lines.append(f"after that rank {failure.rank} reported: {failure.error}")
+        return "\n".join(lines)
+    if failure is None:
+        return None
+    lines = [f"trainer rank {failure.rank} failed: {failure.error}"]
+    if not failure.is_expected:
+        lines += ["  " + line for line in failure.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]]
+    return "\n".join(lines)
+
+
+def _killed_first(folder: Path) -> RankExit | None:
+    """The rank that a signal ended before it could say anything. Having seen one end, the agent ends the others by
+    SIGTERM, so that signal counts for the first one only."""
+    for index, exit_ in enumerate(rank_exits(folder)):
+        silent = exit_.exit_code < 0 and not _failure_path(folder, exit_.rank).exists()
+        if silent and (index == 0 or exit_.exit_code != -signal.SIGTERM):
+            return exit_
+    return None
+
+
+def _failure_path(folder: Path, rank: int) -> Path:
+    return folder / f"failure_rank{rank}.json"

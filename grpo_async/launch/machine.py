@@ -1,0 +1,66 @@
+"""What the launcher asks of the machine: CPUs, GPUs, a free port, a private folder. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.launch.plan import Machine
+
+_SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+def look() -> Machine:
+    """This machine, as the plan sees it."""
+    return Machine(
+        num_cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        gpus=_gpus(),
+        python=sys.executable,
+        working_dir=Path.cwd(),
+        python_path=os.environ.get("PYTHONPATH", ""),
+    )
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on at `host` now.
+
+    Raises:
+        ConfigError: `host` is no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"inference.host: {host} cannot be bound on this machine ({error}); try 127.0.0.1"
+            ) from error
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A new folder that only this user can enter (0700), removed at the end.
+
+    Raises:
+        RunError: $TMPDIR is so long that a unix socket in it has no valid address.
+    """
+    with tempfile.TemporaryDirectory(prefix="grpo-async-", ignore_cleanup_errors=True) as name:
+        if len(os.fsencode(name)) + len("/control") > _SOCKET_PATH_BYTES:
+            raise RunError(f"the path of the temporary folder is too long for a unix socket: {name}; set TMPDIR=/tmp")
+        yield Path(name)
+
+
+def _gpus() -> tuple[str, ...]:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return tuple(part.strip() for part in given.split(",") if part.strip() and part.strip() != "-1")
+    return tuple(str(index) for index in range(len(list(_NVIDIA.iterdir())))) if _NVIDIA.is_dir() else ()

@@ -1,0 +1,198 @@
+"""The run directory before a run: refuse one that exists, clean it, or find the checkpoint to resume from.
+
+A directory is locked while a launcher works in it (flock on the directory itself: gone with the launcher, however it
+ends), so two runs never write the same files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_async.config import ExperimentConfig
+from grpo_async.errors import ConfigError
+from grpo_async.rundir import RunDir
+
+# What a checkpoint means depends on these: other weights, another order of the data, another meaning of a group.
+_FIXED = (
+    "run.seed",
+    "model.path",
+    "model.dtype",
+    "data.train",
+    "data.shuffle",
+    "rollout.group_size",
+    "rollout.groups_per_step",
+)
+_FREE = ("run.dir", "run.name", "launch", "inference")  # where and by what it runs: no word needed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins: `resume_step` None is the beginning. `notes` tell what the user should know."""
+
+    resume_step: int | None
+    notes: tuple[str, ...] = ()
+
+
+def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) -> Start:
+    """Decide where the run begins; changes nothing on disk.
+
+    Args:
+        resume: None, "auto" (the newest whole checkpoint) or a step number as text.
+        clean: an old run directory is going to be removed.
+
+    Raises:
+        ConfigError: the directory is taken, is not ours to remove, or has nothing to resume from.
+    """
+    run_dir = RunDir(config.run_path)
+    if resume is not None and clean:
+        raise ConfigError("--resume and --clean exclude each other: --clean removes what --resume starts from")
+    if clean:
+        _check_removable(run_dir, config)
+        return Start(resume_step=None)
+    if resume is not None:
+        return _resume(run_dir, config, resume)
+    if run_dir.root.exists() and (not run_dir.root.is_dir() or any(run_dir.root.iterdir())):
+        steps = run_dir.checkpoint_steps()
+        state = f"with a checkpoint of step {steps[-1]}" if steps else "without a checkpoint"
+        raise ConfigError(
+            f"the run directory {run_dir.root} exists already, {state}: "
+            "--resume continues it, --clean removes it first, another run.name leaves it alone"
+        )
+    return Start(resume_step=None)
+
+
+@contextmanager
+def lock(run_dir: RunDir) -> Iterator[None]:
+    """Hold the run directory (made if need be) for this process.
+
+    Raises:
+        ConfigError: another launcher holds it.
+    """
+    run_dir.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(run_dir.root, os.O_RDONLY)  # not inherited by children (PEP 446)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another launcher is running in {run_dir.root}; end it first, or use another run.name"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def empty(run_dir: RunDir) -> None:
+    """Remove everything in the run directory (`check_start` has said that it is ours)."""
+    for entry in run_dir.root.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
+    root = run_dir.root
+    if not root.exists() and not root.is_symlink():
+        return
+    if root.is_symlink() or not root.is_dir():
+        raise ConfigError(f"--clean: {root} is no directory of its own (a link or a file); remove it yourself")
+    if any(root.iterdir()) and not run_dir.config.is_file():
+        raise ConfigError(
+            f"--clean: {root} has no config.yaml, so it does not look like a run directory; remove it yourself"
+        )
+    for name, path in _inputs(config):
+        if path.exists() and path.resolve().is_relative_to(root.resolve()):
+            raise ConfigError(f"--clean would remove {name}: {path} lies in {root}")
+    if Path.cwd().is_relative_to(root.resolve()):
+        raise ConfigError(f"--clean would remove the working directory, which lies in {root}")
+
+
+def _inputs(config: ExperimentConfig) -> Iterator[tuple[str, Path]]:
+    yield "model.path", Path(config.model.path)
+    if config.model.chat_template is not None:
+        yield "model.chat_template", config.model.chat_template
+    for name, source in (
+        ("data.train", config.data.train),
+        ("evaluation.data", getattr(config.evaluation, "data", None)),
+    ):
+        path = getattr(source, "path", None)
+        if path is not None:
+            yield f"{name}.path", path
+
+
+def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
+    if not run_dir.config.is_file():
+        raise ConfigError(
+            f"--resume: there is no run in {run_dir.root} (no config.yaml); leave --resume out to begin one"
+        )
+    steps = run_dir.checkpoint_steps()
+    if not steps:
+        raise ConfigError(f"--resume: {run_dir.checkpoints} has no whole checkpoint; --clean begins the run anew")
+    if resume != "auto" and (not resume.isdecimal() or int(resume) not in steps):
+        raise ConfigError(
+            f"--resume {resume}: no such checkpoint in {run_dir.checkpoints}; there are the steps "
+            f"{', '.join(map(str, steps))}; `auto` takes the newest"
+        )
+    step = steps[-1] if resume == "auto" else int(resume)
+    if step >= config.training.max_steps and _has_finished(run_dir):  # else evaluation or export are still to be done
+        raise ConfigError(
+            f"--resume: the run in {run_dir.root} has finished its {config.training.max_steps} steps; "
+            "raise training.max_steps to train on"
+        )
+    return Start(resume_step=step, notes=tuple(_compare_with_last_attempt(run_dir, config)))
+
+
+def _has_finished(run_dir: RunDir) -> bool:
+    if not run_dir.summary.is_file():
+        return False
+    summary = json.loads(run_dir.summary.read_text(encoding="utf-8"))
+    return bool(summary.get("status") == "finished")
+
+
+def _compare_with_last_attempt(run_dir: RunDir, config: ExperimentConfig) -> Iterator[str]:
+    from grpo_async.config.loader import load_config
+
+    old, new = (dict(_leaves(c.model_dump(mode="json"))) for c in (load_config(run_dir.config), config))
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    described = {key: f"{key}: {_short(old.get(key))} -> {_short(new.get(key))}" for key in changed}
+    fixed = [text for key, text in described.items() if _is_below(key, _FIXED)]
+    if fixed:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"--resume: the checkpoints of {run_dir.root} were made with other values of",
+                    *(f"  {t}" for t in fixed),
+                ]
+            )
+            + "\nput them back, or begin a new run (another run.name, or --clean)"
+        )
+    for key, text in described.items():
+        if not _is_below(key, _FREE):
+            yield f"changed since the run began: {text}"
+
+
+def _is_below(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == section or key.startswith(section + ".") for section in sections)
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """{"a": {"b": 1}} -> ("a.b", 1). Lists and empty mappings are leaves."""
+    if isinstance(value, dict) and value:
+        for key, below in value.items():
+            yield from _leaves(below, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

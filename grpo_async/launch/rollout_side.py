@@ -1,0 +1,166 @@
+"""Builds the rollout side of rank 0: data -> worker -> buffer on a thread of its own, and the evaluator beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_async.buffer.admission import Admission
+from grpo_async.buffer.ledger import Ledger
+from grpo_async.buffer.sample_buffer import SampleBuffer
+from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.data.sources import load_rows
+from grpo_async.data.stream import PromptStream, make_prompt
+from grpo_async.errors import ConfigError
+from grpo_async.inference.client import InferenceClient
+from grpo_async.inference.retry import RetryPolicy
+from grpo_async.inference.surface import token_from_environment
+from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.rewards import RewardFunction, load_rewards
+from grpo_async.rollout.conversation import Conversation, SamplingSettings
+from grpo_async.rollout.evaluation import Evaluator
+from grpo_async.rollout.source import AsyncRolloutSource
+from grpo_async.rollout.thread import LoopThread
+from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
+from grpo_async.scoring.scorer import Scorer
+from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.training.checkpoint import TrainerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSide:
+    """What rank 0 generates with. `evaluator` is None when the config has no `evaluation`."""
+
+    source: AsyncRolloutSource
+    evaluator: Evaluator | None
+
+
+def build_rollout_side(
+    config: ExperimentConfig, *, server_url: str, tokenizer: Any, store: RolloutStore, state: TrainerState | None
+) -> RolloutSide:
+    """Connect everything between the data and the trainer; `state` is that of the checkpoint to go on from.
+
+    Raises:
+        ConfigError: data or reward functions cannot be used.
+    """
+    rollout = config.rollout
+    start = state.step if state else 0
+    renderer = ChatRenderer(tokenizer)
+    train = config.data.train
+    rows = load_rows(train)
+    stream = PromptStream(
+        rows,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        system_prompt=train.system_prompt,
+        state=state.data if state else None,
+    )
+    rewards = load_rewards(config.rewards)
+    _check_columns(rewards, rows)
+    scorer = Scorer(
+        rewards,
+        renderer,
+        advantage_scale=rollout.advantage_scale,
+        train_zero_variance=rollout.zero_variance == "train",
+        max_steps=config.training.max_steps,
+    )
+    ledger = Ledger(state.ledger if state else None)
+    admission = Admission(
+        groups_per_step=rollout.groups_per_step,
+        max_staleness=rollout.max_staleness,
+        version=start,
+        last_version=config.training.max_steps,
+    )
+
+    def on_stale(scored: ScoredGroup) -> None:
+        worker.settle(scored.group, GroupStatus.STALE, scored=scored)
+        admission.release()
+
+    def on_empty(scored: ScoredGroup) -> None:
+        admission.release()  # settled as filtered when it was scored
+
+    buffer = SampleBuffer(
+        max_groups=config.max_groups_ahead,
+        max_staleness=rollout.max_staleness,
+        on_stale=on_stale,
+        on_empty=on_empty,
+    )
+    client = InferenceClient(
+        server_url,
+        token=token_from_environment(),
+        max_connections=config.connection_limit,
+        request_timeout_s=config.inference.request_timeout_s,
+        retry=RetryPolicy(max_retries=config.inference.max_retries),
+    )
+
+    def conversation(temperature: float) -> Conversation:
+        settings = SamplingSettings(
+            temperature=temperature,
+            max_completion_tokens=rollout.max_completion_tokens,
+            max_model_len=config.inference.max_model_len,
+            stop_token_ids=renderer.eos_token_ids,
+        )
+        return Conversation(client, renderer, settings)
+
+    worker = RolloutWorker(
+        settings=WorkerSettings(
+            group_size=rollout.group_size,
+            max_in_flight=rollout.max_in_flight,
+            max_staleness=rollout.max_staleness,
+            zero_variance=rollout.zero_variance,
+            rollout_timeout_s=rollout.rollout_timeout_s,
+            max_model_len=config.inference.max_model_len,
+            seed=config.run.seed,
+            max_failed_groups=max(8, 2 * rollout.groups_per_step),
+        ),
+        stream=stream,
+        reissue=state.outstanding_prompts if state else [],
+        renderer=renderer,
+        conversation=conversation(rollout.temperature),
+        scorer=scorer,
+        buffer=buffer,
+        ledger=ledger,
+        admission=admission,
+        store=store,
+    )
+    thread = LoopThread()
+    thread.start()
+    source = AsyncRolloutSource(
+        config,
+        thread=thread,
+        client=client,
+        stream=stream,
+        worker=worker,
+        buffer=buffer,
+        ledger=ledger,
+        admission=admission,
+        closing=[reward.close for reward in rewards],
+    )
+    evaluator = None
+    if config.evaluation is not None:
+        held_out = config.evaluation.data
+        rows = load_rows(held_out)[: config.evaluation.num_prompts]
+        evaluator = Evaluator(
+            [make_prompt(row, number, held_out.system_prompt) for number, row in enumerate(rows)],
+            conversation(0.0),
+            renderer,
+            scorer,
+            rewards,
+            max_in_flight=rollout.max_in_flight,
+        )
+    return RolloutSide(source=source, evaluator=evaluator)
+
+
+def _check_columns(rewards: Sequence[RewardFunction], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse now what would fail every group later: a reward function that needs a column the data does not have."""
+    columns = set(rows[0]) - {"prompt"}
+    problems = [
+        f"reward {reward.name!r} needs the column(s) {missing}, but data.train has {sorted(columns)}; rename with "
+        "data.train.columns, or set them in the reward's `arguments`"
+        for reward in rewards
+        if (missing := reward.missing_columns(columns))
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))

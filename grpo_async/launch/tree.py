@@ -1,0 +1,107 @@
+"""Ends whole process trees: everything the launcher started, whoever their parents are by now.
+
+On Linux the launcher becomes the subreaper of its descendants, so that a process whose parent died is handed to it
+instead of init and is still found. Processes are ended by their pids (psutil guards against reuse), never by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Orphans below this process become its children while the context is open (Linux; elsewhere nothing changes)."""
+    if sys.platform != "linux":
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+class ProcessTree:
+    """All descendants of this process that were started after this object, in sessions other than its own.
+
+    The supervisor starts each child in a session of its own, so the rule leaves out whatever else runs in the caller's.
+    """
+
+    def __init__(self) -> None:
+        self._before = {process.pid for process in psutil.Process().children()}
+        self._session = os.getsid(0)
+
+    def alive(self) -> list[psutil.Process]:
+        """A snapshot, parents before their children; zombies are left out (they run no more)."""
+        found: list[psutil.Process] = []
+        for process in psutil.Process().children():
+            if process.pid in self._before or not self._is_in_another_session(process):
+                continue
+            found.append(process)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += process.children(recursive=True)
+        return [process for process in found if _is_running(process)]
+
+    async def kill(self, timeout_s: float) -> list[psutil.Process]:
+        """SIGKILL everything, again and again until nothing is left; returns what outlived `timeout_s`."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while processes := self.alive():
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            left_s = deadline - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return processes
+            await wait_gone(processes, left_s)
+        return []
+
+    def _is_in_another_session(self, process: psutil.Process) -> bool:
+        try:
+            return os.getsid(process.pid) != self._session
+        except ProcessLookupError:
+            return False
+
+
+async def wait_gone(processes: Sequence[psutil.Process], timeout_s: float) -> None:
+    """Wait until all have ended (a zombie has), `timeout_s` seconds at most."""
+    if sys.platform == "linux":
+        await asyncio.gather(*(_wait_by_descriptor(process, timeout_s) for process in processes))
+    else:
+        await asyncio.to_thread(psutil.wait_procs, list(processes), timeout=timeout_s)
+
+
+async def _wait_by_descriptor(process: psutil.Process, timeout_s: float) -> None:
+    """psutil can wait for children only without polling; a pid descriptor becomes readable when any process ends."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        if not _is_running(process):  # ended in between, and the pid may belong to another process by now
+            return
+        loop.add_reader(descriptor, ended.set)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), timeout_s)
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,39 @@
+"""Words for what the operating system says: exit statuses, and the last lines of a log made safe to print."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+_TAIL_BYTES = 64 * 1024
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def describe_exit(status: int) -> str:
+    """`status` as subprocess gives it: 3 -> "ended with status 3", -9 -> "was killed by SIGKILL (...)"."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    hint = " (often the kernel, out of memory: see `dmesg`)" if -status == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+def plain(text: str) -> str:
+    """`text` without terminal escapes and control characters, so that a log cannot move the cursor."""
+    return _ESCAPES.sub("", text)
+
+
+def tail(path: Path, num_lines: int = 15) -> list[str]:
+    """The last non-empty lines of a text file, escapes removed; empty when the file does not exist."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        text = file.read(_TAIL_BYTES).decode("utf-8", errors="replace")
+    lines = [plain(line.rstrip("\r").rpartition("\r")[2]) for line in text.split("\n")]  # a bar's last state only
+    return [line for line in lines if line.strip()][-num_lines:]

@@ -1,0 +1,73 @@
+"""Builds what every trainer rank has: process group, sharded policy, optimizer, command channel."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.launch.assignment import Assignment
+from grpo_async.training.loop import Workplace
+from grpo_async.training.parameters import ShardedParameters
+from grpo_async.training.policy import load_policy, shard_policy
+from grpo_async.training.ranks import CommandChannel, device_for
+from grpo_async.training.step import make_optimizer
+
+_MARGIN_S = 60.0
+
+
+def join_process_group(place: Assignment, config: ExperimentConfig) -> None:
+    """Meet through a private file: on one machine no rank listens on any network address but loopback."""
+    kind = device_kind(config)
+    if kind == "cuda":
+        torch.cuda.set_device(place.local_rank)
+    store = dist.FileStore(str(place.store_file), place.world_size) if place.store_file else None
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=config.training.collective_timeout_s),
+    )
+
+
+def device_kind(config: ExperimentConfig) -> str:
+    """ "cpu" or "cuda"; `launch.device: auto` takes the GPU where there is one."""
+    if config.launch.device != "auto":
+        return config.launch.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def build_workplace(place: Assignment, config: ExperimentConfig) -> Workplace:
+    """Load the model and shard it over all ranks. A collective."""
+    kind = device_kind(config)
+    policy = load_policy(
+        config.model, temperature=config.rollout.temperature, chunk_tokens=config.training.logprob_chunk_tokens
+    )
+    mesh = init_device_mesh(kind, (place.world_size,))
+    shard_policy(policy, mesh, compute_dtype=getattr(torch, config.model.compute_dtype or config.model.dtype))
+    renderer = ChatRenderer.load(config.model.path, chat_template=config.model.chat_template)
+    # rank 0 sends its next command only after the server started, an evaluation ended, or samples came
+    patience_s = sum(
+        (
+            config.training.queue_timeout_s,
+            config.inference.startup_timeout_s,
+            config.rollout.rollout_timeout_s,
+            _MARGIN_S,
+        )
+    )
+    return Workplace(
+        config=config,
+        rundir=place.rundir,
+        policy=policy,
+        optimizer=make_optimizer(policy, config.optimizer),
+        parameters=ShardedParameters(policy.model, wire_dtype=getattr(torch, config.inference.dtype)),
+        channel=CommandChannel(timeout_s=patience_s),
+        tokenizer=renderer.tokenizer,
+        device=device_for(kind, place.local_rank),
+        num_ranks=place.world_size,
+    )

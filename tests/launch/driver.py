@@ -1,0 +1,39 @@
+"""The launcher with stand-ins for its children: `python -m tests.launch.driver JSON`, see `LauncherProcess`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_async.launch.launcher import launch
+from grpo_async.launch.plan import ProcessPlan
+from tests.launch.support import make_config
+
+HERE = Path(__file__).parent
+
+
+def main(options: dict[str, Any]) -> int:
+    folder = Path(options["folder"])
+
+    def amend(plan: ProcessPlan) -> ProcessPlan:
+        assert plan.server is not None
+        rank = (str(HERE / "stand_in_trainer.py"), options["trainer"], str(folder))
+        torchrun = plan.trainer.command[: plan.trainer.command.index("grpo_async.launch.trainer") - 1]
+        trainer = (*torchrun, *rank) if options["torchrun"] else (sys.executable, *rank)
+        server = (sys.executable, str(HERE / "stand_in_server.py"), options["server"], str(folder))
+        return replace(
+            plan, server=replace(plan.server, command=server), trainer=replace(plan.trainer, command=trainer)
+        )
+
+    config = make_config(folder, launch={"num_trainer_ranks": 2, "stop_timeout_s": options["stop_timeout_s"]})
+    code = launch(config, resume=None, clean=False, dry_run=False, amend=amend)
+    if "torch" in sys.modules:
+        raise AssertionError("the launcher imported torch")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

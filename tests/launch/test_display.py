@@ -1,0 +1,155 @@
+"""What the user sees while a run goes and when it has ended."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grpo_async.launch.display import LineDisplay, LiveDisplay, make_display
+from grpo_async.launch.progress import Progress, duration, sparkline
+from grpo_async.launch.summary import print_summary
+from grpo_async.launch.wording import plain
+
+METRICS = {
+    "reward": 0.53,
+    "step_time": 2.0,
+    "perf/generated_tokens_per_s": 1234.4,
+    "perf/trained_tokens_per_s": 987.0,
+    "pipeline/trainer_idle_ratio": 0.125,
+    "async/staleness_mean": 0.75,
+    "async/staleness_max": 1.0,
+    "sync/push_s": 0.04,
+    "buffer/queued_groups": 3.0,
+    **{f"ledger/groups/{state}": 1000.0 for state in ("trained", "filtered", "stale", "failed", "cancelled", "queued")},
+    "ledger/groups/in_flight": 16.0,
+}
+
+
+def _console(*, terminal: bool, width: int = 80) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, height=24, highlight=False, _environ={})
+
+
+def _text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _show(kind: type[LineDisplay], console: Console) -> LineDisplay:
+    return kind(console, run_name="x", max_steps=60, logs=Path("runs/x/logs/latest"))
+
+
+def test_each_step_is_one_plain_line() -> None:
+    console = _console(terminal=False)
+    with _show(LineDisplay, console) as display:
+        display.phase("training")
+        display.step(11, 60, {**METRICS, "reward": 0.51})
+        display.step(12, 60, METRICS)
+        display.evaluation("after", {"reward": 0.9, "completions/mean_length": 20.0})
+    assert _text(console).splitlines() == [
+        "logs: runs/x/logs/latest",
+        "training",
+        # 49 steps x 2 s = 98 s
+        "step 11/60  reward 0.510  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  in flight 16  "
+        "trainer idle 12%  push 0.04 s  2.0 s/step  1:38 left",
+        "step 12/60  reward 0.530 (+0.020)  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  "
+        "in flight 16  trainer idle 12%  push 0.04 s  2.0 s/step  1:36 left",
+        "held-out after training: reward 0.900  completions/mean_length 20.000",
+    ]
+
+
+def test_missing_and_undefined_metrics_are_left_out() -> None:
+    console = _console(terminal=False)
+    with _show(LineDisplay, console) as display:
+        display.step(1, 60, {"reward": float("nan"), "sync/push_s": 0.5})
+    assert _text(console).splitlines()[1] == "step 1/60  push 0.50 s"
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_panel_fits_a_small_terminal_and_shows_everything(width: int) -> None:
+    console = _console(terminal=True, width=width)
+    display = LiveDisplay(console, run_name="x", max_steps=60, logs=Path("runs/x/logs/latest"))
+    display.phase("training")
+    display.progress.evaluations["before"] = {"reward": 0.54}
+    for step in range(1, 13):
+        display.step(step, 60, METRICS)
+    with console.capture() as capture:
+        console.print(display.render())
+    lines = [plain(line) for line in capture.get().splitlines()]
+    assert len(lines) <= 24
+    assert max(map(len, lines)) == 80
+    text = "\n".join(lines)
+    for part in (
+        "training",
+        "step 12/60",
+        "1:36 left",
+        "0.530",
+        "generated 1234",
+        "mean 0.75",
+        "idle 12%",
+        "last push 0.04",
+    ):
+        assert part in text
+    for part in ("trained 1000", "in flight 16", "before 0.540", "runs/x/logs/latest"):
+        assert part in text
+
+
+def test_a_terminal_gets_the_panel_and_a_pipe_gets_lines() -> None:
+    options = {"run_name": "x", "max_steps": 1, "logs": Path("logs")}
+    assert isinstance(make_display(_console(terminal=True), **options), LiveDisplay)
+    assert isinstance(make_display(_console(terminal=False), **options), LineDisplay)
+
+
+def test_averages_changes_and_bars_are_what_their_formulas_say() -> None:
+    progress = Progress(max_steps=10)
+    assert progress.reward_average is None
+    for step, reward in enumerate([0.4, 0.6, 0.7], start=1):
+        progress.add_step(step, 10, {"reward": reward})
+    assert progress.reward_change == pytest.approx(0.2)  # 0.7 - (0.4 + 0.6) / 2
+    assert progress.reward_average == pytest.approx(1.7 / 3)
+    assert sparkline([0, 1, 2]) == "▁▅█"
+    assert sparkline([1, 1]) == "▁▁"
+    assert sparkline(range(100), width=8) == "▁▂▃▄▅▆▇█"
+    assert (duration(75), duration(3700)) == ("1:15", "1:01:40")
+
+
+def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
+    console = _console(terminal=False)
+    states = {"trained": 90, "filtered": 6, "stale": 0, "failed": 0, "cancelled": 4, "queued": 0, "in_flight": 0}
+    summary = {
+        "status": "finished",
+        "steps": 60,
+        "wall_s": 75.0,
+        "model": "runs/x/model",
+        "engine": "embedded",
+        "reward_first": 0.25,
+        "reward_last": 0.9,
+        "evaluation": {"before": {"reward": 0.54}, "after": {"reward": 0.93}, "majority_baseline": 0.1},
+        "generated_tokens_per_s": 1234.0,
+        "trained_tokens_per_s": 987.0,
+        "trainer_idle_ratio": 0.12,
+        "generator_idle_ratio": 0.3,
+        "overlap_efficiency": 0.8,
+        "staleness_mean": 0.75,
+        "staleness_max": 1,
+        "ledger": {"groups": {"started": 100, **states}},
+        "ledger_closed": True,
+    }
+    print_summary(console, summary, Path("runs/x"))
+    text = " ".join(_text(console).split())
+    for part in (
+        "finished after 60 steps in 1:15",
+        "0.250 -> 0.900",
+        "0.540 before, 0.930 after (always the most frequent answer: 0.100)",
+        "1234 generated, 987 trained (embedded engine)",
+        "trainer 12%, generator 30%",
+        "80% efficiency",
+        "mean 0.75, max 1 steps",
+        "100 started = 90 trained + 6 filtered + 4 cancelled (closed)",
+        "runs/x/model",
+        "grpo-async inspect-rollouts runs/x",
+    ):
+        assert part in text, text
+    assert "--resume" not in text

@@ -1,0 +1,154 @@
+"""The run directory before a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import dump_config
+from grpo_async.errors import ConfigError
+from grpo_async.launch import run
+from grpo_async.launch.checks import check_inputs
+from grpo_async.launch.prepare import check_start, empty, lock
+from grpo_async.rundir import RunDir
+from tests.launch.support import make_config
+
+
+def _old_run(config: ExperimentConfig, *, steps: tuple[int, ...] = ()) -> RunDir:
+    run_dir = RunDir(config.run_path)
+    run_dir.create()
+    run_dir.config.write_text(dump_config(config))
+    for step in steps:
+        run_dir.checkpoint(step).mkdir()
+    return run_dir
+
+
+def _refused(config: ExperimentConfig, *words: str, resume: str | None = None, clean: bool = False) -> None:
+    with pytest.raises(ConfigError, match=".*".join(map(re.escape, words))):
+        check_start(config, resume=resume, clean=clean)
+
+
+def test_an_existing_run_is_refused_with_the_three_ways_out(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    _old_run(config, steps=(1,))
+    _refused(config, "with a checkpoint of step 1", "--resume", "--clean", "run.name")
+
+
+def test_a_new_or_empty_directory_is_taken(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    assert check_start(config, resume=None, clean=False).resume_step is None
+    config.run_path.mkdir(parents=True)
+    assert check_start(config, resume=None, clean=False).resume_step is None
+
+
+def test_resume_takes_the_newest_whole_checkpoint_or_the_named_one(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(2, 10, 9))
+    (run_dir.checkpoints / "step_11.partial").mkdir()
+    assert check_start(config, resume="auto", clean=False).resume_step == 10
+    assert check_start(config, resume="9", clean=False).resume_step == 9
+    _refused(config, "--resume 3", "2, 9, 10", resume="3")
+
+
+def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    _refused(config, "there is no run in", resume="auto")
+    _old_run(config)
+    _refused(config, "no whole checkpoint", "--clean", resume="auto")
+    _refused(config, "exclude each other", resume="auto", clean=True)
+
+
+def test_resume_refuses_other_data_or_weights_and_names_other_changes(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    _old_run(config, steps=(1,))
+    for section, values in (("rollout", {"group_size": 4}), ("data", {"shuffle": False}), ("run", {"seed": 3})):
+        _refused(make_config(tmp_path, **{section: values}), "put them back", resume="auto")
+    changed = make_config(tmp_path, optimizer={"lr": 0.5}, inference={"threads": 2})
+    start = check_start(changed, resume="auto", clean=False)
+    assert start.notes == ("changed since the run began: optimizer.lr: 1e-06 -> 0.5",)
+
+
+def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(2,))
+    assert check_start(config, resume="auto", clean=False).resume_step == 2  # only the export may be missing
+    run_dir.summary.write_text(json.dumps({"status": "finished"}))
+    _refused(config, "has finished its 2 steps", resume="auto")
+    longer = make_config(tmp_path, training={"max_steps": 5})
+    assert check_start(longer, resume="auto", clean=False).resume_step == 2
+
+
+def test_clean_removes_only_what_looks_like_a_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1,))
+    assert check_start(config, resume=None, clean=True).resume_step is None
+    (run_dir.root / "link").symlink_to(tmp_path / "model")
+    empty(run_dir)
+    assert list(run_dir.root.iterdir()) == []
+    assert (tmp_path / "model" / "config.json").is_file()  # the link went, not what it points at
+    (run_dir.root / "thesis.tex").write_text("")
+    _refused(config, "no config.yaml", clean=True)
+
+
+def test_clean_never_removes_what_the_run_reads(tmp_path: Path) -> None:
+    config = make_config(tmp_path, run={"name": tmp_path.name, "dir": str(tmp_path.parent)})
+    (tmp_path / "config.yaml").write_text("")
+    _refused(config, "would remove model.path", clean=True)
+
+
+def test_two_launchers_cannot_hold_one_directory(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "runs" / "test")
+    with lock(run_dir), pytest.raises(ConfigError, match="another launcher"), lock(run_dir):
+        pass
+    with lock(run_dir):
+        pass
+
+
+def test_a_dry_run_prints_plan_and_configuration_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert run(config, resume=None, clean=False, dry_run=True) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+    out = capsys.readouterr().out
+    assert "serve-embedded" in out
+    assert "grpo_async.launch.trainer" in out
+    assert dump_config(config) in out
+
+
+def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        model={"path": str(tmp_path / "none")},
+        data={"train": {"type": "jsonl", "path": str(tmp_path / "none.jsonl")}},
+        rewards=[{"function": "no_such_module_anywhere:f"}],
+        evaluation={"data": {"type": "jsonl", "path": str(tmp_path / "train.jsonl")}, "baseline_column": "solution"},
+    )
+    with pytest.raises(ConfigError) as caught:
+        run(config, resume=None, clean=False, dry_run=True)
+    text = str(caught.value)
+    for key in ("model.path: ", "data.train: ", "rewards.0.function: ", "evaluation.baseline_column: solution"):
+        assert key in text
+
+
+def test_a_broken_first_row_is_found_before_anything_starts(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1"}\n')
+    with pytest.raises(ConfigError, match=r"data\.train: "):
+        run(config, resume=None, clean=False, dry_run=True)
+    assert not config.run_path.exists()
+
+
+@pytest.mark.parametrize(("path", "is_hub_name"), [("./none", False), ("/none", False), ("org/name", True)])
+def test_a_missing_model_is_an_error_unless_it_may_be_a_hub_name(tmp_path: Path, path: str, is_hub_name: bool) -> None:
+    config = make_config(tmp_path, model={"path": path})
+    if is_hub_name:
+        assert any("taken as a hub name" in note for note in check_inputs(config))
+    else:
+        with pytest.raises(ConfigError, match="does not exist"):
+            check_inputs(config)

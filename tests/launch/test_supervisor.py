@@ -1,0 +1,126 @@
+"""The launcher over stand-in children: exit codes, messages, and that nobody is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.support import LauncherProcess, eventually
+
+
+def test_a_run_that_finishes_exits_0_ends_the_server_and_shows_the_summary(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="finish") as launcher:
+        assert launcher.end() == 0, launcher.output
+        assert launcher.left() == {}
+        assert "step 2/2  reward 0.500 (+0.250)  99 tok/s generated" in launcher.output
+        assert "held-out before training: reward 0.400" in launcher.output
+        assert "0.250 -> 0.750" in launcher.output
+        assert "grpo-async inspect-rollouts" in launcher.output
+    run = tmp_path / "runs" / "test"
+    assert (run / "plan.txt").read_text().startswith("run        test, from the beginning")
+    assert (run / "config.yaml").is_file()
+    assert {path.name for path in (run / "logs" / "latest").iterdir()} == {"server.log", "trainer.log"}
+
+
+def test_a_server_that_ends_early_ends_the_trainer_and_is_named_with_its_last_lines(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", server="crash") as launcher:
+        assert launcher.end() == 1
+        assert launcher.left() == {}
+        assert "the inference server (pid " in launcher.output
+        assert "ended with status 3" in launcher.output
+        assert "  KV cache does not fit\n  giving up\n" in launcher.output  # without the colour's escape codes
+        assert "there is no checkpoint yet" in launcher.output
+
+
+def test_a_server_killed_while_training_is_named_with_its_signal(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop") as launcher:
+        launcher.wait_for_line("training")
+        launcher.wait_for_processes("server", "rank0")
+        os.kill(launcher.pids()["server"], signal.SIGKILL)
+        assert launcher.end() == 1
+        assert "was killed by SIGKILL" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_failing_trainer_is_shown_with_its_own_traceback(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="fail") as launcher:
+        assert launcher.end() == 1
+        assert launcher.left() == {}
+        assert "trainer rank 0 failed: ZeroDivisionError: no samples" in launcher.output
+        assert 'raise ZeroDivisionError("no samples")' in launcher.output
+        assert "trainer.log" in launcher.output
+
+
+def test_a_trainer_that_ends_without_a_summary_is_a_failure(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="silent") as launcher:
+        assert launcher.end() == 1
+        assert "the trainer ended without a summary" in launcher.output
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)], ids=lambda v: str(v)
+)
+def test_a_signal_asks_the_trainer_to_stop_and_gives_the_shells_exit_code(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    with LauncherProcess(tmp_path, trainer="obey-stop") as launcher:
+        launcher.wait_for_line("training")
+        launcher.process.send_signal(number)
+        assert launcher.end() == code, launcher.output
+        assert (tmp_path / "stop_reason").read_text() == number.name
+        assert launcher.left() == {}
+        assert "stopping: finishing the step and saving a checkpoint" in launcher.output
+        assert "--resume auto" in launcher.output
+
+
+def test_a_second_signal_kills_a_trainer_that_ignores_the_first(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", server="ignore-term") as launcher:
+        launcher.wait_for_line("training")
+        launcher.wait_for_processes("server")
+        launcher.process.send_signal(signal.SIGINT)
+        launcher.wait_for_line("press Ctrl-C again")
+        assert launcher.process.poll() is None
+        sent = time.monotonic()
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 130
+        assert time.monotonic() - sent < 8.0  # at once: less than the grace of a server that ignores SIGTERM
+        assert "a second signal" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_trainer_that_does_not_stop_in_time_is_killed(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", stop_timeout_s=0.5) as launcher:
+        launcher.wait_for_line("training")
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 143
+        assert "launch.stop_timeout_s: 0.5 s" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_signal_before_the_trainer_has_begun_ends_everything_at_once(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="never-connect") as launcher:
+        launcher.wait_for_processes("rank0", "server")
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 130
+        assert "before the trainer had begun" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_helper_that_hides_in_another_session_and_ignores_sigterm_is_ended_too(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="start-helper") as launcher:
+        launcher.wait_for_processes("server", "rank0", "helper")
+        os.kill(launcher.pids()["rank0"], signal.SIGKILL)  # now nothing but the kernel knows whose helper it is
+        assert launcher.end() == 1
+        assert launcher.left() == {}
+
+
+def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", server="ignore-term") as launcher:
+        launcher.wait_for_line("training")
+        launcher.wait_for_processes("server", "rank0")
+        launcher.process.kill()
+        assert eventually(lambda: launcher.left() == {}, 5.0), launcher.left()

@@ -1,0 +1,38 @@
+"""The launcher over a real torchrun with two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.support import LauncherProcess, eventually, is_alive
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_rank_that_is_killed_is_named_and_nobody_is_left(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="kill-rank-1", torchrun=True) as launcher:
+        assert launcher.end() == 1, launcher.output
+        rank_1 = launcher.pids()["rank1"]
+        assert f"trainer rank 1 (pid {rank_1}) was killed by SIGKILL" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_rank_that_raises_is_shown_with_its_error(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="fail", torchrun=True) as launcher:
+        assert launcher.end() == 1, launcher.output
+        assert "trainer rank 1 failed: ZeroDivisionError: no samples" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_killed_launcher_takes_torchrun_and_its_ranks_with_it_and_nothing_listens_in_public(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", torchrun=True) as launcher:
+        launcher.wait_for_processes("server", "rank0", "rank1")
+        tree = psutil.Process(launcher.process.pid).children(recursive=True)
+        assert len(tree) == 4  # the server, torchrun, two ranks
+        listening = [c.laddr for p in tree for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+        assert listening == []
+        launcher.process.kill()
+        assert eventually(lambda: not any(is_alive(process.pid) for process in tree), 5.0)
