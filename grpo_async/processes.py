@@ -12,7 +12,20 @@ import signal
 import sys
 import threading
 
+LAUNCHER_PID_VARIABLE = "GRPO_ASYNC_LAUNCHER_PID"
+"""Set by the launcher for its direct children."""
+
 _PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher() -> None:
+    """End with the launcher, if it started this process; a server started by hand may outlive its shell."""
+    launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)  # children of this process have another parent
+    if launcher is None:
+        return
+    die_with_parent()
+    if os.getppid() != int(launcher):  # it died while this interpreter was starting
+        os._exit(1)
 
 
 def die_with_parent() -> None:

@@ -17,3 +17,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.tiny_model import build_tiny_model
 
     return build_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="session")
+def needs_vllm() -> None:
+    """Skip, saying why, where the real vLLM is missing; fail where GRPO_REQUIRE asks for it."""
+    from grpo_async.servers.vllm.command import vllm_installed
+
+    usable, reason = vllm_installed()
+    if usable:
+        return
+    if "vllm" in os.environ.get("GRPO_REQUIRE", ""):
+        pytest.fail(f"GRPO_REQUIRE asks for vllm: {reason}")
+    pytest.skip(reason)

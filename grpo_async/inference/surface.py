@@ -16,7 +16,7 @@ which the servers allow on a loopback address only. Errors are JSON `{"error": "
     POST /update_weights                {"update_info": GlooUpdateInfo}: receives every bucket, then applies all or nothing
     POST /finish_weight_update          {"weight_version": "17"}: the policy version of every token from now on
 
-The paths outside /rollout are vLLM's own (VLLM_SERVER_DEV_MODE=1); the embedded engine mirrors them.
+The paths outside /rollout carry the names that vLLM gives them; both engines serve them as written here.
 
 Token tagging: a chunk holds tokens of one policy version, stamped by the server. The server flushes a chunk when the version
 changes, when the request ends, and otherwise about every `flush_interval_s`, so a client that loses the connection keeps what

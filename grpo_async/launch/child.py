@@ -1,7 +1,7 @@
 """One child of the launcher: spawned into a session of its own, both output streams in one log file.
 
 The terminal's Ctrl-C therefore reaches the launcher only. A child ends itself when the launcher dies
-(processes.die_with_parent).
+(processes.die_with_launcher).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from grpo_async.errors import RunError
 from grpo_async.inference.surface import TOKEN_VARIABLE
 from grpo_async.launch.control import CONTROL_VARIABLE
 from grpo_async.launch.plan import RESUME_VARIABLE, RUN_DIR_VARIABLE, SERVER_URL_VARIABLE, STORE_VARIABLE, ProcessSpec
-from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE, LAUNCHER_PID_VARIABLE
+from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE
 from grpo_async.launch.wording import describe_exit, tail
+from grpo_async.processes import LAUNCHER_PID_VARIABLE
 
 _OF_ANOTHER_RUN = {
     *(

@@ -10,17 +10,13 @@ import sys
 from pathlib import Path
 
 from grpo_async.launch.failures import RankExit, write_rank_exits
-from grpo_async.processes import die_with_parent
+from grpo_async.processes import die_with_launcher
 
-LAUNCHER_PID_VARIABLE = "GRPO_ASYNC_LAUNCHER_PID"
 ATTEMPT_VARIABLE = "GRPO_ASYNC_ATTEMPT_DIR"
 
 
 def main() -> int:
-    die_with_parent()
-    launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)  # the ranks have another parent
-    if launcher is not None and os.getppid() != int(launcher):
-        return 1  # the launcher died while the interpreter was starting
+    die_with_launcher()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

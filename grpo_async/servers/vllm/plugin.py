@@ -1,0 +1,37 @@
+"""Entry point `vllm.general_plugins`: vLLM calls `register` in its API server, engine core and workers, some more than once.
+
+It acts only in processes that `serve-vllm` started (GRPO_ASYNC_VLLM=1), so other vLLM servers of the same installation
+are left as they are.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+ENABLED_VARIABLE = "GRPO_ASYNC_VLLM"
+
+
+def register() -> None:
+    """Make this process part of a grpo_async server."""
+    if os.environ.get(ENABLED_VARIABLE) != "1":
+        return
+    _die_with_vllm_parent()
+    from grpo_async.servers.vllm import compat
+
+    compat.register_weight_engine()
+    compat.record_checkpoint_parameters()
+    compat.mark_handled_outputs()
+    compat.bind_rendezvous_to_its_own_address()
+
+
+def _die_with_vllm_parent() -> None:
+    """Engine core and workers end with the process that started them; vLLM alone leaves them running after a SIGKILL."""
+    parent = multiprocessing.parent_process()
+    if parent is None:  # the API server; serve-vllm tied it to its own parent before the exec
+        return
+    from grpo_async.processes import die_with_parent
+
+    die_with_parent()
+    if os.getppid() != parent.pid:  # it died while this process was still importing
+        os._exit(1)

@@ -1,0 +1,135 @@
+"""A trainer's end of a weight push, against any server that serves `inference.surface`.
+
+`push_state_dict` does one whole push: pause, start, update, finish, resume. `WeightPusher` keeps the group and gives each
+phase a method, so that a test may break one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import torch
+
+from grpo_async.inference.surface import INFO_PATH, GlooInitInfo, GlooUpdateInfo, ServerInfo
+from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
+from grpo_async.weights.gloo import WeightGroup, listen, pack
+
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+def push_state_dict(
+    server_url: str,
+    token: str | None,
+    named_tensors: NamedTensors,
+    version: int,
+    *,
+    bucket_bytes: int = 8 << 20,
+    timeout_s: float = 30.0,
+) -> None:
+    """Form a new weight group, push `named_tensors` as `version` under pause keep, and leave the group.
+
+    Raises:
+        httpx.HTTPStatusError: the server refused a phase. RuntimeError: the broadcast failed. Either way it is resumed.
+    """
+    with WeightPusher(server_url, token, timeout_s=timeout_s) as pusher:
+        pusher.connect()
+        pusher.push(named_tensors, version, bucket_bytes=bucket_bytes)
+
+
+class WeightPusher:
+    """Group rank 0 and the control client. Call `connect` first; `update` takes anything that is to be tried."""
+
+    def __init__(
+        self, server_url: str, token: str | None, *, timeout_s: float = 30.0, address: str = "127.0.0.1"
+    ) -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.client = httpx.Client(base_url=server_url, headers=headers, timeout=timeout_s + 30.0)
+        self.timeout_s, self.address = timeout_s, address
+        self.group: WeightGroup | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.group = None
+        self.client.close()
+
+    def post(self, path: str, body: Any = None, **params: str) -> httpx.Response:
+        response = self.client.post(path, json={} if body is None else body, params=params)
+        if response.is_error:
+            raise httpx.HTTPStatusError(
+                f"{path} answered {response.status_code}: {response.text[:500]}",
+                request=response.request,
+                response=response,
+            )
+        return response
+
+    def info(self) -> ServerInfo:
+        response = self.client.get(INFO_PATH)
+        response.raise_for_status()
+        return ServerInfo.model_validate_json(response.content)
+
+    def connect(self) -> None:
+        """Meet the server's workers in a new group with a new port and key."""
+        num_workers = self.info().num_workers
+        listener = listen(self.address)
+        init = GlooInitInfo(
+            master_address=self.address,
+            master_port=listener.getsockname()[1],
+            rank_offset=1,
+            world_size=1 + num_workers,
+            timeout_s=self.timeout_s,
+            key=uuid.uuid4().hex,
+        )
+        self.group = None
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(self.post, "/init_weight_transfer_engine", {"init_info": init.model_dump()})
+            self.group = WeightGroup.host(listener, world_size=init.world_size, key=init.key, timeout_s=self.timeout_s)
+            answer.result()
+
+    def push(self, named_tensors: NamedTensors, version: int, *, bucket_bytes: int = 8 << 20) -> None:
+        """The whole order; a failed phase still resumes the server."""
+        self.post("/pause", mode="keep")
+        try:
+            self.post("/start_weight_update")
+            self.update(named_tensors, bucket_bytes=bucket_bytes)
+            self.post("/finish_weight_update", {"weight_version": str(version)})
+        finally:
+            self.post("/resume")
+
+    def update(
+        self, named_tensors: NamedTensors, *, bucket_bytes: int = 8 << 20, stop_after: int | None = None
+    ) -> None:
+        """POST /update_weights beside the broadcast. `stop_after`: die after that many buckets."""
+        assert self.group is not None, "connect first"
+        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in pairs}
+        specs = [
+            ParameterSpec(name=name, dtype_name=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        ]
+        info = GlooUpdateInfo(
+            names=[spec.name for spec in specs],
+            dtype_names=[spec.dtype_name for spec in specs],
+            shapes=[list(spec.shape) for spec in specs],
+            bucket_bytes=bucket_bytes,
+            timeout_s=self.timeout_s,
+        )
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(self.post, "/update_weights", {"update_info": info.model_dump()})
+            for number, bucket in enumerate(cut_into_buckets(specs, bucket_bytes)):
+                if stop_after is not None and number >= stop_after:
+                    self.group = None
+                    break
+                self.group.broadcast(pack([tensors[spec.name] for spec in bucket]), timeout_s=self.timeout_s)
+            answer.result()

@@ -1,0 +1,176 @@
+"""Starts real vLLM servers the way a run does, and talks to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from grpo_async.inference.surface import GENERATE_PATH, INFO_PATH, GenerateChunk, ServerInfo
+
+START_TIMEOUT_S = 200.0
+MAX_MODEL_LEN = 1024
+
+_MAIN = """
+import json, sys
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.servers.vllm.command import serve_vllm
+serve_vllm(ExperimentConfig.model_validate(json.loads(sys.argv[1])), int(sys.argv[2]))
+"""
+
+
+def experiment(model: str, **vllm: Any) -> dict[str, Any]:
+    """The smallest config that names `model`, as the mapping that a YAML file would hold."""
+    return {
+        "run": {"name": "vllm-test"},
+        "model": {"path": model},
+        "data": {"train": {"type": "jsonl", "path": "unused.jsonl"}},
+        "rewards": [{"function": "unused:unused"}],
+        "rollout": {"max_completion_tokens": 512},
+        "training": {"micro_batch_tokens": MAX_MODEL_LEN},
+        "inference": {"max_model_len": MAX_MODEL_LEN, "vllm": {"kv_cache_mb": 64, **vllm}},
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """All lines of one answer, joined; one logprob and one version per token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str | None
+    error: str | None
+
+
+@dataclass(slots=True, kw_only=True)
+class VllmServer:
+    """One running server. `started_s` is the time from exec to a healthy server, in seconds."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    token: str
+    log: Path
+    started_s: float = 0.0
+    client: httpx.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"}, timeout=60.0)
+
+    def info(self) -> ServerInfo:
+        response = self.client.get(INFO_PATH)
+        response.raise_for_status()
+        return ServerInfo.model_validate_json(response.content)
+
+    def chunks(self, token_ids: list[int], **fields: Any) -> Generator[GenerateChunk, None, None]:
+        """Stream one completion; fields are those of GenerateRequest."""
+        body = request_body(token_ids, **fields)
+        with self.client.stream("POST", GENERATE_PATH, json=body) as response:
+            if response.is_error:
+                response.read()
+                raise AssertionError(f"generate answered {response.status_code}: {response.text}")
+            assert response.headers["content-type"] == "application/x-ndjson"
+            for line in response.iter_lines():
+                yield GenerateChunk.model_validate_json(line)
+
+    def generate(self, token_ids: list[int], **fields: Any) -> Completion:
+        return join(self.chunks(token_ids, **fields))
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's process and all below it."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+
+def request_body(token_ids: list[int], **fields: Any) -> dict[str, Any]:
+    """A request in full: every sampling field is sent."""
+    body = {
+        "request_id": secrets.token_hex(4),
+        "token_ids": token_ids,
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "seed": 7,
+        "ignore_eos": True,
+        "flush_interval_s": 0.02,
+    }
+    return body | fields
+
+
+def join(chunks: Iterable[GenerateChunk]) -> Completion:
+    lines = list(chunks)
+    assert all(line.finish_reason is None and line.error is None for line in lines[:-1]), "only the last line ends"
+    return Completion(
+        token_ids=[token for line in lines for token in line.token_ids],
+        logprobs=[logprob for line in lines for logprob in line.logprobs],
+        versions=[line.policy_version for line in lines for _ in line.token_ids],
+        finish_reason=lines[-1].finish_reason,
+        error=lines[-1].error,
+    )
+
+
+@contextmanager
+def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServer]:
+    """Start a server by serve_vllm in a process of its own, wait until it is healthy, end it and all below it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    token = secrets.token_hex(8)
+    log = folder / "server.log"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN, json.dumps(config), str(port)],
+            env={**environment, "GRPO_ASYNC_TOKEN": token},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    server = VllmServer(process=process, url=f"http://127.0.0.1:{port}", token=token, log=log)
+    below: list[psutil.Process] = []
+    try:
+        _wait_until_healthy(server)
+        server.started_s = time.monotonic() - began
+        below = server.processes()
+        yield server
+    finally:
+        server.client.close()
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for survivor in psutil.wait_procs(below, timeout=10)[1]:
+            survivor.kill()
+
+
+def _wait_until_healthy(server: VllmServer) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            if server.client.get("/health", timeout=1.0).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet
+        ended = server.process.poll() is not None
+        if ended or time.monotonic() > deadline:
+            tail = server.log.read_text(errors="replace")[-3000:]
+            raise AssertionError(f"the server {'ended' if ended else 'is not healthy in time'}; its log:\n{tail}")
+        try:
+            server.process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            continue

