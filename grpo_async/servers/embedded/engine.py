@@ -1,0 +1,326 @@
+"""Continuous batching over a Hugging Face causal language model. Knows nothing of HTTP; one thread calls it.
+
+A step = fill the slots that need it (new requests; every request after new weights), then one decode over all rows.
+Filling leaves a sequence's last token to the decode, so all sampling happens in one place. Every change (admission,
+abort, weights, version) happens between two steps: each token is of exactly the weights whose version it carries.
+Running rows are dense: when one ends, the last row moves into its slot.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_async.errors import ConfigError
+from grpo_async.inference.surface import GenerateChunk, GenerateRequest
+from grpo_async.servers.embedded.kv_slots import SlotCache
+from grpo_async.servers.embedded.sampler import SamplingBatch, sample
+from grpo_async.servers.embedded.sequence import RunningSequence
+
+_MIN_TEMPERATURE = 1e-4
+_PREFILL_TOKENS = 8192  # most tokens, padding included, of one prefill forward
+_ADMIT_EVERY_STEPS = 4  # a prefill costs about a decode whatever its size, so a busy engine collects requests for one
+
+
+class SlotEngine:
+    """Generates for up to `num_slots` sequences at once; more wait in order of arrival.
+
+    Args:
+        model: causal language model in eval mode with sdpa attention, on its device.
+        num_slots: rows of the key/value buffer.
+        max_model_len: longest prompt + completion.
+
+    Raises:
+        ConfigError: the model does not fit this engine.
+    """
+
+    def __init__(self, model: Any, *, num_slots: int, max_model_len: int) -> None:
+        self._model = model
+        self._device: torch.device = model.device
+        self._num_slots = num_slots
+        self.max_model_len = max_model_len
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        self.eos_ids = _eos_ids(model)
+        self.policy_version = 0
+        self.num_generated_tokens = 0
+        self._cache = _slot_cache(model, num_slots, max_model_len)
+        self._waiting: deque[RunningSequence] = deque()
+        self._running: list[RunningSequence] = []  # index = slot
+        self._outbox: list[tuple[RunningSequence, GenerateChunk]] = []
+        self._steps_since_admission = 0
+        # The running rows as tensors; rebuilt when rows come or go, else moved on by the decode itself.
+        self._rows_changed = True
+        self._tokens = torch.empty(0, dtype=torch.int64, device=self._device)  # [n] last token of each row
+        self._positions = torch.empty(0, dtype=torch.int64, device=self._device)  # [n] its position
+        self._next_positions = np.empty(0, dtype=np.uint64)  # [n] position of the token to draw
+        self._sampling: SamplingBatch | None = None
+        self._slot_starts = torch.arange(num_slots, device=self._device) * max_model_len  # [num_slots]
+        self._all_positions = torch.arange(max_model_len, device=self._device)  # [max_model_len]
+        self._visible = torch.zeros((), dtype=model.dtype, device=self._device)
+        self._hidden = torch.full((), -torch.inf, dtype=model.dtype, device=self._device)
+
+    @property
+    def num_active(self) -> int:
+        """Requests that were added and are not over."""
+        return len(self._waiting) + len(self._running)
+
+    def problem_with(self, request: GenerateRequest) -> str | None:
+        """Why this request cannot be served, or None."""
+        length = len(request.token_ids) + request.max_tokens
+        if length > self.max_model_len:
+            return (
+                f"{len(request.token_ids)} prompt tokens + max_tokens {request.max_tokens} = {length} is more than "
+                f"inference.max_model_len: {self.max_model_len}"
+            )
+        if min(request.token_ids) < 0 or max(request.token_ids) >= self.vocab_size:
+            wrong = [token for token in request.token_ids if not 0 <= token < self.vocab_size]
+            return f"token ids {wrong[:5]} are outside the vocabulary [0, {self.vocab_size})"
+        if 0.0 < request.temperature < _MIN_TEMPERATURE:
+            return f"temperature {request.temperature} is too small to divide by; use 0 for greedy decoding"
+        return None
+
+    def add(self, sequence: RunningSequence) -> None:
+        """Queue a sequence; it starts when a slot is free."""
+        self._waiting.append(sequence)
+
+    def abort(self, sequence: RunningSequence) -> None:
+        """End a sequence with reason "abort" and give its slot back. Does nothing when it is over already."""
+        if sequence.finish_reason is not None or not self._is_active(sequence):
+            return
+        sequence.finish_reason = "abort"
+        self._emit(sequence)
+        if sequence.slot < 0:
+            self._waiting.remove(sequence)
+        else:
+            self._retire([sequence.slot])
+
+    def abort_all(self) -> None:
+        """End every sequence with reason "abort"."""
+        for sequence in [*self._running, *self._waiting]:
+            self.abort(sequence)
+
+    def fail_all(self, error: str) -> None:
+        """End every sequence with an error line; what was sampled before goes out with it. Touches no tensor."""
+        for sequence in [*self._running, *self._waiting]:
+            self._emit(sequence, error=error)
+            sequence.slot = -1
+        self._running.clear()
+        self._waiting.clear()
+
+    def drain(self) -> list[tuple[RunningSequence, GenerateChunk]]:
+        """Chunks since the last call, in order."""
+        chunks, self._outbox = self._outbox, []
+        return chunks
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Served parameters by name; tied ones once, so lm_head is absent where it is the embedding."""
+        return dict(self._model.named_parameters())
+
+    @torch.inference_mode()
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite parameters in place. Running sequences are refilled with them before their next token."""
+        parameters = self.parameters()
+        for name, tensor in weights.items():
+            parameters[name].copy_(tensor)
+        self._cache.clear()
+        for sequence in self._running:
+            sequence.filled = False
+
+    def set_version(self, policy_version: int) -> None:
+        """Stamp every later token with `policy_version`; what was sampled before goes out under the old one."""
+        for sequence in self._running:
+            if sequence.pending_ids:
+                self._emit(sequence)
+        self.policy_version = policy_version
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit what fits, fill slots, and sample one token for every running sequence."""
+        self._admit()
+        missing = [sequence for sequence in self._running if not sequence.filled]
+        if missing:
+            self._fill(missing)
+        if self._running:
+            self._decode()
+
+    def _is_active(self, sequence: RunningSequence) -> bool:
+        return sequence.slot >= 0 or sequence in self._waiting
+
+    def _emit(self, sequence: RunningSequence, error: str | None = None) -> None:
+        self._outbox.append((sequence, sequence.take_chunk(self.policy_version, error)))
+
+    def _admit(self) -> None:
+        self._steps_since_admission += 1
+        num_new = min(len(self._waiting), self._num_slots - len(self._running))
+        if num_new == 0:
+            return
+        few = num_new < max(1, len(self._running) // 4)
+        if few and self._steps_since_admission < _ADMIT_EVERY_STEPS:
+            return
+        self._steps_since_admission = 0
+        now = time.monotonic()
+        for _ in range(num_new):
+            sequence = self._waiting.popleft()
+            sequence.slot = len(self._running)
+            sequence.flush_at = now + sequence.request.flush_interval_s
+            self._running.append(sequence)
+        self._rows_changed = True
+
+    def _fill(self, missing: Sequence[RunningSequence]) -> None:
+        """Compute keys and values of tokens[:-1], once for sequences that share them (the completions of one group)."""
+        computed = {sequence.prompt_key: sequence.slot for sequence in self._running if sequence.filled}
+        to_compute: dict[tuple[str, tuple[int, ...]], RunningSequence] = {}
+        copies: list[tuple[RunningSequence, tuple[str, tuple[int, ...]]]] = []
+        for sequence in missing:
+            sequence.filled = True
+            key = sequence.cache_key
+            if not key[1]:
+                continue  # a prompt of one token: the decode does it all
+            if key in computed or key in to_compute:
+                copies.append((sequence, key))
+            else:
+                to_compute[key] = sequence
+        for chunk in _cut_by_length(to_compute.values()):
+            self._prefill(chunk)
+        if copies:
+            computed |= {key: sequence.slot for key, sequence in to_compute.items()}
+            sources = [computed[key] for _, key in copies]
+            self._cache.copy_rows(sources, [s.slot for s, _ in copies], max(len(key[1]) for _, key in copies))
+
+    def _prefill(self, sequences: Sequence[RunningSequence]) -> None:
+        contexts = [sequence.tokens[:-1] for sequence in sequences]
+        longest = max(map(len, contexts))
+        # Padding stands on the right, where causal attention cannot see it, so no mask is needed.
+        padded = [context + [0] * (longest - len(context)) for context in contexts]
+        input_ids = torch.tensor(padded, device=self._device)  # [rows, longest]
+        self._cache.prefill([sequence.slot for sequence in sequences], longest)
+        self._model(
+            input_ids=input_ids,
+            position_ids=self._all_positions[:longest].unsqueeze(0).expand(len(sequences), -1),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,  # nobody reads them
+        )
+
+    def _decode(self) -> None:
+        rows = self._running
+        if self._rows_changed:
+            self._rebuild_rows()
+        longest = max([len(sequence.tokens) for sequence in rows])
+        attended = self._all_positions[:longest] <= self._positions.unsqueeze(1)  # [n, longest]
+        mask = torch.where(attended, self._visible, self._hidden)[:, None, None]  # [n, 1, 1, longest]
+        self._cache.decode(self._slot_starts[: len(rows)] + self._positions, longest)
+        logits = self._model(
+            input_ids=self._tokens.unsqueeze(1),
+            attention_mask=mask,
+            position_ids=self._positions.unsqueeze(1),
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits[:, -1]
+        assert self._sampling is not None
+        self._tokens, logprobs = sample(logits, self._sampling, self._next_positions)
+        self._positions = self._positions + 1
+        self._next_positions += np.uint64(1)
+        self._take(self._tokens.tolist(), logprobs.tolist())
+
+    def _take(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Give every row its token, send what is due, and free the slots of rows that ended."""
+        now = time.monotonic()
+        ended = []
+        for sequence, token, logprob in zip(self._running, tokens, logprobs, strict=True):
+            if not math.isfinite(logprob):
+                self._emit(sequence, error="the model's logits are not finite; the pushed weights are broken")
+                ended.append(sequence.slot)
+                continue
+            self.num_generated_tokens += 1
+            if sequence.append(token, logprob):
+                self._emit(sequence)
+                ended.append(sequence.slot)
+            elif now >= sequence.flush_at:
+                self._emit(sequence)
+                sequence.flush_at = now + sequence.request.flush_interval_s
+        if ended:
+            self._retire(ended)
+
+    def _retire(self, slots: Sequence[int]) -> None:
+        """Free `slots` (ascending) and close the gaps with the last rows."""
+        gone = set(slots)
+        num_left = len(self._running) - len(slots)
+        gaps = [slot for slot in slots if slot < num_left]
+        movers = [slot for slot in range(num_left, len(self._running)) if slot not in gone]
+        for slot in slots:
+            self._running[slot].slot = -1
+        for gap, mover in zip(gaps, movers, strict=True):
+            self._running[gap] = self._running[mover]
+            self._running[gap].slot = gap
+        if movers:
+            self._cache.copy_rows(movers, gaps, max(len(self._running[gap].tokens) for gap in gaps))
+        del self._running[num_left:]
+        self._rows_changed = True
+
+    def _rebuild_rows(self) -> None:
+        rows = self._running
+        lengths = [len(sequence.tokens) for sequence in rows]
+        self._tokens = torch.tensor([sequence.tokens[-1] for sequence in rows], device=self._device)
+        self._positions = torch.tensor(lengths, device=self._device) - 1
+        self._next_positions = np.array(lengths, dtype=np.uint64)
+        requests = [sequence.request for sequence in rows]
+        self._sampling = SamplingBatch.of(requests, vocab_size=self.vocab_size, device=self._device)
+        self._rows_changed = False
+
+
+def _cut_by_length(sequences: Iterable[RunningSequence]) -> Iterator[list[RunningSequence]]:
+    """Runs of similar length of at most _PREFILL_TOKENS tokens with padding.
+
+    Worked example with a limit of 100 tokens and lengths 50, 10, 48, 9 -> [50, 48], [10, 9].
+    """
+    chunk: list[RunningSequence] = []
+    for sequence in sorted(sequences, key=lambda s: len(s.tokens), reverse=True):
+        if chunk and (len(chunk) + 1) * len(chunk[0].tokens) > _PREFILL_TOKENS:
+            yield chunk
+            chunk = []
+        chunk.append(sequence)
+    if chunk:
+        yield chunk
+
+
+def _eos_ids(model: Any) -> tuple[int, ...]:
+    """End-of-turn ids: generation_config's, else config's."""
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+    return ()
+
+
+def _slot_cache(model: Any, num_slots: int, max_model_len: int) -> SlotCache:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    window = getattr(config, "sliding_window", None)
+    if kinds == {"sliding_attention"} and window is not None and window >= max_model_len:
+        kinds = set()  # the window never cuts anything
+    if kinds:
+        raise ConfigError(
+            f"inference.engine: embedded serves models with full attention only; {model.config.model_type} has layers "
+            f"of {sorted(kinds)} (sliding window {window}). Use `inference.engine: vllm`"
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and max_model_len > longest:
+        raise ConfigError(
+            f"inference.max_model_len: {max_model_len} is more than the model's max_position_embeddings: {longest}"
+        )
+    return SlotCache(
+        num_layers=config.num_hidden_layers,
+        num_slots=num_slots,
+        max_len=max_model_len,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        dtype=model.dtype,
+        device=model.device,
+    )

@@ -1,0 +1,103 @@
+"""The key/value memory of the running sequences: one slot = one row of a preallocated, right-padded buffer.
+
+Stands behind transformers' Cache interface, so the model's own attention reads and writes it. Two modes, chosen before
+each forward: `prefill` writes whole rows and attends within the forward only; `decode` writes one position of each of
+the first N rows and attends to a view of them, cut at the longest, so that a step costs what the lengths are and copies
+nothing. On a CPU the memory comes zeroed and untouched, so a large `max_len` costs address space, not RAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+
+class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Keys and values of all layers: [num_layers, 2, num_slots, max_len, num_kv_heads, head_dim]."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        max_len: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(layers=[])
+        self._buffer = _zeros((num_layers, 2, num_slots, max_len, num_kv_heads, head_dim), dtype, device)
+        self._keys = [layer[0] for layer in self._buffer]
+        self._values = [layer[1] for layer in self._buffer]
+        # The same memory with slot and position merged: one index per written entry (index_copy_ is the fastest write).
+        self._flat_keys = [keys.flatten(0, 1) for keys in self._keys]
+        self._flat_values = [values.flatten(0, 1) for values in self._values]
+        self._slots: torch.Tensor | None = None  # set in prefill mode
+        self._entries: torch.Tensor | None = None
+        self._num_rows = 0
+        self._view_len = 0
+        self._used_rows = self._used_len = 0  # corner of what was ever written
+
+    def prefill(self, slots: Sequence[int], length: int) -> None:
+        """The next forward fills positions [0, length) of the rows `slots`."""
+        self._slots = torch.tensor(slots, device=self._buffer.device)
+        self._mark_used(max(slots) + 1, length)
+
+    def decode(self, entries: torch.Tensor, view_len: int) -> None:
+        """The next forward writes one token per row and attends to positions [0, view_len).
+
+        Args:
+            entries: slot * max_len + position of the written token, for slots 0..N-1. [N]
+        """
+        self._slots, self._entries = None, entries
+        self._num_rows, self._view_len = len(entries), view_len
+        self._mark_used(self._num_rows, view_len)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by the model's attention. [num_rows, num_kv_heads, num_new, head_dim] -> what to attend to."""
+        if self._slots is not None:
+            num_new = key_states.shape[2]
+            self._keys[layer_idx][self._slots, :num_new] = key_states.transpose(1, 2)
+            self._values[layer_idx][self._slots, :num_new] = value_states.transpose(1, 2)
+            return key_states, value_states
+        self._flat_keys[layer_idx].index_copy_(0, self._entries, key_states.squeeze(2))
+        self._flat_values[layer_idx].index_copy_(0, self._entries, value_states.squeeze(2))
+        keys = self._keys[layer_idx][: self._num_rows, : self._view_len].transpose(1, 2)
+        values = self._values[layer_idx][: self._num_rows, : self._view_len].transpose(1, 2)
+        return keys, values
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions of each source row onto its target row."""
+        self._mark_used(max(targets) + 1, length)
+        self._buffer[:, :, targets, :length] = self._buffer[:, :, sources, :length]
+
+    def clear(self) -> None:
+        """Zero what was used: a masked entry still enters attention as 0 x value, so a NaN in it would spread for good."""
+        self._buffer[:, :, : self._used_rows, : self._used_len] = 0
+        self._used_rows = self._used_len = 0
+
+    def _mark_used(self, num_rows: int, length: int) -> None:
+        self._used_rows, self._used_len = max(self._used_rows, num_rows), max(self._used_len, length)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions are always passed in
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0  # asked in prefill only: decode brings its own mask
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros writes every page; numpy's comes from calloc, which hands out pages when they are first written.
+    return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,150 @@
+"""The embedded engine as a process: `grpo-async serve-embedded CONFIG --port P`.
+
+Loads the model, binds the port, serves until SIGTERM (open answers end with reason "abort") or until the engine fails
+(every request is told, /health answers 503 for a moment, then the process exits with 1).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import ConfigError
+from grpo_async.inference.surface import TOKEN_VARIABLE, ServerInfo, token_from_environment
+from grpo_async.processes import die_with_launcher
+
+if TYPE_CHECKING:
+    from grpo_async.servers.embedded.engine import SlotEngine
+
+_EXIT_DELAY_S = 1.0  # between the engine's failure and the exit, so that clients and the launcher see why
+_STOP_TIMEOUT_S = 2.0  # for open answers to end after SIGTERM
+
+
+def serve_embedded(config: ExperimentConfig, port: int) -> None:
+    """Serve `config.model` on `config.inference.host`:`port` until the process is told to end.
+
+    Raises:
+        ConfigError: host, port, device or model cannot be served.
+        SystemExit: with 1, after the engine failed.
+    """
+    die_with_launcher()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    listener = bind_listener(config.inference.host, port)  # before the model is loaded: a taken port shows at once
+    engine = load_engine(config)
+    if not _serve(engine, config, listener):
+        raise SystemExit(1)
+
+
+def load_engine(config: ExperimentConfig) -> SlotEngine:
+    """Load the model and build its engine.
+
+    Raises:
+        ConfigError: the model cannot be loaded or does not fit the engine.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    from grpo_async.servers.embedded.engine import SlotEngine
+    from grpo_async.servers.embedded.self_check import check_against_model
+
+    inference = config.inference
+    if inference.embedded.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("inference.embedded.device: cuda, but torch sees no CUDA device; use cpu")
+    torch.set_num_threads(inference.threads)
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model.path, dtype=getattr(torch, inference.dtype), attn_implementation="sdpa"
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {config.model.path} cannot be loaded: {error}") from error
+    model = model.to(inference.embedded.device).eval().requires_grad_(False)
+    engine = SlotEngine(model, num_slots=inference.embedded.max_slots, max_model_len=inference.max_model_len)
+    check_against_model(engine, model)
+    return engine
+
+
+def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket) -> bool:
+    """Serve until told to end; False when the engine failed."""
+    import asyncio
+
+    import transformers
+    import uvicorn
+
+    from grpo_async.servers.embedded.service import EmbeddedService
+
+    failed = False
+
+    def end_soon() -> None:
+        nonlocal failed
+        failed = True
+        asyncio.get_running_loop().call_later(_EXIT_DELAY_S, setattr, server, "should_exit", True)
+
+    info = ServerInfo(
+        engine="embedded",
+        engine_version=f"transformers {transformers.__version__}",
+        model=str(config.model.path),
+        dtype=config.inference.dtype,
+        max_model_len=config.inference.max_model_len,
+        policy_version=0,
+    )
+    service = EmbeddedService(engine, info=info, on_failure=end_soon)
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            service.start()
+            await super().startup(sockets)
+            host, port = listener.getsockname()[:2]
+            print(f"serving {Path(config.model.path).name} on http://{host}:{port}", flush=True)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await service.stop(timeout_s=_STOP_TIMEOUT_S)  # ends the open answers, which uvicorn then waits for
+            await super().shutdown(sockets)
+
+    server = Server(
+        uvicorn.Config(
+            service.app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=600,  # clients pool connections; closing an idle one races with its next request
+            timeout_graceful_shutdown=int(_STOP_TIMEOUT_S),
+        )
+    )
+    server.run(sockets=[listener])
+    return not failed
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """Bind, without listening yet: until the model is loaded, clients are refused instead of kept waiting.
+
+    Raises:
+        ConfigError: the address cannot be bound, or is not loopback and there is no token.
+    """
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False  # a name: it may resolve to anything
+    if not loopback and token_from_environment() is None:
+        raise ConfigError(
+            f"inference.host: {host} is reachable from other machines; set ${TOKEN_VARIABLE} to a secret, "
+            "or use 127.0.0.1"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot bind {host}:{port}: {error}; choose another inference.host or port") from error
+    return listener

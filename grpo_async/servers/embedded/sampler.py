@@ -1,0 +1,134 @@
+"""Draws the next token of every running row with one vectorised pass.
+
+A row's random number is a hash of (seed, position) and the token is found on the cumulative distribution, so tokens
+depend on seed, context and weights only, never on what else is in flight; a request that is continued after a lost
+connection goes on as if it had not been cut. Logprobs are of the distribution that was sampled from:
+log_softmax(logits / temperature), after the filters; of the unscaled logits where temperature is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from grpo_async.inference.surface import GenerateRequest
+
+Uint64s = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(state: Uint64s) -> Uint64s:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection on 64 bits that mixes them well. [n] -> [n]"""
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))
+
+
+def mix_seeds(seeds: Sequence[int]) -> Uint64s:
+    """Start states of the rows' generators; seeds are taken modulo 2**64. [n]"""
+    wrapped = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
+    return _mix(wrapped + _GOLDEN)
+
+
+def uniforms(states: Uint64s, positions: Uint64s) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per (seed, position), with 53 random bits. [n], [n] -> [n]"""
+    bits = _mix(states + (positions + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch:
+    """Sampling settings of the running rows. A field is None where no row uses it, which skips its work."""
+
+    states: Uint64s  # [n]
+    temperature: torch.Tensor | None  # [n, 1]; 1 in greedy rows
+    greedy: torch.Tensor | None  # [n] bool
+    sampled: bool  # some row is not greedy
+    top_k: torch.Tensor | None  # [n, 1]; vocabulary size where off
+    top_p: torch.Tensor | None  # [n, 1]
+    min_p: torch.Tensor | None  # [n, 1]
+
+    @classmethod
+    def of(cls, requests: Sequence[GenerateRequest], *, vocab_size: int, device: torch.device) -> SamplingBatch:
+        """Collect the settings of one request per row. Greedy rows take no part in scaling and filtering."""
+        greedy = [request.temperature == 0.0 for request in requests]
+
+        def column(values: Sequence[float], neutral: float, dtype: torch.dtype) -> torch.Tensor | None:
+            settled = [neutral if is_greedy else value for value, is_greedy in zip(values, greedy, strict=True)]
+            if all(value == neutral for value in settled):
+                return None
+            return torch.tensor(settled, dtype=dtype, device=device).unsqueeze(1)
+
+        return cls(
+            states=mix_seeds([request.seed for request in requests]),
+            temperature=column([request.temperature for request in requests], 1.0, torch.float32),
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            sampled=not all(greedy),
+            top_k=column(
+                [min(request.top_k or vocab_size, vocab_size) for request in requests], vocab_size, torch.int64
+            ),
+            top_p=column([request.top_p for request in requests], 1.0, torch.float32),
+            min_p=column([request.min_p for request in requests], 0.0, torch.float32),
+        )
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch, positions: Uint64s) -> tuple[torch.Tensor, torch.Tensor]:
+    """Next token and its logprob per row.
+
+    Args:
+        logits: [n, vocab], any float dtype.
+        positions: index of the token to draw within its sequence, prompt included. [n]
+
+    Returns:
+        tokens [n] int64 and logprobs [n] float32. Logits that are not finite give a logprob that is not finite.
+    """
+    logits = logits.float()
+    if batch.temperature is not None:
+        logits = logits / batch.temperature
+    logits = filter_logits(logits, batch)
+    logprobs = logits.log_softmax(-1)
+    tokens: torch.Tensor | None = None
+    if batch.sampled:
+        # In double precision: in single, the sum over a large vocabulary would move the borders between tokens.
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        numbers = torch.from_numpy(uniforms(batch.states, positions)).to(logits.device).unsqueeze(1)
+        # First entry above the number: a token of probability 0 adds nothing to the sum and is never the first.
+        tokens = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True).squeeze(1)
+        tokens.clamp_(max=logits.shape[1] - 1)  # only reached with NaN
+    if batch.greedy is not None:
+        best = logits.argmax(-1)
+        tokens = best if tokens is None else torch.where(batch.greedy, best, tokens)
+    assert tokens is not None
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def filter_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """-inf where a filter removes a token, in vLLM's order: min_p, then top_k, then top_p over what is left.
+
+    min_p keeps p >= min_p * max(p); top_k the k largest; top_p the fewest most likely tokens with sum >= top_p.
+    [n, vocab] -> [n, vocab]
+    """
+    if batch.min_p is not None:
+        floor = logits.max(-1, keepdim=True).values + batch.min_p.log()  # log(0) = -inf: off
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if batch.top_k is None and batch.top_p is None:
+        return logits
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    removed = torch.zeros_like(ordered, dtype=torch.bool)
+    if batch.top_k is not None:
+        removed = torch.arange(logits.shape[1], device=logits.device) >= batch.top_k
+        ordered = ordered.masked_fill(removed, -torch.inf)
+    if batch.top_p is not None:
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1, dtype=torch.float64) - probabilities
+        # The sum before the first token is 0 < top_p, so one token always stays. A row without top_p keeps all:
+        # rounding can lift the sum before the last tokens to 1.
+        removed = removed | ((before >= batch.top_p) & (batch.top_p < 1.0))
+    return logits.masked_fill(torch.zeros_like(removed).scatter(1, order, removed), -torch.inf)

@@ -1,0 +1,77 @@
+"""One request inside the engine: its tokens, what has not been sent yet, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from grpo_async.inference.surface import GenerateChunk, GenerateRequest
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class RunningSequence:
+    """State of one request. `tokens` is prompt + sampled; `sink` gets every chunk, the last has a reason or an error."""
+
+    __slots__ = (
+        "filled",
+        "finish_reason",
+        "flush_at",
+        "limit",
+        "pending_ids",
+        "pending_logprobs",
+        "prompt_key",
+        "prompt_len",
+        "request",
+        "sink",
+        "slot",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: GenerateRequest, *, eos_ids: Sequence[int], sink: Callable[[GenerateChunk], None]
+    ) -> None:
+        self.request = request
+        self.sink = sink
+        self.tokens = list(request.token_ids)
+        self.prompt_len = len(self.tokens)
+        self.limit = self.prompt_len + request.max_tokens
+        self.stop_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(eos_ids))
+        self.prompt_key = (request.cache_salt, tuple(request.token_ids[:-1]))
+        self.slot = -1  # -1: waiting or over
+        self.filled = False  # keys and values of tokens[:-1] are in the slot
+        self.flush_at = 0.0
+        self.pending_ids: list[int] = []
+        self.pending_logprobs: list[float] = []
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def cache_key(self) -> tuple[str, tuple[int, ...]]:
+        """Sequences of equal key have equal keys and values for tokens[:-1]."""
+        if len(self.tokens) == self.prompt_len:
+            return self.prompt_key
+        return self.request.cache_salt, tuple(self.tokens[:-1])
+
+    def append(self, token: int, logprob: float) -> bool:
+        """Take one sampled token; True when it was the last."""
+        self.tokens.append(token)
+        self.pending_ids.append(token)
+        self.pending_logprobs.append(logprob)
+        if token in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.limit:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def take_chunk(self, policy_version: int, error: str | None = None) -> GenerateChunk:
+        """What was sampled since the last chunk, all of it by `policy_version`."""
+        chunk = GenerateChunk(
+            token_ids=self.pending_ids,
+            logprobs=self.pending_logprobs,
+            policy_version=policy_version,
+            finish_reason=self.finish_reason if error is None else None,
+            error=error,
+        )
+        self.pending_ids, self.pending_logprobs = [], []
+        return chunk

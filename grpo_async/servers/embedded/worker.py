@@ -1,0 +1,171 @@
+"""The thread that owns the engine. Everyone else hands it commands, which it runs between two steps.
+
+Waits on a condition for work or commands; unblocked by `call` and `stop`. Chunks go to `deliver`, one batch per step.
+When the engine raises, every request gets an error line, later commands fail with the cause, and `on_failure` is called.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from grpo_async.inference.surface import GenerateChunk
+from grpo_async.servers.embedded.engine import SlotEngine
+from grpo_async.servers.embedded.sequence import RunningSequence
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Chunks = Sequence[tuple[RunningSequence, GenerateChunk]]
+
+
+class EngineDeadError(RuntimeError):
+    """The engine thread has ended; the message says why."""
+
+
+class EngineWorker:
+    """Runs `engine` in a daemon thread.
+
+    Args:
+        engine: touched by this thread only, from `start` on.
+        deliver: gets the chunks of a step; called in the engine thread.
+        on_failure: called in the engine thread after the engine raised and everybody was told.
+    """
+
+    def __init__(
+        self, engine: SlotEngine, *, deliver: Callable[[Chunks], None], on_failure: Callable[[BaseException], None]
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._on_failure = on_failure
+        self._wake = threading.Condition()
+        self._commands: list[tuple[Callable[[], object], Future[object]]] = []
+        self._end_reason: str | None = None  # set once, when no further command will run
+        self._stopping = False
+        self._paused = False
+        self._busy = BusyClock()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is not running any more, or None."""
+        return self._end_reason
+
+    @property
+    def is_paused(self) -> bool:
+        """Read it in the engine thread (through `call`) to know that the engine answers."""
+        return self._paused
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which some request was generating and the engine was not paused."""
+        return self._busy.total_s()
+
+    def call(self, command: Callable[[], Result]) -> Future[Result]:
+        """Run `command` in the engine thread, before its next step.
+
+        Raises (in the future):
+            EngineDeadError: the engine thread has ended.
+        """
+        future: Future[Result] = Future()
+        with self._wake:
+            if self._end_reason is None:
+                self._commands.append((command, future))  # type: ignore[arg-type]  # Future is invariant
+                self._wake.notify()
+                return future
+        future.set_exception(EngineDeadError(self._end_reason))
+        return future
+
+    def pause(self) -> Future[None]:
+        """Freeze; done when no step is running."""
+        return self.call(lambda: self._set_paused(True))
+
+    def resume(self) -> Future[None]:
+        return self.call(lambda: self._set_paused(False))
+
+    def stop(self, *, timeout_s: float) -> None:
+        """Abort every request and end the thread; returns after `timeout_s` at the latest (the thread is a daemon)."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _has_work(self) -> bool:
+        return not self._paused and self._engine.num_active > 0
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_commands()
+                self._busy.set(self._has_work())
+                if self._has_work():
+                    self._engine.step()
+                    self._busy.set(self._has_work())
+                self._send_chunks()
+            self._engine.abort_all()
+            self._send_chunks()
+            self._end("the server is shutting down")
+        except Exception as error:
+            logger.exception("the engine failed; every request ends with an error")
+            reason = f"the engine failed: {type(error).__name__}: {error}"
+            self._end(reason)
+            self._engine.fail_all(reason)
+            self._send_chunks()
+            self._on_failure(error)
+
+    def _take_commands(self) -> None:
+        with self._wake:
+            while not (self._commands or self._stopping or self._has_work()):
+                self._wake.wait()
+            commands, self._commands = self._commands, []
+        for command, future in commands:
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+                raise  # a command that fails may have left the engine half changed
+
+    def _send_chunks(self) -> None:
+        chunks = self._engine.drain()
+        if chunks:
+            self._deliver(chunks)
+
+    def _end(self, reason: str) -> None:
+        with self._wake:
+            self._end_reason = reason
+            commands, self._commands = self._commands, []
+        self._busy.set(False)
+        for _, future in commands:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineDeadError(reason))
+
+
+class BusyClock:
+    """Adds up the time between set(True) and set(False). Written by one thread, read by any."""
+
+    def __init__(self) -> None:
+        self._state: tuple[float, float | None] = (0.0, None)  # (finished seconds, start of the running interval)
+
+    def set(self, busy: bool) -> None:
+        finished, since = self._state
+        now = time.monotonic()
+        if busy and since is None:
+            self._state = (finished, now)
+        elif not busy and since is not None:
+            self._state = (finished + now - since, None)
+
+    def total_s(self) -> float:
+        finished, since = self._state
+        return finished if since is None else finished + time.monotonic() - since

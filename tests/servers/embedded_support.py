@@ -1,0 +1,190 @@
+"""Builders for the tests of the embedded engine: models, requests, and the service on a real port in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import uvicorn
+
+from grpo_async.inference.surface import GENERATE_PATH, GenerateChunk, GenerateRequest, ServerInfo
+from grpo_async.servers.embedded.engine import SlotEngine
+from grpo_async.servers.embedded.main import bind_listener
+from grpo_async.servers.embedded.sequence import RunningSequence
+from grpo_async.servers.embedded.service import EmbeddedService
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
+
+
+def perturbed(model: Any, seed: int) -> dict[str, torch.Tensor]:
+    """Other weights of the same shapes: each matrix scaled and shuffled a little, norms kept."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: p + 0.05 * torch.randn(p.shape, generator=generator) if p.dim() > 1 else p.clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def make_request(token_ids: Sequence[int], **fields: Any) -> GenerateRequest:
+    settings = {"request_id": "r", "max_tokens": 8, "temperature": 1.0, "ignore_eos": True, **fields}
+    return GenerateRequest(token_ids=list(token_ids), **settings)
+
+
+def prompt(length: int, *, start: int = 0) -> list[int]:
+    return [(31 * start + 7 * i + i * i) % 300 for i in range(length)]
+
+
+@dataclass
+class Output:
+    """Everything one request got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    num_chunks: int = 0
+
+    def add(self, chunk: GenerateChunk) -> None:
+        assert len(chunk.token_ids) == len(chunk.logprobs)
+        assert self.finish_reason is None, "a chunk after the last"
+        assert self.error is None, "a chunk after the last"
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.versions += [chunk.policy_version] * len(chunk.token_ids)
+        self.finish_reason, self.error = chunk.finish_reason, chunk.error
+        self.num_chunks += 1
+
+
+def submit(engine: SlotEngine, request: GenerateRequest) -> tuple[RunningSequence, Output]:
+    output = Output()
+    sequence = RunningSequence(request, eos_ids=engine.eos_ids, sink=output.add)
+    engine.add(sequence)
+    return sequence, output
+
+
+def step(engine: SlotEngine, times: int = 1) -> None:
+    for _ in range(times):
+        engine.step()
+        hand_out(engine)
+
+
+def hand_out(engine: SlotEngine) -> None:
+    for sequence, chunk in engine.drain():
+        sequence.sink(chunk)
+
+
+def generate(engine: SlotEngine, *requests: GenerateRequest) -> list[Output]:
+    outputs = [submit(engine, request)[1] for request in requests]
+    steps = 0
+    while engine.num_active:
+        step(engine)
+        steps += 1
+        assert steps < 2000, "the engine does not finish"
+    return outputs
+
+
+@torch.no_grad()
+def teacher_forced(model: Any, context: Sequence[int], output: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    """log_softmax(logits / temperature) of each output token after the context, by one plain forward. [len(output)]"""
+    tokens = torch.tensor([[*context, *output]])
+    logprobs: torch.Tensor = (model(tokens).logits[0] / temperature).log_softmax(-1)
+    return logprobs[len(context) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+def worst_error(model: Any, request: GenerateRequest, output: Output) -> float:
+    expected = teacher_forced(model, request.token_ids, output.token_ids, request.temperature or 1.0)
+    return float((expected - torch.tensor(output.logprobs)).abs().max())
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Poll a served engine from outside; it tells nobody."""
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline, f"waited 20 s for {what}"
+        time.sleep(0.01)
+
+
+@dataclass
+class Live:
+    """A served engine. `engine` belongs to its thread: patch it, but call nothing on it."""
+
+    url: str
+    engine: SlotEngine
+    client: httpx.Client
+    failed: threading.Event
+    stop: Callable[[], None]
+
+    def info(self) -> ServerInfo:
+        return ServerInfo.model_validate_json(self.client.get("/rollout/info").content)
+
+    def generate(self, request: GenerateRequest) -> Output:
+        output = Output()
+        for chunk in self.stream(request):
+            output.add(chunk)
+        return output
+
+    def stream(self, request: GenerateRequest) -> Iterator[GenerateChunk]:
+        with self.client.stream("POST", GENERATE_PATH, content=request.model_dump_json()) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                yield GenerateChunk.model_validate_json(line)
+
+
+@contextmanager
+def live(model: Any, *, num_slots: int = 8, max_model_len: int = 512) -> Iterator[Live]:
+    """Serve `model` over HTTP on a free port, with a real engine thread."""
+    engine = SlotEngine(model, num_slots=num_slots, max_model_len=max_model_len)
+    failed = threading.Event()
+    info = ServerInfo(
+        engine="embedded",
+        engine_version="test",
+        model="tiny",
+        dtype="float32",
+        max_model_len=max_model_len,
+        policy_version=0,
+    )
+    service = EmbeddedService(engine, info=info, on_failure=failed.set)
+    listener = bind_listener("127.0.0.1", 0)
+    started = threading.Event()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            service.start()
+            await super().startup(sockets)
+            started.set()
+
+        async def shutdown(self, sockets: Any = None) -> None:
+            await service.stop(timeout_s=10.0)
+            await super().shutdown(sockets)
+
+    server = Server(
+        uvicorn.Config(service.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5)
+    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="live-server")
+    thread.start()
+
+    def stop() -> None:
+        server.should_exit = True
+
+    try:
+        assert started.wait(30.0), "the server did not start"
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
+            yield Live(url, engine, client, failed, stop)
+    finally:
+        stop()
+        thread.join(30.0)
+        assert not thread.is_alive(), "the server did not end"

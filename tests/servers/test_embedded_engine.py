@@ -1,0 +1,247 @@
+"""The slot engine: exact logprobs, seeds, stops, slots, and new weights between two tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_async.errors import ConfigError
+from grpo_async.inference.surface import GenerateRequest
+from grpo_async.servers.embedded.engine import SlotEngine
+from grpo_async.servers.embedded.self_check import check_against_model
+from tests.servers.embedded_support import (
+    Output,
+    generate,
+    hand_out,
+    load,
+    make_request,
+    perturbed,
+    prompt,
+    step,
+    submit,
+    teacher_forced,
+    worst_error,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> Any:
+    """Read only: tests that change weights load their own."""
+    return load(tiny_model)
+
+
+def _engine(model: Any, num_slots: int = 8, max_model_len: int = 256) -> SlotEngine:
+    return SlotEngine(model, num_slots=num_slots, max_model_len=max_model_len)
+
+
+def _ragged_requests(num_requests: int) -> list[GenerateRequest]:
+    return [
+        make_request(
+            prompt(1 + (i * 11) % 40, start=i),
+            seed=i,
+            max_tokens=1 + (i * 7) % 30,
+            temperature=(1.0, 0.7, 1.3, 0.0)[i % 4],
+        )
+        for i in range(num_requests)
+    ]
+
+
+def test_logprobs_of_many_ragged_requests_equal_a_teacher_forced_forward(model: Any) -> None:
+    requests = _ragged_requests(40)
+    outputs = generate(_engine(model, num_slots=8), *requests)  # five times more requests than slots
+    for request, output in zip(requests, outputs, strict=True):
+        assert output.finish_reason == "length"
+        assert len(output.token_ids) == request.max_tokens
+        assert worst_error(model, request, output) < 1e-5
+
+
+def test_the_same_seed_gives_the_same_tokens_alone_and_among_32(model: Any) -> None:
+    requests = _ragged_requests(32)
+    together = generate(_engine(model, num_slots=32), *requests)
+    for i in (0, 5, 17, 31):
+        [alone] = generate(_engine(model, num_slots=1), requests[i])
+        assert alone.token_ids == together[i].token_ids
+    assert len({tuple(output.token_ids[:1]) for output in together}) > 8  # seeds do differ
+
+
+def test_a_continued_request_goes_on_as_if_it_had_not_been_cut(model: Any) -> None:
+    whole_request = make_request(prompt(9), seed=11, max_tokens=20)
+    [whole] = generate(_engine(model), whole_request)
+    rest_request = make_request([*prompt(9), *whole.token_ids[:6]], seed=11, max_tokens=14)
+    [rest] = generate(_engine(model), rest_request)
+    assert rest.token_ids == whole.token_ids[6:]
+
+
+def test_a_group_shares_its_prompt_and_each_completion_is_exact(model: Any) -> None:
+    engine = _engine(model, num_slots=16)
+    shapes: list[tuple[int, int]] = []
+    forward = model.forward
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["input_ids"].shape[1] > 1:
+            shapes.append(tuple(kwargs["input_ids"].shape))
+        return forward(*args, **kwargs)
+
+    model.forward = counting
+    try:
+        requests = [make_request(prompt(30), seed=i, max_tokens=5, cache_salt="1") for i in range(8)]
+        other_salt = make_request(prompt(30), seed=99, max_tokens=5, cache_salt="2")
+        outputs = generate(engine, *requests, other_salt)
+        late = [submit(engine, make_request(prompt(30), seed=i, max_tokens=9))[1] for i in range(2)]
+        step(engine, 3)
+        late.append(submit(engine, make_request(prompt(30), seed=2, max_tokens=9))[1])  # while the others run
+        while engine.num_active:
+            step(engine)
+    finally:
+        model.forward = forward
+    assert shapes == [(2, 29), (1, 29)]  # one row per salt, then one for both late ones and none for the third
+    for request, output in zip([*requests, other_salt], outputs, strict=True):
+        assert worst_error(model, request, output) < 1e-5
+    for output in late:
+        expected = teacher_forced(model, prompt(30), output.token_ids)
+        assert torch.allclose(expected, torch.tensor(output.logprobs), atol=1e-5)
+
+
+def test_generation_ends_at_eos_at_a_stop_token_and_at_the_limit(model: Any) -> None:
+    engine = _engine(model)
+    [free] = generate(engine, make_request(prompt(5), seed=2, max_tokens=12))
+    third = free.token_ids[2]
+    assert third not in free.token_ids[:2]
+    [stopped] = generate(engine, make_request(prompt(5), seed=2, max_tokens=12, stop_token_ids=[third]))
+    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:3], "stop")
+    engine.eos_ids = (third,)
+    [ended] = generate(engine, make_request(prompt(5), seed=2, max_tokens=12, ignore_eos=False))
+    assert (ended.token_ids, ended.finish_reason) == (free.token_ids[:3], "stop")
+    [ignoring] = generate(engine, make_request(prompt(5), seed=2, max_tokens=12, ignore_eos=True))
+    assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids, "length")
+    # a stop token as the very last allowed token is a stop, not a cut
+    [both] = generate(engine, make_request(prompt(5), seed=2, max_tokens=3, stop_token_ids=[third]))
+    assert both.finish_reason == "stop"
+
+
+def test_eos_ids_come_from_the_model(model: Any) -> None:
+    assert _engine(model).eos_ids == (model.config.eos_token_id,)
+
+
+def test_abort_frees_the_slot_and_leaves_the_other_rows_exact(model: Any) -> None:
+    engine = _engine(model, num_slots=3)
+    requests = [make_request(prompt(4 + i, start=i), seed=i, max_tokens=20) for i in range(4)]
+    handles = [submit(engine, request) for request in requests]
+    step(engine, 5)
+    assert handles[3][1].num_chunks == 0  # no slot yet
+    engine.abort(handles[0][0])
+    engine.abort(handles[0][0])  # a second time does nothing
+    hand_out(engine)
+    aborted = handles[0][1]
+    assert (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 5)
+    assert engine.num_active == 3
+    while engine.num_active:
+        step(engine)
+    for request, (_, output) in zip(requests[1:], handles[1:], strict=True):
+        assert output.finish_reason == "length"
+        assert worst_error(model, request, output) < 1e-5
+    assert engine.num_generated_tokens == 5 + 3 * 20
+
+
+def test_aborting_a_waiting_request_takes_it_out_of_the_queue(model: Any) -> None:
+    engine = _engine(model, num_slots=1)
+    _, running = submit(engine, make_request(prompt(4)))
+    waiting, output = submit(engine, make_request(prompt(4)))
+    step(engine)
+    engine.abort(waiting)
+    while engine.num_active:
+        step(engine)
+    assert (output.finish_reason, output.token_ids) == ("abort", [])
+    assert running.finish_reason == "length"
+
+
+def test_new_weights_between_two_tokens_recompute_the_context_and_stamp_the_version(tiny_model: Path) -> None:
+    served, old = load(tiny_model), load(tiny_model)
+    new = load(tiny_model)
+    weights = perturbed(old, seed=1)
+    new.load_state_dict(weights, strict=False)
+    engine = _engine(served, num_slots=8)
+    requests = [make_request(prompt(3 + 5 * i, start=i), seed=i, max_tokens=12 + i) for i in range(10)]
+    outputs = [submit(engine, request)[1] for request in requests]
+    step(engine, 6)
+    engine.set_version(17)
+    engine.load_weights(weights)
+    while engine.num_active:
+        step(engine)
+    num_mixed = 0
+    for request, output in zip(requests, outputs, strict=True):
+        before = teacher_forced(old, request.token_ids, output.token_ids)
+        after = teacher_forced(new, request.token_ids, output.token_ids)
+        expected = torch.where(torch.tensor(output.versions) == 17, after, before)
+        assert torch.allclose(expected, torch.tensor(output.logprobs), atol=1e-5)
+        assert (before - after).abs().max() > 0.01  # the two models can be told apart
+        num_mixed += len(set(output.versions)) == 2
+    assert num_mixed == 8  # all that were running
+    assert outputs[9].versions == [17] * 21  # waited for a slot
+
+
+def test_weights_that_are_not_finite_fail_the_requests_and_good_ones_repair_the_engine(tiny_model: Path) -> None:
+    model = load(tiny_model)
+    engine = _engine(model)
+    good = {name: tensor.clone() for name, tensor in engine.parameters().items()}
+    running = submit(engine, make_request(prompt(6), max_tokens=50))[1]
+    step(engine, 3)
+    engine.load_weights({name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()})
+    step(engine)
+    assert running.error is not None
+    assert "not finite" in running.error
+    assert (len(running.token_ids), engine.num_active) == (3, 0)
+    engine.load_weights(good)
+    # The one-token prompt gets the poisoned slot without a prefill that would overwrite it; the long one makes the step
+    # look at positions beyond the short one's end.
+    requests = [make_request(prompt(1), max_tokens=3), make_request(prompt(14), max_tokens=3)]
+    for request, output in zip(requests, generate(engine, *requests), strict=True):
+        assert worst_error(model, request, output) < 1e-5
+
+
+def test_long_and_short_prompts_are_filled_in_bounded_pieces(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.servers.embedded.engine._PREFILL_TOKENS", 100)
+    lengths = [150, 40, 60, 1, 20, 21, 22, 2]
+    requests = [make_request(prompt(length, start=length), seed=length, max_tokens=6) for length in lengths]
+    for request, output in zip(requests, generate(_engine(model), *requests), strict=True):
+        assert worst_error(model, request, output) < 1e-5
+
+
+def test_a_zero_flush_interval_sends_every_token_and_a_long_one_only_the_end(model: Any) -> None:
+    eager = make_request(prompt(4), max_tokens=5, flush_interval_s=0.0)
+    lazy = make_request(prompt(4), max_tokens=5, flush_interval_s=60.0)
+    outputs: list[Output] = generate(_engine(model), eager, lazy)
+    assert [output.num_chunks for output in outputs] == [5, 1]
+
+
+def test_problem_with_names_what_is_wrong(model: Any) -> None:
+    engine = _engine(model, max_model_len=16)
+    assert engine.problem_with(make_request(prompt(8), max_tokens=8)) is None
+    assert "8 prompt tokens + max_tokens 9 = 17" in str(engine.problem_with(make_request(prompt(8), max_tokens=9)))
+    assert "[384]" in str(engine.problem_with(make_request([1, 384], max_tokens=1)))
+    assert "[-1]" in str(engine.problem_with(make_request([-1], max_tokens=1)))
+
+
+def test_a_model_whose_context_is_shorter_than_asked_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="max_model_len: 4096"):
+        _engine(model, max_model_len=4096)
+
+
+def test_the_self_check_accepts_a_served_architecture_and_refuses_a_broken_one(tiny_model: Path) -> None:
+    model = load(tiny_model)
+    engine = _engine(model)
+    check_against_model(engine, model)
+    assert (engine.num_generated_tokens, engine.num_active) == (0, 0)
+
+    class ForgetsPositions(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+            if position_ids is not None:
+                position_ids = torch.zeros_like(position_ids)
+            return super().forward(*args, position_ids=position_ids, **kwargs)
+
+    model.__class__ = ForgetsPositions
+    with pytest.raises(ConfigError, match="not served right"):
+        check_against_model(engine, model)

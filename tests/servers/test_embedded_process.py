@@ -1,0 +1,135 @@
+"""The embedded engine as a process of its own: start, token, signals, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import ConfigError
+from grpo_async.inference.surface import GENERATE_PATH, TOKEN_VARIABLE, GenerateChunk
+from grpo_async.servers.embedded.main import bind_listener, load_engine
+from tests.servers.embedded_support import make_request, prompt
+
+SERVE = """
+import sys
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.servers.embedded.main import serve_embedded
+{patch}
+with open(sys.argv[1]) as file:
+    config = ExperimentConfig.model_validate_json(file.read())
+serve_embedded(config, int(sys.argv[2]))
+"""
+FAIL_AT_TENTH_STEP = """
+from grpo_async.servers.embedded.engine import SlotEngine
+step, steps = SlotEngine.step, iter(range(10**6))
+def fail(self):
+    if next(steps) == 10:
+        raise RuntimeError("out of luck")
+    step(self)
+SlotEngine.step = fail
+"""
+HEADERS = {"authorization": "Bearer secret"}
+
+
+def _config(model: Path, **inference: object) -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
+        {
+            "run": {"name": "test"},
+            "model": {"path": str(model)},
+            "data": {"train": {"type": "jsonl", "path": "none.jsonl"}},
+            "rewards": [{"function": "module:function"}],
+            "inference": {"engine": "embedded", **inference},
+        }
+    )
+
+
+def _free_port() -> int:
+    with bind_listener("127.0.0.1", 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def _served(model: Path, folder: Path, patch: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    config = folder / "config.json"
+    config.write_text(_config(model).model_dump_json())
+    port = _free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE.format(patch=patch), str(config), str(port)],
+        env={**os.environ, TOKEN_VARIABLE: "secret"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()  # ends at the latest when the process does
+        assert line == f"serving {model.name} on http://127.0.0.1:{port}\n"
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate(timeout=20.0)
+
+
+def test_a_server_process_asks_for_its_token_and_ends_at_sigterm_with_an_open_stream(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with _served(tiny_model, tmp_path) as (process, url), httpx.Client(base_url=url, timeout=60.0) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/rollout/info").status_code == 401
+        info = client.get("/rollout/info", headers=HEADERS).json()
+        assert (info["engine"], info["dtype"], info["generated_tokens"]) == ("embedded", "float32", 0)
+        body = make_request(prompt(4), max_tokens=1500, flush_interval_s=0.0).model_dump_json()
+        with client.stream("POST", GENERATE_PATH, content=body, headers=HEADERS) as response:
+            lines = response.iter_lines()
+            assert GenerateChunk.model_validate_json(next(lines)).token_ids
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            last = GenerateChunk.model_validate_json(list(lines)[-1])
+        assert last.finish_reason == "abort"
+        process.wait(timeout=10.0)
+        assert time.monotonic() - began < 5.0
+
+
+def test_a_server_whose_engine_fails_logs_the_traceback_and_exits_with_1(tiny_model: Path, tmp_path: Path) -> None:
+    with _served(tiny_model, tmp_path, FAIL_AT_TENTH_STEP) as (process, url):
+        body = make_request(prompt(4), max_tokens=500).model_dump_json()
+        response = httpx.post(url + GENERATE_PATH, content=body, headers=HEADERS, timeout=60.0)
+        assert "out of luck" in str(GenerateChunk.model_validate_json(response.text.splitlines()[-1]).error)
+        assert httpx.get(url + "/health").status_code == 503
+        _, errors = process.communicate(timeout=20.0)
+        assert process.returncode == 1
+        assert "Traceback" in errors
+        assert "RuntimeError: out of luck" in errors
+
+
+def test_an_address_that_others_reach_is_refused_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=TOKEN_VARIABLE):
+        bind_listener("0.0.0.0", 0)
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    bind_listener("0.0.0.0", 0).close()
+
+
+def test_a_port_in_use_and_a_model_that_is_not_there_are_config_errors(tmp_path: Path) -> None:
+    with bind_listener("127.0.0.1", 0) as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{port}"):
+            bind_listener("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        load_engine(_config(tmp_path / "nothing"))
+
+
+def test_a_bfloat16_engine_loads_and_passes_its_self_check(tiny_model: Path) -> None:
+    engine = load_engine(_config(tiny_model, dtype="bfloat16"))
+    assert {str(p.dtype) for p in engine.parameters().values()} == {"torch.bfloat16"}

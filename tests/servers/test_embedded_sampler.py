@@ -1,0 +1,114 @@
+"""The sampler of the embedded engine: distribution, filters, independence of the batch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_async.inference.surface import GenerateRequest
+from grpo_async.servers.embedded.sampler import SamplingBatch, filter_logits, mix_seeds, sample, uniforms
+
+CPU = torch.device("cpu")
+PROBABILITIES = torch.tensor([0.5, 0.05, 0.3, 0.15])
+
+
+def _batch(*settings: dict[str, float], vocab_size: int = 4) -> SamplingBatch:
+    requests = [
+        GenerateRequest(request_id="r", token_ids=[0], max_tokens=1, **{"temperature": 1.0, **fields})
+        for fields in settings
+    ]
+    return SamplingBatch.of(requests, vocab_size=vocab_size, device=CPU)
+
+
+def _chi_squared(tokens: torch.Tensor, expected: torch.Tensor) -> float:
+    counts = torch.bincount(tokens, minlength=len(expected)).double()
+    wanted = expected.double() * len(tokens)
+    return float(((counts - wanted) ** 2 / wanted).sum())
+
+
+@pytest.mark.parametrize("vary", ["seed", "position"])
+def test_tokens_follow_the_tempered_distribution_over_seeds_and_over_positions(vary: str) -> None:
+    num_draws = 20_000
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 1.5, 0.2])
+    seeds = range(num_draws) if vary == "seed" else [7] * num_draws
+    batch = _batch(*[{"seed": seed, "temperature": 0.7} for seed in seeds], vocab_size=8)
+    positions = np.arange(num_draws, dtype=np.uint64) if vary == "position" else np.full(num_draws, 5, dtype=np.uint64)
+    tokens, logprobs = sample(logits.expand(num_draws, -1), batch, positions)
+    expected = (logits / 0.7).softmax(-1)
+    assert _chi_squared(tokens, expected) < 29.9  # 7 degrees of freedom, one in 10 000 draws lies above
+    assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-6)
+
+
+def test_numbers_of_neighbouring_seeds_and_positions_do_not_correlate() -> None:
+    states = mix_seeds(range(5000))
+    numbers = uniforms(states, np.zeros(5000, dtype=np.uint64))
+    assert numbers.min() >= 0.0
+    assert numbers.max() < 1.0
+    later = uniforms(states, np.ones(5000, dtype=np.uint64))
+    for other in (numbers[1:], later[:-1]):  # next seed, next position
+        assert abs(np.corrcoef(numbers[:-1], other)[0, 1]) < 4 / math.sqrt(5000)
+
+
+def test_top_k_keeps_the_k_largest_and_renormalises() -> None:
+    kept = filter_logits(PROBABILITIES.log()[None], _batch({"top_k": 2})).softmax(-1)[0]
+    assert torch.allclose(kept, torch.tensor([0.625, 0.0, 0.375, 0.0]))  # 0.5 / 0.8, 0.3 / 0.8
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    # 0.5 < 0.6 <= 0.5 + 0.3, so the two most likely stay; at 0.5 the first alone reaches it.
+    kept = filter_logits(PROBABILITIES.log().expand(2, -1), _batch({"top_p": 0.6}, {"top_p": 0.5})).softmax(-1)
+    assert torch.allclose(kept[0], torch.tensor([0.625, 0.0, 0.375, 0.0]))
+    assert torch.allclose(kept[1], torch.tensor([1.0, 0.0, 0.0, 0.0]))
+
+
+def test_min_p_keeps_what_is_near_the_most_likely() -> None:
+    kept = filter_logits(PROBABILITIES.log()[None], _batch({"min_p": 0.25})).softmax(-1)[0]
+    # the floor is 0.25 x 0.5 = 0.125: 0.05 goes, 0.15 stays; the rest sums to 0.95
+    assert torch.allclose(kept, torch.tensor([0.5, 0.0, 0.3, 0.15]) / 0.95)
+
+
+def test_top_p_acts_on_what_top_k_left() -> None:
+    kept = filter_logits(PROBABILITIES.log()[None], _batch({"top_k": 2, "top_p": 0.62})).softmax(-1)[0]
+    assert torch.allclose(kept, torch.tensor([1.0, 0.0, 0.0, 0.0]))  # 0.625 of the two reaches 0.62
+
+
+def test_a_filtered_token_is_never_drawn_and_logprobs_are_of_the_filtered_distribution() -> None:
+    num_draws = 4000
+    batch = _batch(*[{"seed": seed, "top_k": 3, "top_p": 0.8} for seed in range(num_draws)])
+    tokens, logprobs = sample(PROBABILITIES.log().expand(num_draws, -1), batch, np.zeros(num_draws, dtype=np.uint64))
+    assert set(tokens.tolist()) == {0, 2}
+    expected = torch.tensor([0.625, 0.0, 0.375, 0.0])
+    assert torch.allclose(logprobs.exp(), expected[tokens], atol=1e-6)
+    assert _chi_squared(tokens, expected + 1e-12) < 15.1  # 1 degree of freedom, one in 10 000
+
+
+def test_a_row_draws_the_same_beside_rows_with_other_settings() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 50, generator=generator)
+    settings = [
+        {"seed": 3, "temperature": 1.0},
+        {"seed": 4, "temperature": 0.0, "top_k": 1, "top_p": 0.1},
+        {"seed": 5, "temperature": 0.5, "top_p": 0.9},
+        {"seed": -6, "temperature": 1.3, "top_k": 10**30},
+        {"seed": 2**70, "temperature": 1.0, "min_p": 0.1},
+    ]
+    positions = np.array([4, 5, 6, 7, 8], dtype=np.uint64)
+    tokens, logprobs = sample(logits, _batch(*settings, vocab_size=50), positions)
+    for row, fields in enumerate(settings):
+        alone, logprob = sample(logits[row : row + 1], _batch(fields, vocab_size=50), positions[row : row + 1])
+        assert alone.item() == tokens[row].item()
+        assert logprob.item() == pytest.approx(logprobs[row].item(), abs=1e-6)
+    # greedy: the best token under the unscaled and unfiltered distribution
+    assert tokens[1] == logits[1].argmax()
+    assert logprobs[1].item() == pytest.approx(logits[1].log_softmax(-1).max().item(), abs=1e-6)
+
+
+def test_logits_that_are_not_finite_give_a_logprob_that_is_not_finite() -> None:
+    logits = torch.full((1, 4), torch.nan)
+    for temperature in (0.0, 1.0):
+        tokens, logprobs = sample(logits, _batch({"temperature": temperature}), np.zeros(1, dtype=np.uint64))
+        assert 0 <= tokens.item() < 4
+        assert not math.isfinite(logprobs.item())
