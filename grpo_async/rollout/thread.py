@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import uvloop
+
 from grpo_async.errors import DeadlineError
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,7 @@ class LoopThread:
     """An event loop that runs from `start` to `stop`."""
 
     def __init__(self, name: str = "rollout") -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._tasks: set[concurrent.futures.Future[Any]] = set()
 
