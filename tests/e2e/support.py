@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,20 @@ class Run:
     folder: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "grpo_async", "train", str(self.config), *arguments],
             cwd=REPOSITORY,
-            env={**os.environ, _MARK: self.mark},
+            env={**environment, _MARK: self.mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def train(self, *arguments: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments)
+    def train(
+        self, *arguments: str, timeout_s: float = 300.0, environment: Mapping[str, str] = os.environ
+    ) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, environment=environment)
         return finish(process, timeout_s=timeout_s)
 
     def processes(self, part_of_command: str = "") -> list[psutil.Process]:
@@ -103,6 +105,6 @@ def make_run(folder: Path, base: str, overrides: Sequence[str] = (), *, name: st
         for section in sections:
             place = place.setdefault(section, {})
         place[last] = yaml.safe_load(value)
-    config = folder / "config.yaml"
+    config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(content))
     return Run(config=config, folder=folder / name)

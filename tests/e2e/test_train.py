@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +106,27 @@ def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert "serve-embedded" in done.stdout
     assert not run.folder.exists()
+
+
+def test_training_on_a_server_that_runs_already_leaves_it_running(tmp_path: Path) -> None:
+    """`inference.url`: serve alone in one terminal, train in another; twice, so that the weight group forms anew."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "GRPO_ASYNC_TOKEN": "a-token-of-the-user"}
+    settings = (*SMALL, "training.max_steps=2", f"inference.url=http://127.0.0.1:{port}")
+    first, second = (make_run(tmp_path, "quickstart.yaml", settings, name=name) for name in ("first", "second"))
+    server = subprocess.Popen(
+        [sys.executable, "-m", "grpo_async", "serve-embedded", str(first.config), "--port", str(port)],
+        cwd=REPOSITORY,
+        env=environment,
+    )
+    try:
+        for run in (first, second):
+            done = run.train(environment=environment)
+            assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
+            assert run.summary()["ledger_closed"]
+            assert server.poll() is None
+    finally:
+        server.terminate()
+        assert server.wait(timeout=30.0) in (0, -15)
