@@ -31,6 +31,22 @@ def test_stop_ends_in_bounded_time_even_if_a_task_retries_for_ever(caplog: pytes
     assert "rollout.shutdown_timeout_s" in caplog.text
 
 
+def test_stop_ends_in_bounded_time_even_if_something_blocks_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    released = threading.Event()
+
+    async def block() -> None:
+        released.wait(30.0)
+
+    thread = LoopThread()
+    thread.start()
+    thread.spawn(block(), on_error=lambda error: None)
+    began = time.monotonic()
+    thread.stop(timeout_s=0.3)
+    assert time.monotonic() - began < 5.0
+    assert "blocks the event loop" in caplog.text
+    released.set()
+
+
 def test_call_returns_results_errors_and_deadlines() -> None:
     async def give(value: int) -> int:
         return value

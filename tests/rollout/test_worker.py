@@ -44,6 +44,7 @@ class _Client:
     script: Script
     version: int = 0
     gate: asyncio.Event | None = None
+    tokens_before_failure: int = 0
     names: list[str] = field(default_factory=list)
 
     async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Generation:
@@ -51,6 +52,8 @@ class _Client:
         self.names.append(name)
         answer = self.script(name)
         if isinstance(answer, Exception):
+            if on_tokens is not None and self.tokens_before_failure:
+                on_tokens(self.tokens_before_failure, self.version)
             raise answer
         if on_tokens is not None:
             on_tokens(len(answer.token_ids), answer.policy_versions[0])
@@ -199,6 +202,7 @@ def test_a_failed_rollout_leaves_its_group_to_the_survivors(tmp_path: Path) -> N
         return RequestRejectedError(400, "bad") if name.endswith("r3") else _alternating(name)
 
     setup = _Setup(tmp_path, script)
+    setup.client.tokens_before_failure = 5
 
     async def steps(task: asyncio.Task[None]) -> None:
         (group, _) = await setup.take(2)
@@ -206,6 +210,9 @@ def test_a_failed_rollout_leaves_its_group_to_the_survivors(tmp_path: Path) -> N
         assert [part["reward_of_first_token"] for part in group.reward_parts] == [1.0, 0.0, 1.0]
 
     setup.run(steps)
+    tokens = setup.ledger.snapshot()["tokens"]
+    assert tokens["failed"] == 4 * 5  # one rollout of each of the four groups got that far
+    assert tokens["queued"] == 4 * 3 * 2
 
 
 def test_a_group_with_one_survivor_is_dropped_and_its_place_given_back(tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def test_info_counts_tokens_and_busy_time(vllm_server: VllmServer, version: int)
     before, began = vllm_server.info(), time.monotonic()
     vllm_server.generate(PROMPT, max_tokens=40)
     vllm_server.generate(PROMPT, max_tokens=2)
-    _eventually(lambda: vllm_server.info().active_requests == 0)  # the answer arrives a moment before the stream is closed
+    _eventually(
+        lambda: vllm_server.info().active_requests == 0
+    )  # the answer arrives a moment before the stream is closed
     after, wall_s = vllm_server.info(), time.monotonic() - began
     assert after.generated_tokens - before.generated_tokens == 42
     assert 0.0 < after.busy_s - before.busy_s < wall_s

@@ -1,0 +1,56 @@
+"""Pipeline figures by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_async.training.meter import PipelineMeter, Reading, Totals
+
+
+def _reading(time_s: float, busy_s: float, tokens: int) -> Reading:
+    return Reading(time_s=time_s, generation_busy_s=busy_s, generated_tokens=tokens)
+
+
+def _two_steps() -> tuple[PipelineMeter, dict[str, float]]:
+    """Steps of 4 s and 2 s: waited 1 s and 1 s, generated 3 s and 2 s."""
+    meter = PipelineMeter(_reading(10.0, 5.0, 100))
+    first = meter.step(_reading(14.0, 8.0, 500), waited_s=1.0, trained_tokens=200, staleness=[0, 1, 1], reward=0.2)
+    meter.step(_reading(16.0, 10.0, 700), waited_s=1.0, trained_tokens=100, staleness=[2], reward=0.6)
+    return meter, first
+
+
+def test_the_figures_of_a_step() -> None:
+    _, metrics = _two_steps()
+    assert metrics == pytest.approx(
+        {
+            "step_time": 4.0,
+            "pipeline/trainer_idle_ratio": 0.25,  # 1 / 4
+            "pipeline/generator_idle_ratio": 0.25,  # 1 - 3 / 4
+            "pipeline/overlap_efficiency": 0.75,  # max(3, 4 - 1) / 4
+            "perf/trained_tokens_per_s": 50.0,
+            "perf/generated_tokens_per_s": 100.0,
+            "async/staleness_mean": 2 / 3,
+            "async/staleness_max": 1.0,
+        }
+    )
+
+
+def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> None:
+    meter, _ = _two_steps()
+    resumed = PipelineMeter(_reading(0.0, 0.0, 0), Totals(**meter.totals.as_dict()))  # type: ignore[arg-type]
+    for summary in (meter.summary(), resumed.summary()):
+        assert summary["wall_s"] == 6.0
+        assert summary["trainer_idle_ratio"] == pytest.approx(2 / 6)
+        assert summary["generator_idle_ratio"] == pytest.approx(1 / 6)  # 1 - 5 / 6
+        assert summary["trained_tokens_per_s"] == pytest.approx(50.0)
+        assert summary["staleness_mean"] == pytest.approx(4 / 300)  # the step's tokens are what was trained: 300
+        assert summary["staleness_max"] == 2.0
+        assert summary["reward_first"] == pytest.approx(0.4)
+
+
+def test_what_happened_before_restart_is_left_out() -> None:
+    meter = PipelineMeter(_reading(0.0, 0.0, 0))
+    meter.restart(_reading(100.0, 50.0, 1000))
+    metrics = meter.step(_reading(101.0, 51.0, 1010), waited_s=0.0, trained_tokens=0, staleness=[], reward=None)
+    assert metrics["step_time"] == 1.0
+    assert metrics["perf/generated_tokens_per_s"] == 10.0
