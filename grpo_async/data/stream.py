@@ -1,0 +1,144 @@
+"""An endless stream of prompts that can be continued after a resume, and asked for any earlier prompt again.
+
+Position p of epoch e has the prompt_id `e * len(rows) + p`, so the id alone says which row it is: the order of an epoch is a
+pure function of (seed, epoch). Worked example, 3 rows, shuffled: epoch 0 = rows 2, 0, 1 has ids 0, 1, 2; epoch 1 = rows
+0, 2, 1 has ids 3, 4, 5; prompt 4 is row 2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_async.errors import ConfigError
+from grpo_async.records import Origin, Prompt, TaggedMessage
+
+
+def make_prompt(row: Mapping[str, Any], prompt_id: int, system_prompt: str | None) -> Prompt:
+    """One row as a Prompt.
+
+    A text prompt becomes one user message and stays "not conversational": reward functions get plain text back, with a system
+    prompt too. A list of messages is conversational. Every column but `prompt` goes to `columns`.
+    """
+    prompt = row["prompt"]
+    is_text = isinstance(prompt, str)
+    messages = [{"role": "user", "content": prompt}] if is_text else prompt
+    if system_prompt is not None:
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return Prompt(
+        prompt_id=prompt_id,
+        messages=tuple(TaggedMessage(role=m["role"], content=m["content"], origin=Origin.PROMPT) for m in messages),
+        columns={name: value for name, value in row.items() if name != "prompt"},
+        is_conversational=not is_text,
+    )
+
+
+class PromptStream:
+    """Prompts in epoch after epoch, without end.
+
+    Args:
+        rows: checked rows, as `load_rows` returns them; at least one.
+        seed: together with the epoch, decides the order.
+        shuffle: False: every epoch goes through the rows in their order.
+        system_prompt: put before every prompt as a system message.
+        state: what `state()` returned; the stream goes on from there.
+
+    Raises:
+        ConfigError: there are no rows, or the rows, seed or shuffling are not those of `state`.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        seed: int,
+        shuffle: bool,
+        system_prompt: str | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not rows:
+            raise ConfigError("data.train has no rows; there is nothing to train on")
+        self._rows = rows
+        self._seed = seed
+        self._shuffle = shuffle
+        self._system_prompt = system_prompt
+        self._fingerprint = _fingerprint(rows, system_prompt)
+        self._next_prompt_id = 0
+        self._orders: dict[int, Sequence[int]] = {}  # epoch -> row numbers
+        if state is not None:
+            self._restore(state)
+
+    def next(self) -> Prompt:
+        """The next prompt of the stream."""
+        prompt = self.prompt(self._next_prompt_id)
+        self._next_prompt_id += 1
+        return prompt
+
+    def prompt(self, prompt_id: int) -> Prompt:
+        """Any prompt of the stream, past or future, without moving it; how unfinished prompts are issued again.
+
+        Raises:
+            ValueError: `prompt_id` is negative.
+        """
+        if prompt_id < 0:
+            raise ValueError(f"prompt_id must not be negative, got {prompt_id}")
+        epoch, position = divmod(prompt_id, len(self._rows))
+        return make_prompt(self._rows[self._order(epoch)[position]], prompt_id, self._system_prompt)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs, ready for JSON."""
+        return {
+            "next_prompt_id": self._next_prompt_id,
+            "num_rows": len(self._rows),
+            "fingerprint": self._fingerprint,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        here = self.state()
+        if (state["num_rows"], state["fingerprint"]) != (here["num_rows"], here["fingerprint"]):
+            raise ConfigError(
+                f"data.train: the data changed since the checkpoint ({state['num_rows']} rows, fingerprint "
+                f"{state['fingerprint']} then; {here['num_rows']} rows, fingerprint {here['fingerprint']} now), so the run cannot "
+                "continue where it stopped; restore the file and the `data` section, or start a new run"
+            )
+        for name, setting in (("seed", "run.seed"), ("shuffle", "data.shuffle")):
+            if state[name] != here[name]:
+                raise ConfigError(
+                    f"{setting}: {here[name]} now, but {state[name]} at the checkpoint, so the order of the prompts would change; "
+                    f"set it back to {state[name]}, or start a new run"
+                )
+        self._next_prompt_id = state["next_prompt_id"]
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        if not self._shuffle:
+            return range(len(self._rows))
+        if epoch not in self._orders:
+            while len(self._orders) >= 2:  # this epoch and the one before: prompts in flight straddle the border
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = shuffled_order(len(self._rows), seed=self._seed, epoch=epoch)
+        return self._orders[epoch]
+
+
+def shuffled_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
+    """A permutation of range(num_rows), the same on every machine and Python version.
+
+    Sorted by random() rather than shuffled: only the sequence of random() is promised to stay the same between versions.
+    """
+    digest = hashlib.sha256(f"epoch order, seed {seed}, epoch {epoch}".encode()).digest()
+    rng = random.Random(int.from_bytes(digest[:8], "big"))
+    keys = [rng.random() for _ in range(num_rows)]
+    return sorted(range(num_rows), key=keys.__getitem__)
+
+
+def _fingerprint(rows: Sequence[Mapping[str, Any]], system_prompt: str | None) -> str:
+    """16 hex digits over the content of all rows, in order, and the system prompt."""
+    digest = hashlib.sha256(json.dumps(system_prompt).encode())
+    for row in rows:
+        # default=repr: a hub dataset may hold dates and the like
+        digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,117 @@
+"""The prompt stream: its order, its ids, what it gives back after a resume."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from grpo_async.data.stream import PromptStream, make_prompt, shuffled_order
+from grpo_async.errors import ConfigError
+from grpo_async.records import Origin, Prompt, TaggedMessage
+
+
+def _rows(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"question {index}", "answer": index} for index in range(count)]
+
+
+def _take(stream: PromptStream, count: int) -> list[Prompt]:
+    return list(islice(iter(stream.next, None), count))
+
+
+def test_a_text_prompt_becomes_one_user_message_and_stays_text_for_rewards() -> None:
+    prompt = make_prompt({"prompt": "1+1", "answer": 2, "level": "x"}, 7, None)
+    assert prompt == Prompt(
+        prompt_id=7,
+        messages=(TaggedMessage(role="user", content="1+1", origin=Origin.PROMPT),),
+        columns={"answer": 2, "level": "x"},
+        is_conversational=False,
+    )
+
+
+def test_messages_become_tagged_messages_behind_the_system_prompt() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    prompt = make_prompt({"prompt": messages}, 0, "Be brief.")
+    assert [(m.role, m.content) for m in prompt.messages] == [
+        ("system", "Be brief."),
+        ("user", "a"),
+        ("assistant", "b"),
+    ]
+    assert {m.origin for m in prompt.messages} == {Origin.PROMPT}
+    assert prompt.is_conversational
+
+
+def test_a_system_prompt_leaves_a_text_prompt_text() -> None:
+    prompt = make_prompt({"prompt": "a"}, 0, "Be brief.")
+    assert [m.role for m in prompt.messages] == ["system", "user"]
+    assert not prompt.is_conversational
+
+
+def test_without_shuffling_ids_count_on_over_the_epochs() -> None:
+    prompts = _take(PromptStream(_rows(3), seed=0, shuffle=False), 7)
+    assert [p.prompt_id for p in prompts] == [0, 1, 2, 3, 4, 5, 6]
+    assert [p.columns["answer"] for p in prompts] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_every_epoch_holds_every_row_once_in_an_order_of_its_own() -> None:
+    prompts = _take(PromptStream(_rows(20), seed=3, shuffle=True), 60)
+    epochs = [[p.columns["answer"] for p in prompts[start : start + 20]] for start in (0, 20, 40)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert epochs[0] != list(range(20))
+
+
+def test_the_order_depends_on_the_seed_and_on_nothing_else() -> None:
+    assert shuffled_order(50, seed=1, epoch=0) == shuffled_order(50, seed=1, epoch=0)
+    assert shuffled_order(50, seed=1, epoch=0) != shuffled_order(50, seed=2, epoch=0)
+    # (seed 1, epoch 11) and (seed 11, epoch 1) must not meet, as they would if the two were merely joined or added
+    assert shuffled_order(50, seed=1, epoch=11) != shuffled_order(50, seed=11, epoch=1)
+    # pinned: a checkpoint made on another machine or Python version must continue in the same order
+    assert shuffled_order(8, seed=0, epoch=0) == [5, 7, 2, 4, 0, 6, 3, 1]
+    assert shuffled_order(8, seed=0, epoch=1) == [6, 4, 5, 1, 7, 0, 3, 2]
+
+
+def test_any_prompt_can_be_made_again_without_moving_the_stream() -> None:
+    stream = PromptStream(_rows(5), seed=0, shuffle=True)
+    seen = _take(stream, 23)
+    again = [stream.prompt(prompt_id) for prompt_id in (22, 0, 11, 4, 5)]
+    assert again == [seen[22], seen[0], seen[11], seen[4], seen[5]]
+    assert stream.next().prompt_id == 23
+    with pytest.raises(ValueError, match="negative"):
+        stream.prompt(-1)
+
+
+def test_a_restored_stream_goes_on_where_the_other_stopped() -> None:
+    whole = _take(PromptStream(_rows(5), seed=0, shuffle=True), 20)
+    first = PromptStream(_rows(5), seed=0, shuffle=True)
+    head = _take(first, 8)
+    state = json.loads(json.dumps(first.state()))
+    tail = _take(PromptStream(_rows(5), seed=0, shuffle=True, state=state), 12)
+    assert head + tail == whole
+    assert state["next_prompt_id"] == 8
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [_rows(6), [*_rows(4), {"prompt": "question 4", "answer": 99}], list(reversed(_rows(5)))],
+    ids=["a row more", "another answer", "another order"],
+)
+def test_changed_data_is_refused_after_a_checkpoint(changed: list[dict[str, Any]]) -> None:
+    state = PromptStream(_rows(5), seed=0, shuffle=True).state()
+    with pytest.raises(ConfigError, match="the data changed since the checkpoint"):
+        PromptStream(changed, seed=0, shuffle=True, state=state)
+
+
+def test_another_seed_or_shuffling_is_refused_after_a_checkpoint() -> None:
+    state = PromptStream(_rows(5), seed=0, shuffle=True).state()
+    with pytest.raises(ConfigError, match=r"run\.seed: 1 now, but 0 at the checkpoint"):
+        PromptStream(_rows(5), seed=1, shuffle=True, state=state)
+    with pytest.raises(ConfigError, match=r"data\.shuffle: False now"):
+        PromptStream(_rows(5), seed=0, shuffle=False, state=state)
+
+
+def test_a_stream_without_rows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no rows"):
+        PromptStream([], seed=0, shuffle=True)

@@ -1,0 +1,122 @@
+"""prepare(): once, whole, reproducible, and never over somebody else's files. A warm-up of two steps stands for the real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_async.config.experiment import JsonlSource
+from grpo_async.data import load_rows
+from grpo_async.errors import ConfigError
+from grpo_async.quickstart import default_folder, prepare
+from grpo_async.quickstart.warmup import WarmupRecipe
+
+SHORT = WarmupRecipe(num_steps=2, batch_size=4)
+
+
+def _silent(line: str) -> None:
+    del line
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quickstart") / "seed_0"
+    prepare(folder, recipe=SHORT, report=_silent)
+    return folder
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_folder_holds_a_loadable_model_and_rows_and_nothing_is_left_beside_it(prepared: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parts = prepare(prepared, recipe=SHORT, report=_silent)
+    model = AutoModelForCausalLM.from_pretrained(parts.model)
+    tokenizer = AutoTokenizer.from_pretrained(parts.model)
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.head_dim == 32  # vLLM's CPU attention refuses 24, which 96 / 4 would give
+    assert 300_000 < sum(parameter.numel() for parameter in model.parameters()) < 400_000
+    assert (
+        tokenizer.eos_token_id == model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    )
+    train, held_out = (load_rows(JsonlSource(path=path)) for path in (parts.train, parts.heldout))
+    assert {"prompt", "answer"} == set(train[0]) == set(held_out[0])
+    assert [path.name for path in prepared.parent.iterdir()] == [prepared.name]
+
+
+def test_a_second_call_returns_at_once_and_touches_nothing(prepared: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
+    lines: list[str] = []
+    parts = prepare(prepared, recipe=SHORT, report=lines.append)
+    assert lines == []
+    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
+    assert parts.model == prepared / "model"
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(prepared: Path, tmp_path: Path) -> None:
+    import torch
+
+    torch.manual_seed(99)  # what the caller drew before must not matter
+    prepare(tmp_path / "again", recipe=SHORT, report=_silent)
+    assert _content(tmp_path / "again") == _content(prepared)
+    prepare(tmp_path / "other", seed=1, recipe=SHORT, report=_silent)
+    other, first = _content(tmp_path / "other"), _content(prepared)
+    assert {name for name in first if first[name] != other[name]} == {
+        "prepared.json",
+        "train.jsonl",
+        "heldout.jsonl",
+        "model/model.safetensors",
+    }
+
+
+def test_the_callers_random_state_and_threads_are_left_alone(tmp_path: Path) -> None:
+    import torch
+
+    torch.manual_seed(5)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(5)
+    threads = torch.get_num_threads()
+    prepare(tmp_path / "made", recipe=SHORT, report=_silent)
+    assert torch.rand(3).tolist() == expected
+    assert torch.get_num_threads() == threads
+
+
+def test_another_recipe_or_force_makes_it_again(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    prepare(folder, recipe=SHORT, report=_silent)
+    weights = (folder / "model" / "model.safetensors").read_bytes()
+    prepare(folder, recipe=WarmupRecipe(num_steps=3, batch_size=4), report=_silent)
+    assert (folder / "model" / "model.safetensors").read_bytes() != weights
+    (folder / "train.jsonl").write_text("damaged")
+    prepare(folder, recipe=WarmupRecipe(num_steps=3, batch_size=4), force=True, report=_silent)
+    assert json.loads((folder / "train.jsonl").read_text().splitlines()[0])["answer"]
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(ConfigError, match="did not make"):
+            prepare(tmp_path, force=force, recipe=SHORT, report=_silent)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
+    def fails(line: str) -> None:
+        if line.startswith("warm-up"):
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        prepare(tmp_path / "made", recipe=SHORT, report=fails)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_default_folder_is_the_one_that_the_config_names() -> None:
+    config = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    assert f"path: {default_folder(0)}/model" in config.read_text()
+    assert f"path: {default_folder(0)}/train.jsonl" in config.read_text()
+    assert f"path: {default_folder(0)}/heldout.jsonl" in config.read_text()
