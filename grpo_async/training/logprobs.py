@@ -17,7 +17,7 @@ def chunked_logprobs(
     """log softmax(head(hidden) / temperature) at the targets, and the entropy of that distribution (without gradient).
 
     Args:
-        hidden: state before each target. (N, H)
+        hidden: state before each target. (N, H), N >= 1
         target_ids: (N,)
         head: maps (n, H) to (n, vocab).
         chunk_tokens: logits are computed for this many tokens at a time.
@@ -42,7 +42,4 @@ def chunked_logprobs(
             torch.split(hidden, chunk_tokens), torch.split(target_ids, chunk_tokens), strict=True
         )
     ]
-    if not parts:  # a rank without trained tokens: an empty result that still hangs on the graph
-        empty = hidden.sum(-1)[:0].float()
-        return empty, empty.detach()
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

@@ -39,13 +39,17 @@ class Policy(nn.Module):
             position_ids=batch.position_ids,
             use_cache=False,
         ).last_hidden_state  # (R, T, H)
-        states = hidden.reshape(-1, hidden.shape[-1])[batch.source_index]  # (N, H)
+        flat = hidden.reshape(-1, hidden.shape[-1])  # (R x T, H)
+        states = flat[batch.source_index]  # (N, H)
         head = self.model.get_output_embeddings()
+        if batch.num_trained_tokens == 0:
+            # a rank without trained tokens: every parameter, the head's too, still has to get a gradient (of zeros),
+            # because FSDP reduces the same parameters on every rank
+            anchor = head(flat[:1]).float().sum() * 0.0
+            return anchor.expand(1)[:0] + anchor, states.sum(-1).float().detach()
         logprobs, entropy = chunked_logprobs(
             states, batch.target_ids, head, temperature=self._temperature, chunk_tokens=self._chunk_tokens
         )
-        if logprobs.numel() == 0:  # an all-padding forward still has to reach every parameter in the backward pass
-            logprobs = logprobs + (hidden * 0.0).sum()
         return logprobs, entropy
 
 

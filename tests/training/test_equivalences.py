@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import build_tiny_model
 
 
 def _assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -42,8 +43,10 @@ def test_a_step_is_the_same_however_it_is_cut(
 
 
 @pytest.mark.slow
-def test_a_rank_without_samples_takes_part_and_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    one = run_on_ranks("train_fewer_samples_than_ranks", 1, tmp_path / "one", model=tiny_model)
-    two = run_on_ranks("train_fewer_samples_than_ranks", 2, tmp_path / "two", model=tiny_model)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied-head", "own-head"])
+def test_a_rank_without_samples_takes_part_and_changes_nothing(tmp_path: Path, tied: bool) -> None:
+    model = build_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
+    one = run_on_ranks("train_fewer_samples_than_ranks", 1, tmp_path / "one", model=model)
+    two = run_on_ranks("train_fewer_samples_than_ranks", 2, tmp_path / "two", model=model)
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
     assert two["weights"] == pytest.approx(one["weights"], rel=1e-4, abs=2e-3)

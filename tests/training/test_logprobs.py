@@ -28,12 +28,3 @@ def test_values_and_gradients_equal_those_of_full_logits(chunk_tokens: int, temp
     torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1).detach())
     for gradient, wanted in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, wanted)
-
-
-def test_no_tokens_give_an_empty_result_on_the_graph() -> None:
-    hidden = torch.randn(0, 8, requires_grad=True)
-    logprobs, entropy = chunked_logprobs(
-        hidden, torch.zeros(0, dtype=torch.int64), nn.Linear(8, 5), temperature=1.0, chunk_tokens=4
-    )
-    assert logprobs.shape == entropy.shape == (0,)
-    assert logprobs.requires_grad
