@@ -5,6 +5,7 @@
     |- RunError               a run cannot go on                                    -> exit 1
     |  |- DeadlineError       a wait outlived its deadline
     |  |- ProcessFailedError  a child process ended; carries its last log lines
+    |  |- NothingToLearnError all rewards have been equal for a long time
     |  |- WeightPushError     new weights did not reach the server
     |  `- CheckpointError     a checkpoint cannot be written or read
     `- InferenceError         one request to an inference server failed
@@ -48,6 +49,10 @@ class DeadlineError(RunError):
 
 class ProcessFailedError(RunError):
     """A child process ended when it should not have; the message carries its last log lines."""
+
+
+class NothingToLearnError(RunError):
+    """Every group of a long row had all-equal rewards: no step can be made of them."""
 
 
 class WeightPushError(RunError):

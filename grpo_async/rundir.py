@@ -5,6 +5,7 @@ runs/NAME/
 |- plan.txt                 the processes that were planned
 |- summary.json             what the run reached (written at the end)
 |- metrics.jsonl            one line per optimizer step
+|- trackers/                files of TensorBoard and Weights & Biases
 |- rollouts/part-N.jsonl    what was generated, one line per group
 |- checkpoints/step_N/      written beside and renamed, so a name that exists is whole
 |- model/                   final Hugging Face export
@@ -39,6 +40,10 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def trackers(self) -> Path:
+        return self.root / "trackers"
 
     @property
     def rollouts(self) -> Path:

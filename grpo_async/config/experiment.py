@@ -1,7 +1,7 @@
 """The experiment: what a YAML file may say. The docstring under a field is its help text and goes into the JSON schema.
 
 Sections in the order of the data path: run, model, data, rollout, rewards, inference, loss, optimizer, training, weights,
-checkpoint, evaluation, launch. Rules that span sections stand in `ExperimentConfig`, each with its reason.
+checkpoint, evaluation, tracking, launch. Rules that span sections stand in `ExperimentConfig`, each with its reason.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ class RolloutSection(StrictModel):
     zero_variance: Literal["skip", "resample", "train"] = "skip"
     """A group whose rewards are all equal teaches nothing. skip: not trained, the step goes on with the other groups.
     resample: another prompt takes its place (dynamic sampling, DAPO). train: trained with advantage 0, which dilutes the step."""
+    max_rounds_without_signal: int = Field(default=20, ge=1)
+    """Stop the run when this many times groups_per_step groups in a row had all-equal rewards: there is nothing to learn."""
     advantage_scale: Literal["group", "none"] = "group"
     """group: (r - mean) / (std + 1e-4) within the group. none: r - mean (Dr. GRPO, arXiv 2503.20783)."""
     rollout_timeout_s: float = Field(default=600.0, gt=0.0)
@@ -254,6 +256,25 @@ class EvaluationSection(StrictModel):
     """If set, the report also states the share of the most frequent value of this column: the score of always giving it."""
 
 
+class TensorboardTracker(StrictModel):
+    type: Literal["tensorboard"]
+    """Event files in the run directory (extra `tensorboard`)."""
+
+
+class WandbTracker(StrictModel):
+    type: Literal["wandb"]
+    """Weights & Biases (extra `wandb`)."""
+    project: str
+    """Name of the project."""
+    entity: str | None = None
+    """User or team; null = the default of the login."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: written to the run directory, for `wandb sync` later."""
+
+
+TrackerSection = Annotated[TensorboardTracker | WandbTracker, Field(discriminator="type")]
+
+
 class LaunchSection(StrictModel):
     num_trainer_ranks: int = Field(default=1, ge=1)
     """Trainer processes under torchrun, one per GPU (or any number on CPU)."""
@@ -292,6 +313,8 @@ class ExperimentConfig(StrictModel):
     """When state is saved."""
     evaluation: EvaluationSection | None = None
     """Greedy evaluation on held-out prompts before and after training."""
+    tracking: list[TrackerSection] = Field(default_factory=list)
+    """Where metrics go beside metrics.jsonl."""
     launch: LaunchSection = LaunchSection()
     """Processes."""
 

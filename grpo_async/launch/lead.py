@@ -25,7 +25,7 @@ from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.rollout.evaluation import majority_share
 from grpo_async.rundir import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
-from grpo_async.tracking import MetricsLog
+from grpo_async.tracking import MetricsLog, open_trackers
 from grpo_async.training.checkpoint import load_state, load_tensors, set_aside_later_checkpoints
 from grpo_async.training.loop import LeaderLoop, Workplace
 from grpo_async.training.meter import PipelineMeter, Reading, Totals
@@ -125,8 +125,12 @@ class _Leader:
             report = push_weights(workplace.parameters, version=version, control=self._server, transport=transport)
             return report.metrics()
 
+        trackers = open_trackers(config, self._place.rundir)
+        self._stack.callback(trackers.close)
+
         def on_step(step: int, metrics: dict[str, float]) -> None:
             log.write(step, metrics)
+            trackers.log(step, metrics)
             self._control.send("step", step=step, max_steps=config.training.max_steps, metrics=metrics)
 
         return LeaderLoop(

@@ -114,6 +114,7 @@ def build_rollout_side(
             max_model_len=config.inference.max_model_len,
             seed=config.run.seed,
             max_failed_groups=max(8, 2 * rollout.groups_per_step),
+            max_groups_without_signal=rollout.max_rounds_without_signal * rollout.groups_per_step,
         ),
         stream=stream,
         reissue=state.outstanding_prompts if state else [],

@@ -20,7 +20,7 @@ from grpo_async.buffer.ledger import Ledger
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.data.stream import PromptStream
-from grpo_async.errors import RunError
+from grpo_async.errors import NothingToLearnError, RunError
 from grpo_async.records import (
     GroupStatus,
     Prompt,
@@ -63,6 +63,8 @@ class WorkerSettings:
     seed: int
     max_failed_groups: int
     """Consecutive failed groups after which the run stops."""
+    max_groups_without_signal: int
+    """Consecutive groups with all-equal rewards after which the run stops."""
 
 
 @dataclass(slots=True)
@@ -107,6 +109,7 @@ class RolloutWorker:
         self._server_version = 0
         self._slots = asyncio.Semaphore(settings.max_in_flight)
         self._failures_in_a_row = 0
+        self._without_signal_in_a_row = 0
         self._seen_errors: Counter[str] = Counter()
 
     async def run(self) -> None:
@@ -145,6 +148,9 @@ class RolloutWorker:
             scored = await self._scorer.score(group)
             await self._hand_over(scored)
             self._failures_in_a_row = 0
+            self._check_signal(scored)
+        except NothingToLearnError:
+            raise
         except asyncio.CancelledError:
             if not self._ledger.is_open(group_id):
                 raise
@@ -207,6 +213,20 @@ class RolloutWorker:
             )
             return RolloutCompletion(
                 rollout_id=rollout_id, prompt_ids=prompt_ids, turns=[], status=RolloutStatus.FAILED, error=message
+            )
+
+    def _check_signal(self, scored: ScoredGroup) -> None:
+        if scored.samples:
+            self._without_signal_in_a_row = 0
+            return
+        self._without_signal_in_a_row += 1
+        if self._without_signal_in_a_row >= self._settings.max_groups_without_signal:
+            rewards = [reward for reward in scored.rewards if reward is not None]
+            example = f"all {rewards[0]:g} in the last one" if rewards else "the last one was not scored at all"
+            raise NothingToLearnError(
+                f"{self._without_signal_in_a_row} groups in a row had all-equal rewards ({example}), so there is nothing to "
+                "learn: the task is solved, too hard for this policy, or the policy has collapsed. Look at `inspect-rollouts`; "
+                "the limit is rollout.max_rounds_without_signal x rollout.groups_per_step"
             )
 
     async def _hand_over(self, scored: ScoredGroup) -> None:

@@ -157,7 +157,7 @@ class LeaderLoop:
         config = self._config
         for step in range(first_step, config.training.max_steps + 1):
             wait_began = time.monotonic()
-            groups = self._source.take(config.rollout.groups_per_step, trainer_version=step - 1)
+            groups = self._take(step)
             if groups is None:
                 return step - 1
             waited_s = time.monotonic() - wait_began
@@ -190,6 +190,14 @@ class LeaderLoop:
             if step % config.checkpoint.every_steps == 0 and step < config.training.max_steps:
                 self.save(step)
         return config.training.max_steps
+
+    def _take(self, step: int) -> list[ScoredGroup] | None:
+        """The groups of a step. When generation has failed for good, the steps so far are saved before its error goes on."""
+        try:
+            return self._source.take(self._config.rollout.groups_per_step, trainer_version=step - 1)
+        except RunError:
+            self.save(step - 1)
+            raise
 
     def _train(self, samples: Sequence[RolloutSample], step: int) -> StepResult:
         config, place = self._config, self._place

@@ -127,3 +127,13 @@ def test_no_process_of_a_run_listens_beyond_loopback(tmp_path: Path) -> None:
     done = finish(process, timeout_s=60.0)
     assert listening == []
     assert done.returncode == 143
+
+
+def test_a_run_with_nothing_to_learn_stops_with_the_cause_and_a_checkpoint(tmp_path: Path) -> None:
+    run = _run(tmp_path, "rollout.max_rounds_without_signal=2")
+    run.config.write_text(run.config.read_text() + "rewards:\n- function: tests.e2e.broken_reward:always_zero\n")
+    done = run.train(timeout_s=120.0)
+    assert done.returncode == 1
+    assert "8 groups in a row had all-equal rewards" in done.stdout  # 2 rounds of 4
+    assert (run.folder / "checkpoints" / "step_0" / "state.json").exists()
+    run.assert_nothing_is_left()

@@ -78,7 +78,13 @@ def test_staleness_zero_is_synchronous_and_the_ratio_is_one(tmp_path: Path) -> N
     run = make_run(
         tmp_path,
         "quickstart.yaml",
-        (*SMALL, "rollout.max_staleness=0", "training.max_steps=4", "optimizer.lr=0.003"),
+        (
+            *SMALL,
+            "rollout.max_staleness=0",
+            "training.max_steps=4",
+            "optimizer.lr=0.001",
+            "rollout.zero_variance=train",
+        ),
     )
     done = run.train()
     assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]

@@ -13,9 +13,9 @@ import pytest
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, is_closed
-from grpo_async.buffer.sample_buffer import SampleBuffer
+from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer
 from grpo_async.data.stream import PromptStream
-from grpo_async.errors import RequestRejectedError, RunError
+from grpo_async.errors import NothingToLearnError, RequestRejectedError, RunError
 from grpo_async.inference.client import Generation, OnTokens
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import FinishReason, GroupStatus, Prompt, ScoredGroup
@@ -109,6 +109,7 @@ class _Setup:
                 max_model_len=20,
                 seed=0,
                 max_failed_groups=6,
+                max_groups_without_signal=12,
             ),
             stream=self.stream,
             reissue=reissue,
@@ -302,6 +303,24 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
     if mode != "train":  # what was filtered is stored with its rewards
         row = next(row for row in read_groups(tmp_path) if str(row.status) == "filtered")
         assert row.rollouts[0].reward == 1.0
+
+
+@pytest.mark.parametrize("mode", ["skip", "resample"])
+def test_a_run_without_any_learning_signal_stops_instead_of_generating_for_ever(tmp_path: Path, mode: str) -> None:
+    setup = _Setup(tmp_path, lambda name: _answer(0), zero_variance=mode)
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        taking = asyncio.create_task(setup.take(2))
+        with pytest.raises(
+            NothingToLearnError, match=r"12 groups in a row had all-equal rewards \(all 0 in the last one\)"
+        ):
+            await task
+        setup.buffer.interrupt()
+        with pytest.raises(BufferInterrupted):
+            await taking
+
+    setup.run(steps)
+    assert setup.ledger.snapshot()["groups"]["filtered"] >= 12
 
 
 def test_a_prompt_that_is_too_long_fails_its_group_only(tmp_path: Path) -> None:
