@@ -11,12 +11,36 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from grpo_async.errors import DeadlineError
 from grpo_async.records import ScoredGroup
 
 OnDrop = Callable[[ScoredGroup], None]
-Progress = Callable[[], int]
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """How long `take` may wait, and what it does meanwhile.
+
+    Attributes:
+        timeout_s: longest wait without `progress()` changing.
+        setting: path of the setting that holds `timeout_s`.
+        progress: a counter that grows while generation is alive (generated tokens).
+        heartbeat: called about every `heartbeat_s` seconds of waiting.
+        describe: what is going on, for the error.
+    """
+
+    timeout_s: float
+    setting: str
+    progress: Callable[[], int]
+    heartbeat: Callable[[], None] = _nothing
+    heartbeat_s: float = 20.0
+    describe: Callable[[], str] = str
 
 
 class BufferInterrupted(Exception):
@@ -75,24 +99,22 @@ class SampleBuffer:
             noted, self._filtered = self._filtered, []
             return noted
 
-    def take(
-        self, num_groups: int, *, trainer_version: int, timeout_s: float, progress: Progress, setting: str
-    ) -> list[ScoredGroup]:
+    def take(self, num_groups: int, *, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
         """Block until `num_groups` groups, at least one of them with samples, can be handed out; sorted by group id.
 
-        Args:
-            timeout_s: longest wait without `progress()` changing.
-            progress: a counter that grows while generation is alive (generated tokens).
-            setting: path of the setting that holds `timeout_s`.
-
         Raises:
-            DeadlineError: nothing moved for `timeout_s` seconds.
-            BufferInterrupted: `interrupt` was called.
+            DeadlineError: nothing moved for `watch.timeout_s` seconds.
+            BufferInterrupted: `interrupt` was called; what was taken so far is queued again.
             BaseException: whatever was given to `fail`.
         """
         taken: list[ScoredGroup] = []
         while True:
-            taken.extend(self._pop(num_groups - len(taken), timeout_s, progress, setting, trainer_version))
+            try:
+                taken.extend(self._pop(num_groups - len(taken), trainer_version, watch))
+            except BufferInterrupted:
+                with self._condition:
+                    self._groups.extend(taken)
+                raise
             taken = self._drop_stale(taken, trainer_version)
             if len(taken) < num_groups:
                 continue
@@ -103,34 +125,44 @@ class SampleBuffer:
                 self.note_filtered(group)
             taken = []
 
-    def _pop(
-        self, most: int, timeout_s: float, progress: Progress, setting: str, trainer_version: int
-    ) -> list[ScoredGroup]:
-        with self._condition:
-            seen = progress()
-            last_change = time.monotonic()
-            while True:
-                if self._failure is not None:
-                    raise self._failure
-                if self._interrupted:
-                    raise BufferInterrupted
-                if self._groups:
-                    # oldest first: what waits longer would be the next to go stale
-                    self._groups.sort(key=lambda scored: scored.group.group_id)
-                    popped, self._groups = self._groups[:most], self._groups[most:]
-                    self._wake_putters()
+    def _pop(self, most: int, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
+        seen = watch.progress()
+        last_change = last_beat = time.monotonic()
+        while True:
+            with self._condition:
+                popped = self._pop_now(most)
+                if popped:
                     return popped
-                self._condition.wait(timeout=max(0.0, last_change + timeout_s - time.monotonic()))
-                now = progress()
-                if now != seen:
-                    seen, last_change = now, time.monotonic()
-                elif time.monotonic() - last_change >= timeout_s and not self._groups and self._failure is None:
-                    raise DeadlineError(
-                        f"samples for step {trainer_version + 1} (no token was generated meanwhile)",
-                        waited_s=timeout_s,
-                        setting=setting,
-                        hint="The inference server may hang; look into server.log.",
-                    )
+                left = last_change + watch.timeout_s - time.monotonic()
+                self._condition.wait(timeout=max(0.0, min(left, watch.heartbeat_s)))
+                popped = self._pop_now(most)
+            if popped:
+                return popped
+            now, progress = time.monotonic(), watch.progress()
+            if progress != seen:
+                seen, last_change = progress, now
+            elif now - last_change >= watch.timeout_s:
+                raise DeadlineError(
+                    f"samples for step {trainer_version + 1}; no token was generated meanwhile ({watch.describe()})",
+                    waited_s=watch.timeout_s,
+                    setting=watch.setting,
+                    hint="With groups in flight the server or a reward function hangs; look into server.log.",
+                )
+            if now - last_beat >= watch.heartbeat_s:
+                watch.heartbeat()
+                last_beat = now
+
+    def _pop_now(self, most: int) -> list[ScoredGroup]:
+        """Up to `most` groups without waiting, those that were started first; call it with the lock held."""
+        if self._failure is not None:
+            raise self._failure
+        if self._interrupted:
+            raise BufferInterrupted
+        self._groups.sort(key=lambda scored: scored.group.group_id)  # what waits longer would be the next to go stale
+        popped, self._groups = self._groups[:most], self._groups[most:]
+        if popped:
+            self._wake_putters()
+        return popped
 
     def _drop_stale(self, groups: list[ScoredGroup], trainer_version: int) -> list[ScoredGroup]:
         fresh = []

@@ -33,8 +33,6 @@ class ModelSection(StrictModel):
     """dtype of the trainer's master weights and optimizer state."""
     compute_dtype: Dtype | None = None
     """dtype of forward and backward; null = `model.dtype`. bfloat16 on GPUs."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of the trainer."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass: less memory, about a third more compute."""
     chat_template: Path | None = None

@@ -124,6 +124,10 @@ class InferenceClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close every connection."""
         for pool in self._pools:
             await pool.http.aclose()
 
@@ -144,6 +148,8 @@ class InferenceClient:
                 await self._stream(self._continuation(request, generation), generation, on_tokens)
                 break
             except Exception as error:
+                if generation.finish_reason is not None:
+                    break  # everything had arrived; only the end of the stream was lost
                 if not is_retriable(error):
                     raise
                 if len(generation.token_ids) > received:
@@ -186,6 +192,9 @@ class InferenceClient:
                 generation.add(chunk)
                 if on_tokens is not None and chunk.token_ids:
                     on_tokens(len(chunk.token_ids), chunk.policy_version)
+                if chunk.finish_reason == "abort":  # the server is going away: go on elsewhere or later
+                    generation.finish_reason = None
+                    raise ServerUnavailableError("the inference server aborted the request")
                 if chunk.error is not None:
                     raise ServerUnavailableError(f"the inference server failed while generating: {chunk.error}")
         if generation.finish_reason is None:

@@ -83,28 +83,36 @@ class ServerControl:
     def start_weight_update(self) -> None:
         self._request("POST", "/start_weight_update", {})
 
-    def update_weights(self, fields: dict[str, Any]) -> None:
+    def update_weights(self, fields: dict[str, Any], *, timeout_s: float) -> None:
         """Announce parameters; answers when all are received and applied. `fields` are those of GlooUpdateInfo."""
         info = GlooUpdateInfo.model_validate(fields)
         # never retried: the broadcast that goes with it cannot be repeated
-        self._request("POST", "/update_weights", {"update_info": info.model_dump()}, retries=0)
+        self._request("POST", "/update_weights", {"update_info": info.model_dump()}, retries=0, timeout_s=timeout_s)
 
     def finish_weight_update(self, version: int) -> None:
         self._request("POST", "/finish_weight_update", {"weight_version": str(version)})
 
     def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, retries: int | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        retries: int | None = None,
+        timeout_s: float | None = None,
     ) -> Any:
         limit = self._retry.max_retries if retries is None else retries
         attempt = 0
         while True:
             try:
-                response = self._http.request(method, path, json=body)
+                response = self._http.request(method, path, json=body, timeout=timeout_s or self._timeout_s)
                 if response.status_code >= 400:
                     raise error_for_status(response.status_code, response.content)
                 return response.json() if response.content else None
             except (httpx.TransportError, ServerUnavailableError) as error:
-                if not is_retriable(error) or attempt >= limit:
+                # silence for the whole time-out is not asked again: a hung server would be waited for many times over
+                is_silent = isinstance(error, httpx.ReadTimeout)
+                if is_silent or not is_retriable(error) or attempt >= limit:
                     raise ServerUnavailableError(
                         f"{method} {self.url}{path} failed {attempt + 1} times; the last error was "
                         f"{type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ from typing import Any
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data.sources import load_rows
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.surface import ServerInfo, token_from_environment
 from grpo_async.launch.assignment import Assignment
@@ -89,6 +89,7 @@ class _Leader:
         loop = self._build_loop(side, meter, info, start)
         control.send("phase", name="pushing the first weights")
         loop.push(start)  # also proves the transport before anything is generated
+        _call_when_set(control.stop_requested, side.source.interrupt)
         if "evaluation_before" not in self._progress:
             self._evaluate("before", side, start)
         finished = self._train(side, loop, meter, start)
@@ -121,8 +122,14 @@ class _Leader:
         self._stack.callback(transport.close)
         transport.connect()
 
-        def push(version: int) -> dict[str, float]:
-            report = push_weights(workplace.parameters, version=version, control=self._server, transport=transport)
+        def push(version: int, before_gather: Callable[[], None]) -> dict[str, float]:
+            report = push_weights(
+                workplace.parameters,
+                version=version,
+                control=self._server,
+                transport=transport,
+                before_gather=before_gather,
+            )
             return report.metrics()
 
         trackers = open_trackers(config, self._place.rundir)
@@ -141,12 +148,12 @@ class _Leader:
             on_step=on_step,
             meter=meter,
             progress=self._progress,
+            saved_step=self._place.resume_step,
         )
 
     def _train(self, side: RolloutSide, loop: LeaderLoop, meter: PipelineMeter, start: int) -> int:
         """Generate and train until the last step or a request to stop; returns the finished steps."""
         control, source = self._control, side.source
-        _call_when_set(control.stop_requested, source.interrupt)
         control.send("phase", name="training")
         meter.restart(self._read())
         source.start()
@@ -158,7 +165,11 @@ class _Leader:
         else:
             source.stop_generating()
             loop.finish(finished)
-            self._evaluate("after", side, finished)
+            try:
+                self._evaluate("after", side, finished)
+            except GrpoAsyncError as error:  # the model is trained, saved and exported: that is not undone by this
+                logger.exception("the evaluation after training failed")
+                self._control.send("phase", name=f"the evaluation after training failed: {error}")
         loop.stop_followers()
         return finished
 
@@ -167,6 +178,8 @@ class _Leader:
             return
         self._control.send("phase", name="evaluating")
         metrics = side.source.evaluate(side.evaluator, version=version)
+        if metrics is None:
+            return
         self._progress[f"evaluation_{when}"] = metrics
         self._control.send("evaluation", when=when, metrics=metrics)
 

@@ -150,6 +150,7 @@ def build_rollout_side(
             scorer,
             rewards,
             max_in_flight=rollout.max_in_flight,
+            rollout_timeout_s=rollout.rollout_timeout_s,
         )
     return RolloutSide(source=source, evaluator=evaluator)
 

@@ -139,7 +139,9 @@ class Supervisor:
         """The trainer has ended by itself; end the server and say how it went."""
         await control.drain(_DRAIN_TIMEOUT_S)
         status = trainer.exited.result()
-        failure = self._trainer_failure(trainer) if status != 0 or self._summary is None else None
+        # stopped before the first step, it has nothing to sum up
+        lacks_summary = self._summary is None and exit_code == 0
+        failure = self._trainer_failure(trainer) if status != 0 or lacks_summary else None
         if server is not None:
             await self._end(server)
         if failure is not None:

@@ -46,7 +46,10 @@ def build_workplace(place: Assignment, config: ExperimentConfig) -> Workplace:
     """Load the model and shard it over all ranks. A collective."""
     kind = device_kind(config)
     policy = load_policy(
-        config.model, temperature=config.rollout.temperature, chunk_tokens=config.training.logprob_chunk_tokens
+        config.model,
+        temperature=config.rollout.temperature,
+        chunk_tokens=config.training.logprob_chunk_tokens,
+        max_model_len=config.inference.max_model_len,
     )
     mesh = init_device_mesh(kind, (place.world_size,))
     shard_policy(policy, mesh, compute_dtype=getattr(torch, config.model.compute_dtype or config.model.dtype))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.errors import DeadlineError
 from grpo_async.records import Prompt, RolloutGroup
 from grpo_async.rollout.conversation import Conversation
 from grpo_async.scoring.advantages import combine_rewards
@@ -26,6 +27,7 @@ class Evaluator:
         rewards: Sequence[Reward],
         *,
         max_in_flight: int,
+        rollout_timeout_s: float,
     ) -> None:
         self._prompts = prompts
         self._conversation = conversation
@@ -33,6 +35,7 @@ class Evaluator:
         self._scorer = scorer
         self._weights = {reward.name: reward.weight for reward in rewards}
         self._max_in_flight = max_in_flight
+        self._rollout_timeout_s = rollout_timeout_s
 
     async def run(self, *, version: int) -> dict[str, float]:
         """Metrics of policy `version`: reward, rewards/{name}, mean_length, truncated, num_prompts.
@@ -43,10 +46,19 @@ class Evaluator:
         slots = asyncio.Semaphore(self._max_in_flight)
 
         async def one(number: int, prompt: Prompt) -> tuple[dict[str, float | None], int, bool]:
+            name = f"eval-v{version}-{number}"
             async with slots:
-                completion = await self._conversation.run(
-                    f"eval-v{version}-{number}", self._renderer.prompt_ids(prompt), seed=number, cache_salt=str(version)
-                )
+                try:
+                    async with asyncio.timeout(self._rollout_timeout_s):
+                        completion = await self._conversation.run(
+                            name, self._renderer.prompt_ids(prompt), seed=number, cache_salt=str(version)
+                        )
+                except TimeoutError as error:
+                    raise DeadlineError(
+                        f"completion {name} of the evaluation",
+                        waited_s=self._rollout_timeout_s,
+                        setting="rollout.rollout_timeout_s",
+                    ) from error
             group = RolloutGroup(group_id=-1, prompt=prompt, completions=[completion])
             (parts,), _ = await self._scorer.reward_parts(group, [completion])
             return parts, completion.num_sampled_tokens, completion.truncated

@@ -6,11 +6,12 @@ Owns the loop thread, the worker, the buffer, the ledger and admission; `start` 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, totals_for_resume
-from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer
+from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data.stream import PromptStream
 from grpo_async.inference.client import InferenceClient
@@ -50,29 +51,38 @@ class AsyncRolloutSource:
         self._admission = admission
         self._closing = closing
         self._resampled: list[ScoredGroup] = []
+        self._stopping = False
+        self._evaluation: Future[dict[str, float]] | None = None
 
     def start(self) -> None:
         """Begin to generate. Call after the first weight push, so that no token is sampled from unknown weights."""
         self._thread.spawn(self._worker.run(), on_error=self._buffer.fail)
 
     def interrupt(self) -> None:
-        """Wake the trainer if it waits in `take`; it then gets None."""
+        """The run is to stop: a waiting or later `take` gives None, an evaluation is broken off."""
+        self._stopping = True
         self._buffer.interrupt()
+        if self._evaluation is not None:
+            self._evaluation.cancel()
 
-    def take(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup] | None:
-        training = self._config.training
+    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None]) -> list[ScoredGroup] | None:
+        watch = Watch(
+            timeout_s=self._config.training.queue_timeout_s,
+            setting="training.queue_timeout_s",
+            progress=lambda: self._ledger.num_generated_tokens,
+            heartbeat=heartbeat,
+            describe=self._describe,
+        )
         try:
-            groups = self._buffer.take(
-                num_groups,
-                trainer_version=trainer_version,
-                timeout_s=training.queue_timeout_s,
-                progress=lambda: self._ledger.num_generated_tokens,
-                setting="training.queue_timeout_s",
-            )
+            groups = self._buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
         except BufferInterrupted:
             return None
         self._resampled = self._buffer.take_filtered()
         return groups
+
+    def _describe(self) -> str:
+        groups = self._ledger.snapshot()["groups"]
+        return f"groups: {groups['in_flight']} in flight, {len(self._buffer)} queued, {groups['failed']} failed so far"
 
     def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None:
         for group in groups:
@@ -107,13 +117,21 @@ class AsyncRolloutSource:
     def ledger_snapshot(self) -> dict[str, dict[str, int]]:
         return self._ledger.snapshot()
 
-    def evaluate(self, evaluator: Evaluator, *, version: int) -> dict[str, float]:
-        return self._thread.call(
-            evaluator.run(version=version),
-            timeout_s=self._config.rollout.rollout_timeout_s,
-            what="the evaluation on held-out prompts",
-            setting="rollout.rollout_timeout_s",
-        )
+    def evaluate(self, evaluator: Evaluator, *, version: int) -> dict[str, float] | None:
+        """Metrics of the policy that is served; None when the run is to stop.
+
+        Raises:
+            GrpoAsyncError: a request or a reward failed, or a completion took longer than rollout.rollout_timeout_s.
+        """
+        self._evaluation = self._thread.submit(evaluator.run(version=version))
+        if self._stopping:  # asked for between the two lines above
+            self._evaluation.cancel()
+        try:
+            return self._evaluation.result()  # each of its completions has a deadline
+        except CancelledError:
+            return None
+        finally:
+            self._evaluation = None
 
     def stop_generating(self) -> None:
         """Cancel what is in flight and account for what is queued; the client stays usable (for a last evaluation)."""
@@ -125,12 +143,14 @@ class AsyncRolloutSource:
     def close(self) -> None:
         """End the thread, whatever it does, in bounded time."""
 
-        async def close_client() -> None:
-            await self._client.__aexit__(None, None, None)
-
         timeout_s = self._config.rollout.shutdown_timeout_s
-        self._thread.cancel_all(timeout_s=timeout_s)
-        self._thread.spawn(close_client(), on_error=lambda error: None)
+        if self._thread.cancel_all(timeout_s=timeout_s):
+            self._thread.call(
+                self._client.aclose(),
+                timeout_s=timeout_s,
+                what="connections to close",
+                setting="rollout.shutdown_timeout_s",
+            )
         self._thread.stop(timeout_s=timeout_s)
         for close in self._closing:
             close()

@@ -37,13 +37,17 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine on the loop; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def call(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float, what: str, setting: str) -> T:
         """Run a coroutine on the loop and wait for its result.
 
         Raises:
             DeadlineError: no result within `timeout_s` seconds; the coroutine is cancelled.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self.submit(coroutine)
         try:
             return future.result(timeout=timeout_s)
         except concurrent.futures.TimeoutError as error:

@@ -159,6 +159,8 @@ class RolloutWorker:
             if not entry.too_stale:
                 raise
         except Exception as error:
+            if not self._ledger.is_open(group_id):
+                raise  # it was settled, and storing it failed: that is the run's problem, not the group's
             self._log_once("group", error)
             self._settle_dropped(group, GroupStatus.FAILED)
             self._failures_in_a_row += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -77,6 +78,8 @@ class _Wandb:
             entity=section.entity,
             mode=section.mode,
             name=config.run.name,
+            id=_run_id(rundir),
+            resume="allow",
             config=config.model_dump(mode="json"),
             dir=str(rundir.trackers),
         )
@@ -107,6 +110,14 @@ def open_trackers(config: ExperimentConfig, rundir: RunDir) -> Trackers:
         except Exception as error:
             raise ConfigError(f"tracking.{number}: {section.type} cannot be set up: {error}") from error
     return Trackers(trackers)
+
+
+def _run_id(rundir: RunDir) -> str:
+    """The same for every attempt of a run, so that a resume goes on in the same curves."""
+    path = rundir.trackers / "wandb_id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 def _library(module: str, extra: str) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,6 +29,8 @@ from grpo_async.rundir import RunDir, write_atomically
 from grpo_async.training.policy import Policy
 
 _FORMAT = 1
+# DCP wraps what went wrong on a rank, a full disk too, into an exception that is no Exception
+_WRITE_ERRORS = (OSError, RuntimeError, dcp.api.CheckpointException)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +65,12 @@ def save_checkpoint(
             if state is None:
                 raise ValueError("rank 0 saves the trainer's state")
             write_atomically(partial / "state.json", json.dumps({"format": _FORMAT, **asdict(state)}))
+            replaced = final.with_name(f"writing_replaced_{final.name}")
             if final.exists():
-                shutil.rmtree(final)
+                os.replace(final, replaced)
             os.replace(partial, final)
-    except OSError as error:
+            shutil.rmtree(replaced, ignore_errors=True)
+    except _WRITE_ERRORS as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
             f"cannot write checkpoint {final}: {error}; free space or set run.dir to another disk, then `train --resume`"
@@ -110,14 +115,18 @@ def load_state(rundir: RunDir, step: int) -> TrainerState:
 def load_tensors(rundir: RunDir, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     """Load model and optimizer of a checkpoint into this rank's shards. Every rank calls it.
 
+    A checkpoint of step 0 holds the model as it was loaded and an optimizer that has not begun: there is nothing to load.
+
     Raises:
         CheckpointError: files are missing or do not fit the model.
     """
+    if step == 0:
+        return
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     try:
         dcp.load(state, checkpoint_id=str(rundir.checkpoint(step)))
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+    except _WRITE_ERRORS as error:
         raise CheckpointError(
             f"cannot load {rundir.checkpoint(step)}: {error}; resume from another one with --resume-step N"
         ) from error
@@ -125,14 +134,24 @@ def load_tensors(rundir: RunDir, step: int, policy: Policy, optimizer: torch.opt
 
 
 def export_model(folder: Path, policy: Policy, tokenizer: Any) -> None:
-    """Write a Hugging Face folder that `from_pretrained` loads. Every rank calls it; rank 0 writes."""
+    """Write a Hugging Face folder that `from_pretrained` loads. Every rank calls it; rank 0 writes.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
     state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         partial = folder.with_name(f"writing_{folder.name}")
         shutil.rmtree(partial, ignore_errors=True)
         weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-        policy.model.save_pretrained(partial, state_dict=weights)
-        tokenizer.save_pretrained(partial)
+        try:
+            policy.model.save_pretrained(partial, state_dict=weights)
+            tokenizer.save_pretrained(partial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"cannot write the model to {folder}: {error}; free space, then `train --resume` exports it again"
+            ) from error
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     dist.barrier()

@@ -34,6 +34,7 @@ from grpo_async.training.ranks import (
     SaveCommand,
     StepCommand,
     StopCommand,
+    WaitCommand,
 )
 from grpo_async.training.step import StepResult, train_step
 
@@ -43,8 +44,8 @@ logger = logging.getLogger(__name__)
 class RolloutSource(Protocol):
     """Where samples come from: the rollout thread with its buffer and ledger."""
 
-    def take(self, num_groups: int, *, trainer_version: int) -> list[ScoredGroup] | None:
-        """Block until there are groups; None when the run is to stop."""
+    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None]) -> list[ScoredGroup] | None:
+        """Block until there are groups, calling `heartbeat` now and then; None when the run is to stop."""
 
     def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None: ...
 
@@ -91,6 +92,8 @@ def follow(place: Workplace) -> None:
     while True:
         command = place.channel.receive()
         match command:
+            case WaitCommand():
+                continue
             case StepCommand():
                 place.step(command.micro_batches, command.lr)
             case GatherCommand():
@@ -110,11 +113,12 @@ class LeaderLoop:
     Args:
         place: this rank's shard.
         source: samples.
-        push: sends the weights and returns metrics; called with the version, in lockstep with the other ranks.
+        push: sends the weights and returns metrics; gets the version, and what to call just before it gathers parameters.
         read: reads clock and server counters.
         on_step: gets (step, metrics) after each step.
         meter: figures of the run.
         progress: further state to keep in checkpoints.
+        saved_step: the checkpoint that this run goes on from.
     """
 
     def __init__(
@@ -122,11 +126,12 @@ class LeaderLoop:
         place: Workplace,
         *,
         source: RolloutSource,
-        push: Callable[[int], dict[str, float]],
+        push: Callable[[int, Callable[[], None]], dict[str, float]],
         read: Callable[[], Reading],
         on_step: Callable[[int, dict[str, float]], None],
         meter: PipelineMeter,
         progress: dict[str, Any],
+        saved_step: int | None = None,
     ) -> None:
         self._place = place
         self._config = place.config
@@ -138,12 +143,12 @@ class LeaderLoop:
         self._progress = progress
         self._bad_steps = 0
         self._pushed_version = -1
-        self._saved_step = -1
+        self._saved_step = saved_step
 
     def push(self, version: int) -> dict[str, float]:
         """Push the current weights as `version`, on all ranks."""
-        self._command_all(GatherCommand(bucket_bytes=self._config.weights.bucket_mb << 20))
-        metrics = self._push(version)
+        gather = GatherCommand(bucket_bytes=self._config.weights.bucket_mb << 20)
+        metrics = self._push(version, lambda: self._command_all(gather))
         self._pushed_version = version
         self._source.advance(version)
         return metrics
@@ -169,19 +174,15 @@ class LeaderLoop:
             self._source.settle(trained, GroupStatus.TRAINED if result.is_finite else GroupStatus.FAILED, step=step)
             if step % config.training.weight_sync_steps == 0 or step == config.training.max_steps:
                 metrics.update(self.push(step))
-            staleness = [
-                step - 1 - version
-                for sample in samples
-                for version, mask in zip(sample.policy_versions, sample.loss_mask, strict=True)
-                if mask
-            ]
+            # tokens that are not trained have version -1
+            versions = [v for sample in samples for v in sample.policy_versions if v >= 0] if result.is_finite else []
             metrics.update(result.metrics)
             metrics.update(
                 self._meter.step(
                     self._read(),
                     waited_s=waited_s,
                     trained_tokens=result.num_tokens if result.is_finite else 0,
-                    staleness=staleness,
+                    staleness=[step - 1 - version for version in versions],
                     reward=metrics.get("reward"),
                 )
             )
@@ -194,9 +195,16 @@ class LeaderLoop:
     def _take(self, step: int) -> list[ScoredGroup] | None:
         """The groups of a step. When generation has failed for good, the steps so far are saved before its error goes on."""
         try:
-            return self._source.take(self._config.rollout.groups_per_step, trainer_version=step - 1)
+            return self._source.take(
+                self._config.rollout.groups_per_step,
+                trainer_version=step - 1,
+                heartbeat=lambda: self._command_all(WaitCommand()),  # the other ranks wait with a deadline
+            )
         except RunError:
-            self.save(step - 1)
+            try:
+                self.save(step - 1)
+            except RunError:
+                logger.exception("the steps since the last checkpoint could not be saved")  # the cause goes on
             raise
 
     def _train(self, samples: Sequence[RolloutSample], step: int) -> StepResult:

@@ -8,6 +8,7 @@ The command travels on a gloo group of its own, whose deadline is long: the othe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +27,11 @@ class StepCommand:
 
     micro_batches: Sequence[MicroBatch]
     lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaitCommand:
+    """Rank 0 is alive and waits for samples; do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class StopCommand:
     """The run is over."""
 
 
-Command = StepCommand | GatherCommand | SaveCommand | ExportCommand | StopCommand
+Command = StepCommand | WaitCommand | GatherCommand | SaveCommand | ExportCommand | StopCommand
 
 
 class CommandChannel:
@@ -86,13 +92,15 @@ class CommandChannel:
             DeadlineError: none within the deadline, or rank 0 is gone.
         """
         received: list[Any] = [None]
+        began = time.monotonic()
         try:
             dist.scatter_object_list(received, None, src=0, group=self._group)
         except RuntimeError as error:
+            waited_s = time.monotonic() - began
+            if waited_s < self._timeout_s:
+                raise RunError(f"rank {self._rank} lost the connection to rank 0, which has ended: {error}") from error
             raise DeadlineError(
-                f"a command of rank 0 on rank {self._rank} ({error})",
-                waited_s=self._timeout_s,
-                setting="training.queue_timeout_s",
+                f"a command of rank 0 on rank {self._rank}", waited_s=waited_s, setting="training.queue_timeout_s"
             ) from error
         command = received[0]
         if not isinstance(command, Command):

@@ -19,7 +19,7 @@ class WeightEndpoint(Protocol):
 
     def init_weight_transfer(self, fields: dict[str, Any]) -> None: ...
 
-    def update_weights(self, fields: dict[str, Any]) -> None: ...
+    def update_weights(self, fields: dict[str, Any], *, timeout_s: float) -> None: ...
 
 
 class GlooTransport:
@@ -84,7 +84,9 @@ class GlooTransport:
                 "shapes": [list(spec.shape) for spec in specs],
                 "bucket_bytes": self.bucket_bytes,
                 "timeout_s": self._timeout_s,
-            }
+            },
+            # every bucket has a deadline of its own; this one only ends the wait for a server that has stopped answering
+            timeout_s=self._timeout_s * (2 + sum(spec.num_bytes for spec in specs) // self.bucket_bytes),
         )
 
     def send(self, tensors: list[torch.Tensor]) -> None:

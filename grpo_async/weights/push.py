@@ -10,8 +10,8 @@ gathering without sending, because the other ranks wait for it in the collective
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,24 +81,34 @@ class GatheredParameters(Protocol):
 
 
 def push_weights(
-    parameters: GatheredParameters, *, version: int, control: PushControl, transport: WeightTransport
+    parameters: GatheredParameters,
+    *,
+    version: int,
+    control: PushControl,
+    transport: WeightTransport,
+    before_gather: Callable[[], None] = lambda: None,
 ) -> PushReport:
     """Rank 0: push all parameters and make `version` the server's policy version.
+
+    Args:
+        before_gather: called when the server is ready to receive; brings the other ranks into the gather.
 
     Raises:
         WeightPushError: some phase failed; the server still serves the old weights and is not paused.
     """
     began = time.monotonic()
     try:
-        try:
-            control.pause()
-            gather_s, send_s = _transfer(parameters, version=version, control=control, transport=transport)
-        finally:
-            control.resume()  # also when pause() failed: the server may have paused before its answer was lost
-    except WeightPushError:
-        raise
+        control.pause()
+        control.start_weight_update()
+        before_gather()
+        gather_s, send_s = _transfer(parameters, transport=transport)
+        control.finish_weight_update(version)
     except Exception as error:
-        raise WeightPushError(f"pushing version {version} failed: {type(error).__name__}: {error}") from error
+        also = _try_to_resume(control)
+        raise WeightPushError(
+            f"pushing version {version} failed, the server keeps its old weights: {type(error).__name__}: {error}{also}"
+        ) from error
+    control.resume()
     total_s = time.monotonic() - began
     return PushReport(
         version=version,
@@ -110,40 +120,39 @@ def push_weights(
     )
 
 
-def _transfer(
-    parameters: GatheredParameters, *, version: int, control: PushControl, transport: WeightTransport
-) -> tuple[float, float]:
+def _try_to_resume(control: PushControl) -> str:
+    """After a failure, also one of pause(): the server may have paused before its answer was lost."""
+    try:
+        control.resume()
+    except Exception as error:  # noqa: BLE001 - the first failure is the cause; this one is only told
+        return f" (nor could generation be resumed: {error})"
+    return ""
+
+
+def _transfer(parameters: GatheredParameters, *, transport: WeightTransport) -> tuple[float, float]:
+    """Gather and send every bucket while the server receives; (seconds gathering, seconds sending)."""
     gather_s = send_s = 0.0
     failure: Exception | None = None
-    applied: Future[None] | None = None
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-update") as executor:
-        try:
-            control.start_weight_update()
-            applied = executor.submit(transport.announce, parameters.specs)
-        except Exception as error:  # noqa: BLE001 - kept until every rank is through the gather, then raised
-            failure = error
+        applied = executor.submit(transport.announce, parameters.specs)
         mark = time.monotonic()
         for tensors in parameters.buckets(transport.bucket_bytes):
             gather_s += time.monotonic() - mark
-            if failure is None and applied is not None:
-                mark = time.monotonic()
+            mark = time.monotonic()
+            if failure is None:
                 try:
                     if applied.done():  # it can only be done this early if the server refused the update
                         applied.result()
                         raise WeightPushError("the server ended the update before all parameters were sent")
                     transport.send(tensors)
-                except Exception as error:  # noqa: BLE001 - as above
+                except Exception as error:  # noqa: BLE001 - kept until every rank is through the gather, then raised
                     failure = error
-                send_s += time.monotonic() - mark
+            send_s += time.monotonic() - mark
             mark = time.monotonic()
-        if applied is not None:
-            try:
-                applied.result()
-            except Exception as error:  # noqa: BLE001 - the server's own words explain more than our broken broadcast
-                failure = error
+        try:
+            applied.result()
+        except Exception as error:  # noqa: BLE001 - the server's own words explain more than our broken broadcast
+            failure = error
     if failure is not None:
-        raise WeightPushError(
-            f"pushing version {version} failed, the server keeps its old weights: {type(failure).__name__}: {failure}"
-        ) from failure
-    control.finish_weight_update(version)
+        raise failure
     return gather_s, send_s

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer
+from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.records import ScoredGroup
 from tests.support.records import make_scored
@@ -32,13 +32,8 @@ class _Fixture:
         asyncio.run(run())
 
     def take(self, count: int, *, version: int = 0, timeout_s: float = 0.2, progress: int = 0) -> list[int]:
-        taken = self.buffer.take(
-            count,
-            trainer_version=version,
-            timeout_s=timeout_s,
-            progress=lambda: progress,
-            setting="training.queue_timeout_s",
-        )
+        watch = Watch(timeout_s=timeout_s, progress=lambda: progress, setting="training.queue_timeout_s")
+        taken = self.buffer.take(count, trainer_version=version, watch=watch)
         return [scored.group.group_id for scored in taken]
 
 
@@ -74,7 +69,7 @@ def test_a_round_without_any_samples_is_given_back_and_the_next_one_taken() -> N
 
 def test_take_without_progress_names_the_wait_and_the_setting() -> None:
     fixture = _Fixture()
-    with pytest.raises(DeadlineError, match=r"samples for step 1 .* raise `training.queue_timeout_s`"):
+    with pytest.raises(DeadlineError, match=r"samples for step 1; .* raise `training.queue_timeout_s`"):
         fixture.take(1, timeout_s=0.05)
 
 
@@ -89,9 +84,16 @@ def test_an_empty_queue_is_not_the_end_while_tokens_are_generated() -> None:
 
     timer = threading.Timer(0.3, late_put)
     timer.start()
-    taken = fixture.buffer.take(
-        1, trainer_version=0, timeout_s=0.05, progress=lambda: next(ticks), setting="training.queue_timeout_s"
+    beats: list[int] = []
+    watch = Watch(
+        timeout_s=0.05,
+        progress=lambda: next(ticks),
+        setting="training.queue_timeout_s",
+        heartbeat=lambda: beats.append(1),
+        heartbeat_s=0.02,
     )
+    taken = fixture.buffer.take(1, trainer_version=0, watch=watch)
+    assert beats, "the other ranks would have waited without a word"
     results.extend(scored.group.group_id for scored in taken)
     timer.join()
     assert results == [7]
@@ -107,6 +109,17 @@ def test_interrupt_and_fail_wake_a_waiting_take() -> None:
         with pytest.raises(expected):
             fixture.take(1, timeout_s=10.0)
         timer.join()
+
+
+def test_an_interrupted_take_queues_again_what_it_had_taken() -> None:
+    fixture = _Fixture()
+    fixture.put(make_scored(0))
+    timer = threading.Timer(0.05, fixture.buffer.interrupt)
+    timer.start()
+    with pytest.raises(BufferInterrupted):
+        fixture.take(2, timeout_s=10.0)
+    timer.join()
+    assert [scored.group.group_id for scored in fixture.buffer.drain()] == [0]
 
 
 def test_put_waits_for_room_and_take_makes_it() -> None:

@@ -114,6 +114,24 @@ def test_a_connection_that_breaks_after_the_last_token_ends_the_completion() -> 
     assert len(server.requests) == 1
 
 
+def test_a_connection_that_breaks_after_the_last_line_does_not_sample_past_the_end() -> None:
+    server = _Server(lambda: httpx.Response(200, stream=_BrokenStream(_chunk([5, 2], finish="stop"))))
+    generation, _ = _generate(server)
+    assert generation.token_ids == [5, 2]
+    assert generation.finish_reason is FinishReason.STOP
+    assert len(server.requests) == 1
+
+
+def test_an_aborted_request_goes_on_from_its_partial_tokens() -> None:
+    """A server that is told to end aborts what it has; the cut completion must not be taken for a whole one."""
+    server = _Server(_stream(_chunk([5], finish="abort")), _stream(_chunk([6], finish="stop")))
+    generation, seen = _generate(server)
+    assert generation.token_ids == [5, 6]
+    assert generation.finish_reason is FinishReason.STOP
+    assert sum(count for count, _ in seen) == 2
+    assert server.requests[1]["token_ids"] == [1, 2, 5]
+
+
 def test_4xx_raises_at_once_with_the_servers_words() -> None:
     """R6.5."""
     server = _Server(httpx.Response(400, json={"error": "prompt too long"}))

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, is_closed
-from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer
+from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RequestRejectedError, RunError
 from grpo_async.inference.client import Generation, OnTokens
@@ -136,7 +136,10 @@ class _Setup:
 
     async def take(self, count: int, version: int = 0) -> list[ScoredGroup]:
         return await asyncio.to_thread(
-            self.buffer.take, count, trainer_version=version, timeout_s=5.0, progress=lambda: 0, setting="s"
+            self.buffer.take,
+            count,
+            trainer_version=version,
+            watch=Watch(timeout_s=5.0, progress=lambda: 0, setting="s"),
         )
 
     def run(self, steps: Callable[[asyncio.Task[None]], Any]) -> None:
@@ -321,6 +324,21 @@ def test_a_run_without_any_learning_signal_stops_instead_of_generating_for_ever(
 
     setup.run(steps)
     assert setup.ledger.snapshot()["groups"]["filtered"] >= 12
+
+
+def test_a_store_that_cannot_write_stops_the_run_with_its_own_words(tmp_path: Path) -> None:
+    setup = _Setup(tmp_path, lambda name: _answer(0))
+
+    def append(*_: Any, **__: Any) -> None:
+        raise RunError("No space left on device")
+
+    setup.store.append = append  # type: ignore[method-assign]
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        with pytest.raises(RunError, match="No space left"):
+            await task
+
+    setup.run(steps)
 
 
 def test_a_prompt_that_is_too_long_fails_its_group_only(tmp_path: Path) -> None:

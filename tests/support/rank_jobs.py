@@ -45,7 +45,7 @@ def random_samples(count: int = 12, *, seed: int = 0) -> list[RolloutSample]:
 
 
 def build(model: str) -> tuple[Policy, torch.optim.AdamW]:
-    policy = load_policy(ModelSection(path=model), temperature=1.0, chunk_tokens=16)
+    policy = load_policy(ModelSection(path=model), temperature=1.0, chunk_tokens=16, max_model_len=256)
     shard_policy(policy, init_device_mesh("cpu", (dist.get_world_size(),)), compute_dtype=torch.float32)
     return policy, make_optimizer(policy, OptimizerSection(lr=1e-3, weight_decay=0.1))
 

@@ -12,6 +12,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
 from grpo_async.tracking import Trackers, open_trackers
+from tests.e2e.support import wait_for
 
 
 def _config(*tracking: dict[str, Any]) -> ExperimentConfig:
@@ -45,7 +46,8 @@ def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
     trackers.log(1, {"reward": 0.5})
     trackers.close()
     (file,) = (tmp_path / "trackers").glob("wandb/offline-run-*/run-*.wandb")
-    assert b"reward" in file.read_bytes()
+    # its own process writes the file, some time after finish() has returned
+    wait_for(lambda: b"reward" in file.read_bytes(), what="the metrics to be written", timeout_s=30.0)
 
 
 def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -69,7 +69,13 @@ def _push(server: _Server) -> _Parameters:
         with pytest.raises(WeightPushError, match=f"version 7 failed.*{server._fail_at} broke"):
             push_weights(parameters, version=7, control=server, transport=server)
     else:
-        report = push_weights(parameters, version=7, control=server, transport=server)
+        report = push_weights(
+            parameters,
+            version=7,
+            control=server,
+            transport=server,
+            before_gather=lambda: server.events.append("gather"),
+        )
         assert report.num_bytes == 48  # 3 parameters x 4 floats x 4 bytes
         assert report.pause_s <= report.total_s
     return parameters
@@ -94,7 +100,7 @@ class _PatientServer(_Server):
 def test_the_order_of_a_push() -> None:
     server = _PatientServer()
     _push(server)
-    assert server.events == ["pause", "start", "send", "send", "send", "finish 7", "resume"]
+    assert server.events == ["pause", "start", "gather", "send", "send", "send", "finish 7", "resume"]
 
 
 @pytest.mark.parametrize("phase", ["start", "announce", "send", "finish 7"])
@@ -103,10 +109,19 @@ def test_a_pause_is_followed_by_a_resume_whatever_fails(phase: str) -> None:
     parameters = _push(server)
     assert server.events[0] == "pause"
     assert server.events[-1] == "resume"
-    # the other ranks wait in the collective, so every bucket is gathered even though sending failed
-    assert parameters.gathered == 3
+    # once the other ranks are in the collective every bucket is gathered, even though sending failed
+    assert parameters.gathered == (0 if phase == "start" else 3)
     if phase != "finish 7":
         assert "finish 7" not in server.events
+
+
+def test_a_resume_that_fails_too_does_not_hide_the_cause() -> None:
+    class Dead(_Server):
+        def resume(self) -> None:
+            raise OSError("connection refused")
+
+    with pytest.raises(WeightPushError, match=r"start broke \(nor could generation be resumed: connection refused\)"):
+        push_weights(_Parameters(), version=7, control=Dead("start"), transport=Dead("start"))
 
 
 def test_a_pause_that_may_or_may_not_have_happened_is_resumed_too() -> None:
