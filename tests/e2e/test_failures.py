@@ -137,3 +137,16 @@ def test_a_run_with_nothing_to_learn_stops_with_the_cause_and_a_checkpoint(tmp_p
     assert "8 groups in a row had all-equal rewards" in done.stdout  # 2 rounds of 4
     assert (run.folder / "checkpoints" / "step_0" / "state.json").exists()
     run.assert_nothing_is_left()
+
+
+def test_a_stop_before_the_server_is_ready_is_no_failure(tmp_path: Path) -> None:
+    """Nothing listens there: the trainer waits for it."""
+    run = _run(tmp_path, "inference.url=http://127.0.0.1:9")
+    process = run.start()
+    assert process.stdout is not None
+    while "waiting for the server" not in (line := process.stdout.readline()):
+        assert line, run.logs()
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, timeout_s=60.0)
+    assert done.returncode == 143, done.stdout
+    run.assert_nothing_is_left()

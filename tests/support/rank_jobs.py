@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from grpo_async.batching.pack import Reduction, pack_rank, token_weights
 from grpo_async.batching.plan import plan_batch
 from grpo_async.config.experiment import ClippedLoss, ModelSection, OptimizerSection
+from grpo_async.errors import CheckpointError
 from grpo_async.records import RolloutSample
 from grpo_async.rundir import RunDir
 from grpo_async.training import checkpoint
@@ -124,6 +127,26 @@ def load_and_go_on(model: str, run: str) -> dict[str, Any]:
     state = checkpoint.load_state(rundir, 1)
     result = one_step(policy, optimizer, random_samples(seed=1))
     return {"loss": result.loss, "weights": fingerprint(policy), "step": state.step, "data": state.data}
+
+
+def save_on_a_full_disk(model: str, run: str) -> dict[str, Any]:
+    """Checkpoint 1 is written; while 2 is, no file may grow beyond 1000 bytes."""
+    policy, optimizer = build(model)
+    rundir = RunDir(Path(run))
+    rundir.create()
+    for step in (1, 2):
+        one_step(policy, optimizer, random_samples())
+        state = checkpoint.TrainerState(step=step, data={}, outstanding_prompts=[], ledger={}, progress={})
+        if step == 2:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            checkpoint.save_checkpoint(rundir, step, policy, optimizer, state)
+        except CheckpointError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            return {"error": str(error)}
+    return {"error": None}
 
 
 def export(model: str, target: str) -> dict[str, Any]:

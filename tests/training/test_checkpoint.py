@@ -29,6 +29,16 @@ def test_a_loaded_run_goes_on_as_the_saved_one_did(
 
 
 @pytest.mark.slow
+def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_untouched(tiny_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    error = run_on_ranks("save_on_a_full_disk", 1, tmp_path / "job", model=tiny_model, run=run)["error"]
+    assert error is not None
+    assert "cannot write checkpoint" in error
+    assert "free space" in error
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_1"]
+
+
+@pytest.mark.slow
 def test_the_exported_model_is_the_trained_one(tiny_model: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
