@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import sys
+
 from grpo_async.cli.options import ConfigArgument, PortOption, SetOption
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
     """Serve the model with vLLM, for a trainer that names it in `inference.url`.
 
-    Listens on `inference.host`. Where GRPO_ASYNC_TOKEN is set, every request but /health needs it; an address
-    other than loopback needs it always.
+    Listens on `inference.host`. Every request but /health needs the token of GRPO_ASYNC_TOKEN; where the variable is
+    not set, a token is made and printed (on loopback; any other address refuses to start without one).
 
     \b
     Examples:
@@ -19,7 +25,9 @@ def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOp
     from grpo_async.config.loader import load_config
     from grpo_async.servers.vllm import command
 
-    command.serve_vllm(load_config(config, overrides or ()), port)
+    experiment = load_config(config, overrides or ())
+    _ensure_token(experiment.inference.host)
+    command.serve_vllm(experiment, port)
 
 
 def serve_embedded(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
@@ -33,4 +41,20 @@ def serve_embedded(config: ConfigArgument, port: PortOption = 8000, overrides: S
     from grpo_async.config.loader import load_config
     from grpo_async.servers.embedded import main
 
-    main.serve_embedded(load_config(config, overrides or ()), port)
+    experiment = load_config(config, overrides or ())
+    _ensure_token(experiment.inference.host)
+    main.serve_embedded(experiment, port)
+
+
+def _ensure_token(host: str) -> None:
+    """Nobody else on this machine may steer a server that was started by hand without thinking of it."""
+    from grpo_async.inference.surface import TOKEN_VARIABLE, token_from_environment
+
+    if token_from_environment() is None and host in _LOOPBACK:
+        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
+        print(
+            f"${TOKEN_VARIABLE} is not set; made one for this server. Where the trainer runs:\n"
+            f"  export {TOKEN_VARIABLE}={os.environ[TOKEN_VARIABLE]}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,2 +1,5 @@
-"""The trainer: `policy` is the sharded model, `losses` the objective, `step` one optimizer step, `ranks` keeps the ranks in
-lockstep, `parameters` gathers for the push, `checkpoint` saves and restores, `loop` is rank 0's main loop."""
+"""The trainer. `loop` is rank 0's main loop and that of the ranks that follow; `ranks` carries the commands between them.
+
+`policy` is the sharded model, `logprobs` its head in chunks, `losses` the objective, `step` one optimizer step, `parameters`
+gathers for the push, `checkpoint` saves, restores and exports, `meter` measures who waited for whom.
+"""

@@ -94,7 +94,8 @@ def push_weights(
         before_gather: called when the server is ready to receive; brings the other ranks into the gather.
 
     Raises:
-        WeightPushError: some phase failed; the server still serves the old weights and is not paused.
+        WeightPushError: some phase failed; the server is not paused, and unless it was the last phase that failed it serves
+            the old weights.
     """
     began = time.monotonic()
     try:
@@ -105,9 +106,7 @@ def push_weights(
         control.finish_weight_update(version)
     except Exception as error:
         also = _try_to_resume(control)
-        raise WeightPushError(
-            f"pushing version {version} failed, the server keeps its old weights: {type(error).__name__}: {error}{also}"
-        ) from error
+        raise WeightPushError(f"pushing version {version} failed: {type(error).__name__}: {error}{also}") from error
     control.resume()
     total_s = time.monotonic() - began
     return PushReport(

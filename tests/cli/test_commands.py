@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,28 @@ def test_a_server_gets_its_configuration_and_port(
     assert _invoke(command, config).exit_code == 0
     assert calls == [("other", 8001), ("demo", 8000)]
     assert _invoke(command, config, "--port", "70000").exit_code == 2
+
+
+@pytest.mark.parametrize("given", ["", "mine"])
+def test_a_server_started_by_hand_is_never_without_a_token(
+    config: str, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    tokens: list[str | None] = []
+    monkeypatch.setenv("GRPO_ASYNC_TOKEN", given)
+    monkeypatch.setattr(
+        "grpo_async.servers.embedded.main.serve_embedded",
+        lambda config, port: tokens.append(os.environ.get("GRPO_ASYNC_TOKEN")),
+    )
+    result = _invoke("serve-embedded", config)
+    assert result.exit_code == 0
+    (token,) = tokens
+    if given:
+        assert token == "mine"
+        assert "mine" not in result.output
+    else:
+        assert token is not None
+        assert len(token) >= 32
+        assert f"export GRPO_ASYNC_TOKEN={token}" in result.stderr
 
 
 def test_prepare_quickstart_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
