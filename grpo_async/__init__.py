@@ -27,9 +27,9 @@ Layers; imports go down only, packages of one layer do not import each other:
     1  data  chat  rewards  inference  buffer  batching  weights  tracking  store
     0  records  config  errors  rundir  processes
 
-Where to look: what may be configured: config/experiment.py. What a server must serve: inference/surface.py. How stale a sample
+Where to look: what may be configured: config/sections.py. What a server must serve: inference/surface.py. How stale a sample
 may be: buffer/sample_buffer.py and buffer/admission.py. The loss: training/losses.py. The main loop: training/loop.py. The order
-of a weight push: weights/push.py. Which objects are connected to which: launch/trainer.py.
+of a weight push: weights/push.py. Which objects are connected to which: launch/lead.py and launch/rollout_side.py.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The configuration: `experiment` says what may be written, `loader` reads it, `problems` reports what is wrong."""
+"""The configuration: `sections` and `experiment` say what may be written, `loader` reads it, `problems` reports what is wrong."""
 
 from grpo_async.config.experiment import ExperimentConfig
 

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_async.config.experiment import CsvSource, HubSource, JsonlSource, Source
+from grpo_async.config.sections import CsvSource, HubSource, JsonlSource, Source
 from grpo_async.errors import ConfigError
 
 Row = dict[str, Any]

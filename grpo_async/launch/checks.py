@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.experiment import HubSource, Source
+from grpo_async.config.sections import HubSource, Source
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.inference.surface import token_from_environment
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
-from grpo_async.config.experiment import RewardSection
+from grpo_async.config.sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.rewards.call import OFFERED, own_name, read_parameters
 from grpo_async.rewards.function import RewardFunction

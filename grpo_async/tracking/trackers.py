@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from grpo_async.config.experiment import ExperimentConfig, TensorboardTracker, WandbTracker
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.sections import TensorboardTracker, WandbTracker
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.config.experiment import ModelSection
+from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.logprobs import chunked_logprobs
 

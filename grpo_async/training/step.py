@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.config.experiment import ClippedLoss, OptimizerSection
+from grpo_async.config.sections import ClippedLoss, OptimizerSection
 from grpo_async.training.losses import TokenLoss, clipped_token_loss
 from grpo_async.training.policy import Policy
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_async.batching.pack import Reduction, pack_rank, token_weights
 from grpo_async.batching.plan import plan_batch
-from grpo_async.config.experiment import ClippedLoss, ModelSection, OptimizerSection
+from grpo_async.config.sections import ClippedLoss, ModelSection, OptimizerSection
 from grpo_async.errors import CheckpointError
 from grpo_async.records import RolloutSample
 from grpo_async.rundir import RunDir

@@ -10,7 +10,7 @@ import torch
 
 from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
-from grpo_async.config.experiment import ModelSection
+from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.policy import Policy, load_policy
 from tests.support.rank_jobs import random_samples

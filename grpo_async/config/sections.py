@@ -1,0 +1,281 @@
+"""The sections of an experiment, in the order of the data path. The docstring under a field is its help text and goes into
+the JSON schema; rules that span sections stand in `experiment`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from grpo_async.config.base import StrictModel
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class RunSection(StrictModel):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; its directory is `run.dir`/`run.name`."""
+    dir: Path = Path("runs")
+    """Where run directories are made."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds data order, sampling and initialisation of everything random."""
+
+
+class ModelSection(StrictModel):
+    path: str
+    """Folder of a Hugging Face model (config, safetensors, tokenizer), or a hub name where the machine reaches a hub."""
+    dtype: Dtype = "float32"
+    """dtype of the trainer's master weights and optimizer state."""
+    compute_dtype: Dtype | None = None
+    """dtype of forward and backward; null = `model.dtype`. bfloat16 on GPUs."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass: less memory, about a third more compute."""
+    chat_template: Path | None = None
+    """A Jinja chat template that replaces the tokenizer's own."""
+
+
+class DataSource(StrictModel):
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Renames: `{problem: prompt, solution: answer}`. After renaming a column named `prompt` must exist; it holds text
+    or a list of `{role, content}` messages. Every other column is handed to the reward functions."""
+    system_prompt: str | None = None
+    """Put before every prompt as a system message."""
+    limit: int | None = Field(default=None, ge=1)
+    """Use the first N rows only."""
+
+
+class JsonlSource(DataSource):
+    type: Literal["jsonl"] = "jsonl"
+    """One JSON object per line."""
+    path: Path
+    """The file."""
+
+
+class CsvSource(DataSource):
+    type: Literal["csv"]
+    """Comma-separated values with a header line; every value is text."""
+    path: Path
+    """The file."""
+
+
+class HubSource(DataSource):
+    type: Literal["hub"]
+    """A dataset that `datasets.load_dataset` finds (extra `hub`: pip install 'grpo-async[hub]')."""
+    name: str
+    """Name on the hub, or a local folder."""
+    subset: str | None = None
+    """Configuration of the dataset."""
+    split: str = "train"
+    """Split of the dataset."""
+
+
+Source = Annotated[JsonlSource | CsvSource | HubSource, Field(discriminator="type")]
+
+
+class DataSection(StrictModel):
+    train: Source
+    """Prompts to train on."""
+    shuffle: bool = True
+    """Shuffle anew in every epoch, by `run.seed`."""
+
+
+class RolloutSection(StrictModel):
+    group_size: int = Field(default=8, ge=2)
+    """Completions per prompt; advantages are taken within a group."""
+    groups_per_step: int = Field(default=16, ge=1)
+    """Groups that one optimizer step consumes."""
+    max_staleness: int = Field(default=1, ge=0)
+    """Oldest policy that may be trained on, in optimizer steps behind the trainer. 0 = synchronous GRPO.
+    Also paces generation: at most (max_staleness + 1) x groups_per_step groups are started ahead of the trainer."""
+    max_completion_tokens: int = Field(default=512, ge=1)
+    """Token budget of one completion, over all its turns."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Sampling temperature; the trainer's logprobs use the same."""
+    max_in_flight: int = Field(default=256, ge=1)
+    """Most completions that are asked of the server at once."""
+    zero_variance: Literal["skip", "resample", "train"] = "skip"
+    """A group whose rewards are all equal teaches nothing. skip: not trained, the step goes on with the other groups.
+    resample: another prompt takes its place (dynamic sampling, DAPO). train: trained with advantage 0, which dilutes the step."""
+    max_rounds_without_signal: int = Field(default=20, ge=1)
+    """Stop the run when this many times groups_per_step groups in a row had all-equal rewards: there is nothing to learn."""
+    advantage_scale: Literal["group", "none"] = "group"
+    """group: (r - mean) / (std + 1e-4) within the group. none: r - mean (Dr. GRPO, arXiv 2503.20783)."""
+    rollout_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Wall time of one rollout; then it fails and its group goes on with the survivors."""
+    shutdown_timeout_s: float = Field(default=10.0, gt=0.0)
+    """Time the rollout thread has to end its tasks when the run stops."""
+
+
+class RewardSection(StrictModel):
+    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    """`module:attribute` of a function, partial or callable object with TRL's signature
+    `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
+    The working directory is importable."""
+    name: str | None = None
+    """Name in the metrics; null = the function's own name."""
+    weight: float = 1.0
+    """Factor in the sum of the rewards."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Extra keyword arguments of every call."""
+    run_in: Literal["thread", "process"] = "thread"
+    """process: in a pool of worker processes that are killed on time-out. For CPU-heavy functions and those that use signals."""
+    timeout_s: float = Field(default=60.0, gt=0.0)
+    """Time limit of one call; then the group fails."""
+
+
+class VllmOptions(StrictModel):
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of the GPU's memory that vLLM takes (GPU only)."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that share one copy of the model."""
+    kv_cache_mb: int = Field(default=512, ge=16)
+    """Key/value cache in MiB (CPU only)."""
+    enforce_eager: bool = False
+    """Skip graph capture and compilation: starts faster, generates slower."""
+    extra_args: list[str] = Field(default_factory=list)
+    """Further arguments of vLLM's own server, as they are."""
+
+
+class EmbeddedOptions(StrictModel):
+    max_slots: int = Field(default=64, ge=1)
+    """Completions generated at once; more wait."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the embedded engine runs."""
+
+
+class InferenceSection(StrictModel):
+    engine: Literal["auto", "vllm", "embedded"] = "auto"
+    """vllm: the real vLLM server. embedded: a small engine on transformers, for machines without vLLM.
+    auto: vllm where it is installed and its platform is usable, else embedded; the plan says which and why."""
+    url: str | None = Field(default=None, pattern=r"^https?://[^/]+$")
+    """A server that already runs (`grpo-async serve-vllm`), instead of one spawned by `train`. Its token: $GRPO_ASYNC_TOKEN."""
+    host: str = "127.0.0.1"
+    """Address that a spawned server binds."""
+    dtype: Dtype = "float32"
+    """dtype of the served weights; weights are cast to it before they are sent."""
+    max_model_len: int = Field(default=2048, ge=8)
+    """Longest prompt + completion in tokens."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the server's compute."""
+    startup_timeout_s: float = Field(default=300.0, gt=0.0)
+    """Time a server has until it answers /health."""
+    request_timeout_s: float = Field(default=300.0, gt=0.0)
+    """Longest silence of the server within one request."""
+    max_retries: int = Field(default=5, ge=0)
+    """Retries of one request after connection errors and answers >= 500; 4xx is never retried."""
+    vllm: VllmOptions = VllmOptions()
+    """Options of the vLLM server."""
+    embedded: EmbeddedOptions = EmbeddedOptions()
+    """Options of the embedded engine."""
+
+
+class ClippedLoss(StrictModel):
+    type: Literal["clipped"] = "clipped"
+    """PPO's clipped surrogate on token ratios against the sampler's logprobs (GRPO, arXiv 2402.03300)."""
+    epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
+    """Lower clip: ratio >= 1 - epsilon."""
+    epsilon_high: float = Field(default=0.28, gt=0.0)
+    """Upper clip: ratio <= 1 + epsilon_high (clip-higher, DAPO, arXiv 2503.14476)."""
+    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """dapo: sum / trained tokens of the whole optimizer step. grpo: mean over samples of the token mean.
+    dr_grpo: sum / (samples x max_completion_tokens)."""
+
+
+class OptimizerSection(StrictModel):
+    lr: float = Field(default=1e-6, gt=0.0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    eps: float = Field(default=1e-8, gt=0.0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """AdamW's decoupled weight decay."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine end at `min_lr_ratio` x lr at `training.max_steps`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up from 0."""
+    min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Floor of linear and cosine schedules."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """Gradients are clipped to this total norm over all ranks."""
+
+
+class TrainingSection(StrictModel):
+    max_steps: int = Field(default=100, ge=1)
+    """Optimizer steps of the run."""
+    weight_sync_steps: int = Field(default=1, ge=1)
+    """Push weights to the server every N optimizer steps."""
+    micro_batch_tokens: int = Field(default=4096, ge=8)
+    """Most tokens (padding included) that one forward holds on one rank."""
+    row_tokens: int | None = Field(default=None, ge=8)
+    """Samples are packed into rows of this many tokens; null = the longest sample of the step. Longer rows pad less but
+    attend over a larger block mask."""
+    pack: bool = True
+    """false: one sample per row (for comparison; the loss is the same)."""
+    logprob_chunk_tokens: int = Field(default=1024, ge=1)
+    """Logits are computed for this many tokens at a time and never held for more."""
+    queue_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Longest wait for samples without any progress of generation."""
+    collective_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Deadline of one collective between trainer ranks."""
+    max_bad_steps: int = Field(default=3, ge=1)
+    """Consecutive steps with a loss or gradient that is not finite (each is skipped) after which the run stops."""
+
+
+class GlooWeights(StrictModel):
+    type: Literal["gloo"] = "gloo"
+    """Broadcast over TCP by gloo: works on CPU and on any machine."""
+    bucket_mb: int = Field(default=8, ge=1)
+    """Parameters travel in buckets of this many MiB."""
+    timeout_s: float = Field(default=120.0, gt=0.0)
+    """Deadline of each phase of a push."""
+    host: str = "127.0.0.1"
+    """Address of the trainer on which the weight group meets."""
+
+
+class CheckpointSection(StrictModel):
+    every_steps: int = Field(default=50, ge=1)
+    """Save every N steps; a checkpoint is also written at the end and on SIGINT / SIGTERM."""
+    keep_last: int = Field(default=2, ge=1)
+    """Older checkpoints are removed."""
+
+
+class EvaluationSection(StrictModel):
+    data: Source
+    """Held-out prompts."""
+    num_prompts: int = Field(default=200, ge=1)
+    """The first N of them."""
+    baseline_column: str | None = None
+    """If set, the report also states the share of the most frequent value of this column: the score of always giving it."""
+
+
+class TensorboardTracker(StrictModel):
+    type: Literal["tensorboard"]
+    """Event files in the run directory (extra `tensorboard`)."""
+
+
+class WandbTracker(StrictModel):
+    type: Literal["wandb"]
+    """Weights & Biases (extra `wandb`)."""
+    project: str
+    """Name of the project."""
+    entity: str | None = None
+    """User or team; null = the default of the login."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: written to the run directory, for `wandb sync` later."""
+
+
+TrackerSection = Annotated[TensorboardTracker | WandbTracker, Field(discriminator="type")]
+
+
+class LaunchSection(StrictModel):
+    num_trainer_ranks: int = Field(default=1, ge=1)
+    """Trainer processes under torchrun, one per GPU (or any number on CPU)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the trainer runs; auto = cuda where there is one."""
+    trainer_threads: int = Field(default=1, ge=1)
+    """CPU threads of each trainer rank."""
+    stop_timeout_s: float = Field(default=60.0, gt=0.0)
+    """Time the trainer has to checkpoint and end after SIGINT / SIGTERM; then it is killed."""
