@@ -1,21 +1,19 @@
-"""What can be known to be wrong before anything starts: files, folders and modules that the configuration names.
+"""What can be known to be wrong before anything starts: files, folders and functions that the configuration names.
 
-Reads a few rows at most, imports no user code and no torch. Every problem goes into one error.
+Reads a few rows at most and imports the reward functions, as the trainer will. Every problem goes into one error.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
-import os
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import HubSource, Source
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.inference.surface import token_from_environment
+from grpo_async.rewards import RewardFunction, load_rewards
 
 _NUM_ROWS = 3
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
@@ -30,16 +28,21 @@ def check_inputs(config: ExperimentConfig) -> list[str]:
     problems: list[str] = []
     notes: list[str] = []
     _check_model(config, problems, notes)
-    _check_source("data.train", config.data.train, problems, notes)
+    train_columns = _check_source("data.train", config.data.train, problems, notes)
     if config.evaluation is not None:
         columns = _check_source("evaluation.data", config.evaluation.data, problems, notes)
         baseline = config.evaluation.baseline_column
         if columns is not None and baseline is not None and baseline not in columns:
             problems.append(f"evaluation.baseline_column: {baseline} is not one of the columns {sorted(columns)}")
-    for index, reward in enumerate(config.rewards):
-        problem = _missing_module(reward.function)
-        if problem:
-            problems.append(f"rewards.{index}.function: {problem}")
+    try:
+        rewards = load_rewards(config.rewards)
+    except ConfigError as error:
+        problems.append(str(error))
+    else:
+        if train_columns is not None:
+            problems.extend(missing_columns(rewards, train_columns))
+        for reward in rewards:
+            reward.close()
     if config.inference.url is not None and token_from_environment() is None:
         notes.append("inference.url is set and $GRPO_ASYNC_TOKEN is not: the server must be one that asks for no token")
     if problems:
@@ -81,17 +84,12 @@ def _check_source(key: str, source: Source, problems: list[str], notes: list[str
     return set(rows[0])
 
 
-def _missing_module(function: str) -> str | None:
-    """Why the module of `module:attribute` cannot be imported, as far as that shows without importing anything."""
-    module = function.partition(":")[0]
-    top = module.partition(".")[0]
-    if top in sys.builtin_module_names or top in sys.modules:
-        return None
-    path = [os.getcwd(), *_python_path(), *sys.path]
-    if importlib.machinery.PathFinder.find_spec(top, path) is None:
-        return f"{function}: there is no module {top} in {os.getcwd()}, and none is installed"
-    return None
-
-
-def _python_path() -> Iterator[str]:
-    yield from filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+def missing_columns(rewards: Sequence[RewardFunction], columns: Collection[str]) -> list[str]:
+    """One sentence for each reward function that needs a column which data.train does not have: it would fail every group."""
+    given = sorted(set(columns) - {"prompt"})
+    return [
+        f"reward {reward.name!r} needs the column(s) {missing}, but data.train has {given}; rename with "
+        "data.train.columns, or set them in the reward's `arguments`"
+        for reward in rewards
+        if (missing := reward.missing_columns(given))
+    ]

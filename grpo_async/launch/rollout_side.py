@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,9 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.retry import RetryPolicy
 from grpo_async.inference.surface import token_from_environment
+from grpo_async.launch.checks import missing_columns
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.rewards import RewardFunction, load_rewards
+from grpo_async.rewards import load_rewards
 from grpo_async.rollout.conversation import Conversation, SamplingSettings
 from grpo_async.rollout.evaluation import Evaluator
 from grpo_async.rollout.source import AsyncRolloutSource
@@ -58,7 +58,9 @@ def build_rollout_side(
         state=state.data if state else None,
     )
     rewards = load_rewards(config.rewards)
-    _check_columns(rewards, rows)
+    problems = missing_columns(rewards, rows[0])
+    if problems:
+        raise ConfigError("\n".join(problems))
     scorer = Scorer(
         rewards,
         renderer,
@@ -153,16 +155,3 @@ def build_rollout_side(
             rollout_timeout_s=rollout.rollout_timeout_s,
         )
     return RolloutSide(source=source, evaluator=evaluator)
-
-
-def _check_columns(rewards: Sequence[RewardFunction], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse now what would fail every group later: a reward function that needs a column the data does not have."""
-    columns = set(rows[0]) - {"prompt"}
-    problems = [
-        f"reward {reward.name!r} needs the column(s) {missing}, but data.train has {sorted(columns)}; rename with "
-        "data.train.columns, or set them in the reward's `arguments`"
-        for reward in rewards
-        if (missing := reward.missing_columns(columns))
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))

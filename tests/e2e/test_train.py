@@ -106,6 +106,19 @@ def test_a_bad_config_starts_nothing_and_exits_with_2(tmp_path: Path) -> None:
     assert not run.folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("nope", "has no `nope`"), ("needs_a_column", "needs the column(s) ['gold']")],
+)
+def test_a_reward_that_cannot_work_starts_nothing_and_exits_with_2(tmp_path: Path, function: str, words: str) -> None:
+    run = make_run(tmp_path, "quickstart.yaml")
+    run.config.write_text(run.config.read_text() + f"rewards:\n- function: tests.e2e.broken_reward:{function}\n")
+    done = run.train()
+    assert done.returncode == 2
+    assert words in done.stdout
+    assert not run.folder.exists()
+
+
 def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path, "quickstart.yaml")
     done = run.train("--dry-run")
