@@ -217,7 +217,6 @@ class RolloutSample:
     rewards: Mapping[str, float | None]
     reward: float | None
     truncated: bool
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.sampler_logprobs), len(self.policy_versions))
@@ -252,8 +251,3 @@ class ScoredGroup:
     def oldest_version(self) -> int | None:
         """The oldest policy version among all trained tokens; None when nothing is to be trained."""
         return min((sample.oldest_version for sample in self.samples), default=None)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the policy sampled for the survivors."""
-        return sum(completion.num_sampled_tokens for completion in self.group.trainable)

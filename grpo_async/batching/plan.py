@@ -23,11 +23,6 @@ class BatchPlan:
     def num_micro_batches(self) -> int:
         return len(self.ranks[0])
 
-    def padding_ratio(self, lengths: Sequence[int]) -> float:
-        """Share of planned tokens that are padding."""
-        planned = sum(len(micro_batch) for rank in self.ranks for micro_batch in rank) * self.row_tokens
-        return 1.0 - sum(lengths) / planned if planned else 0.0
-
 
 def plan_batch(
     lengths: Sequence[int], *, num_ranks: int, micro_batch_tokens: int, row_tokens: int | None, pack: bool

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from grpo_async.cli.options import ConfigArgument, SetOption
-
-if TYPE_CHECKING:
-    from grpo_async.config import ExperimentConfig
 
 
 def validate(config: ConfigArgument, overrides: SetOption = None) -> None:
@@ -25,27 +22,11 @@ def validate(config: ConfigArgument, overrides: SetOption = None) -> None:
       grpo-async validate configs/quickstart.yaml --set launch.num_trainer_ranks=2 > resolved.yaml
     """
     from grpo_async.config.loader import dump_config, load_config
+    from grpo_async.launch.launcher import describe_plan
 
     resolved = load_config(config, overrides or ())
     typer.echo(dump_config(resolved))
-    typer.echo("".join(f"# {line}".rstrip() + "\n" for line in _plan(resolved).splitlines()), nl=False)
-
-
-def _plan(config: ExperimentConfig) -> str:
-    from grpo_async.launch import machine
-    from grpo_async.launch.engine_choice import choose_engine
-    from grpo_async.launch.plan import Places, plan_processes
-    from grpo_async.rundir import RunDir
-
-    run_dir = RunDir(config.run_path.absolute())
-    places = Places(
-        run_dir=run_dir,
-        attempt=run_dir.logs / "attempt_N",
-        private=Path("PRIVATE"),
-        port=machine.free_port(config.inference.host),
-    )
-    plan = plan_processes(config, engine=choose_engine(config), places=places, machine=machine.look(), token=None)
-    return plan.describe()
+    typer.echo("".join(f"# {line}".rstrip() + "\n" for line in describe_plan(resolved).splitlines()), nl=False)
 
 
 def schema(

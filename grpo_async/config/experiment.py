@@ -116,11 +116,6 @@ class ExperimentConfig(StrictModel):
         return (self.rollout.max_staleness + 1) * self.rollout.groups_per_step
 
     @property
-    def samples_per_step(self) -> int:
-        """groups_per_step x group_size."""
-        return self.rollout.groups_per_step * self.rollout.group_size
-
-    @property
     def connection_limit(self) -> int:
         """HTTP connections to the server: every completion in flight has its own, plus some for control."""
         return self.rollout.max_in_flight + 8

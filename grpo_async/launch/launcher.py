@@ -71,6 +71,15 @@ def launch(
     return _report(outcome, run_dir, console)
 
 
+def describe_plan(config: ExperimentConfig) -> str:
+    """The processes that `config` would start, for humans; looks at the machine, not at the files that `config` names."""
+    places = _places_of_a_dry_run(RunDir(config.run_path.absolute()), config)
+    plan = plan_processes(
+        config, engine=choose_engine(config), places=places, machine=machine_module.look(), token=None
+    )
+    return plan.describe()
+
+
 def _plan(
     config: ExperimentConfig,
     engine: EngineChoice,

@@ -15,14 +15,12 @@ from typing import Any
 
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.data.sources import load_rows
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.surface import ServerInfo, token_from_environment
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
-from grpo_async.rollout.evaluation import majority_share
 from grpo_async.rundir import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, open_trackers
@@ -188,15 +186,14 @@ class _Leader:
         return Reading(time_s=time.monotonic(), generation_busy_s=info.busy_s, generated_tokens=info.generated_tokens)
 
     def _write_summary(self, side: RolloutSide, meter: PipelineMeter, info: ServerInfo, steps: int) -> None:
-        rundir, section = self._place.rundir, self._config.evaluation
+        rundir = self._place.rundir
         is_finished = steps == self._config.training.max_steps
         ledger = side.source.ledger_snapshot()
-        evaluation = None
-        if section is not None:
+        evaluation: dict[str, Any] | None = None
+        if self._config.evaluation is not None:
             evaluation = {when: self._progress.get(f"evaluation_{when}") for when in ("before", "after")}
-            if section.baseline_column is not None:
-                rows = load_rows(section.data)[: section.num_prompts]
-                evaluation["majority_baseline"] = majority_share(rows, section.baseline_column)
+            if side.majority_baseline is not None:
+                evaluation["majority_baseline"] = side.majority_baseline
         summary = {
             "status": "finished" if is_finished else "stopped",
             "steps": steps,

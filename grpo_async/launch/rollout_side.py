@@ -20,7 +20,7 @@ from grpo_async.launch.checks import missing_columns
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.rewards import load_rewards
 from grpo_async.rollout.conversation import Conversation, SamplingSettings
-from grpo_async.rollout.evaluation import Evaluator
+from grpo_async.rollout.evaluation import Evaluator, majority_share
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
@@ -31,10 +31,12 @@ from grpo_async.training.checkpoint import TrainerState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSide:
-    """What rank 0 generates with. `evaluator` is None when the config has no `evaluation`."""
+    """What rank 0 generates with. `evaluator` is None when the config has no `evaluation`; `majority_baseline` is the share of
+    the most frequent held-out answer, None without `evaluation.baseline_column`."""
 
     source: AsyncRolloutSource
     evaluator: Evaluator | None
+    majority_baseline: float | None
 
 
 def build_rollout_side(
@@ -141,10 +143,12 @@ def build_rollout_side(
         admission=admission,
         closing=[reward.close for reward in rewards],
     )
-    evaluator = None
+    evaluator = majority_baseline = None
     if config.evaluation is not None:
         held_out = config.evaluation.data
         rows = load_rows(held_out)[: config.evaluation.num_prompts]
+        if config.evaluation.baseline_column is not None:
+            majority_baseline = majority_share(rows, config.evaluation.baseline_column)
         evaluator = Evaluator(
             [make_prompt(row, number, held_out.system_prompt) for number, row in enumerate(rows)],
             conversation(0.0),
@@ -154,4 +158,4 @@ def build_rollout_side(
             max_in_flight=rollout.max_in_flight,
             rollout_timeout_s=rollout.rollout_timeout_s,
         )
-    return RolloutSide(source=source, evaluator=evaluator)
+    return RolloutSide(source=source, evaluator=evaluator, majority_baseline=majority_baseline)

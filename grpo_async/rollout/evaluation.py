@@ -10,9 +10,10 @@ from typing import Any
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.errors import DeadlineError
 from grpo_async.records import Prompt, RolloutGroup
+from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import Conversation
 from grpo_async.scoring.advantages import combine_rewards
-from grpo_async.scoring.scorer import Reward, Scorer
+from grpo_async.scoring.scorer import Scorer
 
 
 class Evaluator:
@@ -24,7 +25,7 @@ class Evaluator:
         conversation: Conversation,
         renderer: ChatRenderer,
         scorer: Scorer,
-        rewards: Sequence[Reward],
+        rewards: Sequence[RewardFunction],
         *,
         max_in_flight: int,
         rollout_timeout_s: float,

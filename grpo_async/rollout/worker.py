@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger
@@ -26,28 +26,14 @@ from grpo_async.records import (
     Prompt,
     RolloutCompletion,
     RolloutGroup,
-    RolloutSample,
     RolloutStatus,
     ScoredGroup,
 )
 from grpo_async.rollout.conversation import Conversation
 from grpo_async.scoring.scorer import Scorer
+from grpo_async.store.rollout_store import RolloutStore
 
 logger = logging.getLogger(__name__)
-
-
-class Store(Protocol):
-    """Where finished groups are written."""
-
-    def append(
-        self,
-        group: RolloutGroup,
-        samples: Sequence[RolloutSample],
-        status: GroupStatus,
-        step: int | None,
-        *,
-        scored: ScoredGroup | None = None,
-    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +78,7 @@ class RolloutWorker:
         buffer: SampleBuffer,
         ledger: Ledger,
         admission: Admission,
-        store: Store,
+        store: RolloutStore,
     ) -> None:
         self._settings = settings
         self._stream = stream

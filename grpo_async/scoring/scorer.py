@@ -7,32 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from grpo_async.chat.renderer import ChatRenderer, as_plain_messages
 from grpo_async.records import RolloutCompletion, RolloutGroup, RolloutSample, ScoredGroup
-from grpo_async.rewards import RewardOutcome, TrainerState
+from grpo_async.rewards import RewardFunction, TrainerState
 from grpo_async.scoring.advantages import combine_rewards, group_advantages, has_zero_variance
-
-
-class Reward(Protocol):
-    """A reward function as `rewards.load_rewards` makes it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def weight(self) -> float: ...
-
-    async def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-        *,
-        trainer_state: TrainerState | None = None,
-    ) -> RewardOutcome: ...
 
 
 class Scorer:
@@ -48,7 +28,7 @@ class Scorer:
 
     def __init__(
         self,
-        rewards: Sequence[Reward],
+        rewards: Sequence[RewardFunction],
         renderer: ChatRenderer,
         *,
         advantage_scale: Literal["group", "none"],

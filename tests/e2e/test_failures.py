@@ -71,9 +71,18 @@ def test_killing_the_launcher_leaves_no_process_and_resume_goes_on_from_the_last
     run.assert_nothing_is_left()
     steps = sorted(int(path.name.removeprefix("step_")) for path in (run.folder / "checkpoints").glob("step_*"))
     assert steps[-1] >= 2
+    state = json.loads((run.folder / "checkpoints" / f"step_{steps[-1]}" / "state.json").read_text())
+    parts_before = set((run.folder / "rollouts").glob("part-*.jsonl"))
     resumed = run.train("--resume", "--set", f"training.max_steps={steps[-1] + 2}")
     assert resumed.returncode == 0, resumed.stdout[-3000:] + run.logs()[-3000:]
     assert [line["step"] for line in run.metrics()] == list(range(1, steps[-1] + 3))
+    new_parts = set((run.folder / "rollouts").glob("part-*.jsonl")) - parts_before
+    issued = {json.loads(line)["prompt_id"] for part in new_parts for line in part.read_text().splitlines()}
+    # at most (max_staleness + 1) x 4 = 8 prompts were open at the checkpoint: all come again, then the next ones in order
+    assert set(state["outstanding_prompts"]) <= issued
+    following = sorted(issued - set(state["outstanding_prompts"]))
+    begin = state["data"]["next_prompt_id"]
+    assert following == list(range(begin, begin + len(following)))
 
 
 def test_killing_the_server_ends_the_run_with_its_name_and_no_orphan(tmp_path: Path) -> None:
