@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
+# A shell starts background jobs with SIGINT ignored, and children inherit that; here they get it as in a terminal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
