@@ -62,17 +62,51 @@ class GroupStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """What the policy asked for in one turn, as parsed from its text. A call that cannot be read has an `error`, which goes
+    back to the policy as the call's result; its `name` is "" where not even that could be read."""
+
+    tool_call_id: str  # nine letters and digits: the strictest of the chat templates (Mistral) wants that
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As chat templates and reward functions know it (the OpenAI form, with `arguments` as an object)."""
+        function = {"name": self.name, "arguments": dict(self.arguments)}
+        return {"id": self.tool_call_id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedMessage:
-    """One chat message and who wrote it."""
+    """One chat message and who wrote it.
+
+    `tool_calls` are those of an assistant's message in the OpenAI form (`ToolCall.as_dict`); `name` and `tool_call_id` say
+    which call a message of role "tool" answers.
+    """
 
     role: str
     content: str
     origin: Origin
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As chat templates and reward functions know it: {"role", "content"}, and the other fields where they are set."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [dict(call) for call in self.tool_calls]
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallRecord:
-    """One tool call of one turn. `duration_s` is wall-clock seconds."""
+    """One tool call of one turn, after it was made. `duration_s` is wall-clock seconds."""
 
     tool_call_id: str
     name: str
@@ -121,6 +155,14 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     is_conversational: bool = True  # False: the data gave plain text, and reward functions get plain text back
 
+    def as_given(self, messages: Sequence[TaggedMessage] | None = None) -> Any:
+        """The prompt as reward functions, environments and rollout functions get it: a list of message dicts, or plain text
+        (without the system prompt that the config may put before it). `messages` stand for the prompt's own."""
+        messages = self.messages if messages is None else messages
+        if self.is_conversational:
+            return [message.as_dict() for message in messages]
+        return messages[-1].content
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCompletion:
@@ -128,6 +170,10 @@ class RolloutCompletion:
 
     Worked example: prompt ids [1, 2]; turn 0 samples [3, 4] and a tool answers with the suffix [9]; turn 1 samples [5]:
     completion_ids = [3, 4, 9, 5], completion_mask = [1, 1, 0, 1], logprobs of the suffix token = 0.0.
+
+    `prompt_messages` are the messages that `prompt_ids` stand for where an environment's reset changed those of the prompt.
+    `environment_rewards` maps the class name of the rollout's environment to what its `get_reward` said (None = no reward);
+    `reward_columns` are extra columns that a custom rollout function returned for this rollout.
     """
 
     rollout_id: str
@@ -138,6 +184,9 @@ class RolloutCompletion:
     done: bool = False  # the environment said the episode is over
     error: str | None = None
     total_duration_s: float = 0.0
+    prompt_messages: Sequence[TaggedMessage] | None = None
+    environment_rewards: Mapping[str, float | None] = field(default_factory=dict)
+    reward_columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def completion_ids(self) -> list[int]:
@@ -173,7 +222,8 @@ class RolloutCompletion:
 
     def trajectory(self, prompt: Prompt) -> list[TaggedMessage]:
         """The whole conversation: the prompt's messages, then the completion's, each once."""
-        return [*prompt.messages, *self.completion_messages()]
+        messages = prompt.messages if self.prompt_messages is None else self.prompt_messages
+        return [*messages, *self.completion_messages()]
 
     def tool_metrics(self) -> dict[str, float]:
         """Calls per rollout and the share that failed; 2 calls of which 1 failed -> 2.0 and 0.5."""
@@ -238,7 +288,7 @@ class ScoredGroup:
     """A group after scoring. `samples` is empty when the group has no learning signal and is not to be trained.
 
     `rewards` and `reward_parts` are aligned with `group.trainable` (the survivors that were scored). `metrics` is what the
-    reward functions logged.
+    reward functions logged with `log_metric`; `extra_columns`, also aligned with the survivors, with `log_extra`.
     """
 
     group: RolloutGroup
@@ -246,6 +296,7 @@ class ScoredGroup:
     rewards: Sequence[float | None]
     reward_parts: Sequence[Mapping[str, float | None]]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    extra_columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def oldest_version(self) -> int | None:

@@ -18,9 +18,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("launch",),
     ("rollout", "training", "viewer", "quickstart"),
-    ("scoring", "servers"),
-    ("data", "chat", "rewards", "inference", "buffer", "batching", "weights", "tracking", "store"),
-    ("records", "config", "rundir", "processes"),
+    ("scoring", "servers", "envs"),
+    ("data", "chat", "tools", "rewards", "inference", "buffer", "batching", "weights", "tracking", "store"),
+    ("records", "config", "rundir", "sandbox"),
+    ("references", "threads", "processes"),
     ("errors",),  # below everything: the config loader raises ConfigError
 )
 LAYER = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
@@ -28,7 +29,10 @@ LAYER = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
 # Importing one of these, and whatever it imports in turn, must not load torch: they run in the launcher, the command
 # line and the viewer, or their records do.
 WITHOUT_TORCH = (
-    ("__main__", "cli", "viewer", "scoring", "data", "rewards", "store", "buffer", "tracking") + LAYERS[-2] + LAYERS[-1]
+    ("__main__", "cli", "viewer", "scoring", "data", "tools", "envs", "rewards", "store", "buffer", "tracking")
+    + LAYERS[-3]
+    + LAYERS[-2]
+    + LAYERS[-1]
 )
 HEAVY = ("torch", "transformers", "vllm", "datasets")
 

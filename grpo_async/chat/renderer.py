@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.errors import ConfigError
-from grpo_async.records import Prompt, TaggedMessage
+from grpo_async.records import Prompt
 
 
 class ChatRenderer:
@@ -73,7 +73,7 @@ class ChatRenderer:
                 "the prompts are conversations, but the model's tokenizer has no chat template; set model.chat_template "
                 "to a Jinja file, or give the prompts as plain text"
             )
-        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        messages = [message.as_dict() for message in prompt.messages]
         # rendered to text first: the template's own control tokens are then tokenised as the special tokens they are
         text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
@@ -81,8 +81,3 @@ class ChatRenderer:
     def completion_text(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-
-def as_plain_messages(messages: Sequence[TaggedMessage]) -> list[dict[str, str]]:
-    """Messages as reward functions get them: [{"role": ..., "content": ...}]."""
-    return [{"role": message.role, "content": message.content} for message in messages]

@@ -13,6 +13,7 @@ from grpo_async.config.sections import (
     CheckpointSection,
     ClippedLoss,
     DataSection,
+    EnvironmentSection,
     EvaluationSection,
     GlooWeights,
     InferenceSection,
@@ -20,8 +21,11 @@ from grpo_async.config.sections import (
     ModelSection,
     OptimizerSection,
     RewardSection,
+    RolloutFunctionSection,
     RolloutSection,
     RunSection,
+    ToolCallingSection,
+    ToolSection,
     TrackerSection,
     TrainingSection,
 )
@@ -38,8 +42,16 @@ class ExperimentConfig(StrictModel):
     """Where prompts come from."""
     rollout: RolloutSection = RolloutSection()
     """How completions are generated and how far generation may run ahead."""
-    rewards: list[RewardSection] = Field(min_length=1)
-    """What is rewarded; several are added up by weight."""
+    tools: list[ToolSection] = Field(default_factory=list)
+    """Functions that the model may call."""
+    tool_calling: ToolCallingSection = ToolCallingSection()
+    """How tool calls are read and answered."""
+    environments: dict[str, EnvironmentSection] = Field(default_factory=dict)
+    """Environments by name. With more than one, the data's column `environment` says which one a row uses."""
+    rollout_function: RolloutFunctionSection | None = None
+    """Your own rollouts instead of ours: no tools, no environments, any engine."""
+    rewards: list[RewardSection] = Field(default_factory=list)
+    """What is rewarded; several are added up by weight. May be left out where every environment has a `get_reward`."""
     inference: InferenceSection = InferenceSection()
     """The inference server."""
     loss: ClippedLoss = ClippedLoss()
@@ -78,6 +90,24 @@ class ExperimentConfig(StrictModel):
     def _conflicts(self) -> list[str]:
         rollout, training, inference = self.rollout, self.training, self.inference
         found = []
+        if not self.rewards and not self.environments:
+            found.append("rewards: there are none; name at least one, or an environment that has a `get_reward`")
+        if self.rollout_function is not None and (self.tools or self.environments):
+            found.append(
+                "rollout_function: with one, `tools` and `environments` are not used (the function makes the whole rollout); "
+                "remove one or the other"
+            )
+        for name, environment in self.environments.items():
+            if environment.max_instances is not None and environment.max_instances < rollout.group_size:
+                found.append(
+                    f"environments.{name}.max_instances: {environment.max_instances} is less than rollout.group_size: "
+                    f"{rollout.group_size}; a group needs an instance for each of its rollouts"
+                )
+        if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > rollout.max_completion_tokens:
+            found.append(
+                f"rollout.max_turn_tokens: {rollout.max_turn_tokens} is more than rollout.max_completion_tokens: "
+                f"{rollout.max_completion_tokens}, the budget of all turns together"
+            )
         if training.weight_sync_steps > rollout.max_staleness + 1:
             found.append(
                 f"rollout.max_staleness: {rollout.max_staleness} with training.weight_sync_steps: "

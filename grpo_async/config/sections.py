@@ -34,6 +34,10 @@ class ModelSection(StrictModel):
     """Recompute each layer's activations in the backward pass: less memory, about a third more compute."""
     chat_template: Path | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the chat template, such as `{enable_thinking: false}`."""
+    end_of_turn_tokens: list[str] = Field(default_factory=list)
+    """Tokens that end the policy's turn, beside the tokenizer's eos and those of the model's generation_config.json."""
 
 
 class DataSource(StrictModel):
@@ -90,7 +94,11 @@ class RolloutSection(StrictModel):
     """Oldest policy that may be trained on, in optimizer steps behind the trainer. 0 = synchronous GRPO.
     Also paces generation: at most (max_staleness + 1) x groups_per_step groups are started ahead of the trainer."""
     max_completion_tokens: int = Field(default=512, ge=1)
-    """Token budget of one completion, over all its turns."""
+    """Token budget of one completion, over all its turns, tool results included."""
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens that the policy may generate in one turn; null = what is left of the completion."""
+    max_turns: int = Field(default=16, ge=1)
+    """Most turns of the policy in one rollout. One that calls a tool in its last turn counts as truncated."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature; the trainer's logprobs use the same."""
     max_in_flight: int = Field(default=256, ge=1)
@@ -98,6 +106,9 @@ class RolloutSection(StrictModel):
     zero_variance: Literal["skip", "resample", "train"] = "skip"
     """A group whose rewards are all equal teaches nothing. skip: not trained, the step goes on with the other groups.
     resample: another prompt takes its place (dynamic sampling, DAPO). train: trained with advantage 0, which dilutes the step."""
+    overlong: Literal["train", "mask"] = "train"
+    """What becomes of truncated completions. train: like any other. mask: they count in the group's mean but are not trained
+    (overlong filtering, DAPO, arXiv 2503.14476)."""
     max_rounds_without_signal: int = Field(default=20, ge=1)
     """Stop the run when this many times groups_per_step groups in a row had all-equal rewards: there is nothing to learn."""
     advantage_scale: Literal["group", "none"] = "group"
@@ -108,8 +119,57 @@ class RolloutSection(StrictModel):
     """Time the rollout thread has to end its tasks when the run stops."""
 
 
+Reference = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+"""`module:attribute`; the working directory is importable."""
+
+
+class ToolSection(StrictModel):
+    function: Reference
+    """`module:attribute` of a typed function with a Google-style docstring, sync or async; the model sees name, types and texts."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments that are fixed here and that the model does not see."""
+    timeout_s: float = Field(default=30.0, gt=0.0)
+    """Time limit of one call; then the model is told so."""
+
+
+class ToolCallingSection(StrictModel):
+    parser: str = "auto"
+    """How calls are read from the model's text: `hermes` (Qwen, Hermes: <tool_call>{json}</tool_call>), `llama3_json`, `mistral`,
+    `harmony` (GPT-OSS), or `module:attribute` of your own. auto: by the chat template; the plan says which."""
+    max_result_chars: int = Field(default=8192, ge=16)
+    """Longer tool results are cut, with a mark that says so."""
+
+
+class EnvironmentSection(StrictModel):
+    factory: Reference
+    """`module:attribute` of a class or zero-argument factory: `reset(**row)`, tool methods, and, if wanted, `is_done()`,
+    `get_reward()`, `close()`. As in TRL's `environment_factory`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the factory."""
+    reward_weight: float = 1.0
+    """Factor on what `get_reward` returns, in the sum of the rewards."""
+    timeout_s: float = Field(default=60.0, gt=0.0)
+    """Time limit of one call of an instance: reset, a tool, is_done, get_reward."""
+    max_instances: int | None = Field(default=None, ge=1)
+    """Most instances at once; null = as many as there are rollouts in flight."""
+
+
+class RolloutFunctionSection(StrictModel):
+    function: Reference
+    """`module:attribute` of `rollout_func(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}`, as in TRL."""
+    repeat_prompts: bool = True
+    """true: every prompt is given `group_size` times, and one completion is expected for each entry (what TRL does).
+    false: every prompt once; `group_size` completions of each prompt are expected, one prompt's after the other's."""
+    groups_per_call: int | None = Field(default=None, ge=1)
+    """Most groups in one call; null = `rollout.groups_per_step`."""
+    max_concurrent_calls: int = Field(default=1, ge=1)
+    """Calls that may run at once, each in a thread of its own."""
+    timeout_s: float = Field(default=600.0, gt=0.0)
+    """Time limit of one call; then its groups fail."""
+
+
 class RewardSection(StrictModel):
-    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    function: Reference
     """`module:attribute` of a function, partial or callable object with TRL's signature
     `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
     The working directory is importable."""

@@ -27,7 +27,7 @@ from grpo_async.rewards.call import (
 )
 from grpo_async.rewards.errors import RewardError
 from grpo_async.rewards.pool import WorkerPool
-from grpo_async.rewards.threads import ThreadRunner
+from grpo_async.threads import ThreadRunner, ThreadsExhaustedError
 
 
 class RewardFunction:
@@ -70,7 +70,7 @@ class RewardFunction:
         self._timeout_s = timeout_s
         self._setting = setting
         self._is_async = is_async(function)
-        self._threads = ThreadRunner(self.name)
+        self._threads = ThreadRunner(f"reward-{self.name}")
         self._pool: WorkerPool | None = None
         if run_in == "process":
             if reference is None:
@@ -128,6 +128,10 @@ class RewardFunction:
                 self.name,
                 f"took longer than {self._timeout_s:g} s for {len(completions)} completions; "
                 f"raise `{self._setting}.timeout_s` if this is expected",
+            ) from error
+        except ThreadsExhaustedError as error:
+            raise RewardError(
+                self.name, f"{error}; set `run_in: process` for it: worker processes are killed on time-out"
             ) from error
         if isinstance(result, Failure):
             raise self._error(result)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from grpo_async.config.sections import RewardSection
 from grpo_async.errors import ConfigError
+from grpo_async.references import resolve
 from grpo_async.rewards.call import OFFERED, own_name, read_parameters
 from grpo_async.rewards.function import RewardFunction
-from grpo_async.rewards.resolve import resolve
 
 
 def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:

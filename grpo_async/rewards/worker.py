@@ -12,9 +12,9 @@ import sys
 from multiprocessing.connection import Connection
 
 from grpo_async.processes import die_with_parent
+from grpo_async.references import resolve
 from grpo_async.rewards.call import Failure, RewardCallable, RewardOutcome, RewardRequest, attempt, failure_of
 from grpo_async.rewards.process import READY
-from grpo_async.rewards.resolve import resolve
 
 _functions: dict[str, RewardCallable] = {}
 

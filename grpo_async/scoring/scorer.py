@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from grpo_async.chat.renderer import ChatRenderer, as_plain_messages
+from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.records import RolloutCompletion, RolloutGroup, RolloutSample, ScoredGroup
 from grpo_async.rewards import RewardFunction, TrainerState
 from grpo_async.scoring.advantages import combine_rewards, group_advantages, has_zero_variance
@@ -78,13 +78,11 @@ class Scorer:
         """
         prompt = group.prompt
         count = len(completions)
-        given: Any
+        given = prompt.as_given()
         texts: list[Any]
         if prompt.is_conversational:
-            given = as_plain_messages(prompt.messages)
-            texts = [as_plain_messages(completion.completion_messages()) for completion in completions]
+            texts = [[m.as_dict() for m in completion.completion_messages()] for completion in completions]
         else:
-            given = prompt.messages[-1].content  # without the system prompt that the config may put before it
             texts = ["".join(m.content for m in completion.completion_messages()) for completion in completions]
         columns = {name: [value] * count for name, value in prompt.columns.items()}
         ids = [completion.completion_ids for completion in completions]

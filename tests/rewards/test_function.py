@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_async.rewards import RewardError, RewardFunction
-from grpo_async.rewards.threads import ThreadRunner
+from grpo_async.threads import ThreadRunner
 from tests.rewards import faulty_rewards
 from tests.rewards.helpers import FAULTY, TRL, loaded, score
 
@@ -155,7 +155,7 @@ def test_the_event_loop_runs_while_a_thread_blocks(released: None) -> None:
 def test_a_thread_past_its_time_limit_is_an_error_and_too_many_are_refused(released: None) -> None:
     async def run() -> None:
         reward = RewardFunction(faulty_rewards.blocks, timeout_s=0.05, setting="rewards.3")
-        reward._threads = ThreadRunner("blocks", max_abandoned=2)
+        reward._threads = ThreadRunner("reward-blocks", max_abandoned=2)
         for abandoned in (1, 2):
             with pytest.raises(RewardError, match=r"took longer than 0.05 s .* raise `rewards.3.timeout_s`"):
                 await score(reward, ["a"])

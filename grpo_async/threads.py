@@ -1,4 +1,4 @@
-"""Runs blocking reward functions in daemon threads, off the event loop.
+"""Runs the user's blocking functions (rewards, tools, environments) in daemon threads, off the event loop.
 
 A thread cannot be killed. One that outlives its deadline is abandoned and counted until it ends; with too many of them
 running, further calls are refused. Threads are daemons, so an abandoned one does not keep the process from ending.
@@ -14,16 +14,20 @@ from concurrent.futures import Future
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from grpo_async.rewards.errors import RewardError
+from grpo_async.errors import GrpoAsyncError
 
 Result = TypeVar("Result")
 
 
+class ThreadsExhaustedError(GrpoAsyncError):
+    """Too many threads outlived their deadlines: the function hangs, and threads cannot be killed."""
+
+
 class ThreadRunner:
-    """Threads of one reward function.
+    """Threads of one function.
 
     Args:
-        name: name of the reward function, for threads and errors.
+        name: what runs in them, for threads and errors ("reward length").
         max_threads: calls that run at once; more wait.
         max_abandoned: with this many abandoned threads still running, calls are refused.
     """
@@ -31,7 +35,7 @@ class ThreadRunner:
     def __init__(self, name: str, *, max_threads: int = 8, max_abandoned: int = 4) -> None:
         self._name = name
         self._max_threads = max_threads
-        # An asyncio semaphore belongs to one event loop, a reward function may serve several in turn.
+        # An asyncio semaphore belongs to one event loop, a function may serve several in turn.
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._max_abandoned = max_abandoned
         self._num_abandoned = 0
@@ -43,20 +47,22 @@ class ThreadRunner:
         return self._num_abandoned
 
     async def run(self, work: Callable[[], Result], timeout_s: float) -> Result:
-        """Run `work`, which must not raise, in a thread. TimeoutError after `timeout_s`, RewardError when refused."""
+        """Run `work`, which must not raise, in a thread.
+
+        Raises:
+            TimeoutError: it took longer than `timeout_s` seconds; its thread is abandoned.
+            ThreadsExhaustedError: too many abandoned threads are still running.
+        """
         async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_threads)):
             if self._num_abandoned >= self._max_abandoned:
-                raise RewardError(
-                    self._name,
-                    f"{self._num_abandoned} of its threads still run past their time limit, and threads cannot be "
-                    "killed; set `run_in: process` for it: worker processes are killed on time-out",
+                raise ThreadsExhaustedError(
+                    f"{self._name}: {self._num_abandoned} of its threads still run past their time limit, and threads "
+                    "cannot be killed"
                 )
             future: Future[Result] = Future()
             future.set_running_or_notify_cancel()
             context = contextvars.copy_context()
-            thread = threading.Thread(
-                target=lambda: future.set_result(context.run(work)), name=f"reward-{self._name}", daemon=True
-            )
+            thread = threading.Thread(target=lambda: future.set_result(context.run(work)), name=self._name, daemon=True)
             thread.start()
             waiter = asyncio.wrap_future(future)
             try:
