@@ -1,17 +1,32 @@
-"""Renders prompts to token ids and decodes what the policy sampled.
+"""Renders prompts and tool results to token ids, and reads what the policy sampled.
 
-Invariant: sampled tokens are decoded for reward functions and for people only; the ids that are trained on are the ids that
-were sampled, never a re-tokenisation of this text.
+Invariant: sampled tokens are decoded for tools, reward functions and people only; the ids that are trained on, and that the next
+turn goes on from, are the ids that were sampled, never a re-tokenisation of this text.
+
+    prompt_ids(messages, tools) | sampled ids | suffix_ids(calls, results) | sampled ids | ...
+
+Where things are: `template` (messages to text), `encoding` (text to ids, injection guard), `suffix` (the rule for tool results),
+`reading` and `parsers` (sampled ids to tool calls), `startup` (the check before a run).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from grpo_async.chat.encoding import Encoder
+from grpo_async.chat.parsers import choose_parser
+from grpo_async.chat.reading import TurnReader
+from grpo_async.chat.startup import ToolCheck
+from grpo_async.chat.suffix import SuffixRule
+from grpo_async.chat.template import ChatTemplate
+from grpo_async.chat.turn import PolicyTurn
 from grpo_async.errors import ConfigError
-from grpo_async.records import Prompt
+from grpo_async.records import Origin, TaggedMessage, ToolCall
 
 
 class ChatRenderer:
@@ -20,16 +35,54 @@ class ChatRenderer:
     Args:
         tokenizer: the model's tokenizer.
         chat_template: Jinja text that replaces the tokenizer's own template, or None.
+        template_arguments: further variables of the template (`model.chat_template_arguments`).
+        end_of_turn_tokens: tokens that end a turn beside the tokenizer's eos (`model.end_of_turn_tokens`).
+        end_of_turn_ids: the same as ids; `load` takes them from generation_config.json.
+        parser: how tool calls are read (`tool_calling.parser`).
+
+    Raises:
+        ConfigError: an end-of-turn token is not one token, or there is no such parser.
     """
 
-    def __init__(self, tokenizer: Any, *, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        end_of_turn_tokens: Sequence[str] = (),
+        end_of_turn_ids: Sequence[int] = (),
+        parser: str = "auto",
+    ) -> None:
         self._tokenizer = tokenizer
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
+        self._template = ChatTemplate(tokenizer, template_arguments or {})
+        eos = tokenizer.eos_token_id
+        ends = [*([] if eos is None else [int(eos)]), *end_of_turn_ids]
+        ends += [_token_id(tokenizer, token) for token in end_of_turn_tokens]
+        self._end_of_turn_ids = list(dict.fromkeys(ends))
+        source = self._template.source(with_tools=True) if self._template.exists else ""
+        self._encoder = Encoder(tokenizer, source)
+        self._parser = choose_parser(
+            parser,
+            tokenizer,
+            template_source=source,
+            vocabulary=tokenizer.get_added_vocab(),
+            generation_prompt=self._generation_prompt,
+        )
 
     @classmethod
-    def load(cls, model_path: str, *, chat_template: Path | None = None) -> ChatRenderer:
-        """Load the tokenizer of a model folder (or hub name).
+    def load(
+        cls,
+        model_path: str,
+        *,
+        chat_template: Path | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        end_of_turn_tokens: Sequence[str] = (),
+        parser: str = "auto",
+    ) -> ChatRenderer:
+        """Load the tokenizer of a model folder (or hub name), and the end-of-turn tokens of its generation_config.json.
 
         Raises:
             ConfigError: no tokenizer there, or the template file cannot be read.
@@ -44,40 +97,122 @@ class ChatRenderer:
         if chat_template is not None:
             try:
                 template = chat_template.read_text(encoding="utf-8")
-            except OSError as error:
+            except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"model.chat_template: cannot read {chat_template}: {error}") from error
-        return cls(tokenizer, chat_template=template)
+        return cls(
+            tokenizer,
+            chat_template=template,
+            template_arguments=template_arguments,
+            end_of_turn_tokens=end_of_turn_tokens,
+            end_of_turn_ids=_generation_config_ends(model_path),
+            parser=parser,
+        )
 
     @property
     def tokenizer(self) -> Any:
         return self._tokenizer
 
     @property
-    def eos_token_ids(self) -> list[int]:
-        """Ids that end a turn, as far as the tokenizer knows."""
-        eos = self._tokenizer.eos_token_id
-        return [] if eos is None else [int(eos)]
+    def end_of_turn_ids(self) -> list[int]:
+        """Ids at which generation of a turn stops."""
+        return list(self._end_of_turn_ids)
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Conversations (and text with a system prompt) go through the chat template with a
-        generation prompt; plain text does not.
+    def prompt_ids(
+        self,
+        messages: Sequence[TaggedMessage],
+        *,
+        is_conversational: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """Token ids of a prompt. Conversations, and text with a system prompt or with tools, go through the chat template
+        with a generation prompt; plain text alone does not.
+
+        Messages from tools and environments are guarded: the text of a control token in them stays text. Messages of the data
+        are not: they are the user's own, and a system prompt that names `<think>` means the token.
 
         Raises:
-            ConfigError: the prompt is a conversation and the tokenizer has no chat template.
+            ConfigError: the tokenizer has no chat template.
+            ChatError: the template refuses the messages.
         """
-        if not prompt.is_conversational and len(prompt.messages) == 1:
-            text = prompt.messages[0].content
-            return [int(token) for token in self._tokenizer(text)["input_ids"]]
-        if not self._tokenizer.chat_template:
-            raise ConfigError(
-                "the prompts are conversations, but the model's tokenizer has no chat template; set model.chat_template "
-                "to a Jinja file, or give the prompts as plain text"
-            )
-        messages = [message.as_dict() for message in prompt.messages]
-        # rendered to text first: the template's own control tokens are then tokenised as the special tokens they are
-        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+        foreign = [message.origin is not Origin.PROMPT for message in messages]
+        guarded = self._encoder.guard([message.as_dict() for message in messages], foreign)
+        if not is_conversational and len(messages) == 1 and not tools:
+            text = guarded.messages[0]["content"]
+            return self._encoder.encode(text, guarded.marks, as_document=True)
+        rendered = self._template.render(guarded.messages, tools=tools, add_generation_prompt=True)
+        return self._encoder.encode(rendered, guarded.marks)
+
+    def suffix_ids(self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage]) -> list[int]:
+        """Ids that follow the policy's end-of-turn token: the results of `calls`, in their order, and the next generation
+        prompt. Independent of the conversation so far.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template.
+            ChatError: the template cannot render these messages, or its tokens do not line up; this rollout cannot go on.
+        """
+        return self._suffix.ids(calls, results)
+
+    def parse(self, token_ids: Sequence[int], *, turn: int) -> PolicyTurn:
+        """Read what the policy sampled in its turn number `turn` (0, 1, ...; the ids of the calls are made of it). Never raises
+        for what a model wrote: calls that cannot be read carry an `error`."""
+        return self._reader.read(token_ids, turn)
 
     def completion_text(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return self._reader.text(token_ids)
+
+    def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Render a conversation with `tools` (JSON schemas) and see whether everything arrives; returns notes for the plan.
+
+        Raises:
+            ConfigError: tools cannot work with this template, tokenizer and parser.
+        """
+        check = ToolCheck(
+            self._template, self._encoder, self._suffix, self._reader, self._parser, self._end_of_turn_ids
+        )
+        return check.run(tools)
+
+    @property
+    def _generation_prompt(self) -> str:
+        return self._template.generation_prompt if self._template.exists else ""
+
+    @cached_property
+    def _suffix(self) -> SuffixRule:
+        return SuffixRule(self._template, self._encoder, self._end_of_turn_ids)
+
+    @cached_property
+    def _reader(self) -> TurnReader:
+        is_open = self._template.exists and self._template.thinking_is_open
+        return TurnReader(self._tokenizer, self._encoder, self._parser.format, thinking_is_open=is_open)
+
+
+def _token_id(tokenizer: Any, token: str) -> int:
+    vocabulary = tokenizer.get_vocab()
+    if token not in vocabulary:
+        nearest = difflib.get_close_matches(token, tokenizer.get_added_vocab(), n=1)
+        hint = f"; did you mean `{nearest[0]}`?" if nearest else ""
+        raise ConfigError(f"model.end_of_turn_tokens: {token!r} is not a token of the model's tokenizer{hint}")
+    return int(vocabulary[token])
+
+
+def _generation_config_ends(model_path: str) -> list[int]:
+    """eos_token_id of generation_config.json, a number or a list; a model need not have that file."""
+    folder = Path(model_path)
+    if folder.is_dir():
+        file = folder / "generation_config.json"
+        if not file.exists():
+            return []
+        try:
+            ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"model.path: cannot read {file}: {error}") from error
+    else:
+        from transformers import GenerationConfig
+
+        try:
+            ends = GenerationConfig.from_pretrained(model_path).eos_token_id
+        except OSError:  # the hub has none for this model
+            return []
+    if ends is None:
+        return []
+    return [int(end) for end in ends] if isinstance(ends, list) else [int(ends)]

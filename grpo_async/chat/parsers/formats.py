@@ -1,0 +1,250 @@
+"""The formats in which models write tool calls, one class each. None of them raises, whatever the policy wrote: a call that
+cannot be read becomes a `ReadCall` whose `error` says what was wrong and how it is written.
+
+A format declares the special tokens that it needs to see (`marks`); all others are gone from the text it reads. Where the
+turn begins with thinking, calls are looked for after it: a model that ponders a call has not made it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from grpo_async.chat.parsers.json_calls import calls_of, named_call, read_json, scan_json
+from grpo_async.chat.turn import ReadCall, Reading, SampledTurn, UnreadableError
+
+_NAME_IN_JSON = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')  # of a call that cannot be read
+_THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+class Format(Protocol):
+    """Reads the calls of one turn."""
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """Special tokens that stay in the `marked_text` it is given."""
+        ...
+
+    def read(self, turn: SampledTurn) -> Reading:
+        """The calls, and the text without them. May raise only if it is the user's own."""
+        ...
+
+
+class Hermes:
+    """Hermes, Qwen2.5, Qwen3: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, any number of them."""
+
+    marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    how = 'write <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
+
+    def read(self, turn: SampledTurn) -> Reading:
+        text, opening = turn.marked_text, self.marks[0]
+        found = text.find(opening, answer_start(turn))
+        if found < 0:
+            return Reading(content=turn.text)
+        outside, calls = [text[:found]], []
+        while found >= 0:
+            block, position = self._block(text, found + len(opening))
+            calls += block
+            found = text.find(opening, position)
+            outside.append(text[position : found if found >= 0 else len(text)])
+        return Reading(content=joined(outside), calls=calls)
+
+    def _block(self, text: str, start: int) -> tuple[list[ReadCall], int]:
+        """The calls of the block whose inside begins at `start`, and the position after the block."""
+        opening, closing = self.marks[:2]
+        try:
+            value, end = scan_json(text, start)
+        except UnreadableError as error:
+            end, problem, calls = start, str(error), [ReadCall()]
+        else:
+            calls = calls_of(value) or [ReadCall()]
+            after = len(text) - len(text[end:].lstrip())
+            if text.startswith(closing, after):
+                return explained(calls_of(value), self.how), after + len(closing)
+            problem = f"there is more text after the JSON: {text[after : after + 24]!r}"
+        close, following = text.find(closing, end), text.find(opening, end)
+        if close < 0 or 0 <= following < close:
+            problem, close = f"it is not closed, {closing} is missing", following if following >= 0 else len(text)
+            position = close
+        else:
+            position = close + len(closing)
+        named = _NAME_IN_JSON.search(text, start, position)
+        return [_failed(calls[0].name or (named[1] if named else ""), problem, self.how)], position
+
+
+class Llama3Json:
+    """Llama 3: {"name": "add", "parameters": {"a": 1}} is the whole turn, or follows <|python_tag|>; several are separated by
+    `;`, or stand in a list. Without the tag, JSON that is not a call is an answer like any other."""
+
+    marks = ("<|python_tag|>",)
+    how = 'write {"name": "...", "parameters": {...}} and nothing else'
+    _BEGINS_LIKE_A_CALL = re.compile(r'\s*\[?\s*\{\s*"(?:name"\s*:|type"\s*:\s*"function")')
+
+    def read(self, turn: SampledTurn) -> Reading:
+        text, tag = turn.marked_text, self.marks[0]
+        start = answer_start(turn)
+        tagged = text.find(tag, start)
+        if tagged < 0 and text[start:].lstrip()[:1] not in ("{", "["):
+            return Reading(content=turn.text)
+        outside = text[: tagged if tagged >= 0 else start]
+        position = tagged if tagged >= 0 else start
+        calls: list[ReadCall] = []
+        while True:
+            position = self._skip_separators(text, position)
+            if position >= len(text) or (calls and text[position] not in "{["):
+                break
+            try:
+                value, end = scan_json(text, position)
+            except UnreadableError as error:
+                if tagged < 0 and not calls and not self._BEGINS_LIKE_A_CALL.match(text, position):
+                    return Reading(content=turn.text)
+                named = _NAME_IN_JSON.search(text, position)
+                calls.append(_failed(named[1] if named else "", str(error), self.how))
+                position = len(text)
+                break
+            if tagged < 0 and not _looks_like_calls(value):
+                if not calls:
+                    return Reading(content=turn.text)
+                break
+            calls += explained(calls_of(value), self.how)
+            position = end
+        return Reading(content=joined([outside, text[position:]]), calls=calls)
+
+    def _skip_separators(self, text: str, position: int) -> int:
+        tag = self.marks[0]
+        while position < len(text):
+            if text.startswith(tag, position):
+                position += len(tag)
+            elif text[position].isspace() or text[position] in ";,":
+                position += 1
+            else:
+                break
+        return position
+
+
+class Mistral:
+    """Mistral: [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}], and since 2025
+    [TOOL_CALLS]add[ARGS]{"a": 1}, once per call. An id that the model writes is the one its result refers to."""
+
+    marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
+    how = 'write [TOOL_CALLS] [{"name": "...", "arguments": {...}}]'
+    _NAME = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*([^\s\[{]*)\s*)?(?:\[ARGS\])?")
+
+    def read(self, turn: SampledTurn) -> Reading:
+        text, mark = turn.marked_text, self.marks[0]
+        found = text.find(mark, answer_start(turn))
+        if found < 0:
+            return Reading(content=turn.text)
+        outside, calls = [text[:found]], []
+        while found >= 0:
+            block, position = self._block(text, found + len(mark))
+            calls += block
+            found = text.find(mark, position)
+            outside.append(text[position : found if found >= 0 else len(text)])
+        return Reading(content=joined(outside), calls=calls)
+
+    def _block(self, text: str, start: int) -> tuple[list[ReadCall], int]:
+        named = self._NAME.match(text, start)
+        name = named[1] if named else ""
+        try:
+            value, end = scan_json(text, named.end() if named else start)
+        except UnreadableError as error:
+            following = text.find(self.marks[0], start)
+            return [_failed(name, str(error), self.how)], following if following >= 0 else len(text)
+        if named is None:
+            return explained(calls_of(value), self.how), end
+        return explained([named_call(name, value, call_id=named[2] or None)], self.how), end
+
+
+class Harmony:
+    """GPT-OSS: <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>.
+
+    A turn is a row of messages on channels. `content` is what is said on the channel `final`; in a turn without one, as
+    when it ends with a call, what is said on the others (GPT-OSS's template puts it back on `analysis`)."""
+
+    marks = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+    how = "write to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>"
+    _END = re.compile(r"<\|(?:end|return|call)\|>")
+    _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+    _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+    def read(self, turn: SampledTurn) -> Reading:
+        text, body_mark = turn.marked_text, "<|message|>"
+        if body_mark not in text:
+            recipient = self._RECIPIENT.search(text) if "<|channel|>" in text else None
+            calls = [_failed(_tool_name(recipient[1]), f"it has no {body_mark}", self.how)] if recipient else []
+            return Reading(content=turn.text, calls=calls)
+        said: dict[bool, list[str]] = {True: [], False: []}  # on the channel `final`, or on another
+        calls = []
+        position = 0
+        while (body := text.find(body_mark, position)) >= 0:
+            header = text[position:body]
+            body += len(body_mark)
+            end = self._END.search(text, body)
+            content = text[body : end.start() if end else len(text)]
+            recipient = self._RECIPIENT.search(header)
+            if recipient is None:
+                channel = self._CHANNEL.search(header)
+                said[channel is not None and channel[1] == "final"].append(content)
+            elif end is None:
+                calls.append(_failed(_tool_name(recipient[1]), "it is not closed, <|call|> is missing", self.how))
+            else:
+                calls += explained([self._call(_tool_name(recipient[1]), content)], self.how)
+            position = end.end() if end else len(text)
+        return Reading(content=joined(said[True] or said[False]), calls=calls)
+
+    def _call(self, name: str, content: str) -> ReadCall:
+        try:
+            return named_call(name, read_json(content) if content.strip() else None)
+        except UnreadableError as error:
+            return ReadCall(name=name, error=f"the arguments cannot be read: {error}")
+
+
+FORMATS: dict[str, type[Hermes] | type[Llama3Json] | type[Mistral] | type[Harmony]] = {
+    "hermes": Hermes,
+    "llama3_json": Llama3Json,
+    "mistral": Mistral,
+    "harmony": Harmony,
+}
+
+
+def answer_start(turn: SampledTurn) -> int:
+    """Where the thinking at the beginning of a turn ends; the length of the text where it does not end. "<think>a</think>b"
+    -> 16."""
+    text = turn.marked_text
+    begun = text.lstrip()
+    for opening, closing in _THINKING:
+        if begun.startswith(opening) or (turn.thinking_is_open and opening == "<think>"):
+            end = text.find(closing)
+            return end + len(closing) if end >= 0 else len(text)
+    return 0
+
+
+def joined(pieces: Sequence[str]) -> str:
+    """The text around the calls: [" I look.\\n", "", "\\n"] -> "I look."."""
+    return "\n".join(stripped for piece in pieces if (stripped := piece.strip()))
+
+
+def explained(calls: Sequence[ReadCall], how: str) -> list[ReadCall]:
+    """Each error with how a call is written, so that the policy can do better."""
+    return [call if call.error is None else _failed(call.name, call.error, how, call.call_id) for call in calls]
+
+
+def _failed(name: str, problem: str, how: str, call_id: str | None = None) -> ReadCall:
+    return ReadCall(name=name, error=f"this tool call cannot be read: {problem}; {how}", call_id=call_id)
+
+
+def _looks_like_calls(value: object) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return bool(items) and all(
+        isinstance(item, dict)
+        and (
+            isinstance(item.get("function"), dict) or ("name" in item and ("parameters" in item or "arguments" in item))
+        )
+        for item in items
+    )
+
+
+def _tool_name(recipient: str) -> str:
+    return recipient.removeprefix("functions.")

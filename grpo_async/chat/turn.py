@@ -1,0 +1,51 @@
+"""What the policy wrote in one turn: as sampled, and as read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_async.records import ToolCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTurn:
+    """One turn of the policy, read."""
+
+    text: str  # all of it, without special tokens
+    content: str  # without the tool calls, as chat templates expect it; with the thinking
+    tool_calls: Sequence[ToolCall] = ()  # those that cannot be read have an `error`
+    parse_error: str | None = None  # why `text` could not be searched for calls; `content` is then all of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTurn:
+    """One turn of the policy, as a format reads it."""
+
+    text: str  # without special tokens
+    marked_text: str  # without special tokens, except those that the format asked for
+    token_ids: Sequence[int]
+    thinking_is_open: bool = False  # the generation prompt ended inside <think>
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCall:
+    """One call as read. `call_id` is what the policy itself wrote, where its format has ids."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a format found in a turn."""
+
+    content: str
+    calls: Sequence[ReadCall] = ()
+
+
+class UnreadableError(Exception):
+    """What the policy wrote is not what its format asks for; the message is for the policy to read."""

@@ -1,0 +1,12 @@
+"""Environments: stateful objects whose public methods are tools, one instance per rollout, pooled.
+
+`load_environments` makes pools from the config, `pool.lease(n)` lends instances. Shipped: a guessing game
+(grpo_async.envs.guessing_game:GuessingGame).
+"""
+
+from grpo_async.envs.environment import Environment
+from grpo_async.envs.errors import EnvironmentCallError
+from grpo_async.envs.load import Environments, load_environments
+from grpo_async.envs.pool import EnvironmentPool
+
+__all__ = ["Environment", "EnvironmentCallError", "EnvironmentPool", "Environments", "load_environments"]

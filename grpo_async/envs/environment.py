@@ -1,0 +1,257 @@
+"""One instance of an environment, as a rollout uses it: reset, tools, is_done, get_reward.
+
+Calls of one instance never overlap. Plain methods run in the instance's own thread, async ones on the event loop, each with
+the environment's time limit. A cancelled caller does not interrupt a call: what is cut off in the middle (a request whose
+answer was not read) would spoil the next rollout. After a time-out the instance is `broken`: every further call is refused,
+and its pool throws it away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from grpo_async.envs.errors import EnvironmentCallError
+from grpo_async.envs.instance_thread import InstanceThread
+from grpo_async.envs.kind import EnvironmentKind
+from grpo_async.tools.call import Raised, Result, TimedCaller, UserCall, is_async
+from grpo_async.tools.errors import ToolError
+from grpo_async.tools.results import encodable, joined_parts
+from grpo_async.tools.tool import Tool
+
+logger = logging.getLogger(__name__)
+
+COLUMN = "environment"  # of the data: which environment a row uses
+
+
+class Environment:
+    """Calls one instance.
+
+    Args:
+        instance: the user's object.
+        kind: what is known of its class.
+        thread: where it was constructed.
+    """
+
+    def __init__(self, instance: Any, kind: EnvironmentKind, thread: InstanceThread) -> None:
+        self.instance = instance
+        self.broken: str | None = None
+        """Why the instance cannot be used any more."""
+        self._kind = kind
+        self._thread = thread
+        self._caller = TimedCaller(thread, kind.timeout_s)
+        self._is_done: Callable[[], Any] | None = instance.is_done if "is_done" in kind.methods else None
+        self._running: set[asyncio.Task[Any]] = set()
+        self._lock = asyncio.Lock()
+        self.tools = [
+            Tool(getattr(instance, name), spec, self, serial_key=id(self), failures=kind.failures)
+            for name, spec in kind.specs.items()
+        ]
+
+    def __repr__(self) -> str:
+        return f"Environment({self._kind.name!r})"
+
+    @property
+    def name(self) -> str:
+        return self._kind.name
+
+    @property
+    def reward_name(self) -> str | None:
+        """Name of its reward in the metrics, the class's; None without `get_reward`."""
+        return self._kind.reward_name
+
+    @property
+    def timeout_s(self) -> float:
+        return self._kind.timeout_s
+
+    @property
+    def is_idle(self) -> bool:
+        """No call runs."""
+        return not self._running
+
+    async def reset(self, row: Mapping[str, Any]) -> str | None:
+        """Begin an episode; returns the text that is added to the prompt.
+
+        `row` are the row's columns and its `prompt`, of which `reset` gets a copy of its own: all of them if it takes
+        **kwargs, else those that it names. The column `environment` is left out where it chose the environment.
+
+        Raises:
+            EnvironmentCallError: the row lacks a column; or `reset` raised, took too long or returned something else than
+                text, and then the instance is broken.
+        """
+        if self._kind.selected_by_column:
+            row = {name: value for name, value in row.items() if name != COLUMN}
+        parameters = self._kind.reset_parameters
+        missing = parameters.missing(row)
+        if missing:
+            raise EnvironmentCallError(
+                self.name,
+                f"`reset` needs the column(s) {missing}, but the row has {sorted(row)}; rename with "
+                "`data.train.columns`, or give them a default",
+            )
+        # Rollouts of one group share the row.
+        arguments = copy.deepcopy(parameters.choose(row))
+        try:
+            return await self._call("reset", UserCall(self.instance.reset, arguments, _reset_text))
+        except EnvironmentCallError as error:
+            self.broken = self.broken or error.problem  # half reset: nobody knows in which state
+            raise
+
+    async def is_done(self) -> bool:
+        """Whether the episode is over; False for an environment that has no `is_done`.
+
+        Raises:
+            EnvironmentCallError: `is_done` raised or took too long, or the instance is broken.
+        """
+        if self._is_done is None:
+            self._refuse_if_broken()
+            return False
+        return await self._call("is_done", UserCall(self._is_done, finish=bool))
+
+    async def get_reward(self) -> float | None:
+        """What the environment says of the episode; None = no reward, or no `get_reward`.
+
+        Raises:
+            EnvironmentCallError: `get_reward` raised, took too long, or returned no finite number.
+        """
+        if "get_reward" not in self._kind.methods:
+            return None
+        return await self._call("get_reward", UserCall(self.instance.get_reward, finish=_reward))
+
+    async def run(self, call: UserCall[Result]) -> Result | Raised:
+        """Run one call of the instance, after those that already run; this makes the instance the caller of its tools.
+
+        Raises:
+            TimeoutError: it took too long; the instance is broken.
+            EnvironmentCallError: the instance was broken before.
+        """
+        await self._lock.acquire()  # cancelled here, nothing was started
+        if self.broken is not None:
+            self._lock.release()
+            self._refuse_if_broken()
+        work = self._run(call)
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._ran)
+        return await asyncio.shield(task)
+
+    async def wait_idle(self) -> None:
+        """Wait for the call that runs, if any; its own time limit bounds this."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=self.timeout_s + 1.0)
+
+    def begin_lease(self) -> None:
+        """Forget the event loop of the last lease; there must be no call."""
+        self._lock = asyncio.Lock()  # asyncio's locks belong to the loop that first waited for them
+
+    async def close(self) -> None:
+        """End the instance and its thread. Failures are logged, not raised."""
+        if "close" in self._kind.methods and self.broken is None:
+            try:
+                await self._call("close", UserCall(self.instance.close))
+            except EnvironmentCallError as error:
+                logger.warning("%s", error)
+        self.broken = self.broken or "it was closed"
+        self._thread.stop()
+
+    def discard(self, *, on_loop: bool = True) -> Future[None]:
+        """End the instance without waiting. A plain `close` runs in the instance's thread, behind a call that hangs there;
+        the future is done when the thread is free. An async one runs on the event loop, or in the thread with `on_loop`
+        False, where there is no loop or it ends."""
+        self.broken = self.broken or "it was given up"
+        freed: Future[None]
+        if "close" not in self._kind.methods:
+            freed = self._thread.post(lambda: None)
+        elif on_loop and is_async(self.instance.close):
+            closing = asyncio.get_running_loop().create_task(self._close_on_loop())
+            self._running.add(closing)  # keeps the task alive
+            closing.add_done_callback(self._running.discard)
+            freed = self._thread.post(lambda: None)
+        else:
+            freed = self._thread.post(lambda: self._log_failed_close(UserCall(self.instance.close).attempt()))
+        self._thread.stop()
+        return freed
+
+    async def _close_on_loop(self) -> None:
+        try:
+            self._log_failed_close(await self._caller.run(UserCall(self.instance.close)))
+        except TimeoutError:
+            logger.warning("environment `%s`: `close` took longer than %g s", self.name, self.timeout_s)
+
+    async def _call(self, method: str, call: UserCall[Result]) -> Result:
+        try:
+            result = await self.run(call)
+        except TimeoutError as error:
+            raise EnvironmentCallError(self.name, self.broken or f"`{method}` took too long") from error
+        if isinstance(result, Raised):
+            # A sentence of ours (`_reward`) as it is; a user's error with its kind.
+            told = str(result.error) if isinstance(result.error, (_BadResultError, ToolError)) else result.summary
+            verb = "returned" if isinstance(result.error, _BadResultError) else "raised"
+            raise EnvironmentCallError(self.name, f"`{method}` {verb} {told}") from result.error
+        return result
+
+    async def _run(self, call: UserCall[Result]) -> Result | Raised:
+        try:
+            return await self._caller.run(call)
+        except TimeoutError:
+            method = getattr(call.function, "__name__", "a call")
+            hint = f"raise `{self._kind.setting}.timeout_s` if this is expected"
+            self.broken = f"`{method}` took longer than {self.timeout_s:g} s; {hint}"
+            raise
+        except asyncio.CancelledError:  # the loop ends
+            self.broken = self.broken or "a call was cut off"
+            raise
+
+    def _ran(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        self._lock.release()
+
+    def _refuse_if_broken(self) -> None:
+        if self.broken is not None:
+            raise EnvironmentCallError(self.name, f"this instance cannot be used any more: {self.broken}")
+
+    def _log_failed_close(self, result: Any) -> None:
+        if isinstance(result, Raised):
+            logger.warning("environment `%s`: `close` raised %s", self.name, result.summary)
+
+
+class _BadResultError(Exception):
+    """A method returned something unusable; the text says what, and what it must be."""
+
+
+def _reset_text(raw: Any) -> str | None:
+    if raw is None or isinstance(raw, str):
+        return None if raw is None else encodable(str(raw))
+    try:
+        text = joined_parts(raw)
+    except ToolError as error:
+        raise _BadResultError(f"something unusable: {error}") from error
+    if text is None:
+        raise _BadResultError(f"{_short(raw)}; it must return text, a list of text parts, or None")
+    return encodable(text)
+
+
+def _reward(raw: Any) -> float | None:
+    if raw is None:
+        return None
+    if hasattr(raw, "tolist"):  # numpy scalar, 0-dimensional tensor
+        raw = raw.tolist()
+    if not isinstance(raw, (bool, int, float)):
+        raise _BadResultError(f"{_short(raw)}; it must return a number or None")
+    try:
+        number = float(raw)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _BadResultError(f"{number}; return None where there is no reward")
+    return number
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,0 +1,208 @@
+"""Turns the `environments` section of a config into pools; all problems in one ConfigError, with their paths.
+
+One instance of each is made to look at, and kept as the first of its pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpo_async.config.sections import EnvironmentSection
+from grpo_async.envs.construction import Construction
+from grpo_async.envs.environment import COLUMN, Environment
+from grpo_async.envs.kind import BadEnvironmentError, EnvironmentKind, examine
+from grpo_async.envs.pool import EnvironmentPool
+from grpo_async.errors import ConfigError
+from grpo_async.references import resolve
+from grpo_async.tools.tool import Tool
+
+
+class Environments:
+    """The configured environments, and which one a row uses.
+
+    Args:
+        pools: by their names in the config.
+        extra_schemas: schemas of the tools that every rollout has.
+    """
+
+    def __init__(self, pools: Mapping[str, EnvironmentPool], extra_schemas: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.pools = dict(pools)
+        self._extra_schemas = list(extra_schemas)
+
+    def __len__(self) -> int:
+        return len(self.pools)
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Weight by name, for those with a `get_reward`: {"GuessingGame": 1.0}."""
+        kinds = [pool.kind for pool in self.pools.values()]
+        return {kind.reward_name: kind.section.reward_weight for kind in kinds if kind.reward_name is not None}
+
+    @property
+    def all_have_rewards(self) -> bool:
+        """Every environment has a `get_reward`, so no reward function is needed."""
+        return bool(self.pools) and all(pool.kind.reward_name is not None for pool in self.pools.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user may want to know at start-up."""
+        return [note for pool in self.pools.values() for note in pool.kind.notes]
+
+    def for_row(self, columns: Mapping[str, Any]) -> EnvironmentPool:
+        """The pool that the column `environment` names; without that column the only one there is.
+
+        Raises:
+            ConfigError: the column is missing or names none of them.
+        """
+        problem = self._row_problem(columns)
+        if problem is not None:
+            raise ConfigError(problem)
+        return self.pools[columns[COLUMN]] if COLUMN in columns else next(iter(self.pools.values()))
+
+    def schemas_for(self, columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Tools that the model may call in this row's rollouts: those of every rollout and the environment's."""
+        return self.for_row(columns).schemas if self.pools else list(self._extra_schemas)
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What is wrong with these rows (columns and `prompt`), one sentence for each kind of problem and its first row."""
+        first: dict[str, int] = {}
+        for index, row in enumerate(rows):
+            problem = self._row_problem(row)
+            if problem is None and self.pools:
+                kind = self.for_row(row).kind
+                missing = kind.reset_parameters.missing(row)
+                if missing:
+                    problem = (
+                        f"`reset` of {kind.environment_class.__name__} ({kind.setting}) needs the column(s) {missing}, but "
+                        f"there are {sorted(row)}; rename with `data.train.columns`"
+                    )
+            if problem is not None:
+                first.setdefault(problem, index)
+        return [f"row {index}: {problem}" for problem, index in first.items()]
+
+    async def close(self) -> None:
+        """End all instances. Bounded by the environments' time limits; safe to call twice."""
+        await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+
+    def _row_problem(self, columns: Mapping[str, Any]) -> str | None:
+        names = list(self.pools)
+        if COLUMN not in columns:
+            if len(names) <= 1:
+                return None
+            return f"the column `{COLUMN}` is missing, which says which of the environments {names} a row uses"
+        value = columns[COLUMN]
+        if not names or (isinstance(value, str) and value in self.pools):
+            return None
+        nearest = difflib.get_close_matches(str(value), names, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        return (
+            f"the column `{COLUMN}` says {value!r}, but the environments are {names}{hint} (if the column means something "
+            "else, rename it with `data.train.columns`)"
+        )
+
+
+def load_environments(sections: Mapping[str, EnvironmentSection], extra_tools: Sequence[Tool] = ()) -> Environments:
+    """Import every environment and look at one instance of each. Waits for their construction.
+
+    Raises:
+        ConfigError: some cannot be found, imported, constructed or used; one line for each problem.
+    """
+    pools: dict[str, EnvironmentPool] = {}
+    problems: list[str] = []
+    schemas = [tool.schema for tool in extra_tools]
+    for name, section in sections.items():
+        try:
+            kind, probe = _load(name, section, selected_by_column=len(sections) > 1)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        pools[name] = EnvironmentPool(kind, probe, schemas)
+        clashes = sorted({tool.name for tool in extra_tools} & set(kind.specs))
+        problems.extend(
+            f"{kind.setting}.factory: {section.factory}: its method `{clash}` has the name of one of the `tools`; rename one"
+            for clash in clashes
+        )
+    problems.extend(_contradicting_weights([pool.kind for pool in pools.values()]))
+    environments = Environments(pools, schemas)
+    if problems:
+        for pool in pools.values():
+            pool.discard_free()
+        raise ConfigError("\n".join(problems))
+    return environments
+
+
+def _load(name: str, section: EnvironmentSection, *, selected_by_column: bool) -> tuple[EnvironmentKind, Environment]:
+    path = f"environments.{name}"
+    where = f"{path}.factory: {section.factory}"
+    try:
+        factory = resolve(section.factory)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    _check_factory(factory, section, path, where)
+    construction = Construction(name, factory, section.arguments)
+    try:
+        raised = construction.future.result(section.timeout_s)
+    except TimeoutError as error:
+        construction.give_up()
+        raise ConfigError(
+            f"{where}: making an instance took longer than {section.timeout_s:g} s; raise `{path}.timeout_s` if this is expected"
+        ) from error
+    if raised is not None:
+        construction.give_up()
+        raise ConfigError(f"{where}: making an instance raised {raised.summary}") from raised.error
+    try:
+        kind = examine(
+            construction.instance, name=name, factory=factory, section=section, selected_by_column=selected_by_column
+        )
+    except BadEnvironmentError as error:
+        construction.give_up()
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem in error.problems)) from error
+    return kind, Environment(construction.instance, kind, construction.thread)
+
+
+def _check_factory(factory: Callable[..., Any], section: EnvironmentSection, path: str, where: str) -> None:
+    if not callable(factory):
+        raise ConfigError(
+            f"{where}: is a {type(factory).__name__}, which cannot be called; name a class, or a function that makes an instance"
+        )
+    if inspect.iscoroutinefunction(factory):
+        raise ConfigError(f"{where}: is async; instances are made in a thread, so write it as a plain function")
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:
+        return  # a class of an extension module: calling it will tell
+    parameters = signature.parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [name for name in required if name not in section.arguments]
+    problems = [
+        f"{path}.arguments.{argument}: {section.factory} takes no `{argument}`; it takes {sorted(names)}"
+        for argument in section.arguments
+        if argument not in names and not takes_any
+    ]
+    if missing:
+        problems.append(
+            f"{where}: needs the argument(s) {missing}; set them in `{path}.arguments`, or give them defaults"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _contradicting_weights(kinds: Sequence[EnvironmentKind]) -> list[str]:
+    """One class is one reward with one weight, also under two names."""
+    weights: dict[str, dict[str, float]] = {}
+    for kind in kinds:
+        if kind.reward_name is not None:
+            weights.setdefault(kind.reward_name, {})[kind.name] = kind.section.reward_weight
+    return [
+        f"environments: {list(by_name)} are all {reward_name}, which is one reward, but their `reward_weight` differ: "
+        f"{list(by_name.values())}; give them the same"
+        for reward_name, by_name in weights.items()
+        if len(Counter(by_name.values())) > 1
+    ]

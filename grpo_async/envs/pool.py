@@ -1,0 +1,229 @@
+"""The instances of one environment: made when first needed, reset often, at most `max_instances` at once.
+
+    async with pool.lease(8) as environments:     # all 8 at once, in the order of asking
+        ...                                       # however this ends, all 8 go back
+
+A lease takes all it needs or waits, so two leases cannot each hold half. An instance that is broken is thrown away. One whose
+call still runs when its lease ends (the rollout was cancelled) comes back when the call ends, within its time limit.
+Serves one event loop at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_async.envs.construction import Construction
+from grpo_async.envs.environment import Environment
+from grpo_async.envs.errors import EnvironmentCallError
+from grpo_async.envs.instance_thread import result_within
+from grpo_async.envs.kind import EnvironmentKind
+from grpo_async.errors import DeadlineError
+
+# Threads cannot be killed; each of these holds a connection and a stack. An environment that keeps hanging is better said
+# to be broken than left to fill the machine.
+MAX_STUCK = 16
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    count: int
+    granted: asyncio.Future[None]
+
+
+class EnvironmentPool:
+    """Instances of one kind.
+
+    Args:
+        kind: what is known of the environment.
+        probe: an instance that is there already.
+        extra_schemas: schemas of the tools that every rollout has.
+    """
+
+    def __init__(
+        self, kind: EnvironmentKind, probe: Environment, extra_schemas: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        self.kind = kind
+        self.schemas = [*extra_schemas, *(spec.schema for spec in kind.specs.values())]
+        self._free = [probe]
+        self._num_taken = 0
+        self._waiters: deque[_Waiter] = deque()
+        self._returning: set[asyncio.Task[None]] = set()
+        self._discarded: list[Future[Any]] = []
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"EnvironmentPool({self.name!r}, free={self.num_free}, taken={self.num_taken})"
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
+
+    @property
+    def num_free(self) -> int:
+        """Instances that wait for a lease."""
+        return len(self._free)
+
+    @property
+    def num_taken(self) -> int:
+        """Instances that are leased, or on their way back."""
+        return self._num_taken
+
+    @property
+    def num_stuck(self) -> int:
+        """Instances that were thrown away and whose thread still runs."""
+        self._discarded = [freed for freed in self._discarded if not freed.done()]
+        return len(self._discarded)
+
+    @asynccontextmanager
+    async def lease(self, count: int, *, timeout_s: float | None = None) -> AsyncIterator[list[Environment]]:
+        """`count` instances, to be reset by the caller.
+
+        `timeout_s` bounds the wait for others to give theirs back; None = that is bounded by what they do with them.
+
+        Raises:
+            EnvironmentCallError: an instance could not be made.
+            DeadlineError: the wait took longer than `timeout_s`.
+            ValueError: `count` is more than `max_instances`.
+        """
+        await self._take(count, timeout_s)
+        environments: list[Environment] = []
+        try:
+            await self._fill(environments, count)
+            yield list(environments)
+        finally:
+            self._give_back(environments, count)
+
+    async def close(self) -> None:
+        """End all instances; those on lease end when they come back. Bounded by the environment's time limit."""
+        self._closed = True
+        if self._returning:
+            await asyncio.wait(set(self._returning), timeout=self.kind.timeout_s + 1.0)
+        free, self._free = self._free, []
+        await asyncio.gather(*(environment.close() for environment in free))
+
+    def discard_free(self) -> None:
+        """End the instances that nobody holds, without waiting and without an event loop."""
+        self._closed = True
+        free, self._free = self._free, []
+        self._discarded.extend(environment.discard(on_loop=False) for environment in free)
+
+    async def _take(self, count: int, timeout_s: float | None) -> None:
+        limit = self.kind.section.max_instances
+        if limit is not None and count > limit:
+            raise ValueError(
+                f"{count} instances are wanted at once; raise `{self.kind.setting}.max_instances`: {limit}"
+            )
+        if self._closed:
+            raise EnvironmentCallError(self.name, "its pool was closed")
+        if not self._waiters and self._fits(count):
+            self._num_taken += count
+            return
+        waiter = _Waiter(count, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiter.granted
+        except BaseException as error:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            elif waiter.granted.done() and not waiter.granted.cancelled():
+                self._num_taken -= count  # granted in the same moment
+            self._grant()
+            if isinstance(error, TimeoutError):
+                raise DeadlineError(
+                    f"{count} instances of the environment `{self.name}`",
+                    waited_s=time.monotonic() - started,
+                    setting=f"{self.kind.setting}.max_instances",
+                ) from error
+            raise
+
+    def _fits(self, count: int) -> bool:
+        limit = self.kind.section.max_instances
+        return limit is None or self._num_taken + count <= limit
+
+    def _grant(self) -> None:
+        """Give what is free to those who wait, the first first: a later, smaller wish does not overtake."""
+        while self._waiters and self._fits(self._waiters[0].count):
+            waiter = self._waiters.popleft()
+            if not waiter.granted.done():
+                self._num_taken += waiter.count
+                waiter.granted.set_result(None)
+
+    async def _fill(self, environments: list[Environment], count: int) -> None:
+        """Append `count` instances to `environments`, which holds those that are there also when this fails."""
+        while self._free and len(environments) < count:
+            environments.append(self._free.pop())
+        missing = count - len(environments)
+        if missing:
+            made = await asyncio.gather(*(self._construct() for _ in range(missing)), return_exceptions=True)
+            environments.extend(result for result in made if isinstance(result, Environment))
+            for result in made:
+                if isinstance(result, BaseException):
+                    raise result
+        for environment in environments:
+            environment.begin_lease()
+
+    async def _construct(self) -> Environment:
+        kind = self.kind
+        if self.num_stuck >= MAX_STUCK:
+            raise EnvironmentCallError(
+                self.name, f"{self.num_stuck} of its instances hang in calls past their time limit; no more are made"
+            )
+        construction = Construction(kind.name, kind.factory, kind.section.arguments)
+        try:
+            raised = await result_within(construction.future, kind.timeout_s)
+        except BaseException as error:  # also when cancelled: what is still made must be closed
+            self._discarded.append(construction.give_up())
+            if isinstance(error, TimeoutError):
+                raise EnvironmentCallError(
+                    self.name,
+                    f"making an instance took longer than {kind.timeout_s:g} s; raise `{kind.setting}.timeout_s` if this "
+                    "is expected",
+                ) from error
+            raise
+        if raised is not None:
+            construction.give_up()
+            raise EnvironmentCallError(self.name, f"making an instance raised {raised.summary}") from raised.error
+        if type(construction.instance) is not kind.environment_class:
+            construction.give_up()
+            raise EnvironmentCallError(
+                self.name,
+                f"its factory made a {type(construction.instance).__name__}, after a {kind.environment_class.__name__}; "
+                "all instances must be of one class, for they have the same tools",
+            )
+        return Environment(construction.instance, kind, construction.thread)
+
+    def _give_back(self, environments: Sequence[Environment], count: int) -> None:
+        self._num_taken -= count - len(environments)
+        for environment in environments:
+            if environment.is_idle:
+                self._put_back(environment)
+            else:
+                task = asyncio.get_running_loop().create_task(self._put_back_when_idle(environment))
+                self._returning.add(task)
+                task.add_done_callback(self._returning.discard)
+        self._grant()
+
+    async def _put_back_when_idle(self, environment: Environment) -> None:
+        loop_ends = True
+        try:
+            await environment.wait_idle()
+            loop_ends = False
+        finally:
+            self._put_back(environment, loop_ends=loop_ends)
+            self._grant()
+
+    def _put_back(self, environment: Environment, *, loop_ends: bool = False) -> None:
+        self._num_taken -= 1
+        if self._closed or environment.broken is not None or not environment.is_idle:
+            self._discarded.append(environment.discard(on_loop=not loop_ends))
+        else:
+            self._free.append(environment)

@@ -1,0 +1,12 @@
+"""Tools: typed functions that the model may call.
+
+`load_tools` makes them from the config, `ToolExecutor` answers the calls of one turn. Shipped: `calculator`
+(grpo_async.tools.calculator:calculator) and a sandboxed Python (grpo_async.tools.python:python).
+"""
+
+from grpo_async.tools.errors import ToolError, ToolTimeoutError
+from grpo_async.tools.executor import MAX_CALLS_PER_TURN, ToolExecutor
+from grpo_async.tools.load import load_tools
+from grpo_async.tools.tool import Tool
+
+__all__ = ["MAX_CALLS_PER_TURN", "Tool", "ToolError", "ToolExecutor", "ToolTimeoutError", "load_tools"]

@@ -1,0 +1,100 @@
+"""Makes the calls of one turn and records them.
+
+Every call is answered, in the order of the calls: with the tool's text, or with {"error": ...} and `failed`. Calls run
+concurrently, except those of one environment's instance, which run one after the other in their order. Cancelling
+`execute` gives up the calls that run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from grpo_async.records import ToolCall, ToolCallRecord
+from grpo_async.tools.errors import ToolError
+from grpo_async.tools.results import cut, error_text
+from grpo_async.tools.tool import Tool
+
+# A policy that repeats itself can write hundreds of calls into one turn. Their results would fill any context, and the
+# calls all the threads; nobody needs more than this at once.
+MAX_CALLS_PER_TURN = 32
+
+
+class ToolExecutor:
+    """Calls the tools of one rollout.
+
+    Args:
+        tools: with different names.
+        max_result_chars: longer results are cut, with a mark.
+    """
+
+    def __init__(self, tools: Sequence[Tool], *, max_result_chars: int) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        if len(self._tools) != len(tools):
+            raise ValueError(f"tools need different names, got {sorted(tool.name for tool in tools)}")
+        self._max_result_chars = max_result_chars
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """As `apply_chat_template(tools=...)` takes them."""
+        return [tool.schema for tool in self._tools.values()]
+
+    async def execute(self, calls: Sequence[ToolCall]) -> list[ToolCallRecord]:
+        """One record for each call, in their order. Raises only CancelledError."""
+        records: list[ToolCallRecord | None] = [None] * len(calls)
+
+        async def make(indices: Sequence[int]) -> None:
+            for index in indices:
+                records[index] = await self._execute_one(calls[index])
+
+        chains: dict[Hashable, list[int]] = {}
+        for index, call in enumerate(calls):
+            if index >= MAX_CALLS_PER_TURN:
+                limit = f"too many calls in one turn; only the first {MAX_CALLS_PER_TURN} were made"
+                records[index] = self._record(call, ToolError(limit), 0.0)
+                continue
+            chains.setdefault(self._chain_key(index, call), []).append(index)
+        async with asyncio.TaskGroup() as group:
+            for indices in chains.values():
+                group.create_task(make(indices))
+        return [record for record in records if record is not None]
+
+    def _chain_key(self, index: int, call: ToolCall) -> Hashable:
+        """Calls with equal keys run one after the other."""
+        tool = self._tools.get(call.name)
+        if tool is None or tool.serial_key is None:
+            return ("alone", index)
+        return ("serial", tool.serial_key)
+
+    async def _execute_one(self, call: ToolCall) -> ToolCallRecord:
+        started = time.monotonic()
+        try:
+            outcome: str | ToolError = await self._tool_for(call).call(call.arguments)
+        except ToolError as error:
+            outcome = error
+        return self._record(call, outcome, time.monotonic() - started)
+
+    def _tool_for(self, call: ToolCall) -> Tool:
+        if call.error is not None:
+            raise ToolError(call.error)
+        tool = self._tools.get(call.name)
+        if tool is None:
+            nearest = difflib.get_close_matches(call.name, list(self._tools), n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise ToolError(f"there is no tool {call.name[:60]!r}; there is {', '.join(self._tools) or 'none'}{hint}")
+        return tool
+
+    def _record(self, call: ToolCall, outcome: str | ToolError, duration_s: float) -> ToolCallRecord:
+        failed = isinstance(outcome, ToolError)
+        text = error_text(str(outcome), self._max_result_chars) if failed else cut(str(outcome), self._max_result_chars)
+        return ToolCallRecord(
+            tool_call_id=call.tool_call_id,
+            name=call.name,
+            arguments=dict(call.arguments),
+            result=text,
+            failed=failed,
+            duration_s=duration_s,
+        )

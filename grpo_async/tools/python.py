@@ -1,0 +1,74 @@
+"""A tool that runs Python in the sandbox. In a config: `function: grpo_async.tools.python:run_python`.
+
+The model sees `code` alone. `arguments` sets the rest: wall_s, cpu_s, memory_mb, max_output_chars, with_site_packages (may the
+code import what is installed here) and require (what the sandbox must hold). The tool's own `timeout_s` must be above wall_s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterable
+
+from grpo_async.sandbox import (
+    REQUIRED,
+    Sandbox,
+    SandboxLimits,
+    SandboxResult,
+    SandboxStatus,
+    startup_notes,
+)
+
+
+async def _run_python(
+    code: str,
+    *,
+    wall_s: float,
+    cpu_s: float,
+    memory_mb: int,
+    max_output_chars: int,
+    with_site_packages: bool,
+    require: Iterable[str],
+) -> str:
+    """Runs a Python program and returns what it printed.
+
+    Every call starts afresh: nothing is kept from earlier calls. There is no network, and there are no files.
+
+    Args:
+        code: The program. Use print() to see results.
+
+    Returns:
+        What the program printed, and the error message if it failed.
+    """
+    limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb, max_output_chars=max_output_chars)
+    sandbox = await asyncio.to_thread(Sandbox, limits, require=tuple(require), with_site_packages=with_site_packages)
+    return _in_words(await sandbox.arun(code), limits)
+
+
+_run_python.__name__ = "run_python"
+# What a partial fixes is not shown to the model, and `arguments` of the config still replaces it.
+run_python = functools.partial(
+    _run_python,
+    wall_s=10.0,
+    cpu_s=10.0,
+    memory_mb=512,
+    max_output_chars=8192,
+    with_site_packages=False,
+    require=REQUIRED,
+)
+run_python.startup_notes = startup_notes  # type: ignore[attr-defined]
+
+
+def _in_words(result: SandboxResult, limits: SandboxLimits) -> str:
+    """Output first, then what went wrong; never empty."""
+    problem = {
+        SandboxStatus.OK: "",
+        SandboxStatus.ERROR: result.last_error_line or f"The program ended with exit code {result.exit_code}.",
+        SandboxStatus.TIMEOUT: f"Stopped: the program ran longer than {limits.wall_s:g} seconds.",
+        SandboxStatus.CPU: f"Stopped: the program used more than {limits.cpu_s:g} seconds of CPU time.",
+        SandboxStatus.MEMORY: f"Stopped: the program used more than {limits.memory_mb} MiB of memory.",
+        SandboxStatus.OUTPUT: f"Stopped: the program printed more than {limits.max_output_chars} characters.",
+        SandboxStatus.KILLED: "The program crashed.",
+    }[result.status]
+    parts = [part for part in (result.stdout.rstrip("\n"), problem) if part]
+    return "\n".join(parts) or "The program printed nothing."

@@ -1,0 +1,68 @@
+"""What a tool returned, as the text that the model gets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from grpo_async.tools.errors import ToolError
+
+
+def as_text(value: Any) -> str:
+    """A str as it is, text parts joined, everything else as JSON, and what JSON cannot hold by `str()`.
+
+    "3" -> `3`; 3 -> `3`; {"a": "é"} -> `{"a": "é"}`; [{"type": "text", "text": "a"}] -> `a`; None -> `null`: never
+    nothing, for some chat templates leave out an empty message; date(2024, 1, 2) -> `2024-01-02`.
+
+    Raises:
+        ToolError: the value holds an image or another part that is no text.
+    """
+    if isinstance(value, str):
+        return encodable(str(value))  # a subclass (StrEnum) as its plain text
+    text = joined_parts(value)
+    if text is None:
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):  # no JSON: sets, dates, circles
+            text = str(value)
+    return encodable(text)
+
+
+def joined_parts(value: Any) -> str | None:
+    """The text of content parts, [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}] -> "ab"; None if `value` is
+    no list of content parts.
+
+    Raises:
+        ToolError: some part is no text.
+    """
+    if not isinstance(value, list) or not value:
+        return None
+    if not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in value):
+        return None
+    kinds = {"text", "image", "image_url", "audio", "video"}
+    if not all(part["type"] in kinds and (part["type"] != "text" or "text" in part) for part in value):
+        return None  # a list of other objects that happen to have a `type`
+    other = sorted({part["type"] for part in value} - {"text"})
+    if other:
+        raise ToolError(f"the result holds a part of type {', '.join(other)}; only text can be given to the model")
+    return "".join(str(part["text"]) for part in value)
+
+
+def cut(text: str, max_chars: int) -> str:
+    """The first `max_chars` characters and a mark: cut("abcdef", 4) -> "abcd [cut: 2 more characters]"."""
+    missing = len(text) - max_chars
+    return text if missing <= 0 else f"{text[:max_chars]} [cut: {missing} more characters]"
+
+
+def error_text(problem: str, max_chars: int) -> str:
+    """How a failure is reported to the model: {"error": "..."}."""
+    return json.dumps({"error": cut(encodable(problem), max_chars)}, ensure_ascii=False)
+
+
+def encodable(text: str) -> str:
+    """Without lone surrogates, which neither tokenizers nor the rollout store can encode; each becomes U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return "".join("\N{REPLACEMENT CHARACTER}" if "\ud800" <= char <= "\udfff" else char for char in text)
+    return text

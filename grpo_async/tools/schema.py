@@ -1,0 +1,186 @@
+"""What the model is told of a function: the JSON schema that Transformers makes of its type hints and Google-style docstring.
+
+Functions, partials, callable objects and bound methods are taken; arguments that a partial or the config fixes are hidden.
+All that is wrong with a function is reported at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_async.tools.call import unwrap_partial
+
+
+class BadFunctionError(Exception):
+    """A function that cannot be a tool; `problems` are sentences without a subject ("has no docstring; ...")."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """Name and schema of one tool, `{"type": "function", "function": {...}}`; shared by all instances of an environment."""
+
+    name: str
+    schema: Mapping[str, Any]
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        parameters: Mapping[str, Any] = self.schema["function"]["parameters"]
+        return parameters
+
+
+def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden: Collection[str] = ()) -> ToolSpec:
+    """The spec of `function`; `name` = None takes its own, `hidden` are arguments that the model does not see.
+
+        def add(a: int, b: int) -> int:
+            '''Adds.
+
+            Args:
+                a: One number.
+                b: The other.
+            '''
+
+        hidden=["b"] -> {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type":
+        "object", "properties": {"a": {"type": "integer", "description": "One number."}}, "required": ["a"]}, ...}}
+
+    Raises:
+        BadFunctionError: everything that is wrong with it.
+    """
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+        parse_google_format_docstring,
+    )
+
+    name = name or tool_name(function)
+    target = _signed(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise BadFunctionError(["has no signature that can be read; wrap it in a `def`"]) from error
+    hidden = {*hidden, *_fixed_by_partial(function)}
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in hidden]
+    documentation = _documentation(function)
+    problems = _kind_problems(parameters) + _hint_problems(parameters)
+    if not documentation:
+        problems.append("has no docstring; the model reads there what it is for (Google style, with `Args:`)")
+    else:
+        description, described, _ = parse_google_format_docstring(documentation)
+        if not description:
+            problems.append("has a docstring that does not say what it is for; begin it with one sentence")
+        missing = [p.name for p in parameters if p.name not in (described or {})]
+        if missing:
+            problems.append(
+                f"has no description of {_listed(missing)} in the `Args:` of its docstring; add `name: text`"
+            )
+    if problems:
+        raise BadFunctionError(problems)
+    hints = {parameter.name: parameter.annotation for parameter in parameters}
+    view = _view(name, documentation, signature.replace(parameters=parameters), hints)
+    try:
+        view.__annotations__ = typing.get_type_hints(view, globalns=getattr(target, "__globals__", {}))
+        _add_return_hint(view, signature, getattr(target, "__globals__", {}))
+        schema = get_json_schema(view)
+    except (NameError, AttributeError, SyntaxError) as error:
+        raise BadFunctionError([f"has a type hint that cannot be resolved: {error}"]) from error
+    except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
+        raise BadFunctionError([f"cannot be described to the model: {' '.join(str(error).split())}"]) from error
+    _refuse_media(schema)
+    return ToolSpec(name, schema)
+
+
+def tool_name(function: Callable[..., Any]) -> str:
+    """`__name__` of a function (of the inner one of a partial), else the class name of a callable object."""
+    inner = unwrap_partial(function)
+    name = getattr(inner, "__name__", None)
+    return name if isinstance(name, str) else type(inner).__name__
+
+
+def _signed(function: Callable[..., Any]) -> Any:
+    """The plain function whose module the type hints belong to."""
+    inner = unwrap_partial(function)
+    if not inspect.isroutine(inner):
+        inner = type(inner).__call__
+    return inspect.unwrap(getattr(inner, "__func__", inner))
+
+
+def _documentation(function: Callable[..., Any]) -> str:
+    """Docstring of a function or method; of a callable object's `__call__`, else of its class."""
+    inner = unwrap_partial(function)
+    if inspect.isroutine(inner):
+        return (inspect.getdoc(inner) or "").strip()
+    own = type(inner).__call__.__doc__ or type(inner).__doc__  # not inspect.getdoc: it would inherit that of `type`
+    return inspect.cleandoc(own or "").strip()
+
+
+def _fixed_by_partial(function: Any) -> set[str]:
+    fixed: set[str] = set()
+    while hasattr(function, "func") and hasattr(function, "keywords"):
+        fixed.update(function.keywords)
+        function = function.func
+    return fixed
+
+
+def _kind_problems(parameters: list[inspect.Parameter]) -> list[str]:
+    problems = []
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            problems.append(f"takes `{parameter.name}` by position only; tools are called by name: remove the `/`")
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            problems.append(f"takes `*{parameter.name}`; name every argument, the model has to know them")
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            problems.append(f"takes `**{parameter.name}`; name every argument, the model has to know them")
+    return problems
+
+
+def _hint_problems(parameters: list[inspect.Parameter]) -> list[str]:
+    missing = [
+        p.name for p in parameters if p.annotation is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    return [f"has no type hint for {_listed(missing)}; write for example `{missing[0]}: str`"] if missing else []
+
+
+def _view(name: str, documentation: str, signature: inspect.Signature, hints: dict[str, Any]) -> Callable[..., Any]:
+    """A function that looks as the model shall see ours: Transformers reads partials and callable objects wrongly, and
+    cannot leave out arguments."""
+
+    def view() -> None: ...
+
+    view.__name__ = view.__qualname__ = name
+    view.__doc__ = documentation
+    view.__signature__ = signature  # type: ignore[attr-defined]
+    view.__annotations__ = hints
+    return view
+
+
+def _add_return_hint(view: Callable[..., Any], signature: inspect.Signature, names: dict[str, Any]) -> None:
+    """The return hint where it resolves; one that is imported for type checkers only must not cost the tool."""
+    if signature.return_annotation is signature.empty:
+        return
+
+    def returns() -> None: ...
+
+    returns.__annotations__ = {"return": signature.return_annotation}
+    try:
+        view.__annotations__.update(typing.get_type_hints(returns, globalns=names))
+    except (NameError, AttributeError, SyntaxError, TypeError):
+        return
+
+
+def _refuse_media(schema: Mapping[str, Any]) -> None:
+    properties = schema["function"]["parameters"]["properties"]
+    media = [key for key, value in properties.items() if value.get("type") in ("image", "audio")]
+    if media:
+        raise BadFunctionError([f"wants an image or audio as {_listed(media)}, which the model cannot write"])
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -1,0 +1,125 @@
+"""One tool: what the model is told of it, and how it is called.
+
+`text = await tool.call({"number": 3})` gives the text for the model, or raises a ToolError whose message is for the model.
+Nothing that the function does reaches the event loop: a SystemExit is a failed call, a hanging call ends at its time limit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Protocol
+
+from grpo_async.errors import GrpoAsyncError
+from grpo_async.threads import ThreadRunner
+from grpo_async.tools.arguments import check_arguments
+from grpo_async.tools.call import Raised, Result, TimedCaller, UserCall
+from grpo_async.tools.errors import ToolError, ToolTimeoutError
+from grpo_async.tools.results import as_text
+from grpo_async.tools.schema import ToolSpec, build_spec
+
+logger = logging.getLogger(__name__)
+
+# Every rollout in flight may call the same tool, and most tools wait for something. A cancelled rollout leaves its thread
+# behind until the call ends, so as many may be left as may run.
+_MAX_THREADS = 64
+
+
+class Caller(Protocol):
+    """What runs a tool's calls: a TimedCaller, or the environment that the tool belongs to."""
+
+    @property
+    def timeout_s(self) -> float: ...
+
+    async def run(self, call: UserCall[Result]) -> Result | Raised:
+        """Raises TimeoutError, or a GrpoAsyncError where the call cannot be made at all."""
+        ...
+
+
+class FailureLog:
+    """Writes the traceback of each kind of failure once; the model gets one line of each, the log would get thousands."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, str]] = set()
+
+    def write(self, name: str, kind: str, text: str) -> None:
+        if (name, kind) not in self._seen:
+            self._seen.add((name, kind))
+            logger.warning("tool `%s`: %s\n(further failures of this kind are told to the model only)", name, text)
+
+
+class Tool:
+    """A typed function that the model may call.
+
+    Args:
+        function: sync or async; gets keyword arguments.
+        spec: name and schema.
+        caller: runs the calls.
+        fixed: arguments of every call that the model does not see.
+        serial_key: tools with an equal key never run at the same time; None = runs beside any other.
+        failures: where tracebacks go; shared by the instances of an environment.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        spec: ToolSpec,
+        caller: Caller,
+        *,
+        fixed: Mapping[str, Any] | None = None,
+        serial_key: Hashable | None = None,
+        failures: FailureLog | None = None,
+    ) -> None:
+        self.function = function
+        self.serial_key = serial_key
+        self._spec = spec
+        self._caller = caller
+        self._fixed = dict(fixed or {})
+        self._failures = failures or FailureLog()
+
+    @classmethod
+    def from_function(
+        cls, function: Callable[..., Any], *, arguments: Mapping[str, Any] | None = None, timeout_s: float = 30.0
+    ) -> Tool:
+        """A tool that stands alone: plain functions run in threads.
+
+        Raises:
+            BadFunctionError: it cannot be described to a model.
+        """
+        spec = build_spec(function, hidden=set(arguments or {}))
+        threads = ThreadRunner(f"tool-{spec.name}", max_threads=_MAX_THREADS, max_abandoned=_MAX_THREADS)
+        return cls(function, spec, TimedCaller(threads, timeout_s), fixed=arguments)
+
+    def __repr__(self) -> str:
+        return f"Tool({self.name!r})"
+
+    @property
+    def name(self) -> str:
+        return self._spec.name
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """As `apply_chat_template(tools=...)` takes it."""
+        return self._spec.schema
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """The function's result as text.
+
+        Raises:
+            ToolError: wrong arguments, or the function raised; ToolTimeoutError: it took too long.
+        """
+        checked = check_arguments(self.name, self._spec.parameters, arguments)
+        try:
+            result = await self._caller.run(UserCall(self.function, {**checked, **self._fixed}, as_text))
+        except TimeoutError as error:
+            problem = f"no answer within {self._caller.timeout_s:g} s"
+            self._failures.write(self.name, "TimeoutError", problem)
+            raise ToolTimeoutError(problem) from error
+        except GrpoAsyncError as error:
+            self._failures.write(self.name, type(error).__name__, str(error))
+            raise ToolError(str(error)) from error
+        if not isinstance(result, Raised):
+            return result
+        self._failures.write(self.name, type(result.error).__name__, result.trace.rstrip())
+        told = str(result.error) if isinstance(result.error, ToolError) else result.summary
+        raise ToolError(told) from result.error

@@ -1,0 +1,70 @@
+"""Parsers as a user might write them, good and bad."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+NOT_CALLABLE = {"parse": None}
+
+
+def brackets(text: str) -> dict[str, Any]:
+    """CALL[name] anywhere."""
+    names = re.findall(r"CALL\[(\w+)\]", text)
+    return {
+        "content": re.sub(r"CALL\[\w+\]", "", text).strip(),
+        "tool_calls": [{"name": name, "arguments": {}} for name in names],
+    }
+
+
+def openai_form(text: str) -> list[dict[str, Any]]:
+    return [{"id": "abcdefghi", "type": "function", "function": {"name": "search", "arguments": '{"query": "a"}'}}]
+
+
+def by_tokens(text: str, *, raw_text: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    return {"tool_calls": [{"name": "seen", "arguments": {"raw": raw_text, "count": len(token_ids)}}]}
+
+
+def says_nothing(text: str) -> None:
+    return None
+
+
+def empty_list(text: str) -> dict[str, Any]:
+    return {"content": text, "tool_calls": []}
+
+
+def raises(text: str) -> dict[str, Any]:
+    raise RuntimeError("no such luck")
+
+
+def leaves(text: str) -> dict[str, Any]:
+    raise SystemExit(3)
+
+
+def returns_text(text: str) -> Any:
+    return "search()"
+
+
+def content_is_a_number(text: str) -> Any:
+    return {"content": 3, "tool_calls": []}
+
+
+def names_nothing(text: str) -> Any:
+    return [{"arguments": {}}, 7]
+
+
+async def waits(text: str) -> dict[str, Any]:
+    return {}
+
+
+def takes_two(text: str, other: str) -> dict[str, Any]:
+    return {}
+
+
+class Callable:
+    def __call__(self, text: str) -> dict[str, Any]:
+        return brackets(text)
+
+
+instance = Callable()

@@ -1,0 +1,344 @@
+"""How tool calls are read: the formats of the families on good and bad texts, and parsers of the user's own."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+
+from grpo_async.chat import ChatRenderer
+from grpo_async.chat.parsers.formats import FORMATS
+from grpo_async.chat.turn import SampledTurn
+from grpo_async.errors import ConfigError
+from tests.chat.helpers import renderer_of, tokens
+from tests.support.chat_families import family
+
+OWN = "tests.chat.own_parsers"
+
+
+def _read(name: str, text: str, **options: Any) -> tuple[str, list[tuple[str, dict[str, Any]]], list[str]]:
+    """Content, readable calls, errors of a turn that a model of the family samples."""
+    turn = renderer_of(name, **options).parse(tokens(name, text), turn=0)
+    assert turn.parse_error is None
+    good = [(call.name, dict(call.arguments)) for call in turn.tool_calls if call.error is None]
+    return turn.content, good, [call.error for call in turn.tool_calls if call.error is not None]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("qwen2_5", "the answer is 42.<|im_end|>", "the answer is 42.", []),
+        ("qwen2_5", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>', "", [("f", {"a": 1})]),
+        (
+            "qwen2_5",
+            'I look.\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
+            "I look.",
+            [("f", {}), ("g", {})],
+        ),
+        # arguments as JSON text are read once more; a list holds several calls; the OpenAI form
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
+        ("qwen2_5", '<tool_call>[{"name": "f"}, {"name": "g"}]</tool_call>', "", [("f", {}), ("g", {})]),
+        ("qwen2_5", '<tool_call>{"function": {"name": "f", "parameters": {"a": 1}}}</tool_call>', "", [("f", {"a": 1})]),
+        # a closing tag inside an argument does not close the call
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>', "", [("f", {"a": "</tool_call>"})]),
+        # no calls at all: an empty list must not ask for another turn
+        ("qwen2_5", "<tool_call>[]</tool_call>", "", []),
+        # what is pondered is not called
+        (
+            "qwen3",
+            '<think>\n<tool_call>{"name": "f"}</tool_call>\n</think>\n\n<tool_call>{"name": "g"}</tool_call><|im_end|>',
+            '<think>\n<tool_call>{"name": "f"}</tool_call>\n</think>',
+            [("g", {})],
+        ),
+        ("qwen3", '<think>\n<tool_call>{"name": "f"}</tool_call>', '<think>\n<tool_call>{"name": "f"}</tool_call>', []),
+        ("llama3", '{"name": "f", "parameters": {"a": 1}}<|eot_id|>', "", [("f", {"a": 1})]),
+        ("llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}<|eom_id|>', "", [("f", {"a": 1})]),
+        ("llama3", '{"name": "f", "arguments": {}}; {"name": "g", "parameters": {}}<|eot_id|>', "", [("f", {}), ("g", {})]),
+        ("llama3", 'I look.<|python_tag|>[{"name": "f"}, {"name": "g"}]<|eom_id|>', "I look.", [("f", {}), ("g", {})]),
+        # JSON that is an answer, not a call
+        ("llama3", '{"answer": 42}<|eot_id|>', '{"answer": 42}', []),
+        ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', '{"name": "Ada", "age": 36}', []),
+        ("llama3", "[1, 2]<|eot_id|>", "[1, 2]", []),
+        ("llama3", "{ set notation }<|eot_id|>", "{ set notation }", []),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]</s>', "", [("f", {"a": 1})]),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"}, {"name": "g"}]</s>', "", [("f", {}), ("g", {})]),
+        ("mistral", "[TOOL_CALLS] []</s>", "", []),
+        ("mistral_args", 'I look.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}</s>', "I look.", [("f", {"a": 1}), ("g", {})]),
+        ("mistral_args", '[TOOL_CALLS]f{"a": 1}</s>', "", [("f", {"a": 1})]),
+        (
+            "gpt_oss",
+            "<|channel|>analysis<|message|>think<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+            '<|constrain|>json<|message|>{"a": 1}<|call|>',
+            "think",
+            [("f", {"a": 1})],
+        ),
+        ("gpt_oss", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>', "", [("f", {"a": 1})]),
+        (
+            "gpt_oss",
+            "<|channel|>analysis<|message|>think<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>",
+            "42",
+            [],
+        ),
+        ("gpt_oss", "<|channel|>final<|message|>42", "42", []),
+        ("gpt_oss", "plain words<|return|>", "plain words", []),
+    ],
+)  # fmt: skip
+def test_good_turns(name: str, text: str, content: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    assert _read(name, text) == (content, calls, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {</tool_call>', "not valid JSON"),
+        ("qwen2_5", "<tool_call></tool_call>", "not valid JSON"),
+        ("qwen2_5", '<tool_call>{"name": "f"} and more</tool_call>', "more text after the JSON"),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {}}', "</tool_call> is missing"),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {"a": "b', "</tool_call> is missing"),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object, not a list"),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": "a=1"}</tool_call>', "arguments cannot be read"),
+        ("qwen2_5", '<tool_call>{"arguments": {}}</tool_call>', "`name` is missing"),
+        ("qwen2_5", '<tool_call>{"name": 7, "arguments": {}}</tool_call>', "`name` must be the name of a tool, not 7"),
+        ("qwen2_5", '<tool_call>{"name": " ", "arguments": {}}</tool_call>', "`name` must be the name of a tool"),
+        ("qwen2_5", "<tool_call>7</tool_call>", "not a number"),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>', "'a' is given twice"),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is not a number of JSON"),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', "too large"),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "surrogate"),
+        (
+            "qwen2_5",
+            '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 100 + "]" * 100 + "}}</tool_call>",
+            "nested deeper",
+        ),
+        ("qwen2_5", "<tool_call>" + "[" * 20000 + "</tool_call>", "nested deeper"),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "not valid JSON"),
+        ("llama3", '{"name": "f", "parameters": {"a": 1', "not valid JSON"),
+        ("llama3", "<|python_tag|>print(1)<|eom_id|>", "not valid JSON"),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}</s>', "not valid JSON"),
+        ("mistral_args", "[TOOL_CALLS]f[ARGS]{oh</s>", "not valid JSON"),
+        ("mistral_args", "[TOOL_CALLS]f[ARGS][1]</s>", "must be a JSON object, not a list"),
+        ("gpt_oss", '<|channel|>commentary to=functions.f json<|message|>{"a"', "<|call|> is missing"),
+        ("gpt_oss", "<|channel|>commentary to=functions.f json<|message|>oh<|call|>", "not valid JSON"),
+        ("gpt_oss", "<|channel|>commentary to=functions.f json", "it has no <|message|>"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_what_is_wrong_and_how_to_write_it(name: str, text: str, error: str) -> None:
+    _, good, errors = _read(name, text)
+    assert good == []
+    assert len(errors) == 1
+    assert error in errors[0]
+    assert "write" in errors[0]
+    assert len(errors[0]) < 400
+
+
+def test_a_good_call_beside_a_bad_one_is_kept() -> None:
+    text = '<tool_call>{"name": "f", oh}</tool_call>\n<tool_call>{"name": "g"}</tool_call>\n<tool_call>{"name": "h"}'
+    turn = renderer_of("qwen3").parse(tokens("qwen3", text), turn=0)
+    assert [(call.name, call.error is None) for call in turn.tool_calls] == [("f", False), ("g", True), ("h", False)]
+    assert turn.text == text  # all of it, whatever could be read
+
+
+def test_a_call_that_is_not_closed_does_not_swallow_the_next() -> None:
+    text = '<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}</tool_call>'
+    turn = renderer_of("qwen3").parse(tokens("qwen3", text), turn=0)
+    assert [(call.name, call.error is None) for call in turn.tool_calls] == [("f", False), ("g", True)]
+
+
+def test_ids_are_nine_characters_and_differ_within_a_rollout() -> None:
+    renderer = renderer_of("qwen3")
+    ids = tokens("qwen3", '<tool_call>[{"name": "f"}, {"name": "g"}]</tool_call>')
+    made = [call.tool_call_id for turn in range(50) for call in renderer.parse(ids, turn=turn).tool_calls]
+    assert len(set(made)) == 100
+    assert all(len(name) == 9 and name.isalnum() for name in made)
+    assert made[:2] == ["c00000000", "c00000001"]
+    assert made[22:24] == ["c000b0000", "c000b0001"]  # turn 11 = b
+
+
+def test_mistrals_own_ids_are_kept_where_they_can_be() -> None:
+    text = '[TOOL_CALLS] [{"name": "f", "id": "VvvODy9mT"}, {"name": "g", "id": "VvvODy9mT"}, {"name": "h", "id": "x"}]</s>'
+    turn = renderer_of("mistral").parse(tokens("mistral", text), turn=2)
+    assert [call.tool_call_id for call in turn.tool_calls] == ["VvvODy9mT", "c00020001", "c00020002"]
+
+
+def test_thinking_that_the_generation_prompt_opened_is_not_searched_for_calls() -> None:
+    template = family("qwen3").chat_template.replace("'<|im_start|>assistant\\n' }}\n    {%- if enable", "'<|im_start|>assistant\\n<think>\\n' }}\n    {%- if enable")  # fmt: skip # noqa: E501
+    renderer = renderer_of("qwen3", chat_template=template)
+    pondered = '<tool_call>{"name": "f"}</tool_call>'
+    assert renderer.parse(tokens("qwen3", pondered), turn=0).tool_calls == []
+    (made,) = renderer.parse(tokens("qwen3", pondered + "\n</think>\n\n" + pondered), turn=0).tool_calls
+    assert made.name == "f"
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (
+            "hermes",
+            'I look.\n<tool_call>\n{"name": "f", "arguments": {"a": [1, "b"]}}\n</tool_call><tool_call>{"name": "g"}</tool_call>',
+        ),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; [{"name": "g", "arguments": "{}"}]'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "id": "123456789"}][TOOL_CALLS]g[CALL_ID]x[ARGS]{"a": {}}'),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.f<|channel|>commentary json"
+            '<|message|>{"a": 1}<|call|>',
+        ),
+    ],
+)
+def test_no_mutation_of_a_good_text_raises(parser: str, text: str) -> None:
+    """R6.7: 3000 random cuts, swaps and repetitions: each gives content and calls, quickly."""
+    chance = random.Random(0)
+    read = FORMATS[parser]()
+    pieces = [*read.marks, '"', "{", "}", "[", "]", ",", ":", "\\", "null", "NaN", "\n", "é", "\ud83d", "to=functions."]
+    began = time.monotonic()
+    for _ in range(3000):
+        mutated = text
+        for _ in range(chance.randint(1, 4)):
+            at, until = sorted((chance.randrange(len(mutated) + 1), chance.randrange(len(mutated) + 1)))
+            mutated = chance.choice(
+                [
+                    mutated[:at] + mutated[until:],
+                    mutated[:at] + chance.choice(pieces) + mutated[at:],
+                    mutated[:until] + mutated[at:],
+                ]
+            )[:2000]
+        reading = read.read(SampledTurn(text=mutated, marked_text=mutated, token_ids=[]))
+        for call in reading.calls:
+            assert call.name or call.error
+            json.dumps(dict(call.arguments), allow_nan=False)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("parser", sorted(FORMATS))
+def test_a_hostile_text_is_read_in_linear_time(parser: str) -> None:
+    read = FORMATS[parser]()
+    for mark in read.marks:
+        for filler in ("", '{"name": "f"}', '"', "[" * 20, "to=functions.f"):
+            text = (mark + filler) * 2000
+            began = time.monotonic()
+            read.read(SampledTurn(text=text, marked_text=text, token_ids=[]))
+            assert time.monotonic() - began < 2  # takes some hundredths
+
+
+# --- which parser
+
+
+@pytest.mark.parametrize(
+    ("name", "parser"),
+    [
+        ("qwen2_5", "hermes"),
+        ("qwen3", "hermes"),
+        ("llama3", "llama3_json"),
+        ("gpt_oss", "harmony"),
+        ("mistral", "mistral"),
+    ],
+)
+def test_auto_recognises_the_families(name: str, parser: str) -> None:
+    assert renderer_of(name)._parser.name == parser
+
+
+def test_an_unknown_format_reads_no_calls_and_needs_no_parser() -> None:
+    turn = renderer_of("chatml").parse(tokens("chatml", "the answer is 42<|im_end|>"), turn=0)
+    assert (turn.text, turn.content, turn.tool_calls, turn.parse_error) == ("the answer is 42",) * 2 + ((), None)
+
+
+def test_the_xml_calls_of_qwen3_coder_are_not_mistaken_for_json() -> None:
+    template = family("qwen3").chat_template.replace('{"name": <function-name>', "<function=name>")
+    assert renderer_of("qwen3", chat_template=template)._parser.format is None
+
+
+def test_an_unknown_parser_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"tool_calling.parser: there is no parser 'hermess'; did you mean `hermes`\?"
+    ):
+        renderer_of("qwen3", parser="hermess")
+
+
+def test_a_tokenizers_own_description_of_its_format_is_used_where_no_format_is_recognised() -> None:
+    tokenizer = copy.deepcopy(family("chatml"))
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open": "<<",
+                "close": ">>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+        },
+    }
+    renderer = ChatRenderer(tokenizer)
+    turn = renderer.parse(tokens("chatml", 'I look.<<{"name": "f", "arguments": {"a": 1}}>><|im_end|>'), turn=0)
+    assert (turn.content, [(call.name, call.arguments) for call in turn.tool_calls]) == ("I look.", [("f", {"a": 1})])
+    (broken,) = renderer.parse(tokens("chatml", "I look.<<{oh>><|im_end|>"), turn=0).tool_calls
+    assert broken.error is not None
+    assert "cannot be read" in broken.error
+
+
+# --- the user's own
+
+
+def test_a_parser_of_the_users_own() -> None:
+    read = _read("chatml", "I look. CALL[f] CALL[g]<|im_end|>", parser=f"{OWN}:brackets")
+    assert read == ("I look.", [("f", {}), ("g", {})], [])
+    assert _read("chatml", "CALL[f]", parser=f"{OWN}:instance") == ("", [("f", {})], [])
+
+
+def test_a_parser_may_return_openai_calls_or_a_bare_list() -> None:
+    turn = renderer_of("chatml", parser=f"{OWN}:openai_form").parse(tokens("chatml", "hello"), turn=0)
+    assert turn.content == "hello"
+    assert [(c.tool_call_id, c.name, c.arguments) for c in turn.tool_calls] == [("abcdefghi", "search", {"query": "a"})]
+
+
+def test_a_parser_that_asks_for_it_sees_special_tokens_and_ids() -> None:
+    _, calls, _ = _read("chatml", "hello<|im_end|>", parser=f"{OWN}:by_tokens")
+    assert calls == [("seen", {"raw": "hello<|im_end|>", "count": 2})]
+
+
+@pytest.mark.parametrize("name", ["says_nothing", "empty_list"])
+def test_no_calls_are_no_calls(name: str) -> None:
+    assert _read("chatml", "hello", parser=f"{OWN}:{name}") == ("hello", [], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("raises", "RuntimeError: no such luck"),
+        ("leaves", "SystemExit: 3"),
+        ("returns_text", "returned a string as tool calls; return a list"),
+        ("content_is_a_number", "returned a number as content; return text"),
+    ],
+)
+def test_whatever_a_parser_raises_leaves_the_text_as_the_message(name: str, error: str) -> None:
+    """R6.7: a parse error does not kill the rollout."""
+    turn = renderer_of("chatml", parser=f"{OWN}:{name}").parse(tokens("chatml", "hello<|im_end|>"), turn=0)
+    assert (turn.text, turn.content, turn.tool_calls) == ("hello", "hello", ())
+    assert turn.parse_error is not None
+    assert error in turn.parse_error
+
+
+def test_a_call_without_a_name_from_the_users_parser_goes_back_to_the_model() -> None:
+    _, good, errors = _read("chatml", "hello", parser=f"{OWN}:names_nothing")
+    assert good == []
+    assert ["`name` is missing" in errors[0], "not a number" in errors[1]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("absent", "has no `absent`"),
+        ("NOT_CALLABLE", "is dict, not a function"),
+        ("waits", "is async"),
+        ("takes_two", r"cannot be called as parse\(text\)"),
+    ],
+)
+def test_a_parser_that_cannot_be_called_is_refused_at_the_start(name: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tool_calling\.parser: .*{error}"):
+        renderer_of("chatml", parser=f"{OWN}:{name}")

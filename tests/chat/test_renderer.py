@@ -1,0 +1,211 @@
+"""Prompts, end-of-turn tokens, loading; and the start-up check of tools."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_async.chat import ChatError, ChatRenderer
+from grpo_async.errors import ConfigError
+from grpo_async.records import Origin, TaggedMessage
+from tests.chat.helpers import SEARCH, TOOLS, rendered, renderer_of, tokens, user
+from tests.support.chat_families import FAMILIES, family, template_source
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"chatml", "no_tool_role"}))
+def test_a_prompt_is_what_the_template_makes_of_it(name: str) -> None:
+    messages = [user("hello world")]
+    plain = rendered(name, [message.as_dict() for message in messages], generation=True, tools=TOOLS)
+    assert renderer_of(name).prompt_ids(messages, tools=TOOLS) == tokens(name, plain)
+    assert "search" in plain
+
+
+def test_plain_text_is_not_templated_and_gets_the_tokenizers_own_bos() -> None:
+    tokenizer = copy.deepcopy(family("llama3"))
+    from tokenizers import processors
+
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", bos)]
+    )
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.prompt_ids([user("hello")], is_conversational=False) == [bos, *tokens("llama3", "hello")]
+    assert renderer.prompt_ids([user("hello")]).count(bos) == 1  # the template writes it, the tokenizer not once more
+
+
+def test_plain_text_with_a_system_prompt_or_tools_is_a_conversation() -> None:
+    renderer = renderer_of("qwen3")
+    system = TaggedMessage(role="system", content="hello", origin=Origin.PROMPT)
+    both = [system, user("world")]
+    assert renderer.prompt_ids(both, is_conversational=False) == renderer.prompt_ids(both)
+    assert renderer.prompt_ids([user("a")], is_conversational=False, tools=TOOLS) == renderer.prompt_ids(
+        [user("a")], tools=TOOLS
+    )
+
+
+def test_the_configured_template_and_its_arguments_are_the_ones_used() -> None:
+    """R1.14: the configured tokenizer and chat template are those of the rollouts."""
+    renderer = renderer_of(
+        "qwen3", chat_template="{{ mood }}{{ messages[0].content }}", template_arguments={"mood": "kind "}
+    )
+    assert renderer.completion_text(renderer.prompt_ids([user("hello")])) == "kind hello"
+
+
+def test_an_argument_that_is_not_the_templates_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"chat_template_arguments: `tokenize` is set by grpo-async itself"):
+        renderer_of("qwen3", template_arguments={"tokenize": True})
+
+
+def test_plain_maths_needs_neither_template_nor_parser() -> None:
+    tokenizer = copy.deepcopy(family("chatml"))
+    tokenizer.chat_template = None
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.prompt_ids([user("1 + 1 =")], is_conversational=False) == tokens("chatml", "1 + 1 =")
+    assert renderer.completion_text(tokens("chatml", "2<|im_end|>")) == "2"
+    with pytest.raises(ConfigError, match=r"no chat template.*model\.chat_template"):
+        renderer.prompt_ids([user("1 + 1 =")])
+    with pytest.raises(ConfigError, match=r"no chat template.*model\.chat_template"):
+        renderer.check_tools(TOOLS)
+
+
+def test_a_prompt_that_the_template_refuses_says_what_it_said() -> None:
+    messages = [user("hello"), TaggedMessage(role="judge", content="hello", origin=Origin.PROMPT)]
+    with pytest.raises(ChatError, match="roles user, judge: TemplateError: Only system, user and assistant roles"):
+        renderer_of("no_tool_role").prompt_ids(messages)
+
+
+# --- where a turn ends
+
+
+def test_end_of_turn_ids_come_from_tokenizer_generation_config_and_settings(tmp_path: Path) -> None:
+    tokenizer = family("gpt_oss")
+    tokenizer.save_pretrained(tmp_path)
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in ("<|return|>", "<|call|>", "<|end|>")}
+    assert ChatRenderer.load(str(tmp_path)).end_of_turn_ids == [ids["<|return|>"]]
+    config = {"eos_token_id": [ids["<|return|>"], ids["<|call|>"]]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert ChatRenderer.load(str(tmp_path)).end_of_turn_ids == [ids["<|return|>"], ids["<|call|>"]]
+    loaded = ChatRenderer.load(str(tmp_path), end_of_turn_tokens=["<|end|>"])
+    assert loaded.end_of_turn_ids == list(ids.values())
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"model\.path: cannot read .*generation_config\.json"):
+        ChatRenderer.load(str(tmp_path))
+
+
+def test_load_takes_template_and_arguments(tmp_path: Path) -> None:
+    family("chatml").save_pretrained(tmp_path)
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ mood }}{{ messages[0].content }}", encoding="utf-8")
+    renderer = ChatRenderer.load(str(tmp_path), chat_template=file, template_arguments={"mood": "kind "})
+    assert renderer.completion_text(renderer.prompt_ids([user("hello")])) == "kind hello"
+    assert renderer.tokenizer.chat_template == "{{ mood }}{{ messages[0].content }}"  # what the export will carry
+    with pytest.raises(ConfigError, match=r"model\.chat_template: cannot read"):
+        ChatRenderer.load(str(tmp_path), chat_template=tmp_path / "absent.jinja")
+    with pytest.raises(ConfigError, match=r"model\.path: cannot load a tokenizer"):
+        ChatRenderer.load(str(tmp_path / "absent"))
+
+
+def test_an_end_of_turn_token_must_be_one_token() -> None:
+    with pytest.raises(
+        ConfigError, match=r"end_of_turn_tokens: '<\|im_ends\|>' is not a token .*; did you mean `<\|im_end\|>`\?"
+    ):
+        renderer_of("qwen3", end_of_turn_tokens=["<|im_ends|>"])
+
+
+# --- the start-up check
+
+
+@pytest.mark.parametrize(
+    ("name", "parser", "rule"),
+    [
+        ("qwen2_5", "hermes", "prefix-preserving"),
+        ("qwen3", "hermes", r"rewrites earlier turns \(drops thinking\): rollouts keep the sampled tokens"),
+        ("llama3", "llama3_json", "prefix-preserving"),
+        ("gpt_oss", "harmony", "rewrites earlier turns"),
+        ("mistral", "mistral", "prefix-preserving"),
+        ("mistral_args", "mistral", "prefix-preserving"),
+    ],
+)
+def test_the_check_names_the_parser_and_the_rule(name: str, parser: str, rule: str) -> None:
+    import re
+
+    notes = renderer_of(name).check_tools(TOOLS)
+    assert notes[0].startswith(f"tool calls are read by the parser `{parser}`: the chat template writes ")
+    assert re.search(rule, notes[-1])
+    assert len(notes) == 2
+    assert renderer_of(name).check_tools(TOOLS[:1]) == notes
+    assert renderer_of(name).check_tools([]) == []
+
+
+def test_a_template_that_does_not_list_the_tools_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"`search` of the tool `search` is not in the prompt; set model\.chat_template"
+    ):
+        renderer_of("chatml").check_tools(TOOLS)
+
+
+def test_a_template_that_lists_names_but_no_parameters_is_refused() -> None:
+    template = template_source("qwen3").replace("tool | tojson", "tool.function.name")
+    with pytest.raises(ConfigError, match="`query` of the tool `search` is not in the prompt"):
+        renderer_of("qwen3", chat_template=template).check_tools([SEARCH])
+
+
+def test_a_template_that_refuses_results_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"tool results cannot be rendered: .*Only system, user.*set model\.chat_template"
+    ):
+        renderer_of("no_tool_role").check_tools(TOOLS)
+
+
+def test_a_template_that_leaves_out_results_is_refused() -> None:
+    template = template_source("qwen3").replace("message.role == 'tool'", "message.role == 'result'")
+    with pytest.raises(ConfigError, match="leaves out messages of the role `tool`"):
+        renderer_of("qwen3", chat_template=template).check_tools(TOOLS)
+
+
+def test_a_turn_end_at_which_generation_does_not_stop_is_refused() -> None:
+    """GPT-OSS without <|call|>: the policy would go on and write the tool's result itself."""
+    with pytest.raises(
+        ConfigError, match=r'with <\|call\|>, but generation stops at <\|return\|> only; .*: \["<\|call\|>"\]'
+    ):
+        renderer_of("gpt_oss", end_of_turn_tokens=()).check_tools(TOOLS)
+
+
+def test_a_tokenizer_without_any_end_of_turn_token_is_refused() -> None:
+    tokenizer = copy.deepcopy(family("qwen3"))
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match=r"set model\.end_of_turn_tokens"):
+        ChatRenderer(tokenizer).check_tools(TOOLS)
+
+
+def test_an_unknown_way_of_calling_is_refused_and_a_parser_of_ones_own_helps() -> None:
+    with pytest.raises(ConfigError, match=r"set tool_calling\.parser to `hermes`"):
+        renderer_of("deepseek").check_tools(TOOLS)
+    notes = renderer_of("deepseek", parser="tests.chat.own_parsers:brackets").check_tools(TOOLS)
+    assert "own_parsers:brackets`: set in tool_calling.parser" in notes[0]
+    assert "does not add '<|Assistant|>'" in notes[1]
+    assert "does not read a call as this chat template writes it" in notes[2]
+
+
+def test_a_parser_that_does_not_fit_the_template_is_noted() -> None:
+    notes = renderer_of("llama3", parser="hermes").check_tools(TOOLS)
+    assert any("the parser `hermes` does not read a call as this chat template writes it" in note for note in notes)
+
+
+def test_a_template_that_cannot_render_several_calls_is_noted() -> None:
+    template = template_source("qwen2_5").replace(
+        "{%- for message in messages %}\n    {%- if message.role == 'user'",
+        "{%- for message in messages %}{% if messages | selectattr('role', 'equalto', 'tool') | list | length > 1 or "
+        "'calculate' in (message.tool_calls | string) %}{{ raise_exception('one only') }}{% endif %}\n"
+        "    {%- if message.role == 'user'",
+    )
+    notes = renderer_of("qwen2_5", chat_template=template).check_tools(TOOLS)
+    assert any("several calls in one turn fail their rollout" in note and "one only" in note for note in notes)
+
+
+def test_a_template_that_ends_turns_with_text_is_noted() -> None:
+    notes = renderer_of("no_end_token").check_tools(TOOLS)
+    assert "ends a turn with text, not with a token" in notes[1]

@@ -1,0 +1,297 @@
+"""The suffix rule over the template families: what follows a turn, without rendering the conversation again."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from grpo_async.chat import ChatError, ChatRenderer
+from grpo_async.chat.template import ChatTemplate
+from tests.chat.helpers import TOOLS, assistant, call, pieces, rendered, renderer_of, result, tokens, user
+from tests.support.chat_families import family
+
+PRESERVING = ("qwen2_5", "llama3", "mistral", "mistral_args")
+
+
+def test_the_fixture_tokenizers_merge_across_borders() -> None:
+    ids = {text: tokens("qwen2_5", text) for text in ("he", "llo", "hello", "\n<tool_response>\n")}
+    assert len(ids["hello"]) == 1
+    assert ids["hello"] != ids["he"] + ids["llo"]
+    assert "\n<" in "".join(pieces("qwen2_5", ids["\n<tool_response>\n"])[:1])  # one token holds both
+    assert pieces("mistral", tokens("mistral", "hello</s>hello")) == ["hello", "</s>", "hello"]
+    assert family("mistral").convert_ids_to_tokens(tokens("mistral", "a</s>a"))[0].startswith("▁")
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("qwen2_5", '<tool_call>\n{"name": "search", "arguments": {"query": "', '"}}\n</tool_call><|im_end|>'),
+        (
+            "qwen3",
+            '<think>hello</think><tool_call>\n{"name": "search", "arguments": {"query": "',
+            '"}}</tool_call><|im_end|>',
+        ),
+        ("llama3", '{"name": "search", "parameters": {"query": "', '"}}<|eom_id|>'),
+        ("gpt_oss", '<|channel|>commentary to=functions.search json<|message|>{"query": "', '"}<|call|>'),
+        ("mistral_args", '[TOOL_CALLS]search[ARGS]{"query": "', '"}</s>'),
+    ],
+)
+def test_sampled_tokens_are_never_tokenised_again(name: str, before: str, after: str) -> None:
+    """R4.5: "he" + "llo", sampled as two tokens, are read as "hello" and stay two tokens in the next prompt."""
+    renderer = renderer_of(name)
+    spelled = tokens(name, "he") + tokens(name, "llo")
+    sampled = tokens(name, before) + spelled + tokens(name, after)
+    assert len(spelled) == 2
+    assert tokens(name, before + "hello" + after) != sampled  # what tokenising again would give
+    prompt = renderer.prompt_ids([user("what is the answer?")], tools=TOOLS)
+    turn = renderer.parse(sampled, turn=0)
+    assert [(made.name, dict(made.arguments)) for made in turn.tool_calls] == [("search", {"query": "hello"})]
+    suffix = renderer.suffix_ids(turn.tool_calls, [result(turn.tool_calls[0], "42")])
+    following = prompt + sampled + suffix
+    assert following[len(prompt) : len(prompt) + len(sampled)] == sampled
+    assert "42" in family(name).decode(suffix)
+    assert "hello" not in family(name).decode(suffix)  # nothing of the turn itself
+
+
+@pytest.mark.parametrize("name", PRESERVING)
+def test_five_turns_by_suffixes_equal_one_rendering_of_all(name: str) -> None:
+    """R4.6: with a template that keeps earlier turns, prompt + outputs + suffixes = the whole conversation rendered at once."""
+    renderer = renderer_of(name)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "what is the weather in Paris?"}]
+    ids = renderer.prompt_ids([user(messages[0]["content"])], tools=TOOLS)
+    for turn in range(5):
+        made = call("search", turn=turn)
+        before = rendered(name, messages, generation=True, tools=TOOLS)
+        messages.append(assistant("", [made]))
+        after = rendered(name, messages, generation=False, tools=TOOLS)
+        assert after.startswith(before)
+        ids += tokens(name, after[len(before) :].rstrip("\n"))  # as a policy samples it: up to the end-of-turn token
+        answer = result(made, f"hello {turn} degrees")
+        messages.append(answer.as_dict())
+        ids += renderer.suffix_ids([made], [answer])
+    assert ids == tokens(name, rendered(name, messages, generation=True, tools=TOOLS))
+
+
+def test_qwen3_keeps_the_sampled_thinking_that_its_template_would_drop() -> None:
+    renderer = renderer_of("qwen3")
+    made = call(query="hello")
+    prompt = renderer.prompt_ids([user("what is it?")], tools=TOOLS)
+    thought = "<think>\nlet me think\n</think>\n\n"
+    answer_1 = tokens("qwen3", thought + '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call><|im_end|>')
+    suffix = renderer.suffix_ids([made], [result(made, "hello")])
+    ids = prompt + answer_1 + suffix
+    assert family("qwen3").decode(suffix) == (
+        "\n<|im_start|>user\n<tool_response>\nhello\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    # rendered again, with a second question after it, the thinking is gone
+    conversation = [
+        {"role": "user", "content": "what is it?"},
+        assistant(thought.strip(), [made]),
+        result(made, "hello").as_dict(),
+        assistant("hello"),
+        {"role": "user", "content": "hello"},
+    ]
+    assert "let me think" not in rendered("qwen3", conversation, generation=True)
+    assert "let me think" in family("qwen3").decode(ids)
+    assert ids[len(prompt) : len(prompt) + len(answer_1)] == answer_1
+
+
+def test_gpt_oss_ends_a_calling_turn_with_call_and_names_the_tool_in_the_result() -> None:
+    """R4.6: the header of a result repeats the real name."""
+    renderer = renderer_of("gpt_oss")
+    made = call("calculate")
+    assert family("gpt_oss").decode(renderer.suffix_ids([made], [result(made, "42")])) == (
+        '<|start|>functions.calculate to=assistant<|channel|>commentary<|message|>"42"<|end|><|start|>assistant'
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "qwen3",  # results of one turn share a block
+            "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+        (
+            "llama3",  # the template refuses two calls in one message
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"3"<|eot_id|>'
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"4"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n',
+        ),
+        (
+            "gpt_oss",  # the template takes the first call of a message only
+            '<|start|>functions.search to=assistant<|channel|>commentary<|message|>"3"<|end|>'
+            '<|start|>functions.calculate to=assistant<|channel|>commentary<|message|>"4"<|end|><|start|>assistant',
+        ),
+        (
+            "mistral",  # each result names the id of its call
+            '[TOOL_RESULTS] {"content": 3, "call_id": "c00070000"}[/TOOL_RESULTS]'
+            '[TOOL_RESULTS] {"content": 4, "call_id": "c00070001"}[/TOOL_RESULTS]',
+        ),
+        (
+            "deepseek",  # results are closed once, after the last
+            "<|outputs_begin|><|output_begin|>3<|output_end|><|output_begin|>4<|output_end|><|outputs_end|>",
+        ),
+    ],
+)
+def test_several_results_of_one_turn(name: str, expected: str) -> None:
+    renderer = renderer_of(name)
+    calls = [call("search", 0, turn=7), call("calculate", 1, turn=7)]
+    ids = renderer.suffix_ids(calls, [result(calls[0], "3"), result(calls[1], "4")])
+    assert family(name).decode(ids) == expected
+
+
+def test_the_suffix_begins_right_after_the_end_of_turn_token() -> None:
+    """R1.9: Qwen3 writes a newline after <|im_end|>; the policy has not sampled it, so it belongs to the suffix."""
+    made = call()
+    renderer = renderer_of("qwen3")
+    suffix = renderer.suffix_ids([made], [result(made, "hello")])
+    assert family("qwen3").decode(suffix).startswith("\n<|im_start|>user")
+
+
+def test_a_template_without_end_of_turn_token_is_not_cut() -> None:
+    """R4.6: no cut if the template has none."""
+    made = call()
+    suffix = renderer_of("no_end_token").suffix_ids([made], [result(made, "hello")])
+    assert family("no_end_token").decode(suffix) == "Tool: hello\n\nAssistant:"
+
+
+def test_a_turn_may_be_ended_by_the_first_token_of_the_next_message() -> None:
+    """GLM: the policy samples <|observation|>, which the template writes before the result."""
+    tokenizer = copy.deepcopy(family("chatml"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|observation|>"]})
+    template = (
+        "{% for m in messages %}"
+        "{{ {'user': '<|user|>', 'assistant': '<|assistant|>', 'tool': '<|observation|>'}[m.role] + m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + '</tool_call>' }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    renderer = ChatRenderer(tokenizer, chat_template=template, end_of_turn_tokens=["<|user|>", "<|observation|>"])
+    made = call()
+    assert tokenizer.decode(renderer.suffix_ids([made], [result(made, "hello")])) == "hello<|assistant|>"
+
+
+def test_further_messages_may_follow_the_results() -> None:
+    made = call()
+    suffix = renderer_of("qwen2_5").suffix_ids([made], [result(made, "1"), user("go on")])
+    assert (
+        family("qwen2_5")
+        .decode(suffix)
+        .endswith("</tool_response><|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
+    )
+    alone = renderer_of("qwen2_5").suffix_ids([], [user("go on")])
+    assert family("qwen2_5").decode(alone) == "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_template_arguments_reach_the_suffix() -> None:
+    """R1.14: enable_thinking=false puts an empty think block into every generation prompt."""
+    made = call()
+    renderer = renderer_of("qwen3", template_arguments={"enable_thinking": False})
+    suffix = renderer.suffix_ids([made], [result(made, "hello")])
+    assert family("qwen3").decode(suffix).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_the_cost_of_a_suffix_does_not_grow_with_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R4.5: no history is rendered: 100 turns, and every suffix renders as many characters as the third."""
+    renderer = renderer_of("qwen3")
+    lengths: list[int] = []
+    render = ChatTemplate.render
+
+    def counted(self: ChatTemplate, *args: Any, **kwargs: Any) -> str:
+        text = render(self, *args, **kwargs)
+        lengths.append(len(text))
+        return text
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    per_turn = []
+    for turn in range(100):
+        made = call(turn=turn % 2)  # what another rollout asked before is cached
+        lengths.clear()
+        renderer.suffix_ids([made], [result(made, "hello")])
+        per_turn.append(list(lengths))
+    assert all(
+        len(rendered_now) == 1 for rendered_now in per_turn[2:]
+    )  # the dummy without results comes from the cache
+    assert {rendered_now[0] for rendered_now in per_turn[2:]} == {per_turn[2][0]}
+    assert per_turn[2][0] < 400
+
+
+def test_a_date_in_the_template_may_change_during_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-OSS writes the date into its system message: from midnight on, what was cached the day before is rendered anew."""
+    renderer = renderer_of("gpt_oss")
+    made = call()
+    before = renderer.suffix_ids([made], [result(made, "hello")])
+    render = ChatTemplate.render
+
+    def next_day(self: ChatTemplate, *args: Any, **kwargs: Any) -> str:
+        text = render(self, *args, **kwargs)
+        return text.replace("Current date: ", "Current date: 9")
+
+    monkeypatch.setattr(ChatTemplate, "render", next_day)
+    assert renderer.suffix_ids([made], [result(made, "hello")]) == before
+
+
+def test_tokens_that_do_not_line_up_are_an_error_that_says_so() -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + loop.length | string + '<|im_end|>\n' }}"
+        "{% endfor %}"
+    )
+    renderer = renderer_of("chatml", chat_template=template)
+    made = call()
+    with pytest.raises(
+        ChatError, match=r"renders a turn in another way once tool results follow it.*model.chat_template"
+    ):
+        renderer.suffix_ids([made], [result(made, "hello")])
+
+
+def test_a_result_that_answers_another_call_is_refused() -> None:
+    with pytest.raises(ValueError, match="c00000000"):
+        renderer_of("qwen3").suffix_ids([call(turn=1)], [result(call(turn=0), "hello")])
+
+
+def test_a_call_without_a_readable_name_still_gets_its_error() -> None:
+    made = call("")
+    text = family("gpt_oss").decode(renderer_of("gpt_oss").suffix_ids([made], [result(made, "not JSON")]))
+    assert text.startswith("<|start|>functions.unknown to=assistant")
+
+
+def test_a_tokenizer_with_a_second_template_for_tools_uses_it() -> None:
+    tokenizer = copy.deepcopy(family("qwen2_5"))
+    tokenizer.chat_template = {"default": family("no_tool_role").chat_template, "tool_use": tokenizer.chat_template}
+    made = call()
+    expected = renderer_of("qwen2_5").suffix_ids([made], [result(made, "hello")])
+    assert ChatRenderer(tokenizer).suffix_ids([made], [result(made, "hello")]) == expected
+
+
+def test_results_of_calls_that_are_rendered_one_by_one_join_without_doubling_what_ends_a_turn() -> None:
+    """One newline stands between <|im_end|> and each result: the first one follows the policy's token, the second the first."""
+    template = (
+        "{% for m in messages %}{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call per message') }}"
+        "{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    calls = [call(number=0), call(number=1)]
+    ids = renderer_of("chatml", chat_template=template).suffix_ids(
+        calls, [result(calls[0], "3"), result(calls[1], "4")]
+    )
+    assert family("chatml").decode(ids) == (
+        "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_may_find_the_name_of_a_result_by_the_calls_id() -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{% endfor %}{% if m.role == 'tool' %}{% for c in messages[1].tool_calls %}"
+        "{% if c.id == m.tool_call_id %}{{ ' from ' + c.function.name }}{% endif %}{% endfor %}{% endif %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    calls = [call("search", 0, turn=3), call("calculate", 1, turn=3)]
+    ids = renderer_of("chatml", chat_template=template).suffix_ids(
+        calls, [result(calls[0], "3"), result(calls[1], "4")]
+    )
+    text = family("chatml").decode(ids)
+    assert "3 from search<|im_end|>" in text
+    assert "4 from calculate<|im_end|>" in text

@@ -1,0 +1,284 @@
+"""Environments that the tests name by reference. `events` and the gates are reset by the fixture of conftest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import sqlite3
+import threading
+from typing import Any
+
+events: list[str] = []
+gate = threading.Event()
+entered = threading.Event()
+faults: set[str] = set()  # names of methods that raise
+
+
+def clear() -> None:
+    events.clear()
+    faults.clear()
+    gate.clear()
+    entered.clear()
+
+
+class Full:
+    """Has all that an environment may have, and much that is no tool."""
+
+    limit = 3
+    num_made = 0
+
+    def __init__(self) -> None:
+        type(self).num_made += 1
+        events.append("made")
+        self.helper = len
+        self.row: dict[str, Any] = {}
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "is_done":
+            events.append("looked up is_done")
+        return super().__getattribute__(name)
+
+    def reset(self, **row: Any) -> str:
+        """Begins."""
+        self.row = row
+        if "reset" in faults:
+            raise RuntimeError("no server")
+        return "Begin."
+
+    def move(self, direction: str) -> str:
+        """Moves.
+
+        Args:
+            direction: Where to.
+        """
+        return f"moved {direction}"
+
+    def stay(self) -> str:
+        """Does nothing."""
+        return "stayed"
+
+    @functools.lru_cache  # noqa: B019
+    def look(self) -> str:
+        """Looks around."""
+        return "a wall"
+
+    @classmethod
+    def rules(cls) -> str:
+        """Says the rules."""
+        return f"{cls.limit} moves"
+
+    @staticmethod
+    def score(text: str) -> int:
+        return len(text)
+
+    @staticmethod
+    def startup_notes() -> list[str]:
+        return ["a note"]
+
+    @property
+    def board(self) -> str:
+        events.append("board was read")
+        raise RuntimeError("there is no board before reset")
+
+    def _draw(self) -> str:
+        return "hidden"
+
+    def is_done(self) -> bool:
+        if "is_done" in faults:
+            raise RuntimeError("lost")
+        return False
+
+    def get_reward(self) -> Any:
+        return self.row.get("reward", 1.0)
+
+    def close(self) -> None:
+        events.append("closed")
+
+
+class Gated:
+    """Its calls wait for the gate."""
+
+    def __init__(self) -> None:
+        events.append("made")
+
+    def reset(self, **row: Any) -> None:
+        events.append("reset")
+
+    def wait(self, number: int = 0) -> str:
+        """Waits.
+
+        Args:
+            number: Any.
+        """
+        events.append(f"begin {number}")
+        entered.set()
+        if not gate.wait(timeout=30):
+            raise TimeoutError("the test forgot the gate")
+        events.append(f"end {number}")
+        return "waited"
+
+    async def wait_async(self, number: int = 0) -> str:
+        """Waits on the loop.
+
+        Args:
+            number: Any.
+        """
+        events.append(f"begin {number}")
+        while not gate.is_set():
+            await asyncio.sleep(0.001)
+        events.append(f"end {number}")
+        return "waited"
+
+    def close(self) -> None:
+        events.append("closed")
+
+
+class Database:
+    """Bound to the thread that made it."""
+
+    def __init__(self) -> None:
+        self.connection = sqlite3.connect(":memory:", check_same_thread=True)
+        self.connection.execute("create table notes (text)")
+
+    def reset(self, text: str, seed: int) -> str:
+        self.connection.execute("delete from notes")
+        self.connection.execute("insert into notes values (?)", (text,))
+        return f"seed {seed}"
+
+    def notes(self) -> list[str]:
+        """Reads the notes."""
+        return [text for (text,) in self.connection.execute("select text from notes")]
+
+    async def is_done(self) -> bool:
+        return True
+
+    def get_reward(self) -> float:
+        return float(len(self.notes()))
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+who = contextvars.ContextVar("who", default="nobody")
+
+
+class Asked:
+    """Says whose call it is."""
+
+    def reset(self) -> str:
+        return who.get()
+
+    def plain(self) -> str:
+        """Who asks."""
+        return who.get()
+
+    async def later(self) -> str:
+        """Who asks."""
+        return who.get()
+
+
+class AsyncClose:
+    def reset(self) -> None: ...
+
+    def nod(self) -> str:
+        """Nods."""
+        return "nodded"
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        events.append("closed")
+
+
+class Attributes:
+    """An attribute with a reserved name, as environments written before there was an `is_done` may have."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def reset(self, *, box: list[int], other: int = 0) -> None:
+        box.append(len(box))
+
+    def nod(self) -> str:
+        """Nods."""
+        return "nodded"
+
+
+class NoReset:
+    def nod(self) -> str:
+        return "nodded"
+
+
+class NeedsUrl:
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def reset(self) -> str:
+        return self.url
+
+
+class Unreachable:
+    def __init__(self) -> None:
+        raise ConnectionError("nobody answers")
+
+
+class Slow:
+    def __init__(self) -> None:
+        gate.wait(timeout=30)
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None:
+        events.append("closed")
+
+
+class OnlyOnce:
+    """Can be made once: the probe."""
+
+    def __init__(self) -> None:
+        if "OnlyOnce" in faults:
+            raise ConnectionError("too many sessions")
+        faults.add("OnlyOnce")
+
+    def reset(self) -> None: ...
+
+
+class Changing:
+    def reset(self) -> None: ...
+
+
+class Changed:
+    def reset(self) -> None: ...
+
+
+def changing() -> Any:
+    if "changing" in faults:
+        return Changed()
+    faults.add("changing")
+    return Changing()
+
+
+class Calculating:
+    def reset(self) -> None: ...
+
+    def multiply(self, a: int) -> int:
+        """Has the name of a tool.
+
+        Args:
+            a: A number.
+        """
+        return a
+
+
+class Bare:
+    """Nothing but reset: the episode is one text, judged from outside."""
+
+    def reset(self, **row: Any) -> Any:
+        return row.get("text")
+
+
+async def later() -> Bare:
+    return Bare()
+
+
+constant = 3

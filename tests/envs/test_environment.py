@@ -1,0 +1,243 @@
+"""One instance: reset, tools, is_done, get_reward, and what a fault of each does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from grpo_async.envs import Environment, EnvironmentCallError, EnvironmentPool
+from grpo_async.tools.schema import ToolSpec, build_spec
+from tests.envs import sample_environments as samples
+from tests.envs.helpers import call, pool_of, until, with_one
+
+
+def test_is_done_is_looked_up_once_per_instance_and_reserved_names_are_no_tools() -> None:
+    """R3.1"""
+
+    async def use(environment: Environment) -> None:
+        for _ in range(3):
+            await environment.reset({})
+            assert await environment.is_done() is False
+        assert samples.events.count("looked up is_done") == 1
+        assert [tool.name for tool in environment.tools] == ["look", "move", "rules", "stay"]
+
+    with_one("Full", use)
+
+
+def test_an_environment_without_is_done_is_never_done_and_one_without_get_reward_gives_none() -> None:
+    """R3.3"""
+
+    async def use(environment: Environment) -> None:
+        await environment.reset({})
+        assert await environment.is_done() is False
+        assert await environment.get_reward() is None
+        assert environment.reward_name is None
+        assert environment.tools == []
+
+    with_one("Bare", use)
+
+
+def test_an_is_done_that_raises_fails_that_rollout_and_spares_the_instance() -> None:
+    """R3.5"""
+
+    async def use(environment: Environment) -> None:
+        await environment.reset({})
+        samples.faults.add("is_done")
+        with pytest.raises(EnvironmentCallError, match="environment `only`: `is_done` raised RuntimeError: lost"):
+            await environment.is_done()
+        samples.faults.clear()
+        await environment.reset({})
+        assert await environment.is_done() is False
+
+    with_one("Full", use)
+
+
+def test_schemas_are_built_once_and_shared_by_all_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R3.4"""
+    built: list[str] = []
+
+    def counting(function: Any, **options: Any) -> ToolSpec:
+        built.append(options["name"])
+        return build_spec(function, **options)
+
+    monkeypatch.setattr("grpo_async.envs.kind.build_spec", counting)
+
+    async def run(pool: EnvironmentPool) -> None:
+        async with pool.lease(3) as environments:
+            first = {tool.name: tool.schema for tool in environments[0].tools}
+            for environment in environments:
+                assert all(tool.schema is first[tool.name] for tool in environment.tools)
+                assert (await call(environment, "move", direction="up")).result == "moved up"
+                # Each has methods of its own instance.
+                assert all(
+                    tool.function.__self__ is environment.instance for tool in environment.tools if tool.name == "move"
+                )  # type: ignore[attr-defined]
+
+    with pool_of("Full") as pool:
+        asyncio.run(run(pool))
+    assert sorted(built) == ["look", "move", "rules", "stay"]
+
+
+def test_attributes_and_properties_are_never_touched_and_other_methods_work() -> None:
+    async def use(environment: Environment) -> None:
+        await environment.reset({})
+        assert (await call(environment, "rules")).result == "3 moves"
+        assert (await call(environment, "look")).result == "a wall"
+        for name in ("board", "helper", "score", "_draw", "reset", "close", "startup_notes"):
+            assert "there is no tool" in (await call(environment, name)).result
+        assert "board was read" not in samples.events
+
+    with_one("Full", use)
+
+
+def test_reset_with_kwargs_gets_the_whole_row_as_a_copy_of_its_own() -> None:
+    row = {"prompt": [{"role": "user", "content": "Go"}], "seed": 3, "environment": "only"}
+
+    async def use(environment: Environment) -> None:
+        assert await environment.reset(row) == "Begin."
+        assert environment.instance.row == row  # one environment: the column is an ordinary one
+        environment.instance.row["prompt"][0]["content"] = "changed"
+        assert row["prompt"][0]["content"] == "Go"  # type: ignore[index]
+
+    with_one("Full", use)
+
+
+def test_reset_without_kwargs_gets_what_it_names_seed_included() -> None:
+    async def use(environment: Environment) -> None:
+        assert await environment.reset({"text": "a", "seed": 7, "prompt": "p", "more": 1}) == "seed 7"
+        with pytest.raises(EnvironmentCallError) as caught:
+            await environment.reset({"text": "a", "prompt": "p"})
+        assert "`reset` needs the column(s) ['seed'], but the row has ['prompt', 'text']" in str(caught.value)
+
+    with_one("Database", use)
+
+
+def test_what_belongs_to_a_thread_may_be_used_in_every_method() -> None:
+    async def run(pool: EnvironmentPool) -> None:
+        async with pool.lease(2) as environments:  # the probe, and one that the pool makes
+            for environment in environments:
+                await environment.reset({"text": "a", "seed": 7})
+                assert (await call(environment, "notes")).result == '["a"]'
+                assert await environment.is_done() is True
+                assert await environment.get_reward() == 1.0
+
+    with pool_of("Database") as pool:
+        asyncio.run(run(pool))
+
+
+def test_context_variables_travel() -> None:
+    async def use(environment: Environment) -> None:
+        samples.who.set("rollout 7")
+        assert await environment.reset({}) == "rollout 7"
+        assert (await call(environment, "plain")).result == "rollout 7"
+        assert (await call(environment, "later")).result == "rollout 7"
+
+    with_one("Asked", use)
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [(None, None), ("", ""), ("Go", "Go"), ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab")],
+)
+def test_reset_returns_text_text_parts_or_nothing(returned: Any, text: str | None) -> None:
+    """R1.13"""
+
+    async def use(environment: Environment) -> str | None:
+        return await environment.reset({"text": returned})
+
+    assert with_one("Bare", use) == text
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (3, "`reset` returned 3 (int); it must return text, a list of text parts, or None"),
+        ([], "`reset` returned [] (list); it must"),
+        (["a"], "`reset` returned ['a'] (list); it must"),
+        ([{"type": "image", "image": 1}], "`reset` returned something unusable: the result holds a part of type image"),
+    ],
+)
+def test_an_unusable_reset_is_said_and_breaks_the_instance(returned: Any, problem: str) -> None:
+    async def use(environment: Environment) -> None:
+        with pytest.raises(EnvironmentCallError) as caught:
+            await environment.reset({"text": returned})
+        assert problem in str(caught.value)
+        assert environment.broken is not None
+
+    with_one("Bare", use)
+
+
+@pytest.mark.parametrize(("returned", "reward"), [(None, None), (1, 1.0), (True, 1.0), (0.25, 0.25)])
+def test_a_reward_is_a_number_or_none(returned: Any, reward: float | None) -> None:
+    async def use(environment: Environment) -> float | None:
+        await environment.reset({"reward": returned})
+        return await environment.get_reward()
+
+    assert with_one("Full", use) == reward
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (float("nan"), "`get_reward` returned nan; return None where there is no reward"),
+        (10**400, "`get_reward` returned inf"),
+        ("good", "`get_reward` returned 'good' (str); it must return a number or None"),
+    ],
+)
+def test_an_unusable_reward_is_said(returned: Any, problem: str) -> None:
+    async def use(environment: Environment) -> None:
+        await environment.reset({"reward": returned})
+        with pytest.raises(EnvironmentCallError) as caught:
+            await environment.get_reward()
+        assert problem in str(caught.value)
+
+    with_one("Full", use)
+
+
+@pytest.mark.parametrize("method", ["wait", "wait_async"])
+def test_after_a_time_out_the_instance_is_broken_and_refuses_every_call(method: str) -> None:
+    async def use(environment: Environment) -> None:
+        await environment.reset({})
+        record = await call(environment, method)
+        assert (record.result, record.failed) == ('{"error": "no answer within 0.3 s"}', True)
+        assert (
+            environment.broken
+            == f"`{method}` took longer than 0.3 s; raise `environments.only.timeout_s` if this is expected"
+        )
+        for refused in (environment.is_done(), environment.reset({})):
+            with pytest.raises(EnvironmentCallError, match=r"cannot be used any more: `wait"):
+                await refused
+        assert "cannot be used any more" in (await call(environment, "wait")).result
+
+    with_one("Gated", use, timeout_s=0.3)
+
+
+@pytest.mark.parametrize("second", ["wait", "wait_async"])
+def test_calls_of_one_instance_never_overlap(second: str) -> None:
+    async def use(environment: Environment) -> None:
+        tools = {tool.name: tool for tool in environment.tools}
+        tasks = [
+            asyncio.create_task(tools["wait"].call({"number": 1})),
+            asyncio.create_task(tools[second].call({"number": 2})),
+        ]
+        await until(samples.entered.is_set)
+        await asyncio.sleep(0.01)  # time in which the second could begin
+        samples.gate.set()
+        await asyncio.gather(*tasks)
+        assert samples.events[1:] == ["begin 1", "end 1", "begin 2", "end 2"]
+
+    with_one("Gated", use)
+
+
+def test_the_tools_of_two_instances_run_at_the_same_time() -> None:
+    async def run(pool: EnvironmentPool) -> None:
+        async with pool.lease(2) as environments:
+            tasks = [asyncio.create_task(call(environment, "wait")) for environment in environments]
+            await until(lambda: samples.events.count("begin 0") == 2)
+            samples.gate.set()
+            assert [(await task).result for task in tasks] == ["waited"] * 2
+
+    with pool_of("Gated") as pool:
+        asyncio.run(run(pool))

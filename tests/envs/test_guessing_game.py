@@ -1,0 +1,102 @@
+"""The guessing game that comes with the package."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from grpo_async.envs import Environment
+from grpo_async.envs.guessing_game import GuessingGame
+from tests.envs.helpers import call, pool_of, with_one
+
+REFERENCE = "grpo_async.envs.guessing_game:GuessingGame"
+
+
+def test_a_game_from_reset_to_reward() -> None:
+    """R3.2, R3.3: done ends the episode; a guess after the end is an error that reaches the model."""
+
+    async def use(environment: Environment) -> None:
+        assert await environment.reset({"target": 7}) == "Guess my number from 1 to 10."
+        assert [tool.name for tool in environment.tools] == ["guess"]
+        answers = []
+        for number in (5, 8, 7):
+            assert not await environment.is_done()
+            answers.append((await call(environment, "guess", number=number)).result)
+        assert answers == ["higher", "lower", "correct"]
+        assert await environment.is_done()
+        assert await environment.get_reward() == 1.0
+        assert environment.reward_name == "GuessingGame"
+        after = await call(environment, "guess", number=7)
+        assert (after.result, after.failed) == ('{"error": "ValueError: the game is over"}', True)
+        assert await environment.get_reward() == 1.0
+
+    with_one(REFERENCE, use)
+
+
+def test_a_lost_game_and_a_new_one() -> None:
+    game = GuessingGame(max_guesses=2)
+    game.reset(target=1)
+    assert [game.guess(9), game.guess(9)] == ["lower", "lower"]
+    assert (game.is_done(), game.get_reward()) == (True, 0.0)
+    game.reset(target=1)
+    assert (game.is_done(), game.guess(1), game.get_reward()) == (False, "correct", 1.0)
+    game.reset(target=1)
+    assert (game.is_done(), game.get_reward()) == (False, 0.0)
+
+
+@pytest.mark.parametrize(("num_guesses", "reward"), [(1, 1.0), (3, 0.8), (5, 0.6)])
+def test_guesses_may_cost(num_guesses: int, reward: float) -> None:
+    game = GuessingGame(guess_cost=0.1)
+    game.reset(target=7)
+    for number in [1] * (num_guesses - 1) + [7]:
+        game.guess(number)
+    assert game.get_reward() == pytest.approx(reward)  # 1 - 0.1 * (num_guesses - 1)
+
+
+def test_a_seed_gives_every_rollout_of_a_group_the_same_number() -> None:
+    def target(seed: Any) -> int:
+        for number in range(1, 11):
+            game = GuessingGame()
+            game.reset(seed=seed)
+            if game.guess(number) == "correct":
+                return number
+        raise AssertionError("no number was right")
+
+    assert target(3) == target("3")
+    assert {target(seed) for seed in range(60)} == set(range(1, 11))
+
+
+def test_the_row_overrides_the_arguments_also_as_text() -> None:
+    game = GuessingGame(text="{low}..{high}, {max_guesses} guesses")
+    assert game.reset(target="99", low="90", high="100", max_guesses="3", other=1) == "90..100, 3 guesses"
+    assert game.guess(99) == "correct"
+    assert GuessingGame(text="").reset(target=1) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [({}, "neither a column `target` nor `seed`"), ({"target": 11}, "target 11 is not in 1 to 10")],
+)
+def test_a_row_without_a_game_is_said(row: dict[str, int], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        GuessingGame().reset(**row)
+
+
+@pytest.mark.parametrize("arguments", [{"low": 3, "high": 2}, {"max_guesses": 0}, {"guess_cost": -1.0}])
+def test_impossible_games_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a game needs"):
+        GuessingGame(**arguments)
+
+
+def test_its_schema_is_short() -> None:
+    with pool_of(REFERENCE) as pool:
+        (schema,) = pool.schemas
+        asyncio.run(pool.close())
+    assert schema["function"]["description"] == "Guesses the number."
+    assert schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"number": {"type": "integer", "description": "Your guess."}},
+        "required": ["number"],
+    }

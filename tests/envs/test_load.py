@@ -1,0 +1,145 @@
+"""The `environments` sections of a config, and which one a row uses."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from grpo_async.config.sections import ToolSection
+from grpo_async.envs import load_environments
+from grpo_async.errors import ConfigError
+from grpo_async.tools import load_tools
+from tests.envs import sample_environments as samples
+from tests.envs.helpers import SAMPLES, loaded, section, until
+
+
+def test_every_problem_of_every_environment_is_in_one_error() -> None:
+    wrong = [
+        "NoReset", "NeedsUrl", "Unreachable", "Ful", "constant", "later", "Slow",
+    ]  # fmt: skip
+    sections = {name: section(name, timeout_s=0.05 if name == "Slow" else 5.0) for name in wrong}
+    sections["Extra"] = section("Full", arguments={"url": "x"})
+    sections["good"] = section("Full")
+    with pytest.raises(ConfigError) as caught:
+        load_environments(sections)
+    lines = str(caught.value).splitlines()
+    starts = [
+        f"environments.NoReset.factory: {SAMPLES}:NoReset: makes a NoReset, which has no method `reset(**row)`",
+        f"environments.NoReset.factory: {SAMPLES}:NoReset: `nod` is a public method, so a tool, but has no docstring",
+        f"environments.NeedsUrl.factory: {SAMPLES}:NeedsUrl: needs the argument(s) ['url']; set them in `environments.NeedsUrl.arg",
+        f"environments.Unreachable.factory: {SAMPLES}:Unreachable: making an instance raised ConnectionError: nobody answers",
+        f"environments.Ful.factory: {SAMPLES}:Ful: `{SAMPLES}` has no `Ful`; it has `Full`; did you mean that?",
+        f"environments.constant.factory: {SAMPLES}:constant: is a int, which cannot be called",
+        f"environments.later.factory: {SAMPLES}:later: is async",
+        f"environments.Slow.factory: {SAMPLES}:Slow: making an instance took longer than 0.05 s; raise `environments.Slow.timeout",
+        f"environments.Extra.arguments.url: {SAMPLES}:Full takes no `url`; it takes []",
+    ]
+    assert len(lines) == len(starts)
+    for line, start in zip(lines, starts, strict=True):
+        assert line.startswith(start)
+
+
+def test_a_probe_beside_a_bad_environment_is_closed() -> None:
+    with pytest.raises(ConfigError):
+        load_environments({"good": section("AsyncClose"), "bad": section("NoReset")})
+    asyncio.run(until(lambda: samples.events == ["closed"]))
+
+
+def test_arguments_reach_the_factory() -> None:
+    with loaded(only=section("NeedsUrl", arguments={"url": "here"})) as environments:
+
+        async def run() -> str | None:
+            async with environments.for_row({}).lease(1) as (environment,):
+                return await environment.reset({})
+
+        assert asyncio.run(run()) == "here"
+
+
+def test_a_tool_and_a_method_of_one_name_are_refused() -> None:
+    tools = load_tools([ToolSection(function="tests.tools.sample_tools:multiply")])
+    with pytest.raises(ConfigError) as caught:
+        load_environments({"game": section("Calculating")}, tools)
+    assert str(caught.value) == (
+        f"environments.game.factory: {SAMPLES}:Calculating: its method `multiply` has the name of one of the `tools`; rename one"
+    )
+
+
+def test_rows_select_by_the_column_and_reset_does_not_see_it() -> None:
+    with loaded(full=section("Full"), bare=section("Bare")) as environments:
+
+        async def run() -> dict[str, object]:
+            row = {"environment": "full", "level": 2}
+            async with environments.for_row(row).lease(1) as (environment,):
+                await environment.reset(row)
+                seen: dict[str, object] = environment.instance.row
+                return seen
+
+        assert asyncio.run(run()) == {"level": 2}
+        assert environments.for_row({"environment": "bare"}).name == "bare"
+        assert len(environments.schemas_for({"environment": "full"})) == 4
+        assert environments.schemas_for({"environment": "bare"}) == []
+
+
+def test_rows_that_select_nothing_are_said_with_the_names_there_are() -> None:
+    with loaded(full=section("Full"), bare=section("Bare")) as environments:
+        rows = [
+            {"environment": "full"},
+            {"environment": "fulls"},
+            {"environment": None},
+            {"prompt": "p"},
+            {"prompt": "q"},
+        ]
+        problems = environments.check_rows(rows)
+        assert [problem[:6] for problem in problems] == ["row 1:", "row 2:", "row 3:"]
+        assert "says 'fulls', but the environments are ['full', 'bare']; did you mean 'full'?" in problems[0]
+        assert "says None, but the environments are ['full', 'bare'] (if" in problems[1]
+        assert "the column `environment` is missing" in problems[2]
+        with pytest.raises(ConfigError, match="says 'fulls'"):
+            environments.for_row(rows[1])
+        with pytest.raises(ConfigError, match="is missing"):
+            environments.for_row({})
+
+
+def test_one_environment_needs_no_column_but_a_column_must_name_it() -> None:
+    with loaded(full=section("Full")) as environments:
+        assert environments.for_row({}) is environments.for_row({"environment": "full"})
+        with pytest.raises(ConfigError, match=r"says 'other'.* rename it with `data.train.columns`"):
+            environments.for_row({"environment": "other"})
+
+
+def test_required_columns_of_reset_are_checked() -> None:
+    with loaded(only=section("Database")) as environments:
+        assert environments.check_rows([{"text": "a", "seed": 1}]) == []
+        (problem,) = environments.check_rows([{"text": "a", "prompt": "p"}])
+    assert problem.startswith(
+        "row 0: `reset` of Database (environments.only) needs the column(s) ['seed'], but there are ['prompt'"
+    )
+
+
+def test_reward_weights_are_by_class_and_one_class_has_one_weight() -> None:
+    """R1.13"""
+    sections = {"a": section("Full", reward_weight=0.5), "b": section("Full", reward_weight=0.5), "c": section("Bare")}
+    with loaded(**sections) as environments:
+        assert environments.reward_weights == {"Full": 0.5}
+        assert not environments.all_have_rewards
+    with loaded(a=section("Full")) as environments:
+        assert environments.all_have_rewards
+    with pytest.raises(ConfigError, match=r"\['a', 'b'\] are all Full, .* differ: \[0.5, 1.0\]"):
+        load_environments({"a": section("Full", reward_weight=0.5), "b": section("Full")})
+
+
+def test_settings_and_attributes_without_effect_are_noted() -> None:
+    with loaded(only=section("Attributes", reward_weight=2.0)) as environments:
+        assert environments.notes == [
+            "environments.only: `is_done` is no method, so it is not called",
+            "environments.only: `reward_weight` has no effect, for there is no `get_reward`",
+        ]
+
+
+def test_no_environments_are_none() -> None:
+    environments = load_environments({}, load_tools([ToolSection(function="tests.tools.sample_tools:multiply")]))
+    assert len(environments) == 0
+    assert [schema["function"]["name"] for schema in environments.schemas_for({"environment": "x"})] == ["multiply"]
+    assert environments.check_rows([{"environment": "x"}]) == []
+    asyncio.run(environments.close())

@@ -1,0 +1,113 @@
+"""A file of environments, tools and reward functions written for TRL runs unchanged."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from grpo_async.config.sections import ToolSection
+from grpo_async.envs import Environment, load_environments
+from grpo_async.errors import ConfigError
+from grpo_async.tools import load_tools
+from tests.envs import trl_style_environment
+from tests.envs.helpers import TRL, call, loaded, section, with_one
+
+
+def test_the_file_imports_nothing_but_the_standard_library() -> None:
+    tree = ast.parse(Path(trl_style_environment.__file__).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert [name.name for node in imports for name in node.names] == ["asyncio", "random"]
+
+
+def test_the_echo_environment_of_the_documentation() -> None:
+    async def use(environment: Environment) -> None:
+        assert await environment.reset({"prompt": [{"role": "user", "content": "Echo hi"}]}) is None
+        assert [tool.name for tool in environment.tools] == ["echo"]
+        assert (await call(environment, "echo", message="hi")).result == "hi"
+        assert await environment.is_done() is False
+        assert await environment.get_reward() is None
+        assert environment.reward_name is None
+        assert trl_style_environment.reward_func([environment.instance], completions=["x"]) == [0.2]
+
+    with_one(f"{TRL}:EchoToolEnv", use)
+
+
+def test_game_over_reaches_the_model() -> None:
+    """R3.3: an exception from a tool of a finished environment."""
+
+    async def use(environment: Environment) -> None:
+        assert await environment.reset({"word": "crane"}) == "You have 6 tries to guess a word of 5 letters."
+        assert (await call(environment, "guess", guess="[caves]")).result == "C A V E S\nG Y X Y X"
+        assert (await call(environment, "guess", guess="[crane]")).result == "C R A N E\nG G G G G"
+        after = await call(environment, "guess", guess="[crane]")
+        assert (after.result, after.failed) == ('{"error": "ValueError: Game over."}', True)
+        assert trl_style_environment.reward_func([environment.instance]) == [1.0]
+
+    with_one(f"{TRL}:WordleEnv", use)
+
+
+def test_an_environment_with_its_own_reward_and_a_column_of_the_row() -> None:
+    """R1.13: the text from reset, and the environment's reward under its class name."""
+
+    async def use(environment: Environment) -> None:
+        assert await environment.reset({"target": 3, "unrelated": 0}) == "Increment the counter by 3."
+        assert (await call(environment, "increment", step=2)).result == "2"
+        assert await environment.get_reward() == 0.0
+        assert (await call(environment, "increment", step=1)).result == "3"
+        assert await environment.get_reward() == 1.0
+        assert environment.reward_name == "IncrementEnv"
+
+    with_one(f"{TRL}:IncrementEnv", use)
+
+
+def test_async_tools_and_an_async_reward_and_text_parts() -> None:
+    async def use(environment: Environment) -> None:
+        text = await environment.reset({})
+        topic = environment.instance.topic
+        assert text == f"Write notes about {topic}"
+        assert (await call(environment, "note", text=topic)).result == f'{{"notes": ["{topic}"]}}'
+        assert await environment.get_reward() == 1.0
+
+    with_one(f"{TRL}:JudgedEnv", use)
+
+
+def test_a_dict_of_environments_selected_by_a_column() -> None:
+    async def run() -> None:
+        instances = []
+        for row in ({"environment": "word", "word": "crane"}, {"environment": "echo"}):
+            pool = environments.for_row(row)
+            async with pool.lease(1) as (environment,):
+                await environment.reset(row)
+                tool, argument = ("guess", "guess") if row["environment"] == "word" else ("echo", "message")
+                await call(environment, tool, **{argument: "crane"})
+                instances.append(environment.instance)
+        assert [type(instance).__name__ for instance in instances] == ["WordleEnv", "EchoToolEnv"]
+        assert trl_style_environment.only_wordle(environments=instances) == [1.0, None]
+
+    with loaded(word=section(f"{TRL}:WordleEnv"), echo=section(f"{TRL}:EchoToolEnv")) as environments:
+        names = [tool["function"]["name"] for tool in environments.schemas_for({"environment": "word"})]
+        assert names == ["guess"]
+        asyncio.run(run())
+
+
+def test_tools_beside_an_environment() -> None:
+    tools = load_tools([ToolSection(function=f"{TRL}:{name}") for name in ("multiply", "async_add")])
+    environments = load_environments({"word": section(f"{TRL}:WordleEnv")}, tools)
+    names = [schema["function"]["name"] for schema in environments.schemas_for({})]
+    assert names == ["multiply", "async_add", "guess"]
+    assert environments.for_row({}).schemas == environments.schemas_for({})
+    asyncio.run(environments.close())
+
+
+def test_a_column_that_reset_names_and_the_data_lacks_is_found_before_the_start() -> None:
+    with loaded(only=section(f"{TRL}:IncrementEnv")) as environments:
+        assert environments.check_rows([{"prompt": "p", "target": 1}]) == []
+        (problem,) = environments.check_rows([{"prompt": "p", "goal": 1}, {"prompt": "q", "goal": 1}])
+    assert problem.startswith(
+        "row 0: `reset` of IncrementEnv (environments.only) needs the column(s) ['target'], but there are"
+    )
+    with pytest.raises(ConfigError, match="the environments are"):
+        environments.for_row({"environment": "other"})

@@ -1,0 +1,150 @@
+"""Tools that the tests name by reference: good ones, then bad ones."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiplies two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The product of the two integers.
+    """
+    return a * b
+
+
+async def async_add(a: int, b: int) -> int:
+    """
+    Asynchronously adds two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The sum of the two integers.
+    """
+    return a + b
+
+
+def search(query: str, index: object, limit: int = 3, order: Literal["asc", "desc"] = "asc") -> Decimal:
+    """Searches an index.
+
+    Args:
+        query: What to look for.
+        limit: Most results.
+        order: Of the results.
+    """
+    return f"{query} in {index}, {limit}, {order}"  # type: ignore[return-value]
+
+
+search_books = functools.partial(search, index="books")
+
+
+class Greeter:
+    """Not what the model shall read."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def __call__(self, name: str) -> str:
+        """Greets somebody.
+
+        Args:
+            name: Whom.
+        """
+        return f"{self.word} {name}"
+
+    def shout(self, name: str) -> str:
+        """Greets loudly.
+
+        Args:
+            name: Whom.
+        """
+        return f"{self.word} {name}".upper()
+
+
+class AsyncGreeter:
+    async def __call__(self, name: str) -> str:
+        """Greets somebody, later.
+
+        Args:
+            name: Whom.
+        """
+        return f"Later, {name}"
+
+
+greeter = Greeter("Hello")
+shout = greeter.shout
+async_greeter = AsyncGreeter()
+number = 3
+
+
+def undocumented(a: int) -> int:
+    return a
+
+
+def half_documented(a: int, b, c: str) -> int:  # type: ignore[no-untyped-def]
+    """Documents one of three.
+
+    Args:
+        a: This one.
+    """
+    return a
+
+
+def by_position(a: int, /) -> int:
+    """Takes it by position.
+
+    Args:
+        a: This one.
+    """
+    return a
+
+
+def takes_anything(*args: int, **kwargs: int) -> int:
+    """Takes anything."""
+    return 0
+
+
+def odd_type(a: Greeter) -> int:
+    """Takes what JSON cannot hold.
+
+    Args:
+        a: This one.
+    """
+    return 0
+
+
+def unresolvable(a: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
+    """Takes a type that is not there.
+
+    Args:
+        a: This one.
+    """
+    return 0
+
+
+def _other_multiply() -> Any:
+    def multiply(a: int) -> int:
+        """Multiplies by one.
+
+        Args:
+            a: The integer.
+        """
+        return a
+
+    return multiply
+
+
+other_multiply = _other_multiply()

@@ -1,0 +1,72 @@
+"""The calculator that comes with the package."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from grpo_async.config.sections import ToolSection
+from grpo_async.tools import load_tools
+from grpo_async.tools.calculator import calculator
+
+
+def test_it_loads_as_a_tool_and_answers() -> None:
+    (tool,) = load_tools([ToolSection(function="grpo_async.tools.calculator:calculator")])
+    assert asyncio.run(tool.call({"expression": "(2 + 3) * 4"})) == "20"
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1 + 2 * 3", "7"),
+        (" -(4 - 6) ", "2"),
+        ("7 // 2", "3"),
+        ("7 % 3", "1"),
+        ("2 ** 10", "1024"),
+        ("10 / 4", "2.5"),
+        ("10 / 5", "2"),
+        ("0.1 + 0.2", "0.3"),
+        ("2 ** -1", "0.5"),
+        ("123456789012345678901234567890 * 10", "1234567890123456789012345678900"),
+        ("3 ** 200 / 3 ** 199", "3"),
+        ("(-1) ** 99999999", "-1"),
+    ],
+)
+def test_arithmetic(expression: str, value: str) -> None:
+    assert calculator(expression) == value
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("9**9**9", "too large"),
+        ("2**4096", "too large"),
+        ("10**1000 * 10**1000", "too large"),
+        ("1e300 * 1e300", "too large"),
+        ("1e400", "too large"),
+        ("10.0 ** 400", "too large"),
+        ("10**1000 / 3", "too large"),
+        ("(-8) ** 0.5", "no real number"),
+        ("2 ^ 3", r"write \*\*"),
+        ("2 +", "not an arithmetic expression"),
+        ("", "not an arithmetic expression"),
+        ("((((" * 60, "not an arithmetic expression"),
+        ("1+" * 200 + "1", "longer than 300"),
+        ("x + 1", "only numbers"),
+        ("'a' * 3", "only numbers"),
+        ("True + 1", "only numbers"),
+        ("1j", "only numbers"),
+        ("1 < 2", "only numbers"),
+        ("__import__('os').getcwd()", "only numbers"),
+    ],
+)
+def test_everything_else_is_refused_at_once(expression: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        calculator(expression)
+
+
+def test_division_by_zero_keeps_its_own_name() -> None:
+    with pytest.raises(ZeroDivisionError):
+        calculator("1 / (2 - 2)")

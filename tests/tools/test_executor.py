@@ -1,0 +1,215 @@
+"""The calls of one turn: order, concurrency, reports of failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from grpo_async.records import ToolCall, ToolCallRecord
+from grpo_async.threads import ThreadRunner
+from grpo_async.tools import MAX_CALLS_PER_TURN, Tool, ToolExecutor
+from grpo_async.tools.call import TimedCaller
+from grpo_async.tools.schema import build_spec
+from tests.tools import sample_tools
+
+
+def call(name: str, index: int = 0, **arguments: Any) -> ToolCall:
+    return ToolCall(tool_call_id=f"call{index:05d}", name=name, arguments=arguments)
+
+
+def execute(
+    functions: Sequence[Callable[..., Any] | Tool], calls: Sequence[ToolCall], max_result_chars: int = 200
+) -> list[ToolCallRecord]:
+    tools = [f if isinstance(f, Tool) else Tool.from_function(f, timeout_s=5.0) for f in functions]
+    return asyncio.run(ToolExecutor(tools, max_result_chars=max_result_chars).execute(calls))
+
+
+def error_of(record: ToolCallRecord) -> str:
+    assert record.failed
+    content: Mapping[str, str] = json.loads(record.result)
+    assert list(content) == ["error"]
+    return content["error"]
+
+
+def test_two_calls_of_which_one_fails_are_two_records_in_their_order() -> None:
+    """R2.7, R2.8: what the tool metrics count, and what the rollout store keeps of a call."""
+    calls = [call("multiply", 1, a=6, b=7), call("multiply", 2, a="six", b=7)]
+    good, bad = execute([sample_tools.multiply], calls)
+    assert (good.tool_call_id, good.name, good.arguments, good.result, good.failed) == (
+        "call00001",
+        "multiply",
+        {"a": 6, "b": 7},
+        "42",
+        False,
+    )
+    assert bad.tool_call_id == "call00002"
+    assert 'argument "a" must be an integer' in error_of(bad)
+    assert good.duration_s >= 0.0
+
+
+def test_a_duration_is_wall_clock_time() -> None:
+    """R2.8"""
+
+    async def waits() -> str:
+        """Waits."""
+        await asyncio.sleep(0.05)
+        return "done"
+
+    (record,) = execute([waits], [call("waits")])
+    assert 0.05 <= record.duration_s < 5.0
+
+
+def test_plain_calls_of_one_turn_run_at_the_same_time() -> None:
+    together = threading.Barrier(3)
+
+    def meet() -> str:
+        """Waits for the others."""
+        together.wait(timeout=10)
+        return "met"
+
+    records = execute([meet], [call("meet", index) for index in range(3)])
+    assert [record.result for record in records] == ["met"] * 3
+
+
+def test_async_calls_of_one_turn_run_at_the_same_time_and_beside_plain_ones() -> None:
+    first, second = threading.Event(), asyncio.Event()
+
+    def plain() -> str:
+        """Waits for the async one."""
+        return str(first.wait(timeout=10))
+
+    async def one() -> str:
+        """Waits for the other."""
+        await second.wait()
+        first.set()
+        return "one"
+
+    async def two() -> str:
+        """Lets the other go on."""
+        second.set()
+        return "two"
+
+    records = execute([plain, one, two], [call("plain"), call("one"), call("two")])
+    assert [record.result for record in records] == ["True", "one", "two"]
+
+
+def test_calls_with_one_serial_key_run_one_after_the_other_in_their_order() -> None:
+    events: list[str] = []
+
+    async def step(number: int) -> str:
+        """Notes begin and end.
+
+        Args:
+            number: Which step.
+        """
+        events.append(f"begin {number}")
+        await asyncio.sleep(0)
+        events.append(f"end {number}")
+        return ""
+
+    caller = TimedCaller(ThreadRunner("test"), 5.0)
+    tool = Tool(step, build_spec(step), caller, serial_key="one instance")
+    execute([tool], [call("step", number=number) for number in range(3)])
+    assert events == ["begin 0", "end 0", "begin 1", "end 1", "begin 2", "end 2"]
+
+
+def test_an_unread_call_is_answered_with_its_error_and_nothing_is_called() -> None:
+    calls: list[int] = []
+
+    def probe() -> None:
+        """Notes the call."""
+        calls.append(1)
+
+    unread = ToolCall(tool_call_id="call00000", name="probe", error="this is no JSON: {")
+    (record,) = execute([probe], [unread])
+    assert error_of(record) == "this is no JSON: {"
+    assert calls == []
+
+
+def test_an_unknown_tool_is_answered_with_those_that_there_are() -> None:
+    far, near = execute([sample_tools.multiply, sample_tools.async_add], [call("fly"), call("multipy")])
+    assert error_of(far) == "there is no tool 'fly'; there is multiply, async_add"
+    assert error_of(near) == "there is no tool 'multipy'; there is multiply, async_add; did you mean multiply?"
+
+
+def test_an_exception_is_one_line_without_traceback() -> None:
+    """R3.3: the text of a tool's exception reaches the model."""
+
+    def expired() -> str:
+        """Raises."""
+        raise ValueError("Session\nexpired")
+
+    (record,) = execute([expired], [call("expired")])
+    assert record.result == '{"error": "ValueError: Session expired"}'
+    assert record.failed
+
+
+def test_long_results_and_long_errors_are_cut() -> None:
+    def talks(fail: bool) -> str:
+        """Talks.
+
+        Args:
+            fail: Whether to fail.
+        """
+        if fail:
+            raise ValueError("x" * 100)
+        return "y" * 100
+
+    good, bad = execute([talks], [call("talks", fail=False), call("talks", fail=True)], max_result_chars=16)
+    assert good.result == "y" * 16 + " [cut: 84 more characters]"
+    assert error_of(bad) == "ValueError: xxxx [cut: 96 more characters]"  # 12 + 100 characters, 16 of them kept
+
+
+def test_of_too_many_calls_the_rest_is_answered_without_being_made() -> None:
+    made: list[int] = []
+
+    async def probe() -> None:
+        """Notes the call."""
+        made.append(1)
+
+    records = execute([probe], [call("probe", index) for index in range(MAX_CALLS_PER_TURN + 2)])
+    assert len(made) == MAX_CALLS_PER_TURN
+    assert [record.failed for record in records] == [False] * MAX_CALLS_PER_TURN + [True] * 2
+    assert error_of(records[-1]) == "too many calls in one turn; only the first 32 were made"
+
+
+def test_no_calls_are_no_records() -> None:
+    assert execute([sample_tools.multiply], []) == []
+
+
+def test_a_cancelled_turn_cancels_its_calls() -> None:
+    """R6.1"""
+
+    async def run() -> None:
+        started, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def waits() -> None:
+            """Waits for ever."""
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+        executor = ToolExecutor([Tool.from_function(waits)], max_result_chars=100)
+        task = asyncio.create_task(executor.execute([call("waits")]))
+        await asyncio.wait_for(started.wait(), 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(cancelled.wait(), 5)
+
+    asyncio.run(run())
+
+
+def test_schemas_are_those_of_the_tools_and_names_are_unique() -> None:
+    tool = Tool.from_function(sample_tools.multiply)
+    assert ToolExecutor([tool], max_result_chars=16).schemas == [tool.schema]
+    with pytest.raises(ValueError, match="different names"):
+        ToolExecutor([tool, tool], max_result_chars=16)

@@ -1,0 +1,53 @@
+"""The `tools` sections of a config."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from grpo_async.config.sections import ToolSection
+from grpo_async.errors import ConfigError
+from grpo_async.tools import load_tools
+
+SAMPLES = "tests.tools.sample_tools"
+
+
+def section(attribute: str, **fields: Any) -> ToolSection:
+    return ToolSection(function=f"{SAMPLES}:{attribute}", **fields)
+
+
+def test_tools_are_loaded_with_their_fixed_arguments() -> None:
+    tools = load_tools([section("multiply"), section("search", arguments={"index": "books"}), section("shout")])
+    assert [tool.name for tool in tools] == ["multiply", "search", "shout"]
+    assert asyncio.run(tools[1].call({"query": "cats"})) == "cats in books, 3, asc"
+
+
+def test_every_problem_of_every_tool_is_in_one_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_tools(
+            [
+                section("multiply"),
+                section("undocumented", arguments={"c": 1}),
+                section("half_documented"),
+                section("Greeter"),
+                section("number"),
+                section("multipy"),
+                section("other_multiply"),
+            ]
+        )
+    lines = str(caught.value).splitlines()
+    starts = [
+        "tools.1.arguments.c: tests.tools.sample_tools:undocumented takes no `c`; it takes ['a']",
+        "tools.1.function: tests.tools.sample_tools:undocumented: has no docstring",
+        "tools.2.function: tests.tools.sample_tools:half_documented: has no type hint for `b`",
+        "tools.2.function: tests.tools.sample_tools:half_documented: has no description of `b`, `c`",
+        "tools.3.function: tests.tools.sample_tools:Greeter: is a class; make an instance",
+        "tools.4.function: tests.tools.sample_tools:number: is a int, which cannot be called",
+        "tools.5.function: tests.tools.sample_tools:multipy: `tests.tools.sample_tools` has no `multipy`",
+        "tools: the name `multiply` belongs to more than one function; rename one of them",
+    ]
+    assert len(lines) == len(starts)
+    for line, start in zip(lines, starts, strict=True):
+        assert line.startswith(start)

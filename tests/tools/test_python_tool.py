@@ -1,0 +1,68 @@
+"""run_python as a model and a config see it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from grpo_async.config.sections import ToolSection
+from grpo_async.tools.load import load_tools
+from grpo_async.tools.python import run_python
+from grpo_async.tools.tool import Tool
+
+
+def _tool(**arguments: Any) -> Tool:
+    (tool,) = load_tools([ToolSection(function="grpo_async.tools.python:run_python", arguments=arguments)])
+    return tool
+
+
+def _answer(code: str, **arguments: Any) -> str:
+    return asyncio.run(_tool(**arguments).call({"code": code}))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"wall_s": 2.0, "memory_mb": 256}])
+def test_the_model_sees_the_code_alone(arguments: dict[str, Any]) -> None:
+    function = _tool(**arguments).schema["function"]
+    assert function["name"] == "run_python"
+    assert list(function["parameters"]["properties"]) == ["code"]
+    assert function["parameters"]["required"] == ["code"]
+    assert "print()" in function["parameters"]["properties"]["code"]["description"]
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("print(6 * 7)", "42"),
+        ("x = 1", "The program printed nothing."),
+        ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(3)", "The program ended with exit code 3."),
+        ("def", "SyntaxError: invalid syntax"),
+        ("import os; os.abort()", "The program crashed."),
+        ("x = bytearray(1 << 30)", "Stopped: the program used more than 512 MiB of memory."),
+        ("open('/etc/passwd')", "FileNotFoundError: [Errno 2] No such file or directory: '/etc/passwd'"),
+    ],
+)
+def test_the_answer_is_the_output_or_what_went_wrong(code: str, answer: str) -> None:
+    assert _answer(code) == answer
+
+
+def test_limits_come_from_the_config_and_are_said_in_words() -> None:
+    assert _answer("print(1, flush=True)\nwhile True: pass", wall_s=0.5) == (
+        "1\nStopped: the program ran longer than 0.5 seconds."
+    )
+    assert _answer("while True: pass", cpu_s=1) == "Stopped: the program used more than 1 seconds of CPU time."
+    assert _answer("print('x' * 100)", max_output_chars=10) == (
+        "xxxxxxxxxx\nStopped: the program printed more than 10 characters."
+    )
+
+
+def test_nothing_is_kept_between_calls() -> None:
+    assert _answer("open('a', 'w').write('x'); print(1)") == "1"
+    assert "NameError" not in _answer("import os; print(os.listdir())")
+    assert _answer("import os; print(os.listdir())") == "[]"
+
+
+def test_the_notes_of_the_sandbox_are_carried() -> None:
+    assert run_python.startup_notes()[0].startswith("sandbox holds:")  # type: ignore[attr-defined]

@@ -1,0 +1,196 @@
+"""Calling one tool: threads, time limits, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grpo_async.tools import Tool, ToolError, ToolTimeoutError
+from tests.tools import sample_tools
+
+who = contextvars.ContextVar("who", default="nobody")
+
+
+def called(function: Callable[..., Any], timeout_s: float = 5.0, **arguments: Any) -> str:
+    return asyncio.run(Tool.from_function(function, timeout_s=timeout_s).call(arguments))
+
+
+def raising(error: BaseException, *, is_async: bool) -> Callable[..., Any]:
+    def plain() -> str:
+        """Raises."""
+        raise error
+
+    async def later() -> str:
+        """Raises."""
+        raise error
+
+    return later if is_async else plain
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "text"),
+    [
+        (sample_tools.multiply, {"a": 6, "b": 7}, "42"),
+        (sample_tools.async_add, {"a": 6, "b": 7}, "13"),
+        (sample_tools.search_books, {"query": "cats"}, "cats in books, 3, asc"),
+        (sample_tools.greeter, {"name": "Ann"}, "Hello Ann"),
+        (sample_tools.shout, {"name": "Ann"}, "HELLO ANN"),
+        (sample_tools.async_greeter, {"name": "Ann"}, "Later, Ann"),
+    ],
+)
+def test_functions_partials_methods_and_objects_sync_and_async_are_called(
+    function: Callable[..., Any], arguments: dict[str, Any], text: str
+) -> None:
+    assert called(function, **arguments) == text
+
+
+def test_fixed_arguments_reach_the_function_and_the_model_cannot_set_them() -> None:
+    tool = Tool.from_function(sample_tools.search, arguments={"index": "books", "limit": 1})
+    assert asyncio.run(tool.call({"query": "cats"})) == "cats in books, 1, asc"
+    with pytest.raises(ToolError, match='unknown argument "limit"'):
+        asyncio.run(tool.call({"query": "cats", "limit": 9}))
+
+
+def test_wrong_arguments_never_reach_the_function() -> None:
+    calls = []
+
+    def probe(number: int) -> str:
+        """Notes the call.
+
+        Args:
+            number: Any.
+        """
+        calls.append(number)
+        return ""
+
+    with pytest.raises(ToolError, match='argument "number" must be an integer'):
+        called(probe, number="three")
+    assert calls == []
+
+
+def test_a_plain_tool_runs_in_another_thread_and_an_async_one_on_the_loop() -> None:
+    def plain() -> bool:
+        """Where it runs."""
+        return threading.current_thread() is threading.main_thread()
+
+    async def later() -> bool:
+        """Where it runs."""
+        return plain()
+
+    assert (called(plain), called(later)) == ("false", "true")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_context_variables_travel(is_async: bool) -> None:
+    def plain() -> str:
+        """Who asks."""
+        return who.get()
+
+    async def later() -> str:
+        """Who asks."""
+        return who.get()
+
+    token = who.set("rollout 7")
+    try:
+        assert called(later if is_async else plain) == "rollout 7"
+    finally:
+        who.reset(token)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("no\n such thing"), "ValueError: no such thing"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (RuntimeError(), "RuntimeError"),
+        (SystemExit("enough"), "SystemExit: enough"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (asyncio.CancelledError("mine"), "CancelledError: mine"),
+        (ToolError("use the other one"), "use the other one"),
+    ],
+)
+def test_whatever_a_tool_raises_is_a_tool_error_in_one_line(error: BaseException, told: str, is_async: bool) -> None:
+    with pytest.raises(ToolError) as caught:
+        called(raising(error, is_async=is_async))
+    assert str(caught.value) == told
+    assert caught.value.__cause__ is error
+
+
+def test_a_result_whose_text_cannot_be_made_is_a_failure_too() -> None:
+    class Odd:
+        def __str__(self) -> str:
+            raise LookupError("no text")
+
+    def odd() -> object:
+        """Returns an odd thing."""
+        return Odd()
+
+    with pytest.raises(ToolError, match="LookupError: no text"):
+        called(odd)
+
+
+def test_a_hanging_plain_tool_ends_at_its_time_limit() -> None:
+    release = threading.Event()
+
+    def hangs() -> str:
+        """Hangs."""
+        release.wait(30)
+        return "late"
+
+    with pytest.raises(ToolTimeoutError, match=r"no answer within 0\.05 s"):
+        called(hangs, timeout_s=0.05)
+    release.set()
+
+
+def test_an_async_tool_that_swallows_its_cancellation_ends_at_its_time_limit() -> None:
+    async def run() -> None:
+        release = asyncio.Event()
+
+        async def stubborn() -> str:
+            """Hangs, and will not be told."""
+            while not release.is_set():
+                try:
+                    await release.wait()
+                except asyncio.CancelledError:
+                    continue
+            return "late"
+
+        with pytest.raises(ToolTimeoutError, match=r"no answer within 0\.05 s"):
+            await asyncio.wait_for(Tool.from_function(stubborn, timeout_s=0.05).call({}), timeout=5)
+        release.set()
+
+    asyncio.run(run())
+
+
+def test_a_traceback_is_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:
+    def picky(number: int) -> str:
+        """Raises.
+
+        Args:
+            number: Which error.
+        """
+        raise (ValueError if number else KeyError)("no")
+
+    tool = Tool.from_function(picky)
+
+    async def run() -> None:
+        for number in (1, 1, 0, 1):
+            with pytest.raises(ToolError):
+                await tool.call({"number": number})
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert ["ValueError: no" in record.getMessage() for record in caplog.records] == [True, False]
+    assert all("Traceback" in record.getMessage() and "picky" in record.getMessage() for record in caplog.records)
+
+
+def test_one_tool_serves_several_event_loops_in_turn() -> None:
+    tool = Tool.from_function(sample_tools.multiply)
+    assert [asyncio.run(tool.call({"a": 2, "b": factor})) for factor in (1, 2)] == ["2", "4"]
