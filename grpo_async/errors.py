@@ -6,6 +6,7 @@
     |  |- DeadlineError       a wait outlived its deadline
     |  |- ProcessFailedError  a child process ended; carries its last log lines
     |  |- NothingToLearnError all rewards have been equal for a long time
+    |  |- RolloutContractError a custom rollout function returned something unusable (also a ValueError, as in TRL)
     |  |- WeightPushError     new weights did not reach the server
     |  `- CheckpointError     a checkpoint cannot be written or read
     `- InferenceError         one request to an inference server failed
@@ -53,6 +54,10 @@ class ProcessFailedError(RunError):
 
 class NothingToLearnError(RunError):
     """Every group of a long row had all-equal rewards: no step can be made of them."""
+
+
+class RolloutContractError(RunError, ValueError):
+    """A custom rollout function returned something that is not what it promised: it would do so again, so the run ends."""
 
 
 class WeightPushError(RunError):

@@ -131,6 +131,7 @@ class TurnRecord:
     messages: Sequence[TaggedMessage] = ()
     tool_calls: Sequence[ToolCallRecord] = ()
     tool_response_ids: Sequence[int] = ()
+    parse_error: str | None = None  # why the text could not be searched for tool calls; it then stands as it is
     generation_duration_s: float = 0.0
     tool_execution_duration_s: float = 0.0
 
@@ -185,6 +186,7 @@ class RolloutCompletion:
     error: str | None = None
     total_duration_s: float = 0.0
     prompt_messages: Sequence[TaggedMessage] | None = None
+    tool_names: Sequence[str] = ()  # the tools that were offered, called or not
     environment_rewards: Mapping[str, float | None] = field(default_factory=dict)
     reward_columns: Mapping[str, Any] = field(default_factory=dict)
 
@@ -226,7 +228,10 @@ class RolloutCompletion:
         return [*messages, *self.completion_messages()]
 
     def tool_metrics(self) -> dict[str, float]:
-        """Calls per rollout and the share that failed; 2 calls of which 1 failed -> 2.0 and 0.5."""
+        """Calls of this rollout and the share that failed; 2 calls of which 1 failed -> 2.0 and 0.5, no calls -> 0.0 and 0.0.
+        Empty where no tools were offered."""
+        if not self.tool_names:
+            return {}
         calls = [call for turn in self.turns for call in turn.tool_calls]
         failed = sum(call.failed for call in calls)
         return {

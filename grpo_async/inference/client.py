@@ -20,9 +20,10 @@ import httpx
 from pydantic import ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
-from grpo_async.inference.retry import RetryPolicy, error_for_status, is_retriable
+from grpo_async.inference.retry import error_for_status, is_retriable
 from grpo_async.inference.surface import GENERATE_PATH, GenerateChunk, GenerateRequest
 from grpo_async.records import FinishReason
+from grpo_async.retry import RetryPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,9 @@ class InferenceClient:
                         f"request {request.request_id} failed {attempt + 1} times in a row; the last error was "
                         f"{type(error).__name__}: {error}"
                     ) from error
+                if generation.token_ids and generation.token_ids[-1] in request.stop_token_ids:
+                    generation.finish_reason = FinishReason.STOP
+                    break
                 if len(generation.token_ids) >= request.max_tokens:
                     generation.finish_reason = FinishReason.LENGTH
                     break

@@ -13,8 +13,9 @@ from typing import Any, Self
 import httpx
 
 from grpo_async.errors import DeadlineError, ServerUnavailableError
-from grpo_async.inference.retry import RetryPolicy, error_for_status, is_retriable
+from grpo_async.inference.retry import error_for_status, is_retriable
 from grpo_async.inference.surface import INFO_PATH, GlooInitInfo, GlooUpdateInfo, ServerInfo
+from grpo_async.retry import RetryPolicy
 
 
 class ServerControl:

@@ -1,31 +1,11 @@
-"""The one retry rule of every request: connection errors and answers >= 500 are retried, bounded and jittered; 4xx never."""
+"""Which failures of the inference server are retried (by the rule of `grpo_async.retry`), and the error of each answer >= 400."""
 
 from __future__ import annotations
-
-import json
-import random
-from dataclasses import dataclass, field
 
 import httpx
 
 from grpo_async.errors import InferenceError, RequestRejectedError, ServerUnavailableError
-
-_LONGEST_MESSAGE = 2000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
-    """Wait base_s x 2^attempt, at most max_s, times a random factor in [0.5, 1)."""
-
-    max_retries: int = 5
-    base_s: float = 0.2
-    max_s: float = 5.0
-    rng: random.Random = field(default_factory=random.Random)
-
-    def delay_s(self, attempt: int) -> float:
-        """Seconds to wait before retry number `attempt` (0-based). attempt 2 with base 0.2: 0.8 x [0.5, 1)."""
-        longest = min(self.max_s, self.base_s * 2.0**attempt)
-        return longest * (0.5 + 0.5 * self.rng.random())
+from grpo_async.retry import server_message
 
 
 def is_retriable(error: Exception) -> bool:
@@ -35,19 +15,7 @@ def is_retriable(error: Exception) -> bool:
 
 def error_for_status(status: int, body: bytes) -> InferenceError:
     """The error for an answer >= 400, with the server's own message."""
-    message = _server_message(body)
+    message = server_message(body)
     if status >= 500:
         return ServerUnavailableError(f"the inference server answered {status}: {message}")
     return RequestRejectedError(status, message)
-
-
-def _server_message(body: bytes) -> str:
-    text = body.decode("utf-8", errors="replace").strip()
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        return text[:_LONGEST_MESSAGE] or "(empty body)"
-    error = parsed.get("error", parsed.get("detail", parsed)) if isinstance(parsed, dict) else parsed
-    if isinstance(error, dict):
-        error = error.get("message", error)
-    return str(error)[:_LONGEST_MESSAGE]

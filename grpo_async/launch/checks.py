@@ -1,19 +1,27 @@
 """What can be known to be wrong before anything starts: files, folders and functions that the configuration names.
 
-Reads a few rows at most and imports the reward functions, as the trainer will. Every problem goes into one error.
+Reads a few rows at most, and imports rewards, tools and environments, as the trainer will. Every problem goes into one error.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import HubSource, Source
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.inference.surface import token_from_environment
+from grpo_async.launch.participants import Participants, load_participants, startup_notes
+from grpo_async.launch.renderer import load_renderer
+from grpo_async.references import resolve
 from grpo_async.rewards import RewardFunction, load_rewards
+
+if TYPE_CHECKING:
+    from grpo_async.data import Rows
 
 _NUM_ROWS = 3
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
@@ -28,21 +36,12 @@ def check_inputs(config: ExperimentConfig) -> list[str]:
     problems: list[str] = []
     notes: list[str] = []
     _check_model(config, problems, notes)
-    train_columns = _check_source("data.train", config.data.train, problems, notes)
-    if config.evaluation is not None:
-        columns = _check_source("evaluation.data", config.evaluation.data, problems, notes)
-        baseline = config.evaluation.baseline_column
-        if columns is not None and baseline is not None and baseline not in columns:
-            problems.append(f"evaluation.baseline_column: {baseline} is not one of the columns {sorted(columns)}")
-    try:
-        rewards = load_rewards(config.rewards)
-    except ConfigError as error:
-        problems.append(str(error))
-    else:
-        if train_columns is not None:
-            problems.extend(missing_columns(rewards, train_columns))
-        for reward in rewards:
-            reward.close()
+    train_rows = _check_source("data.train", config.data.train, problems, notes)
+    _check_evaluation(config, train_rows, problems, notes)
+    participants = _check_participants(config, train_rows, problems, notes)
+    _check_rewards(config, participants, train_rows, problems, notes)
+    if participants is not None:
+        asyncio.run(participants.aclose())
     if config.inference.url is not None and token_from_environment() is None:
         notes.append("inference.url is set and $GRPO_ASYNC_TOKEN is not: the server must be one that asks for no token")
     if problems:
@@ -68,28 +67,87 @@ def _check_model(config: ExperimentConfig, problems: list[str], notes: list[str]
         problems.append(f"model.chat_template: {template} does not exist (working directory: {Path.cwd()})")
 
 
-def _check_source(key: str, source: Source, problems: list[str], notes: list[str]) -> set[str] | None:
-    """Read the first rows; returns their columns, None where they could not be read."""
+def _check_source(key: str, source: Source, problems: list[str], notes: list[str]) -> Rows | None:
+    """Read the first rows; None where they could not be read."""
     if isinstance(source, HubSource):
         notes.append(f"{key}: the dataset {source.name} is not checked here")
         return None
-    from grpo_async.data import load_rows
+    from grpo_async.data import first_rows
 
-    limit = min(source.limit or _NUM_ROWS, _NUM_ROWS)
     try:
-        rows = load_rows(source.model_copy(update={"limit": limit}))
+        return first_rows(source, _NUM_ROWS)
     except GrpoAsyncError as error:
         problems.append(f"{key}: {error}")
         return None
-    return set(rows[0])
 
 
-def missing_columns(rewards: Sequence[RewardFunction], columns: Collection[str]) -> list[str]:
-    """One sentence for each reward function that needs a column which data.train does not have: it would fail every group."""
+def _check_evaluation(config: ExperimentConfig, train: Rows | None, problems: list[str], notes: list[str]) -> None:
+    evaluation = config.evaluation
+    if evaluation is None:
+        return
+    rows = train if evaluation.data is None else _check_source("evaluation.data", evaluation.data, problems, notes)
+    baseline = evaluation.baseline_column
+    if rows and baseline is not None and baseline not in rows[0]:
+        problems.append(f"evaluation.baseline_column: {baseline} is not one of the columns {sorted(rows[0])}")
+
+
+def _check_participants(
+    config: ExperimentConfig, rows: Rows | None, problems: list[str], notes: list[str]
+) -> Participants | None:
+    """Tools, environments and the rollout function; None when one of them cannot be used."""
+    try:
+        participants = load_participants(config)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
+    notes.extend(participants.notes)
+    environments = participants.environments
+    if environments is not None and rows:
+        problems.extend(f"data.train, {problem}" for problem in environments.check_rows(rows))
+    if (participants.tools or environments is not None) and not problems:
+        try:
+            renderer = load_renderer(config)
+            for schemas in participants.tool_sets:
+                notes.extend(note for note in renderer.check_tools(schemas) if note not in notes)
+        except ConfigError as error:
+            problems.append(str(error))
+    return participants
+
+
+def _check_rewards(
+    config: ExperimentConfig,
+    participants: Participants | None,
+    rows: Rows | None,
+    problems: list[str],
+    notes: list[str],
+) -> None:
+    try:
+        rewards = load_rewards(config.rewards)
+    except ConfigError as error:
+        problems.append(str(error))
+        return
+    if rows and config.rollout_function is None:  # a rollout function may add columns, which nobody knows before
+        problems.extend(reward_problems(rewards, rows[0], has_environments=bool(config.environments)))
+    environments = participants.environments if participants else None
+    if not rewards and environments is not None and not environments.all_have_rewards:
+        problems.append("rewards: there are none, and not every environment has a `get_reward`; name at least one")
+    if environments is not None:
+        both = sorted(environments.reward_weights.keys() & {reward.name for reward in rewards})
+        problems.extend(
+            f"rewards: `{name}` is also the reward of an environment; give the function a `name`" for name in both
+        )
+    for section, reward in zip(config.rewards, rewards, strict=True):
+        notes.extend(note for note in startup_notes(resolve(section.function)) if note not in notes)
+        reward.close()
+
+
+def reward_problems(
+    rewards: Sequence[RewardFunction], columns: Collection[str], *, has_environments: bool
+) -> list[str]:
+    """One sentence for each reward function that lacks something it needs: it would fail every group."""
     given = sorted(set(columns) - {"prompt"})
     return [
-        f"reward {reward.name!r} needs the column(s) {missing}, but data.train has {given}; rename with "
-        "data.train.columns, or set them in the reward's `arguments`"
+        f"reward {reward.name!r} {problem}"
         for reward in rewards
-        if (missing := reward.missing_columns(given))
+        if (problem := reward.lack(given, has_environments=has_environments)) is not None
     ]

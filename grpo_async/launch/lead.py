@@ -20,6 +20,7 @@ from grpo_async.inference.control import ServerControl
 from grpo_async.inference.surface import ServerInfo, token_from_environment
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
+from grpo_async.launch.renderer import load_renderer
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.rundir import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
@@ -99,7 +100,7 @@ class _Leader:
         side = build_rollout_side(
             self._config,
             server_url=self._place.server_url,
-            tokenizer=self._workplace.tokenizer,
+            renderer=load_renderer(self._config),
             store=store,
             state=self._state,
         )

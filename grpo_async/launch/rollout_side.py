@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import Any
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.data.sources import load_rows
-from grpo_async.data.stream import PromptStream, make_prompt
+from grpo_async.data import PromptStream, load_data, make_prompt
 from grpo_async.errors import ConfigError
 from grpo_async.inference.client import InferenceClient
-from grpo_async.inference.retry import RetryPolicy
 from grpo_async.inference.surface import token_from_environment
-from grpo_async.launch.checks import missing_columns
+from grpo_async.launch.checks import reward_problems
+from grpo_async.launch.participants import ProducerParts, load_participants, token_counter
 from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.retry import RetryPolicy
 from grpo_async.rewards import load_rewards
-from grpo_async.rollout.conversation import Conversation, SamplingSettings
+from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.evaluation import Evaluator, majority_share
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.rollout.thread import LoopThread
@@ -27,6 +27,8 @@ from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.training.checkpoint import TrainerState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,12 @@ class RolloutSide:
 
 
 def build_rollout_side(
-    config: ExperimentConfig, *, server_url: str, tokenizer: Any, store: RolloutStore, state: TrainerState | None
+    config: ExperimentConfig,
+    *,
+    server_url: str,
+    renderer: ChatRenderer,
+    store: RolloutStore,
+    state: TrainerState | None,
 ) -> RolloutSide:
     """Connect everything between the data and the trainer; `state` is that of the checkpoint to go on from.
 
@@ -49,25 +56,31 @@ def build_rollout_side(
     """
     rollout = config.rollout
     start = state.step if state else 0
-    renderer = ChatRenderer(tokenizer)
-    train = config.data.train
-    rows = load_rows(train)
+    participants = load_participants(config)
+    data = load_data(config.data, config.evaluation, count_tokens=token_counter(renderer, participants))
+    for note in data.notes:
+        logger.info("%s", note)
     stream = PromptStream(
-        rows,
+        data.train,
         seed=config.run.seed,
         shuffle=config.data.shuffle,
-        system_prompt=train.system_prompt,
+        system_prompt=data.train_system_prompt,
         state=state.data if state else None,
     )
     rewards = load_rewards(config.rewards)
-    problems = missing_columns(rewards, rows[0])
+    problems = (
+        reward_problems(rewards, data.train[0], has_environments=bool(config.environments))
+        if config.rollout_function is None
+        else []
+    )
     if problems:
         raise ConfigError("\n".join(problems))
     scorer = Scorer(
         rewards,
-        renderer,
         advantage_scale=rollout.advantage_scale,
         train_zero_variance=rollout.zero_variance == "train",
+        train_truncated=rollout.overlong == "train",
+        environment_weights=participants.environments.reward_weights if participants.environments else {},
         max_steps=config.training.max_steps,
     )
     ledger = Ledger(state.ledger if state else None)
@@ -99,31 +112,28 @@ def build_rollout_side(
         retry=RetryPolicy(max_retries=config.inference.max_retries),
     )
 
-    def conversation(temperature: float) -> Conversation:
-        settings = SamplingSettings(
-            temperature=temperature,
-            max_completion_tokens=rollout.max_completion_tokens,
-            max_model_len=config.inference.max_model_len,
-            stop_token_ids=renderer.eos_token_ids,
-        )
-        return Conversation(client, renderer, settings)
-
+    errors = ErrorLog()
+    parts = ProducerParts(
+        config=config,
+        participants=participants,
+        client=client,
+        renderer=renderer,
+        errors=errors,
+        served_version=lambda: worker.served_version,
+    )
     worker = RolloutWorker(
         settings=WorkerSettings(
             group_size=rollout.group_size,
-            max_in_flight=rollout.max_in_flight,
             max_staleness=rollout.max_staleness,
             zero_variance=rollout.zero_variance,
-            rollout_timeout_s=rollout.rollout_timeout_s,
-            max_model_len=config.inference.max_model_len,
             seed=config.run.seed,
             max_failed_groups=max(8, 2 * rollout.groups_per_step),
             max_groups_without_signal=rollout.max_rounds_without_signal * rollout.groups_per_step,
         ),
         stream=stream,
         reissue=state.outstanding_prompts if state else [],
-        renderer=renderer,
-        conversation=conversation(rollout.temperature),
+        producer=parts.build(temperature=rollout.temperature, group_size=rollout.group_size),
+        errors=errors,
         scorer=scorer,
         buffer=buffer,
         ledger=ledger,
@@ -141,21 +151,18 @@ def build_rollout_side(
         buffer=buffer,
         ledger=ledger,
         admission=admission,
+        errors=errors,
         closing=[reward.close for reward in rewards],
+        closing_on_loop=[participants.aclose],
     )
     evaluator = majority_baseline = None
-    if config.evaluation is not None:
-        held_out = config.evaluation.data
-        rows = load_rows(held_out)[: config.evaluation.num_prompts]
+    if config.evaluation is not None and data.evaluation is not None:
         if config.evaluation.baseline_column is not None:
-            majority_baseline = majority_share(rows, config.evaluation.baseline_column)
+            majority_baseline = majority_share(data.evaluation, config.evaluation.baseline_column)
         evaluator = Evaluator(
-            [make_prompt(row, number, held_out.system_prompt) for number, row in enumerate(rows)],
-            conversation(0.0),
-            renderer,
+            [make_prompt(row, number, data.evaluation_system_prompt) for number, row in enumerate(data.evaluation)],
+            parts.build(temperature=0.0, group_size=1),
             scorer,
-            rewards,
             max_in_flight=rollout.max_in_flight,
-            rollout_timeout_s=rollout.rollout_timeout_s,
         )
     return RolloutSide(source=source, evaluator=evaluator, majority_baseline=majority_baseline)

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.launch.assignment import Assignment
+from grpo_async.launch.renderer import load_renderer
 from grpo_async.training.loop import Workplace
 from grpo_async.training.parameters import ShardedParameters
 from grpo_async.training.policy import load_policy, shard_policy
@@ -53,13 +53,13 @@ def build_workplace(place: Assignment, config: ExperimentConfig) -> Workplace:
     )
     mesh = init_device_mesh(kind, (place.world_size,))
     shard_policy(policy, mesh, compute_dtype=getattr(torch, config.model.compute_dtype or config.model.dtype))
-    renderer = ChatRenderer.load(config.model.path, chat_template=config.model.chat_template)
     # rank 0 sends its next command only after the server started, an evaluation ended, or samples came
     patience_s = sum(
         (
             config.training.queue_timeout_s,
             config.inference.startup_timeout_s,
             config.rollout.rollout_timeout_s,
+            config.rollout_function.timeout_s if config.rollout_function else 0.0,
             _MARGIN_S,
         )
     )
@@ -70,7 +70,7 @@ def build_workplace(place: Assignment, config: ExperimentConfig) -> Workplace:
         optimizer=make_optimizer(policy, config.optimizer),
         parameters=ShardedParameters(policy.model, wire_dtype=getattr(torch, config.inference.dtype)),
         channel=CommandChannel(timeout_s=patience_s),
-        tokenizer=renderer.tokenizer,
+        tokenizer=load_renderer(config).tokenizer,
         device=device_for(kind, place.local_rank),
         num_ranks=place.world_size,
     )

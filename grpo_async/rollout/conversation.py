@@ -1,16 +1,24 @@
 """Runs one rollout: a loop of turns over a growing sequence of token ids.
 
-    prompt ids -> [generate] -> output ids -> [respond: tools, environment] -> suffix ids -> [generate] -> ...
+    prompt ids -> [generate] -> output ids -> [parse, call tools] -> suffix ids -> [generate] -> ...
 
 Invariant: token-in/token-out. The next turn's prompt is prompt ids + output ids + suffix ids; nothing sampled is decoded and
-tokenised again. A responder that answers None ends the rollout; without tools or an environment that is after the first turn.
+tokenised again, and a turn costs the same after 2 turns and after 64. A turn without tool calls ends the rollout.
+
+How a rollout ends (R2.5, R2.6, R3.2):
+
+    the policy answers without a call                              finished
+    the environment is done (after reset, or after a tool)         finished, done
+    a turn is cut by its token limit                               truncated
+    the last allowed turn calls a tool                             truncated; the call is not made
+    no token is left after the tools' results                      truncated; the results are kept as messages, not as tokens
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from grpo_async.chat.renderer import ChatRenderer
@@ -22,6 +30,7 @@ from grpo_async.records import (
     RolloutCompletion,
     RolloutStatus,
     TaggedMessage,
+    ToolCall,
     ToolCallRecord,
     TurnRecord,
 )
@@ -33,20 +42,18 @@ class Generator(Protocol):
     async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Generation: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
-    """What follows a turn: messages, and the token ids that stand for them and for the next generation prompt."""
+class ToolUse(Protocol):
+    """The tools of one rollout."""
 
-    suffix_ids: Sequence[int]
-    messages: Sequence[TaggedMessage] = ()
-    tool_calls: Sequence[ToolCallRecord] = ()
-    done: bool = False
+    async def execute(self, calls: Sequence[ToolCall]) -> list[ToolCallRecord]:
+        """Make the calls of one turn; one record for each, in order, failures included."""
+        ...
 
 
-class Responder(Protocol):
-    """Tools and environments: answers a policy's turn, or None when the conversation is over."""
+class World(Protocol):
+    """The environment of one rollout, as far as a conversation needs it."""
 
-    async def respond(self, text: str) -> Response | None: ...
+    async def is_done(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,110 +63,189 @@ class SamplingSettings:
     temperature: float
     max_completion_tokens: int
     max_model_len: int
+    max_turn_tokens: int | None = None
+    max_turns: int = 1_000_000
     stop_token_ids: Sequence[int] = ()
 
     def turn_budget(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
-        """max_tokens of a turn = min(what is left of the completion budget, what fits into the model length).
+        """max_tokens of a turn = min(turn limit, what is left of the completion budget, what fits into the model length).
 
-        Budget 48, 40 used, model length 128, 100 in the context: min(8, 28) = 8.
+        Turn limit none, budget 48, 40 used, model length 128, 100 in the context: min(8, 28) = 8.
         """
         left = self.max_completion_tokens - num_completion_tokens
         fits = self.max_model_len - num_prompt_tokens - num_completion_tokens
-        return max(0, min(left, fits))
+        budget = max(0, min(left, fits))
+        return budget if self.max_turn_tokens is None else min(budget, self.max_turn_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutStart:
+    """What one rollout begins with. `tools` None: a single turn. `prompt_messages`: see RolloutCompletion.
+
+    `served_version` is asked before every turn: a prefix cached under one version is never used under another.
+    """
+
+    rollout_id: str
+    prompt_ids: Sequence[int]
+    seed: int
+    served_version: Callable[[], int]
+    tools: ToolUse | None = None
+    tool_names: Sequence[str] = ()
+    world: World | None = None
+    prompt_messages: Sequence[TaggedMessage] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Progress:
+    """A rollout while it runs. `context` is prompt + completion so far."""
+
+    context: list[int]
+    num_prompt_tokens: int
+    turns: list[TurnRecord] = field(default_factory=list)
+    truncated: bool = False
+    done: bool = False
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.context) - self.num_prompt_tokens
+
+    def add(self, turn: TurnRecord) -> None:
+        self.turns.append(turn)
+        self.context += turn.output_ids
+        self.context += turn.tool_response_ids
 
 
 class Conversation:
-    """One rollout.
+    """Runs rollouts, any number at once.
 
     Args:
         client: generates.
-        renderer: decodes the policy's text for the responder and the records.
+        renderer: reads the policy's text and renders tool results.
         settings: sampling and limits.
-        responder: tools or environment; None = single turn.
     """
 
-    def __init__(
-        self,
-        client: Generator,
-        renderer: ChatRenderer,
-        settings: SamplingSettings,
-        *,
-        responder: Responder | None = None,
-    ) -> None:
+    def __init__(self, client: Generator, renderer: ChatRenderer, settings: SamplingSettings) -> None:
         self._client = client
         self._renderer = renderer
         self._settings = settings
-        self._responder = responder
 
-    async def run(
-        self,
-        rollout_id: str,
-        prompt_ids: Sequence[int],
-        *,
-        seed: int,
-        cache_salt: str,
-        on_tokens: OnTokens | None = None,
-    ) -> RolloutCompletion:
-        """Generate until the conversation ends or is cut. Errors of the client pass through."""
+    async def run(self, start: RolloutStart, *, on_tokens: OnTokens | None = None) -> RolloutCompletion:
+        """Generate until the conversation ends or is cut.
+
+        A prompt that leaves no room for a token gives a truncated completion without turns.
+
+        Raises:
+            InferenceError: a generation failed.
+            GrpoAsyncError: the environment's `is_done` failed, or tool results cannot be rendered.
+        """
         began = time.monotonic()
-        turns: list[TurnRecord] = []
-        context = list(prompt_ids)
-        num_completion = 0
-        truncated = done = False
-        while True:
-            budget = self._settings.turn_budget(len(prompt_ids), num_completion)
+        progress = _Progress(context=list(start.prompt_ids), num_prompt_tokens=len(start.prompt_ids))
+        if start.world is not None:
+            progress.done = await start.world.is_done()
+        ended = progress.done
+        while not ended:
+            budget = self._settings.turn_budget(progress.num_prompt_tokens, progress.num_completion_tokens)
             if budget < 1:
-                truncated = True
+                progress.truncated = True
                 break
-            request = GenerateRequest(
-                request_id=f"{rollout_id}-t{len(turns)}",
-                token_ids=context,
-                max_tokens=budget,
-                temperature=self._settings.temperature,
-                seed=(seed + len(turns)) & 0x7FFFFFFF,
-                stop_token_ids=list(self._settings.stop_token_ids),
-                cache_salt=cache_salt,
-            )
-            generation = await self._client.generate(request, on_tokens=on_tokens)
-            turn, response = await self._finish_turn(generation)
-            turns.append(turn)
-            context += [*turn.output_ids, *turn.tool_response_ids]
-            num_completion += len(turn.output_ids) + len(turn.tool_response_ids)
-            if turn.finish_reason is not FinishReason.STOP:
-                truncated = True
-                break
-            if response is None or response.done:
-                done = response is not None
-                break
+            generation = await self._client.generate(self._request(start, progress, budget), on_tokens=on_tokens)
+            ended = await self._after_generation(start, progress, generation)
         return RolloutCompletion(
-            rollout_id=rollout_id,
-            prompt_ids=prompt_ids,
-            turns=turns,
-            status=RolloutStatus.TRUNCATED if truncated else RolloutStatus.FINISHED,
-            truncated=truncated,
-            done=done,
+            rollout_id=start.rollout_id,
+            prompt_ids=start.prompt_ids,
+            turns=progress.turns,
+            status=RolloutStatus.TRUNCATED if progress.truncated else RolloutStatus.FINISHED,
+            truncated=progress.truncated,
+            done=progress.done,
             total_duration_s=time.monotonic() - began,
+            prompt_messages=start.prompt_messages,
+            tool_names=start.tool_names,
         )
 
-    async def _finish_turn(self, generation: Generation) -> tuple[TurnRecord, Response | None]:
-        """Decode the turn, and ask the responder unless the turn was cut."""
-        text = self._renderer.completion_text(generation.token_ids)
-        finish_reason = generation.finish_reason or FinishReason.ABORT
-        began = time.monotonic()
-        response = None
-        if self._responder is not None and finish_reason is FinishReason.STOP:
-            response = await self._responder.respond(text)
-        own = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)
-        turn = TurnRecord(
-            output_ids=generation.token_ids,
-            output_logprobs=generation.logprobs,
-            policy_versions=generation.policy_versions,
-            finish_reason=finish_reason,
-            messages=[own, *(response.messages if response else ())],
-            tool_calls=response.tool_calls if response else (),
-            # when the episode is over nothing is generated after the suffix, so it is not kept
-            tool_response_ids=response.suffix_ids if response and not response.done else (),
-            generation_duration_s=generation.duration_s,
-            tool_execution_duration_s=time.monotonic() - began if response else 0.0,
+    def _request(self, start: RolloutStart, progress: _Progress, budget: int) -> GenerateRequest:
+        number = len(progress.turns)
+        return GenerateRequest(
+            request_id=f"{start.rollout_id}-t{number}",
+            token_ids=progress.context,
+            max_tokens=budget,
+            temperature=self._settings.temperature,
+            seed=(start.seed + number) & 0x7FFFFFFF,
+            stop_token_ids=list(self._settings.stop_token_ids),
+            cache_salt=str(start.served_version()),
         )
-        return turn, response
+
+    async def _after_generation(self, start: RolloutStart, progress: _Progress, generation: Generation) -> bool:
+        """Record the turn and what follows it; returns whether the rollout is over."""
+        finish_reason = generation.finish_reason or FinishReason.ABORT
+        if start.tools is None:
+            text = self._renderer.completion_text(generation.token_ids)
+            own = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)
+            progress.add(_turn(generation, finish_reason, [own]))
+            progress.truncated = finish_reason is not FinishReason.STOP
+            return True
+        policy_turn = self._renderer.parse(generation.token_ids, turn=len(progress.turns))
+        calls = policy_turn.tool_calls
+        own = TaggedMessage(
+            role="assistant",
+            content=policy_turn.content,
+            origin=Origin.POLICY,
+            tool_calls=[call.as_dict() for call in calls],
+        )
+        is_cut = finish_reason is not FinishReason.STOP
+        is_last = len(progress.turns) + 1 >= self._settings.max_turns
+        if is_cut or not calls or is_last:
+            progress.add(_turn(generation, finish_reason, [own], parse_error=policy_turn.parse_error))
+            progress.truncated = is_cut or bool(calls)
+            return True
+        began = time.monotonic()
+        records = await start.tools.execute(calls)
+        execution_s = time.monotonic() - began
+        results = [
+            TaggedMessage(
+                role="tool", content=record.result, origin=Origin.TOOL, name=call.name, tool_call_id=call.tool_call_id
+            )
+            for call, record in zip(calls, records, strict=True)
+        ]
+        progress.done = start.world is not None and await start.world.is_done()
+        suffix_ids: Sequence[int] = ()
+        if not progress.done:
+            suffix_ids = self._renderer.suffix_ids(calls, results)
+            used = progress.num_completion_tokens + len(generation.token_ids) + len(suffix_ids)
+            if self._settings.turn_budget(progress.num_prompt_tokens, used) < 1:
+                progress.truncated = True
+                suffix_ids = ()  # nothing is generated after it: a dangling prompt would only cost training time
+        progress.add(
+            _turn(
+                generation,
+                finish_reason,
+                [own, *results],
+                tool_calls=records,
+                tool_response_ids=suffix_ids,
+                tool_execution_duration_s=execution_s,
+            )
+        )
+        return progress.done or progress.truncated
+
+
+def _turn(
+    generation: Generation,
+    finish_reason: FinishReason,
+    messages: Sequence[TaggedMessage],
+    *,
+    parse_error: str | None = None,
+    tool_calls: Sequence[ToolCallRecord] = (),
+    tool_response_ids: Sequence[int] = (),
+    tool_execution_duration_s: float = 0.0,
+) -> TurnRecord:
+    return TurnRecord(
+        output_ids=generation.token_ids,
+        output_logprobs=generation.logprobs,
+        policy_versions=generation.policy_versions,
+        finish_reason=finish_reason,
+        messages=messages,
+        tool_calls=tool_calls,
+        tool_response_ids=tool_response_ids,
+        parse_error=parse_error,
+        generation_duration_s=generation.duration_s,
+        tool_execution_duration_s=tool_execution_duration_s,
+    )

@@ -28,6 +28,9 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
             metrics[f"rewards/{name}/std"] = _std(values)
     for name in sorted({name for group in groups for name in group.metrics}):
         metrics[name] = fmean(group.metrics[name] for group in groups if name in group.metrics)
+    advantages = [abs(sample.advantage) for group in groups for sample in group.samples]
+    if advantages:
+        metrics["advantage/abs_mean"] = fmean(advantages)
     completions = [completion for group in groups for completion in group.group.trainable]
     if completions:
         metrics.update(_completion_metrics(completions))
@@ -43,12 +46,42 @@ def _completion_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, f
         "completions/clipped_ratio": fmean(float(completion.truncated) for completion in completions),
         "rollout/duration_s": fmean(completion.total_duration_s for completion in completions),
         "rollout/num_turns": fmean(float(len(completion.turns)) for completion in completions),
+        "rollout/truncated": fmean(float(completion.truncated) for completion in completions),
+        "rollout/done": fmean(float(completion.done) for completion in completions),
+        "rollout/generation_duration_s": fmean(turn.generation_duration_s for c in completions for turn in c.turns),
     }
     ended = [float(c.num_sampled_tokens) for c in completions if not c.truncated]
     if ended:
         metrics["completions/mean_terminated_length"] = fmean(ended)
         metrics["completions/min_terminated_length"] = min(ended)
         metrics["completions/max_terminated_length"] = max(ended)
+    metrics.update(_tool_metrics([completion for completion in completions if completion.tool_names]))
+    return metrics
+
+
+def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
+    """Of the completions that were offered tools; 0 calls count as 0, not as missing.
+
+    tools/call_frequency: calls per completion; tools/failure_frequency: share of a completion's calls that failed; then both of
+    each tool, the seconds of its calls, and the turns whose text could not be searched for calls.
+    """
+    if not completions:
+        return {}
+    each = [completion.tool_metrics() for completion in completions]
+    turns = [turn for completion in completions for turn in completion.turns]
+    metrics = {name: fmean(metrics[name] for metrics in each) for name in each[0]}
+    metrics["tools/parse_error_frequency"] = fmean(float(turn.parse_error is not None) for turn in turns)
+    calls = [call for turn in turns for call in turn.tool_calls]
+    if calls:
+        metrics["tools/duration_s/mean"] = fmean(call.duration_s for call in calls)
+        metrics["tools/duration_s/per_rollout"] = sum(call.duration_s for call in calls) / len(completions)
+    offered = {name for completion in completions for name in completion.tool_names}
+    for name in [*sorted(offered), "unknown"]:  # what a policy makes up has no metric of its own: there is no end to it
+        mine = [call for call in calls if (call.name if call.name in offered else "unknown") == name]
+        if mine:
+            metrics[f"tools/{name}/call_frequency"] = len(mine) / len(completions)
+            metrics[f"tools/{name}/failure_frequency"] = fmean(float(call.failed) for call in mine)
+            metrics[f"tools/{name}/duration_s"] = fmean(call.duration_s for call in mine)
     return metrics
 
 

@@ -5,7 +5,8 @@ Owns the loop thread, the worker, the buffer, the ledger and admission; `start` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -14,12 +15,16 @@ from grpo_async.buffer.ledger import Ledger, totals_for_resume
 from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data.stream import PromptStream
+from grpo_async.errors import DeadlineError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.evaluation import Evaluator
 from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker
+
+logger = logging.getLogger(__name__)
 
 _CONTROL_TIMEOUT_S = 30.0
 
@@ -38,9 +43,12 @@ class AsyncRolloutSource:
         buffer: SampleBuffer,
         ledger: Ledger,
         admission: Admission,
+        errors: ErrorLog,
         closing: Sequence[Callable[[], None]] = (),
+        closing_on_loop: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """`closing` are called at the end (worker pools of the reward functions)."""
+        """`closing` are called at the end (worker pools of the reward functions), `closing_on_loop` run before that on the
+        event loop (environments)."""
         self._config = config
         self._thread = thread
         self._client = client
@@ -49,7 +57,9 @@ class AsyncRolloutSource:
         self._buffer = buffer
         self._ledger = ledger
         self._admission = admission
+        self._errors = errors
         self._closing = closing
+        self._closing_on_loop = (*closing_on_loop, client.aclose)
         self._resampled: list[ScoredGroup] = []
         self._stopping = False
         self._evaluation: Future[dict[str, float]] | None = None
@@ -112,6 +122,7 @@ class AsyncRolloutSource:
         gauges = {"buffer/queued_groups": float(len(self._buffer))}
         for kind, counts in self._ledger.snapshot().items():
             gauges.update({f"ledger/{kind}/{status}": float(count) for status, count in counts.items()})
+        gauges.update({f"failures/{kind.replace(': ', '/')}": float(n) for kind, n in self._errors.counts.items()})
         return gauges
 
     def ledger_snapshot(self) -> dict[str, dict[str, int]]:
@@ -142,15 +153,18 @@ class AsyncRolloutSource:
 
     def close(self) -> None:
         """End the thread, whatever it does, in bounded time."""
-
         timeout_s = self._config.rollout.shutdown_timeout_s
         if self._thread.cancel_all(timeout_s=timeout_s):
-            self._thread.call(
-                self._client.aclose(),
-                timeout_s=timeout_s,
-                what="connections to close",
-                setting="rollout.shutdown_timeout_s",
-            )
+            for close in self._closing_on_loop:
+                try:
+                    self._thread.call(
+                        close(),
+                        timeout_s=timeout_s,
+                        what="connections and environments to close",
+                        setting="rollout.shutdown_timeout_s",
+                    )
+                except DeadlineError as error:
+                    logger.warning("%s", error)  # the run is over: what does not close ends with the process
         self._thread.stop(timeout_s=timeout_s)
-        for close in self._closing:
-            close()
+        for close_now in self._closing:
+            close_now()

@@ -8,32 +8,21 @@ every group fails for a while does the run stop, with the cause.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger
 from grpo_async.buffer.sample_buffer import SampleBuffer
-from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.data.stream import PromptStream
-from grpo_async.errors import NothingToLearnError, RunError
-from grpo_async.records import (
-    GroupStatus,
-    Prompt,
-    RolloutCompletion,
-    RolloutGroup,
-    RolloutStatus,
-    ScoredGroup,
-)
-from grpo_async.rollout.conversation import Conversation
+from grpo_async.errors import NothingToLearnError, RolloutContractError, RunError
+from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup
+from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.producer import GroupProducer, GroupRequest
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +30,8 @@ class WorkerSettings:
     """Numbers from the config that the worker needs."""
 
     group_size: int
-    max_in_flight: int
     max_staleness: int
     zero_variance: Literal["skip", "resample", "train"]
-    rollout_timeout_s: float
-    max_model_len: int
     seed: int
     max_failed_groups: int
     """Consecutive failed groups after which the run stops."""
@@ -58,9 +44,11 @@ class _InFlight:
     """A group that is generating or being scored."""
 
     prompt: Prompt
+    group: RolloutGroup
     task: asyncio.Task[None] | None = None
     oldest_version: int | None = None
     too_stale: bool = False
+    received: dict[int, int] = field(default_factory=dict)  # tokens of each rollout
 
 
 class RolloutWorker:
@@ -72,8 +60,8 @@ class RolloutWorker:
         settings: WorkerSettings,
         stream: PromptStream,
         reissue: Sequence[int],
-        renderer: ChatRenderer,
-        conversation: Conversation,
+        producer: GroupProducer,
+        errors: ErrorLog,
         scorer: Scorer,
         buffer: SampleBuffer,
         ledger: Ledger,
@@ -83,8 +71,8 @@ class RolloutWorker:
         self._settings = settings
         self._stream = stream
         self._reissue = list(reissue)
-        self._renderer = renderer
-        self._conversation = conversation
+        self._producer = producer
+        self._errors = errors
         self._scorer = scorer
         self._buffer = buffer
         self._ledger = ledger
@@ -93,10 +81,13 @@ class RolloutWorker:
         self._in_flight: dict[int, _InFlight] = {}
         self._outstanding: set[int] = set(reissue)
         self._server_version = 0
-        self._slots = asyncio.Semaphore(settings.max_in_flight)
         self._failures_in_a_row = 0
         self._without_signal_in_a_row = 0
-        self._seen_errors: Counter[str] = Counter()
+
+    @property
+    def served_version(self) -> int:
+        """The policy version that the server serves."""
+        return self._server_version
 
     async def run(self) -> None:
         """Start groups for ever.
@@ -110,7 +101,8 @@ class RolloutWorker:
                     await self._admission.admit()
                     prompt = self._next_prompt()
                     # the prompt's id is the group's: a prompt that is issued again keeps its seeds and its place in the data
-                    entry = _InFlight(prompt=prompt)
+                    group = RolloutGroup(group_id=prompt.prompt_id, prompt=prompt, completions=[])
+                    entry = _InFlight(prompt=prompt, group=group)
                     self._in_flight[prompt.prompt_id] = entry
                     self._ledger.start(prompt.prompt_id)
                     entry.task = tasks.create_task(self._run_group(prompt.prompt_id, entry))
@@ -125,30 +117,28 @@ class RolloutWorker:
         return prompt
 
     async def _run_group(self, group_id: int, entry: _InFlight) -> None:
-        group = RolloutGroup(group_id=group_id, prompt=entry.prompt, completions=[])
         try:
-            group = await self._generate(group_id, entry)
-            if len(group.trainable) < 2:
-                reasons = "; ".join(sorted({c.error for c in group.completions if c.error}))
-                raise RunError(f"{len(group.trainable)} of {len(group.completions)} rollouts survived: {reasons}")
-            scored = await self._scorer.score(group)
-            await self._hand_over(scored)
+            scored = await self._make(group_id, entry)
             self._failures_in_a_row = 0
+            if scored is None:
+                self._settle_dropped(entry.group, GroupStatus.FILTERED)
+            else:
+                await self._hand_over(scored)
             self._check_signal(scored)
-        except NothingToLearnError:
+        except (NothingToLearnError, RolloutContractError):
             raise
         except asyncio.CancelledError:
             if not self._ledger.is_open(group_id):
                 raise
             status = GroupStatus.STALE if entry.too_stale else GroupStatus.CANCELLED
-            self._settle_dropped(group, status)
+            self._settle_dropped(entry.group, status)
             if not entry.too_stale:
                 raise
         except Exception as error:
             if not self._ledger.is_open(group_id):
                 raise  # it was settled, and storing it failed: that is the run's problem, not the group's
-            self._log_once("group", error)
-            self._settle_dropped(group, GroupStatus.FAILED)
+            self._errors.note("group", error)
+            self._settle_dropped(entry.group, GroupStatus.FAILED)
             self._failures_in_a_row += 1
             if self._failures_in_a_row >= self._settings.max_failed_groups:
                 raise RunError(
@@ -157,65 +147,63 @@ class RolloutWorker:
         finally:
             self._in_flight.pop(group_id, None)
 
-    async def _generate(self, group_id: int, entry: _InFlight) -> RolloutGroup:
-        prompt_ids = self._renderer.prompt_ids(entry.prompt)
-        if len(prompt_ids) >= self._settings.max_model_len:
-            raise RunError(
-                f"prompt {entry.prompt.prompt_id} has {len(prompt_ids)} tokens, inference.max_model_len is "
-                f"{self._settings.max_model_len}: no room for a completion"
-            )
-        completions = await asyncio.gather(
-            *(self._run_rollout(group_id, index, prompt_ids, entry) for index in range(self._settings.group_size))
-        )
-        return RolloutGroup(group_id=group_id, prompt=entry.prompt, completions=completions, queued_at=time.monotonic())
+    async def _make(self, group_id: int, entry: _InFlight) -> ScoredGroup | None:
+        """Generate and score; None when there is nothing to score because no token was sampled.
 
-    async def _run_rollout(
-        self, group_id: int, index: int, prompt_ids: Sequence[int], entry: _InFlight
-    ) -> RolloutCompletion:
-        """One completion; never raises anything but cancellation."""
-        rollout_id = f"g{group_id}-r{index}"
-        received = 0
+        That is no failure: the prompt is too long, or its environment was done at once.
+        """
+        settings = self._settings
 
-        def on_tokens(num_tokens: int, version: int) -> None:
-            nonlocal received
-            received += num_tokens
+        def on_tokens(index: int, num_tokens: int, version: int) -> None:
+            entry.received[index] = entry.received.get(index, 0) + num_tokens
             self._ledger.generated(group_id, num_tokens)
             entry.oldest_version = version if entry.oldest_version is None else min(entry.oldest_version, version)
 
-        try:
-            async with self._slots, asyncio.timeout(self._settings.rollout_timeout_s):
-                return await self._conversation.run(
-                    rollout_id,
-                    prompt_ids,
-                    seed=(self._settings.seed * 1_000_003 + group_id * self._settings.group_size + index) & 0x7FFFFFFF,
-                    cache_salt=str(self._server_version),
-                    on_tokens=on_tokens,
-                )
-        except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
-            self._log_once("rollout", error)
-            self._ledger.rollout_failed(group_id, received)
-            message = str(error) or (
-                f"no answer within rollout.rollout_timeout_s = {self._settings.rollout_timeout_s:.0f} s"
-                if isinstance(error, TimeoutError)
-                else type(error).__name__
+        request = GroupRequest(
+            name=f"g{group_id}",
+            prompt=entry.prompt,
+            size=settings.group_size,
+            seed=settings.seed * 1_000_003 + group_id * settings.group_size,
+            served_version=lambda: self._server_version,
+            on_tokens=on_tokens,
+        )
+        async with self._producer.produce(request) as produced:
+            entry.group = group = RolloutGroup(
+                group_id=group_id,
+                prompt=entry.prompt,
+                completions=produced.completions,
+                queued_at=time.monotonic(),
             )
-            return RolloutCompletion(
-                rollout_id=rollout_id, prompt_ids=prompt_ids, turns=[], status=RolloutStatus.FAILED, error=message
-            )
+            failed = [i for i, c in enumerate(group.completions) if c.status is RolloutStatus.FAILED]
+            for index in failed:
+                self._ledger.rollout_failed(group_id, entry.received.get(index, 0))
+            if len(group.trainable) >= 2:
+                return await self._scorer.score(group, environments=produced.environments)
+        if len(group.completions) - len(failed) >= 2:
+            self._errors.count("group without tokens")
+            return None
+        reasons = "; ".join(sorted({c.error for c in group.completions if c.error}))
+        raise RunError(f"{len(group.trainable)} of {len(group.completions)} rollouts survived: {reasons}")
 
-    def _check_signal(self, scored: ScoredGroup) -> None:
-        if scored.samples:
+    def _check_signal(self, scored: ScoredGroup | None) -> None:
+        """Raise NothingToLearnError when too many groups in a row could teach nothing. None: nothing was sampled."""
+        if scored is not None and scored.samples:
             self._without_signal_in_a_row = 0
             return
         self._without_signal_in_a_row += 1
-        if self._without_signal_in_a_row >= self._settings.max_groups_without_signal:
-            rewards = [reward for reward in scored.rewards if reward is not None]
-            example = f"all {rewards[0]:g} in the last one" if rewards else "the last one was not scored at all"
-            raise NothingToLearnError(
-                f"{self._without_signal_in_a_row} groups in a row had all-equal rewards ({example}), so there is nothing to "
-                "learn: the task is solved, too hard for this policy, or the policy has collapsed. Look at `inspect-rollouts`; "
-                "the limit is rollout.max_rounds_without_signal x rollout.groups_per_step"
-            )
+        if self._without_signal_in_a_row < self._settings.max_groups_without_signal:
+            return
+        if scored is None:
+            example = "the last one had no token at all: its prompt is too long, or its environment was done at once"
+        elif rewards := [reward for reward in scored.rewards if reward is not None]:
+            example = f"all {rewards[0]:g} in the last one"
+        else:
+            example = "the last one was not scored at all"
+        raise NothingToLearnError(
+            f"{self._without_signal_in_a_row} groups in a row had all-equal rewards ({example}), so there is nothing to "
+            "learn: the task is solved, too hard for this policy, or the policy has collapsed. Look at `inspect-rollouts`; "
+            "the limit is rollout.max_rounds_without_signal x rollout.groups_per_step"
+        )
 
     async def _hand_over(self, scored: ScoredGroup) -> None:
         group_id = scored.group.group_id
@@ -262,15 +250,3 @@ class RolloutWorker:
             if oldest is not None and version - oldest > self._settings.max_staleness and entry.task is not None:
                 entry.too_stale = True
                 entry.task.cancel()
-
-    def _log_once(self, what: str, error: Exception) -> None:
-        """Each kind of failure once with its traceback, after that only counted."""
-        kind = f"{what}: {type(error).__name__}"
-        self._seen_errors[kind] += 1
-        if self._seen_errors[kind] == 1:
-            logger.warning("a %s failed (this kind is logged once, then counted): %s", what, error, exc_info=error)
-
-    @property
-    def error_counts(self) -> dict[str, int]:
-        """Failures so far by kind."""
-        return dict(self._seen_errors)

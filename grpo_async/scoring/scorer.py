@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.records import RolloutCompletion, RolloutGroup, RolloutSample, ScoredGroup
+from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup, RolloutSample, ScoredGroup
 from grpo_async.rewards import RewardFunction, TrainerState
 from grpo_async.scoring.advantages import combine_rewards, group_advantages, has_zero_variance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """`parts`: [num_completions] of {reward name: value or None}; `metrics` and `extra_columns` as the functions logged them."""
+
+    parts: list[dict[str, float | None]]
+    metrics: dict[str, float]
+    extra_columns: dict[str, list[Any]]
 
 
 class Scorer:
@@ -20,86 +29,106 @@ class Scorer:
 
     Args:
         rewards: what is rewarded.
-        renderer: decodes completions for the reward functions.
         advantage_scale: "group" divides by the group's standard deviation, "none" does not.
         train_zero_variance: make samples of groups whose rewards are all equal, with advantage 0.
+        train_truncated: make samples of truncated completions; they count in the group's mean in any case.
+        environment_weights: weight of each environment's own reward, by its class name.
         max_steps: optimizer steps of the run, for reward functions that ask for `trainer_state`.
     """
 
     def __init__(
         self,
         rewards: Sequence[RewardFunction],
-        renderer: ChatRenderer,
         *,
         advantage_scale: Literal["group", "none"],
         train_zero_variance: bool,
+        train_truncated: bool = True,
+        environment_weights: Mapping[str, float] | None = None,
         max_steps: int = 0,
     ) -> None:
         self._rewards = rewards
-        self._renderer = renderer
         self._scale = advantage_scale
         self._train_zero_variance = train_zero_variance
-        self._weights = {reward.name: reward.weight for reward in rewards}
+        self._train_truncated = train_truncated
+        self._environment_names = list(environment_weights or {})
+        self.weights = {reward.name: reward.weight for reward in rewards} | dict(environment_weights or {})
+        """Weight of every reward, those of environments included, by name."""
         self._state = TrainerState(global_step=0, max_steps=max_steps)
 
     def set_step(self, step: int) -> None:
         """What reward functions see as `trainer_state.global_step` from now on."""
         self._state = TrainerState(global_step=step, max_steps=self._state.max_steps)
 
-    async def score(self, group: RolloutGroup) -> ScoredGroup:
-        """Score the survivors of a group (at least one).
+    async def score(self, group: RolloutGroup, *, environments: Sequence[Any] | None = None) -> ScoredGroup:
+        """Score the survivors of a group (at least one). `environments` has one instance for each completion of the group.
 
         Raises:
             GrpoAsyncError: a reward function failed; the message names it.
         """
         survivors = group.trainable
-        parts, metrics = await self.reward_parts(group, survivors)
-        rewards = combine_rewards(parts, self._weights)
+        if environments is not None:
+            kept = {id(completion) for completion in survivors}
+            environments = [e for e, c in zip(environments, group.completions, strict=True) if id(c) in kept]
+        scores = await self.scores(group.prompt, survivors, environments=environments)
+        rewards = combine_rewards(scores.parts, self.weights)
         advantages = group_advantages(rewards, scale=self._scale)
         has_signal = self._train_zero_variance or not has_zero_variance(rewards)
         samples = [
             _sample(group, completion, advantage=advantage, reward=reward, parts=part)
-            for completion, advantage, reward, part in zip(survivors, advantages, rewards, parts, strict=True)
+            for completion, advantage, reward, part in zip(survivors, advantages, rewards, scores.parts, strict=True)
+            if has_signal and (self._train_truncated or not completion.truncated)
         ]
         return ScoredGroup(
             group=group,
-            samples=samples if has_signal else [],
+            samples=samples,
             rewards=rewards,
-            reward_parts=parts,
-            metrics=metrics,
+            reward_parts=scores.parts,
+            metrics=scores.metrics,
+            extra_columns=scores.extra_columns,
         )
 
-    async def reward_parts(
-        self, group: RolloutGroup, completions: Sequence[RolloutCompletion]
-    ) -> tuple[list[dict[str, float | None]], dict[str, float]]:
-        """Every function's value for every completion, [num_completions] of {name: value}, and what they logged.
+    async def scores(
+        self,
+        prompt: Prompt,
+        completions: Sequence[RolloutCompletion],
+        *,
+        environments: Sequence[Any] | None = None,
+    ) -> Scores:
+        """What every function and environment says about every completion of one prompt.
 
         The functions run at the same time; when one fails, the others are cancelled and its error is raised.
         """
-        prompt = group.prompt
-        count = len(completions)
-        given = prompt.as_given()
+        given = [prompt.as_given(completion.prompt_messages) for completion in completions]
         texts: list[Any]
         if prompt.is_conversational:
             texts = [[m.as_dict() for m in completion.completion_messages()] for completion in completions]
         else:
             texts = ["".join(m.content for m in completion.completion_messages()) for completion in completions]
-        columns = {name: [value] * count for name, value in prompt.columns.items()}
+        columns = {name: [value] * len(completions) for name, value in prompt.columns.items()}
+        for name in sorted({name for completion in completions for name in completion.reward_columns}):
+            columns[name] = [completion.reward_columns.get(name) for completion in completions]
         ids = [completion.completion_ids for completion in completions]
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(reward.score([given] * count, texts, ids, columns, trainer_state=self._state))
+                    tasks.create_task(
+                        reward.score(given, texts, ids, columns, trainer_state=self._state, environments=environments)
+                    )
                     for reward in self._rewards
                 ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        outcomes = [task.result() for task in running]
-        parts = [
-            {reward.name: outcome.values[index] for reward, outcome in zip(self._rewards, outcomes, strict=True)}
-            for index in range(count)
+        outcomes = {reward.name: task.result() for reward, task in zip(self._rewards, running, strict=True)}
+        parts: list[dict[str, float | None]] = [
+            {name: outcome.values[index] for name, outcome in outcomes.items()}
+            | {name: completion.environment_rewards.get(name) for name in self._environment_names}
+            for index, completion in enumerate(completions)
         ]
-        return parts, {name: value for outcome in outcomes for name, value in outcome.metrics.items()}
+        return Scores(
+            parts=parts,
+            metrics={name: value for outcome in outcomes.values() for name, value in outcome.metrics.items()},
+            extra_columns={name: v for outcome in outcomes.values() for name, v in outcome.extra_columns.items()},
+        )
 
 
 def _sample(

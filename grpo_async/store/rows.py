@@ -10,7 +10,7 @@ wrong raises SCHEMA.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -29,7 +29,8 @@ from grpo_async.records import (
     TurnRecord,
 )
 
-SCHEMA = 1
+SCHEMA = 2
+_READABLE = (1, 2)  # 1 lacks what has a default here: tool calls of messages, extra columns, parse errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class TurnRow:
     generation_duration_s: float
     tool_execution_duration_s: float
     tool_calls: Sequence[ToolCallRecord]
+    parse_error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,8 @@ class RolloutRow:
     mask: Sequence[int]
     logprobs: Sequence[float]
     versions: Sequence[int]
+    prompt_messages: Sequence[TaggedMessage] | None = None  # where an environment's reset changed those of the group
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what reward functions noted with log_extra
 
     @property
     def sampled_versions(self) -> set[int]:
@@ -96,6 +100,7 @@ class _Outcome:
     reward: float | None = None
     advantage: float | None = None
     rewards: Mapping[str, float | None] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def group_row(
@@ -132,8 +137,8 @@ def from_json(line: bytes) -> GroupRow:
     """
     content = orjson.loads(line)
     schema = content.get("schema") if isinstance(content, dict) else None
-    if schema != SCHEMA:
-        raise ValueError(f"its schema is {schema!r}, this version reads {SCHEMA}")
+    if schema not in _READABLE:
+        raise ValueError(f"its schema is {schema!r}, this version reads {_READABLE}")
     try:
         return GroupRow(
             **{
@@ -161,11 +166,16 @@ def _outcomes(samples: Sequence[RolloutSample], scored: ScoredGroup | None) -> d
     """By rollout id."""
     found: dict[str, _Outcome] = {}
     if scored is not None:
-        for completion, reward, parts in zip(scored.group.trainable, scored.rewards, scored.reward_parts, strict=True):
-            found[completion.rollout_id] = _Outcome(reward=reward, rewards=dict(parts))
+        scores = zip(scored.group.trainable, scored.rewards, scored.reward_parts, strict=True)
+        for index, (completion, reward, parts) in enumerate(scores):
+            extra = {str(name): storable(values[index]) for name, values in scored.extra_columns.items()}
+            found[completion.rollout_id] = _Outcome(reward=reward, rewards=dict(parts), extra=extra)
     for sample in samples:
         found[sample.rollout_id] = _Outcome(
-            reward=sample.reward, advantage=sample.advantage, rewards=dict(sample.rewards)
+            reward=sample.reward,
+            advantage=sample.advantage,
+            rewards=dict(sample.rewards),
+            extra=found.get(sample.rollout_id, _Outcome()).extra,
         )
     return found
 
@@ -189,6 +199,8 @@ def _rollout_row(completion: RolloutCompletion, outcome: _Outcome) -> RolloutRow
         mask=completion.completion_mask,
         logprobs=completion.logprobs,
         versions=completion.versions,
+        prompt_messages=None if completion.prompt_messages is None else _messages(completion.prompt_messages),
+        extra=outcome.extra,
     )
 
 
@@ -198,9 +210,10 @@ def _turn_row(turn: TurnRecord) -> TurnRow:
         finish_reason=turn.finish_reason,
         generation_duration_s=turn.generation_duration_s,
         tool_execution_duration_s=turn.tool_execution_duration_s,
+        parse_error=turn.parse_error,
         tool_calls=[
             ToolCallRecord(
-                **{**asdict(call), "arguments": storable(dict(call.arguments)), "result": _text(call.result)}
+                **{**asdict(call), "arguments": _storable_items(call.arguments), "result": _text(call.result)}
             )
             for call in turn.tool_calls
         ],
@@ -208,7 +221,22 @@ def _turn_row(turn: TurnRecord) -> TurnRow:
 
 
 def _messages(messages: Sequence[TaggedMessage]) -> list[TaggedMessage]:
-    return [TaggedMessage(role=m.role, content=_text(m.content), origin=m.origin) for m in messages]
+    return [
+        replace(m, content=_text(m.content), tool_calls=tuple(_storable_call(call) for call in m.tool_calls))
+        for m in messages
+    ]
+
+
+def _storable_items(items: Mapping[str, Any]) -> dict[str, Any]:
+    """One by one: a policy may write an integer above 64 bits, which costs that argument its type, not the others theirs."""
+    return {_text(str(name)): storable(value) for name, value in items.items()}
+
+
+def _storable_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """{"id", "type", "function": {"name", "arguments"}}, as ToolCall.as_dict makes it."""
+    function = call.get("function", {})
+    arguments = _storable_items(function.get("arguments", {}))
+    return {**_storable_items(call), "function": {**_storable_items(function), "arguments": arguments}}
 
 
 def _text(text: str) -> str:
@@ -217,7 +245,8 @@ def _text(text: str) -> str:
 
 
 def _message_from(content: dict[str, Any]) -> TaggedMessage:
-    return TaggedMessage(**{**content, "origin": Origin(content["origin"])})
+    calls = tuple(content.get("tool_calls", ()))
+    return TaggedMessage(**{**content, "origin": Origin(content["origin"]), "tool_calls": calls})
 
 
 def _rollout_from(content: dict[str, Any]) -> RolloutRow:
@@ -226,6 +255,9 @@ def _rollout_from(content: dict[str, Any]) -> RolloutRow:
             **content,
             "status": RolloutStatus(content["status"]),
             "messages": [_message_from(message) for message in content["messages"]],
+            "prompt_messages": [_message_from(m) for m in changed]
+            if (changed := content.get("prompt_messages"))
+            else None,
             "turns": [_turn_from(turn) for turn in content["turns"]],
         }
     )

@@ -45,15 +45,25 @@ def _parts(group: GroupRow, rollout: RolloutRow, texts: TokenTexts | str) -> Ite
     )
     if rollout.error is not None:
         yield Text(visible(rollout.error), style="red")
-    for message in [*group.messages, *rollout.messages]:
-        yield Text(f"\n{visible(message.role)} ({message.origin.value})", style="bold cyan")
-        yield Text(visible(message.content))
+    prompt = group.messages if rollout.prompt_messages is None else rollout.prompt_messages
+    for message in [*prompt, *rollout.messages]:
+        name = f" {visible(message.name)}" if message.name else ""
+        yield Text(f"\n{visible(message.role)}{name} ({message.origin.value})", style="bold cyan")
+        if message.content or not message.tool_calls:
+            yield Text(visible(message.content))
+        for called in message.tool_calls:
+            function = called.get("function", {})
+            yield Text(f"calls {visible(str(function.get('name')))}({one_line(str(function.get('arguments')), 200)})")
     yield Text(f"\nreward {number(rollout.reward)}  advantage {number(rollout.advantage)}", style="bold")
     for name, value in rollout.rewards.items():
         yield Text(f"  {visible(name)} {number(value)}")
+    for name, noted in rollout.extra.items():
+        yield Text(f"  {visible(name)}: {one_line(str(noted), 200)}", style="dim")
     yield Text()
     yield _turn_table(rollout)
     for turn in rollout.turns:
+        if turn.parse_error is not None:
+            yield Text(f"  not searched for tool calls: {one_line(turn.parse_error, 200)}", style="yellow")
         for call in turn.tool_calls:
             arguments, outcome = one_line(str(dict(call.arguments)), 200), one_line(call.result, 200)
             failed = " failed" if call.failed else ""

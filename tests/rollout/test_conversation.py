@@ -1,114 +1,195 @@
-"""One rollout: turns over token ids."""
+"""One rollout: turns over token ids, and every way in which it can end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from typing import Any
 
-from grpo_async.inference.client import Generation, OnTokens
-from grpo_async.inference.surface import GenerateRequest
-from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, TaggedMessage
-from grpo_async.rollout.conversation import Conversation, Response, SamplingSettings
+import pytest
 
-
-class _Client:
-    """Answers the n-th request with the n-th (ids, finish reason)."""
-
-    def __init__(self, *turns: tuple[Sequence[int], FinishReason]) -> None:
-        self._turns = list(turns)
-        self.requests: list[GenerateRequest] = []
-
-    async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Generation:
-        self.requests.append(request)
-        ids, reason = self._turns[len(self.requests) - 1]
-        return Generation(
-            token_ids=list(ids),
-            logprobs=[-0.1] * len(ids),
-            policy_versions=[len(self.requests)] * len(ids),
-            finish_reason=reason,
-        )
+from grpo_async.records import Origin, RolloutCompletion, RolloutStatus, ToolCall
+from grpo_async.rollout.conversation import Conversation, RolloutStart, SamplingSettings
+from tests.rollout.fakes import CALL, EOS, FakeRenderer, FakeTools, FakeWorld, ScriptedClient, cut, stop
+from tests.support.records import make_prompt
 
 
-class _Renderer:
-    def completion_text(self, token_ids: Sequence[int]) -> str:
-        return " ".join(map(str, token_ids))
-
-
-class _Responder:
-    def __init__(self, *responses: Response | None) -> None:
-        self._responses = list(responses)
-        self.texts: list[str] = []
-
-    async def respond(self, text: str) -> Response | None:
-        self.texts.append(text)
-        return self._responses.pop(0)
-
-
-def _run(client: _Client, responder: _Responder | None = None, **limits: int) -> RolloutCompletion:
+def _run(
+    client: ScriptedClient,
+    tools: FakeTools | None = None,
+    world: FakeWorld | None = None,
+    *,
+    prompt: tuple[int, ...] = (10, 11),
+    **limits: Any,
+) -> RolloutCompletion:
     settings = SamplingSettings(
-        temperature=1.0, **{"max_completion_tokens": 100, "max_model_len": 200, **limits}, stop_token_ids=[2]
+        **{"temperature": 1.0, "max_completion_tokens": 100, "max_model_len": 200, **limits},
+        stop_token_ids=[EOS],
     )
-    conversation = Conversation(client, _Renderer(), settings, responder=responder)  # type: ignore[arg-type]
-    return asyncio.run(conversation.run("r", [10, 11], seed=5, cache_salt="3"))
+    versions = iter(range(3, 100))
+    start = RolloutStart(
+        rollout_id="r", prompt_ids=prompt, seed=5, served_version=lambda: next(versions), tools=tools, world=world,
+        tool_names=["add"] if tools else [],
+    )  # fmt: skip
+    conversation = Conversation(client, FakeRenderer(), settings)  # type: ignore[arg-type]
+    return asyncio.run(conversation.run(start))
 
 
-def _tool(*suffix: int, done: bool = False) -> Response:
-    message = TaggedMessage(role="tool", content="9", origin=Origin.TOOL)
-    return Response(suffix_ids=suffix, messages=[message], done=done)
-
-
-def test_a_single_turn_ends_with_its_stop_token() -> None:
-    client = _Client(([5, 2], FinishReason.STOP))
+def test_without_tools_one_turn_is_the_rollout() -> None:
+    client = ScriptedClient(stop(CALL, EOS))
     completion = _run(client)
     assert completion.status is RolloutStatus.FINISHED
-    assert completion.completion_ids == [5, 2]
+    assert completion.completion_ids == [CALL, EOS]
     assert not completion.truncated
     assert not completion.done
-    assert [message.content for message in completion.completion_messages()] == ["5 2"]
-    assert client.requests[0].cache_salt == "3"
-    assert client.requests[0].stop_token_ids == [2]
+    assert [message.content for message in completion.completion_messages()] == ["50 2"]
+    assert client.requests[0].stop_token_ids == [EOS]
+    assert completion.tool_metrics() == {}
 
 
 def test_the_next_turn_continues_the_ids_and_never_re_tokenises() -> None:
     """R4.5: next prompt ids = prompt ids + output ids + suffix ids."""
-    client = _Client(([5, 2], FinishReason.STOP), ([6, 2], FinishReason.STOP))
-    responder = _Responder(_tool(70, 71), None)
-    completion = _run(client, responder)
-    assert client.requests[1].token_ids == [10, 11, 5, 2, 70, 71]
+    client = ScriptedClient(stop(5, CALL, EOS), stop(6, EOS))
+    tools = FakeTools()
+    completion = _run(client, tools)
+    assert client.requests[1].token_ids == [10, 11, 5, CALL, EOS, 70, 79]
     assert client.requests[1].seed != client.requests[0].seed
-    assert completion.completion_ids == [5, 2, 70, 71, 6, 2]
-    assert completion.completion_mask == [1, 1, 0, 0, 1, 1]
-    assert responder.texts == ["5 2", "6 2"]
+    assert completion.completion_ids == [5, CALL, EOS, 70, 79, 6, EOS]
+    assert completion.completion_mask == [1, 1, 1, 0, 0, 1, 1]
+    assert tools.executed == [[ToolCall(tool_call_id="t0c1", name="add", arguments={"a": 1})]]
 
 
-def test_a_turn_cut_by_length_truncates_and_is_not_answered() -> None:
-    """R2.5: truncated if and only if generation was cut."""
-    responder = _Responder()
-    completion = _run(_Client(([5, 6], FinishReason.LENGTH)), responder)
-    assert completion.truncated
-    assert completion.status is RolloutStatus.TRUNCATED
-    assert responder.texts == []
+def test_ids_logprobs_mask_and_versions_have_one_entry_per_token_and_none_for_what_was_not_sampled() -> None:
+    """R2.1, R2.2, R4.7: sampled tokens have mask 1 and a real logprob, tool tokens mask 0 and 0.0."""
+    completion = _run(ScriptedClient(stop(CALL, EOS), stop(CALL, EOS), stop(6, EOS)), FakeTools())
+    ids = completion.completion_ids
+    assert len(ids) == len(completion.logprobs) == len(completion.completion_mask) == len(completion.versions) == 10
+    rows = zip(completion.completion_mask, completion.logprobs, completion.versions, strict=True)
+    assert all((logprob, version >= 0) == ((-0.1, True) if mask else (0.0, False)) for mask, logprob, version in rows)
+
+
+def test_messages_of_the_completion_stand_once_and_the_prompt_only_in_front() -> None:
+    """R2.3, R2.4: completion_messages has no prompt, trajectory lists each message once."""
+    completion = _run(ScriptedClient(stop(5, CALL, EOS), stop(6, EOS)), FakeTools("9"))
+    assert [(m.role, m.content, m.origin) for m in completion.completion_messages()] == [
+        ("assistant", "5  2", Origin.POLICY),
+        ("tool", "9", Origin.TOOL),
+        ("assistant", "6 2", Origin.POLICY),
+    ]
+    assistant, tool, _ = completion.completion_messages()
+    assert assistant.as_dict()["tool_calls"] == [
+        {"id": "t0c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    ]
+    assert (tool.name, tool.tool_call_id) == ("add", "t0c1")
+    assert [m.content for m in completion.trajectory(make_prompt(text="1 + 1 ="))] == ["1 + 1 =", "5  2", "9", "6 2"]
+
+
+def test_a_turn_cut_by_length_truncates_and_its_calls_are_not_made() -> None:
+    """R2.5: finish_reason "length" is truncated."""
+    tools = FakeTools()
+    completion = _run(ScriptedClient(cut(CALL, 6)), tools)
+    assert (completion.truncated, completion.status) == (True, RolloutStatus.TRUNCATED)
+    assert tools.executed == []
+
+
+@pytest.mark.parametrize(("num_tool_turns", "cap"), [(1, 2), (3, 4)])
+def test_calls_pending_at_the_turn_cap_truncate(num_tool_turns: int, cap: int) -> None:
+    """R2.5, R2.6: N tool turns plus a final truncated turn are N + 1 turns, truncated."""
+    tools = FakeTools()
+    completion = _run(ScriptedClient(*[stop(CALL, EOS)] * cap), tools, max_turns=cap)
+    assert (len(completion.turns), completion.truncated, completion.done) == (num_tool_turns + 1, True, False)
+    assert len(tools.executed) == num_tool_turns
+    assert completion.turns[-1].tool_calls == ()
+    assert completion.completion_ids[-2:] == [CALL, EOS]
+
+
+def test_a_final_answer_exactly_at_the_cap_is_not_truncated() -> None:
+    """R2.6."""
+    completion = _run(ScriptedClient(stop(CALL, EOS), stop(6, EOS)), FakeTools(), max_turns=2)
+    assert (len(completion.turns), completion.truncated) == (2, False)
 
 
 def test_the_budget_of_a_turn_is_the_least_of_what_is_left() -> None:
-    """R6.4: budget 10, 4 tokens used -> 6; model length 12, 6 in the context -> 6."""
-    for limits in ({"max_completion_tokens": 10}, {"max_model_len": 12}):
-        client = _Client(([5, 2], FinishReason.STOP), ([6, 2], FinishReason.STOP))
-        _run(client, _Responder(_tool(70, 71), None), **limits)
-        assert client.requests[1].max_tokens == 6
+    """R6.4: turn limit 5; budget 10, 4 tokens used -> 6; model length 12, 6 in the context -> 6."""
+    cases: list[tuple[dict[str, int], int]] = [
+        ({"max_completion_tokens": 10}, 6), ({"max_model_len": 12}, 6), ({"max_turn_tokens": 5}, 5),
+    ]  # fmt: skip
+    for limits, expected in cases:
+        client = ScriptedClient(stop(CALL, EOS), stop(6, EOS))
+        _run(client, FakeTools(), **limits)
+        assert client.requests[1].max_tokens == expected
 
 
-def test_a_spent_budget_truncates_without_another_request() -> None:
-    client = _Client(([5, 2], FinishReason.STOP))
-    completion = _run(client, _Responder(_tool(70, 71)), max_completion_tokens=4)
+def test_a_budget_spent_by_tool_results_truncates_and_keeps_no_dangling_prompt() -> None:
+    """R2.5, R3.5: 4 tokens of budget = 2 sampled + 2 of the suffix: nothing could be generated after it."""
+    client = ScriptedClient(stop(CALL, EOS))
+    completion = _run(client, FakeTools("9"), max_completion_tokens=4)
     assert completion.truncated
     assert len(client.requests) == 1
+    assert completion.completion_ids == [CALL, EOS]
+    assert [message.content for message in completion.completion_messages()][-1] == "9"
+    assert len(completion.turns[0].tool_calls) == 1
+
+
+def test_a_prompt_that_leaves_no_room_is_skipped_as_truncated() -> None:
+    """R6.4: a prompt too long is skipped, truncated=True."""
+    client = ScriptedClient()
+    completion = _run(client, prompt=(1,) * 200)
+    assert (completion.truncated, completion.turns, client.requests) == (True, [], [])
 
 
 def test_a_finished_environment_ends_the_rollout_without_a_dangling_suffix() -> None:
-    """R3.2, R3.5: done and truncated are separate; no generation prompt is kept when nothing follows."""
-    completion = _run(_Client(([5, 2], FinishReason.STOP)), _Responder(_tool(70, 71, done=True)))
-    assert completion.done
-    assert not completion.truncated
-    assert completion.completion_ids == [5, 2]
-    assert [message.content for message in completion.completion_messages()] == ["5 2", "9"]
+    """R3.2, R3.5: done is checked after the tools; done and truncated are separate fields."""
+    world = FakeWorld([False, True])
+    completion = _run(ScriptedClient(stop(CALL, EOS)), FakeTools("you won"), world)
+    assert (completion.done, completion.truncated, completion.status) == (True, False, RolloutStatus.FINISHED)
+    assert completion.completion_ids == [CALL, EOS]
+    assert [message.content for message in completion.completion_messages()][-1] == "you won"
+    assert world.asked == 2
+
+
+def test_an_environment_that_is_done_after_its_reset_samples_nothing() -> None:
+    """R3.2: checked right after reset."""
+    client = ScriptedClient()
+    completion = _run(client, FakeTools(), FakeWorld([True]))
+    assert (completion.done, completion.truncated, completion.turns, client.requests) == (True, False, [], [])
+
+
+def test_an_environment_that_is_never_done_goes_on_until_the_policy_answers() -> None:
+    """R3.3."""
+    completion = _run(ScriptedClient(stop(CALL, EOS), stop(6, EOS)), FakeTools(), FakeWorld([False]))
+    assert (completion.done, completion.truncated, len(completion.turns)) == (False, False, 2)
+
+
+def test_is_done_that_raises_fails_the_rollout() -> None:
+    """R3.5."""
+    with pytest.raises(ZeroDivisionError):
+        _run(ScriptedClient(stop(CALL, EOS)), FakeTools(), FakeWorld([False, ZeroDivisionError()]))
+
+
+def test_calls_of_one_turn_are_answered_in_their_order_in_one_suffix() -> None:
+    completion = _run(ScriptedClient(stop(CALL, CALL, EOS), stop(6, EOS)), FakeTools())
+    assert completion.turns[0].tool_response_ids == [70, 71, 79]
+    assert [call.tool_call_id for call in completion.turns[0].tool_calls] == ["t0c0", "t0c1"]
+
+
+def test_every_turn_asks_for_the_prefix_cache_of_the_version_that_is_served_then() -> None:
+    client = ScriptedClient(stop(CALL, EOS), stop(6, EOS))
+    _run(client, FakeTools())
+    assert [request.cache_salt for request in client.requests] == ["3", "4"]
+
+
+def test_arguments_failure_and_durations_of_every_call_are_kept() -> None:
+    """R2.7, R2.8: 2 calls, all failed -> call_frequency 2.0, failure_frequency 1.0."""
+    completion = _run(ScriptedClient(stop(CALL, CALL, EOS), stop(6, EOS)), FakeTools("no", failed=True))
+    assert [(call.arguments, call.failed, call.duration_s) for call in completion.turns[0].tool_calls] == [
+        ({"a": 0}, True, 0.25),
+        ({"a": 1}, True, 0.25),
+    ]
+    assert completion.turns[0].tool_execution_duration_s >= 0.0
+    assert completion.tool_metrics() == {"tools/call_frequency": 2.0, "tools/failure_frequency": 1.0}
+
+
+def test_a_completion_without_calls_in_a_tool_group_counts_as_zero() -> None:
+    """R2.7."""
+    metrics = _run(ScriptedClient(stop(6, EOS)), FakeTools()).tool_metrics()
+    assert metrics == {"tools/call_frequency": 0.0, "tools/failure_frequency": 0.0}

@@ -18,21 +18,21 @@ from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RequestRejectedError, RunError
 from grpo_async.inference.client import Generation, OnTokens
 from grpo_async.inference.surface import GenerateRequest
-from grpo_async.records import FinishReason, GroupStatus, Prompt, ScoredGroup
+from grpo_async.records import FinishReason, GroupStatus, ScoredGroup
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import Conversation, SamplingSettings
+from grpo_async.rollout.conversations import ConversationLimits, ConversationProducer
+from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.reader import read_groups
 from grpo_async.store.rollout_store import RolloutStore
+from tests.rollout.fakes import FakeRenderer
 
 Script = Callable[[str], Generation | Exception]
 
 
-class _Renderer:
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
-        return [1] * len(prompt.messages[0].content)
-
+class _Renderer(FakeRenderer):
     def completion_text(self, token_ids: Sequence[int]) -> str:
         return str(token_ids[0])
 
@@ -92,6 +92,7 @@ class _Setup:
         self.client = _Client(script)
         self.stale: list[ScoredGroup] = []
         self.ledger = Ledger()
+        self.errors = ErrorLog()
         self.admission = Admission(groups_per_step=2, max_staleness=1, version=0, last_version=50)
         self.buffer = SampleBuffer(max_groups=100, max_staleness=1, on_stale=self._stale, on_empty=self._empty)
         self.folder = folder
@@ -102,22 +103,23 @@ class _Setup:
         self.worker = RolloutWorker(
             settings=WorkerSettings(
                 group_size=4,
-                max_in_flight=64,
                 max_staleness=1,
                 zero_variance=zero_variance,  # type: ignore[arg-type]
-                rollout_timeout_s=0.5,
-                max_model_len=20,
                 seed=0,
                 max_failed_groups=6,
                 max_groups_without_signal=12,
             ),
             stream=self.stream,
             reissue=reissue,
-            renderer=renderer,
-            conversation=Conversation(self.client, renderer, settings),
+            producer=ConversationProducer(
+                Conversation(self.client, renderer, settings),
+                renderer,
+                limits=ConversationLimits(max_in_flight=64, rollout_timeout_s=0.5, max_result_chars=100),
+                errors=self.errors,
+            ),
+            errors=self.errors,
             scorer=Scorer(
                 [RewardFunction(reward)],
-                renderer,
                 advantage_scale="group",
                 train_zero_variance=zero_variance == "train",
             ),
@@ -256,7 +258,7 @@ def test_a_reward_that_raises_fails_its_group_only_and_is_logged_once_with_its_t
     logged = [record for record in caplog.records if "a group failed" in record.message]
     assert len(logged) == 1
     assert "ZeroDivisionError" in caplog.text
-    assert sum(setup.worker.error_counts.values()) == 3
+    assert sum(setup.errors.counts.values()) == 3
 
 
 def test_the_run_stops_with_the_cause_when_everything_fails(tmp_path: Path) -> None:
@@ -341,12 +343,27 @@ def test_a_store_that_cannot_write_stops_the_run_with_its_own_words(tmp_path: Pa
     setup.run(steps)
 
 
-def test_a_prompt_that_is_too_long_fails_its_group_only(tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_skipped_and_counted(tmp_path: Path) -> None:
+    """R6.4: skipped, truncated=True, counted."""
     setup = _Setup(tmp_path, texts=["x" * 20, "ab"])
 
     async def steps(task: asyncio.Task[None]) -> None:
         groups = await setup.take(2)
         assert [group.group.group_id for group in groups] == [1, 3]  # 0 and 2 are the long prompt
+
+    setup.run(steps)
+    assert setup.statuses()["filtered"] >= 2
+    assert setup.errors.counts["group without tokens"] >= 2
+    row = next(row for row in read_groups(tmp_path) if str(row.status) == "filtered")
+    assert all(rollout.truncated for rollout in row.rollouts)
+
+
+def test_a_run_in_which_no_prompt_fits_stops_instead_of_going_through_the_data_for_ever(tmp_path: Path) -> None:
+    setup = _Setup(tmp_path, texts=["x" * 20])
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        with pytest.raises(NothingToLearnError, match="its prompt is too long"):
+            await task
 
     setup.run(steps)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from rich.console import Console, RenderableType
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.records import GroupStatus
+from grpo_async.records import GroupStatus, Origin, ScoredGroup, TaggedMessage, ToolCall
 from grpo_async.rundir import RunDir
 from grpo_async.store import read_groups, scan_groups
+from grpo_async.store.rows import from_json, group_row, to_json
 from grpo_async.viewer.group_tables import group_page, group_table
 from grpo_async.viewer.rollout_page import rollout_page, token_style
 from grpo_async.viewer.runs import find_run
@@ -216,3 +218,32 @@ def test_an_unknown_run_lists_the_nearest_names(tmp_path: Path) -> None:
     for nothing in ("", ".", ".."):
         with pytest.raises(ConfigError, match="there is no run"):
             find_run(nothing, runs)
+
+
+def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rewards_noted() -> None:
+    """R2.8: per-call arguments, failure and duration reach the store and the page."""
+    call = ToolCall(tool_call_id="abcdefghi", name="add", arguments={"a": 1})
+    rollout = build_tool_rollout("7-0")
+    first = replace(
+        rollout.turns[0],
+        parse_error="no JSON at character 3",
+        messages=[
+            TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[call.as_dict()]),
+            TaggedMessage(role="tool", content="3", origin=Origin.TOOL, name="add", tool_call_id="abcdefghi"),
+        ],
+    )
+    said = TaggedMessage(role="user", content="count to 3", origin=Origin.ENVIRONMENT)
+    rollout = replace(rollout, turns=[first, rollout.turns[1]], prompt_messages=[said])
+    group = build_group(7, [rollout])
+    scored = ScoredGroup(
+        group=group, samples=[], rewards=[1.0], reward_parts=[{"f": 1.0}], extra_columns={"extracted": ["42"]}
+    )
+    stored = from_json(to_json(group_row(group, [], GroupStatus.FILTERED, 3, scored)))
+    text = _render(rollout_page(stored, stored.rollouts[0], "no token texts"))
+    assert "user (environment)\ncount to 3" in text
+    assert "what is 1 + 1?" not in text  # the prompt before reset
+    assert "assistant (policy)\ncalls add({'a': 1})" in text
+    assert "tool add (tool)\n3" in text
+    assert "extracted: 42" in text
+    assert "not searched for tool calls: no JSON at character 3" in text
+    assert "add({'a': 1, 'b': '{2}'}) failed 0.12 s" in text

@@ -1,0 +1,117 @@
+"""Whole runs with the user's environments, tools and rollout functions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_async.store import read_groups
+from tests.e2e.support import REPOSITORY, make_run
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "evaluation.num_prompts=8",
+    "optimizer.warmup_steps=0",
+    "rollout.zero_variance=train",
+    "training.max_steps=3",
+)
+TRL = "tests.envs.trl_style_environment"
+
+
+def _write_rows(path: Path, count: int, begin: int = 0) -> Path:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{number} + 1 + 1 + 1 = "}],
+            "environment": "wordle" if number % 2 else "increment",
+            "word": "crane",
+            "target": 4,
+        }
+        for number in range(begin, begin + count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_environments_tools_and_rewards_written_for_trl_run_unchanged(tmp_path: Path) -> None:
+    """R1.13, R3.3: two environments chosen by a column, a tool beside them, rewards that read `environments`."""
+    train = _write_rows(tmp_path / "train.jsonl", 40)
+    held_out = _write_rows(tmp_path / "held_out.jsonl", 8, begin=100)
+    run = make_run(
+        tmp_path,
+        "quickstart.yaml",
+        (
+            *SMALL,
+            f"model.chat_template={REPOSITORY / 'tests/chat/templates/qwen2_5.jinja'}",
+            f"data.train.path={train}",
+            f"evaluation.data.path={held_out}",
+            "evaluation.baseline_column=null",
+            "model.end_of_turn_tokens=['</think>', '3', '5', '7']",  # else a model that never saw a tool hardly ends a turn
+            "tool_calling={parser: 'tests.e2e.user_code:parse'}",
+            f"tools=[{{function: '{TRL}:multiply'}}]",
+            f"environments.wordle={{factory: '{TRL}:WordleEnv'}}",
+            f"environments.increment={{factory: '{TRL}:IncrementEnv', reward_weight: 0.5}}",
+            f"rewards=[{{function: '{TRL}:only_wordle'}}]",
+            "rollout.max_completion_tokens=300",
+            "rollout.max_turn_tokens=40",
+            "rollout.max_turns=3",
+            "inference.max_model_len=1600",
+        ),
+    )
+    done = run.train()
+    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
+    run.assert_nothing_is_left()
+    assert run.summary()["ledger_closed"]
+    metrics = run.metrics()[-1]
+    assert metrics["tools/call_frequency"] > 0.5
+    assert metrics["rollout/num_turns"] > 1.0
+    assert any("rewards/IncrementEnv/mean" in line for line in run.metrics())
+    rollouts = [rollout for group in read_groups(run.folder / "rollouts") for rollout in group.rollouts]
+    prompts = {r.prompt_messages[-1].content.rpartition("= ")[2] for r in rollouts if r.prompt_messages}
+    assert prompts == {"You have 6 tries to guess a word of 5 letters.", "Increment the counter by 4."}
+    results = {call.result for rollout in rollouts for turn in rollout.turns for call in turn.tool_calls}
+    assert any(
+        "there is no tool 'guess'" in result for result in results
+    )  # only its environment's tools are a rollout's
+    assert any(result.isdecimal() for result in results)
+    assert "parser" in done.stdout  # the plan says how calls are read
+
+
+def test_a_rollout_function_written_for_trl_makes_the_rollouts(tmp_path: Path) -> None:
+    """R4.1, R5.2, R5.5: it takes precedence, and every batch is generated after the push of the weights before it."""
+    run = make_run(
+        tmp_path,
+        "quickstart.yaml",
+        (
+            *SMALL,
+            "rollout.max_staleness=0",
+            "rollout_function={function: 'tests.e2e.user_code:rollout_func'}",
+            "rewards=[{function: 'tests.e2e.user_code:step_is_known'}, "
+            "{function: 'grpo_async.quickstart.reward:exact_answer'}]",
+        ),
+    )
+    done = run.train()
+    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
+    run.assert_nothing_is_left()
+    assert run.summary()["ledger_closed"]
+    assert [line["rewards/step_is_known/mean"] for line in run.metrics()] == [1.0, 1.0, 1.0]
+    assert [line["sampling/importance_sampling_ratio/mean"] for line in run.metrics()] == pytest.approx(
+        [1.0] * 3, abs=1e-3
+    )
+
+
+def test_a_rollout_function_that_breaks_its_contract_ends_the_run_with_what_is_missing(tmp_path: Path) -> None:
+    """R4.2: a ValueError names the keys; it would do so again, so the run ends at once."""
+    run = make_run(
+        tmp_path,
+        "quickstart.yaml",
+        (*SMALL, "rollout_function={function: 'tests.e2e.user_code:forgetful_rollout_func'}", "evaluation=null"),
+    )
+    done = run.train()
+    assert done.returncode == 1
+    assert "rollout_func must return keys ['logprobs'] in its output dict." in done.stdout
+    run.assert_nothing_is_left()

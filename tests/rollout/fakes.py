@@ -1,0 +1,119 @@
+"""Hand-written stand-ins for what a conversation talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_async.chat.renderer import PolicyTurn
+from grpo_async.inference.client import Generation, OnTokens
+from grpo_async.inference.surface import GenerateRequest
+from grpo_async.records import FinishReason, TaggedMessage, ToolCall, ToolCallRecord
+
+EOS = 2
+CALL = 50  # a sampled token that the fake renderer reads as a call of the tool `add`
+
+Answer = tuple[Sequence[int], FinishReason]
+
+
+def stop(*ids: int) -> Answer:
+    return ids, FinishReason.STOP
+
+
+def cut(*ids: int) -> Answer:
+    return ids, FinishReason.LENGTH
+
+
+class ScriptedClient:
+    """Answers the n-th request of every rollout with the n-th answer; the version of a token is the number of its turn."""
+
+    def __init__(self, *turns: Answer) -> None:
+        self._turns = turns
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Generation:
+        self.requests.append(request)
+        number = int(request.request_id.rpartition("-t")[2])
+        ids, reason = self._turns[number]
+        if on_tokens is not None:
+            on_tokens(len(ids), number)
+        return Generation(
+            token_ids=list(ids),
+            logprobs=[-0.1] * len(ids),
+            policy_versions=[number] * len(ids),
+            finish_reason=reason,
+        )
+
+
+@dataclass
+class FakeRenderer:
+    """One token for every character of a prompt; a suffix is [70 + number of the result, ...] and 79 for the next turn."""
+
+    seen_tools: list[Sequence[Mapping[str, Any]]] = field(default_factory=list)
+    end_of_turn_ids: Sequence[int] = (EOS,)
+
+    def prompt_ids(
+        self,
+        messages: Sequence[TaggedMessage],
+        *,
+        is_conversational: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        self.seen_tools.append(tools)
+        return [1] * sum(len(message.content) for message in messages)
+
+    def completion_text(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+    def parse(self, token_ids: Sequence[int], *, turn: int = 0) -> PolicyTurn:
+        text = self.completion_text(token_ids)
+        calls = [
+            ToolCall(tool_call_id=f"t{turn}c{position}", name="add", arguments={"a": position})
+            for position, token in enumerate(token_ids)
+            if token == CALL
+        ]
+        return PolicyTurn(text=text, content=text.replace(str(CALL), "").strip(), tool_calls=calls, parse_error=None)
+
+    def suffix_ids(self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage]) -> list[int]:
+        return [*(70 + number for number in range(len(results))), 79]
+
+
+class FakeTools:
+    """Answers every call with `result`; notes what was called."""
+
+    def __init__(self, result: str = "9", *, failed: bool = False, on_call: Callable[[], None] = lambda: None) -> None:
+        self._result = result
+        self._failed = failed
+        self._on_call = on_call
+        self.executed: list[Sequence[ToolCall]] = []
+
+    async def execute(self, calls: Sequence[ToolCall]) -> list[ToolCallRecord]:
+        self.executed.append(calls)
+        self._on_call()
+        return [
+            ToolCallRecord(
+                tool_call_id=call.tool_call_id,
+                name=call.name,
+                arguments=call.arguments,
+                result=self._result,
+                failed=self._failed,
+                duration_s=0.25,
+            )
+            for call in calls
+        ]
+
+
+@dataclass
+class FakeWorld:
+    """Says in turn what `answers` say; the last one for ever. An exception is raised."""
+
+    answers: list[bool | Exception]
+    asked: int = 0
+
+    async def is_done(self) -> bool:
+        answer = self.answers[min(self.asked, len(self.answers) - 1)]
+        self.asked += 1
+        if isinstance(answer, Exception):
+            raise answer
+        return answer

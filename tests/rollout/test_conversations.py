@@ -1,0 +1,202 @@
+"""Groups of conversations with tools and environments: who gets which instance, and that all of it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from grpo_async.config.sections import EnvironmentSection
+from grpo_async.envs import Environments, load_environments
+from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage
+from grpo_async.rollout.conversation import Conversation, SamplingSettings
+from grpo_async.rollout.conversations import ConversationLimits, ConversationProducer, with_environment_text
+from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.producer import GroupRequest, Produced
+from grpo_async.tools import Tool
+from tests.rollout import some_environments
+from tests.rollout.fakes import CALL, EOS, Answer, FakeRenderer, ScriptedClient, stop
+from tests.support.records import make_prompt
+
+HERE = "tests.rollout.some_environments"
+
+
+def add(a: int) -> int:
+    """
+    Add.
+
+    Args:
+        a: how much
+    """
+    return a + 40
+
+
+class _Setup:
+    def __init__(
+        self,
+        *turns: Answer,
+        tools: Sequence[Tool] = (),
+        timeout_s: float = 5.0,
+        max_in_flight: int = 64,
+        **environments: str,
+    ) -> None:
+        self.client = ScriptedClient(*turns)
+        self.renderer = FakeRenderer()
+        self.errors = ErrorLog()
+        self.environments: Environments | None = None
+        if environments:
+            sections = {name: EnvironmentSection(factory=f"{HERE}:{kind}") for name, kind in environments.items()}
+            self.environments = load_environments(sections, tools)
+        renderer: Any = self.renderer
+        settings = SamplingSettings(temperature=1.0, max_completion_tokens=100, max_model_len=200)
+        self.producer = ConversationProducer(
+            Conversation(self.client, renderer, settings),
+            renderer,
+            limits=ConversationLimits(max_in_flight=max_in_flight, rollout_timeout_s=timeout_s, max_result_chars=100),
+            errors=self.errors,
+            tools=tools,
+            environments=self.environments,
+        )
+
+    def request(self, prompt: Prompt, size: int = 2) -> GroupRequest:
+        return GroupRequest(name="g0", prompt=prompt, size=size, seed=0, served_version=lambda: 0)
+
+    def make(self, *prompts: Prompt, size: int = 2) -> list[Produced]:
+        async def one(prompt: Prompt) -> Produced:
+            async with self.producer.produce(self.request(prompt, size)) as produced:
+                return produced
+
+        async def main() -> list[Produced]:
+            try:
+                return await asyncio.gather(*(one(prompt) for prompt in prompts))
+            finally:
+                if self.environments is not None:
+                    assert all(pool.num_taken == 0 for pool in self.environments.pools.values())
+                    await self.environments.close()
+
+        return asyncio.run(main())
+
+
+def test_tools_are_offered_in_the_prompt_and_called() -> None:
+    setup = _Setup(stop(CALL, EOS), stop(6, EOS), tools=[Tool.from_function(add)])
+    (produced,) = setup.make(make_prompt())
+    assert [tool["function"]["name"] for tool in setup.renderer.seen_tools[0]] == ["add"]
+    completion = produced.completions[0]
+    assert completion.turns[0].tool_calls[0].result == "40"
+    assert completion.tool_names == ["add"]
+    assert produced.environments is None
+
+
+def test_the_text_of_reset_reaches_the_prompt_and_the_reward_the_record() -> None:
+    """R1.13: FakeRenderer gives one token per character: 7 of the prompt, 12 of the environment."""
+    setup = _Setup(stop(CALL, EOS), stop(CALL, CALL, EOS), counter="Counter")
+    (produced,) = setup.make(make_prompt(text="1 + 1 =", goal=3))
+    completion = produced.completions[0]
+    assert len(completion.prompt_ids) == len("1 + 1 = Count to 3.")
+    assert completion.prompt_messages is not None
+    assert [message.content for message in completion.prompt_messages] == ["1 + 1 = Count to 3."]
+    assert next(message.content for message in completion.trajectory(make_prompt())) == "1 + 1 = Count to 3."
+    assert [call.result for turn in completion.turns for call in turn.tool_calls] == ["sum 1", "sum 2", "sum 4"]
+    assert (completion.done, completion.truncated) == (True, False)
+    assert completion.environment_rewards == {"Counter": 4.0}
+
+
+def test_every_rollout_has_an_instance_of_its_own_and_the_next_group_uses_them_again() -> None:
+    """R6.1: instances return to their pool."""
+    some_environments.Counter.made = 0
+    setup = _Setup(stop(CALL, EOS), counter="Counter")
+
+    async def main() -> None:
+        for _ in range(3):
+            async with setup.producer.produce(setup.request(make_prompt(goal=1), 4)) as produced:
+                assert produced.environments is not None
+                assert len({id(instance) for instance in produced.environments}) == 4
+                assert [instance.total for instance in produced.environments] == [1, 1, 1, 1]
+        assert setup.environments is not None
+        await setup.environments.close()
+
+    asyncio.run(main())
+    assert some_environments.Counter.made == 4
+
+
+def test_a_column_chooses_the_environment_and_only_its_tools_are_offered() -> None:
+    setup = _Setup(stop(6, EOS), counter="Counter", broken="Broken")
+    first, second = setup.make(make_prompt(0, environment="counter"), make_prompt(1, environment="broken", seed=1))
+    assert first.environments is not None
+    assert [type(instance).__name__ for instance in first.environments] == ["Counter", "Counter"]
+    assert first.completions[0].environment_rewards == {"Counter": 0.0}
+    assert [completion.status for completion in second.completions] == [RolloutStatus.FAILED] * 2
+    assert second.completions[0].error is not None
+    assert "odd seed" in second.completions[0].error
+
+
+def test_an_environment_that_fails_fails_its_rollout_only_and_is_counted() -> None:
+    """R1.2, R3.5: is_done that raises fails that rollout only."""
+    setup = _Setup(stop(6, EOS), broken="Broken")
+    (produced,) = setup.make(make_prompt(seed=0))
+    assert [completion.status for completion in produced.completions] == [RolloutStatus.FAILED] * 2
+    assert setup.errors.counts == {"rollout: EnvironmentCallError": 2}
+
+
+def test_a_cancelled_group_gives_its_slots_and_instances_back() -> None:
+    """R6.1: cancelled in the middle of a tool call."""
+    some_environments.Waiting.go_on.clear()
+    some_environments.Waiting.entered.clear()
+    setup = _Setup(stop(CALL, EOS), stop(6, EOS), max_in_flight=2, waiting="Waiting")
+
+    async def main() -> None:
+        assert setup.environments is not None
+
+        async def group() -> int:
+            async with setup.producer.produce(setup.request(make_prompt())) as produced:
+                return len(produced.completions)
+
+        task = asyncio.create_task(group())
+        await asyncio.to_thread(some_environments.Waiting.entered.wait, 10.0)
+        task.cancel()
+        await asyncio.wait([task], timeout=5.0)
+        assert task.cancelled()
+        some_environments.Waiting.go_on.set()
+        assert await asyncio.wait_for(group(), 10.0) == 2  # both slots are free again
+        (pool,) = setup.environments.pools.values()
+        assert pool.num_taken == 0
+        await setup.environments.close()
+
+    asyncio.run(main())
+
+
+def test_a_rollout_that_takes_too_long_fails_with_the_setting() -> None:
+    some_environments.Waiting.go_on.clear()
+    setup = _Setup(stop(CALL, EOS), timeout_s=0.2, waiting="Waiting")
+
+    async def main() -> None:
+        async with setup.producer.produce(setup.request(make_prompt())) as produced:
+            errors = {completion.error for completion in produced.completions}
+            assert errors == {"no answer within rollout.rollout_timeout_s = 0.2 s"}
+        some_environments.Waiting.go_on.set()
+        assert setup.environments is not None
+        await setup.environments.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (["system", "user"], ["a", "b!"]),
+        (["user", "assistant"], ["a!", "b"]),
+        (["system"], ["a", "!"]),
+    ],
+)
+def test_the_text_joins_the_last_user_message_or_becomes_one(roles: list[str], expected: list[str]) -> None:
+    messages = [
+        TaggedMessage(role=role, content=content, origin=Origin.PROMPT)
+        for role, content in zip(roles, "ab", strict=False)
+    ]
+    changed = with_environment_text(messages, "!")
+    assert [message.content for message in changed] == expected
+    assert [message.content for message in messages] == ["a", "b"][: len(roles)]
+    if len(changed) > len(messages):
+        assert (changed[-1].role, changed[-1].origin) == ("user", Origin.ENVIRONMENT)

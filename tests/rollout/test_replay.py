@@ -1,0 +1,189 @@
+"""The same tool conversations through the real vLLM and the embedded engine: what the sampler says of a token is what the
+trainer says of it, over several turns with tool results between them.
+
+Tolerance, fp32: 1e-4 for vLLM, 2e-5 for the embedded engine, in the natural log of a token's probability.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_async.batching.pack import pack_rank
+from grpo_async.batching.plan import plan_batch
+from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.config.sections import ModelSection
+from grpo_async.inference.client import InferenceClient
+from grpo_async.records import FinishReason, RolloutCompletion, RolloutGroup, RolloutSample
+from grpo_async.rewards import RewardFunction
+from grpo_async.rollout.conversation import Conversation, SamplingSettings
+from grpo_async.rollout.conversations import ConversationLimits, ConversationProducer
+from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.producer import GroupRequest
+from grpo_async.scoring.scorer import Scorer
+from grpo_async.tools import Tool
+from grpo_async.training.policy import load_policy
+from tests.rollout.replay_parser import look_up
+from tests.support.chat_families import family
+from tests.support.records import make_prompt
+
+PARSER = "tests.rollout.replay_parser:always_calls"
+MAX_TURNS = 4
+QUESTIONS = ("hello world", "what is one and one?", "user <tool_call> hello", "and now?")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 with a tokenizer and template of the Qwen2.5 family."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("replay_model")
+    tokenizer = family("qwen2_5")
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, intermediate_size=128, max_position_embeddings=2048,
+        initializer_range=0.08, eos_token_id=tokenizer.eos_token_id, pad_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def _embedded(model: Path, folder: Path) -> Iterator[tuple[str, str | None]]:
+    from tests.servers.embedded_support import live, load
+
+    with live(load(model), max_model_len=1024) as served:
+        yield str(served.client.base_url), None
+
+
+@contextmanager
+def _vllm(model: Path, folder: Path) -> Iterator[tuple[str, str | None]]:
+    from tests.vllm.server import experiment, running_server
+
+    with running_server(experiment(str(model)), folder) as server:
+        yield server.url, server.token
+
+
+async def _converse(renderer: ChatRenderer, url: str, token: str | None, temperature: float) -> list[RolloutGroup]:
+    errors = ErrorLog()
+    # a random model ends its turn with any of many tokens, else it would hardly ever
+    ends = [*renderer.end_of_turn_ids, *range(5, len(renderer.tokenizer), 7)]
+    settings = SamplingSettings(
+        temperature=temperature,
+        max_completion_tokens=600,
+        max_model_len=1024,
+        max_turn_tokens=60,
+        max_turns=MAX_TURNS,
+        stop_token_ids=ends,
+    )
+    async with InferenceClient(url, token=token, max_connections=16, request_timeout_s=60.0) as client:
+        producer = ConversationProducer(
+            Conversation(client, renderer, settings),
+            renderer,
+            limits=ConversationLimits(max_in_flight=16, rollout_timeout_s=120.0, max_result_chars=200),
+            errors=errors,
+            tools=[Tool.from_function(look_up)],
+        )
+
+        async def group(number: int, question: str) -> RolloutGroup:
+            request = GroupRequest(
+                name=f"g{number}",
+                prompt=make_prompt(number, question),
+                size=2,
+                seed=10 * number,
+                served_version=lambda: 0,
+            )
+            async with producer.produce(request) as produced:
+                return RolloutGroup(group_id=number, prompt=request.prompt, completions=produced.completions)
+
+        groups = await asyncio.gather(*(group(number, question) for number, question in enumerate(QUESTIONS)))
+    assert errors.counts == {}
+    return groups
+
+
+def _samples(groups: Sequence[RolloutGroup]) -> list[RolloutSample]:
+    def reward(completions: Sequence[Any], **_: Any) -> list[float]:
+        return [float(index) for index in range(len(completions))]
+
+    scorer = Scorer([RewardFunction(reward)], advantage_scale="group", train_zero_variance=True)
+
+    async def score() -> list[RolloutSample]:
+        scored = [await scorer.score(group) for group in groups]
+        return [sample for group in scored for sample in group.samples]
+
+    return asyncio.run(score())
+
+
+def _worst_difference(model: Path, samples: Sequence[RolloutSample], temperature: float) -> float:
+    """Largest |trainer logprob - sampler logprob| over all trained tokens, packed as in a step."""
+    section = ModelSection(path=str(model))
+    policy = load_policy(section, temperature=temperature, chunk_tokens=64, max_model_len=1024)
+    lengths = [len(sample.token_ids) for sample in samples]
+    plan = plan_batch(lengths, num_ranks=1, micro_batch_tokens=4096, row_tokens=None, pack=True)
+    worst = 0.0
+    for batch in pack_rank(samples, [1.0] * len(samples), plan, 0, trainer_version=0):
+        with torch.no_grad():
+            logprobs, _ = policy(batch)
+        worst = max(worst, float((logprobs - batch.sampler_logprobs).abs().max()))
+    return worst
+
+
+def _check_shape(completions: Sequence[RolloutCompletion], renderer: ChatRenderer) -> None:
+    """Several turns, tool results masked, ids as sampled plus suffixes."""
+    assert any(len(completion.turns) == MAX_TURNS for completion in completions)
+    assert any(len(turn.tool_calls) == 2 for completion in completions for turn in completion.turns)
+    for completion in completions:
+        for turn in completion.turns[:-1]:
+            assert turn.finish_reason is FinishReason.STOP
+            assert turn.tool_response_ids
+            # the guard: control text of a tool did not become the control token
+            text = renderer.tokenizer.decode(turn.tool_response_ids)
+            num_results = len(turn.tool_calls)
+            assert text.count("<|im_end|>") == turn.tool_response_ids.count(renderer.tokenizer.eos_token_id) + sum(
+                not call.failed for call in turn.tool_calls
+            )
+            assert num_results >= 1
+
+
+def _agree(model: Path, renderer: ChatRenderer, url: str, token: str | None, *, tolerance: float) -> list[list[int]]:
+    """Sampled and greedy conversations agree with the trainer; returns the ids of the greedy ones."""
+    groups = asyncio.run(_converse(renderer, url, token, 1.0))
+    completions = [completion for group in groups for completion in group.completions]
+    _check_shape(completions, renderer)
+    samples = _samples(groups)
+    assert sum(sample.num_trained_tokens for sample in samples) == sum(c.num_sampled_tokens for c in completions)
+    assert _worst_difference(model, samples, 1.0) < tolerance
+    greedy = asyncio.run(_converse(renderer, url, token, 0.0))
+    assert _worst_difference(model, _samples(greedy), 1.0) < tolerance
+    return [completion.completion_ids for group in greedy for completion in group.completions]
+
+
+@pytest.mark.slow
+def test_the_trainer_agrees_with_the_embedded_engine_on_every_sampled_token_of_tool_conversations(
+    model: Path, tmp_path: Path
+) -> None:
+    """R2.2, R4.5: the loss mask is 1 exactly on sampled tokens, and for those both sides have the same logprob."""
+    renderer = ChatRenderer.load(str(model), parser=PARSER)
+    with _embedded(model, tmp_path) as (url, token):
+        _agree(model, renderer, url, token, tolerance=2e-5)
+
+
+@pytest.mark.slow
+def test_the_trainer_agrees_with_vllm_and_both_engines_have_the_same_greedy_conversations(
+    needs_vllm: None, model: Path, tmp_path: Path
+) -> None:
+    """R2.2, R4.5: without a draw, ids, calls, results and suffixes are the same token by token."""
+    renderer = ChatRenderer.load(str(model), parser=PARSER)
+    with _vllm(model, tmp_path) as (url, token):
+        by_vllm = _agree(model, renderer, url, token, tolerance=1e-4)
+    with _embedded(model, tmp_path) as (url, token):
+        by_embedded = _agree(model, renderer, url, token, tolerance=2e-5)
+    assert by_vllm == by_embedded
