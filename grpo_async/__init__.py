@@ -6,7 +6,7 @@ The way of the data; the record on each arrow, the package in each box:
         | rows                                                                      |  launch (supervisor)
         v            Prompt                RolloutGroup            ScoredGroup      |
     [ data ] ------------------> [ rollout ] ----------> [ scoring ] ----------> [ buffer ]     rank 0, rollout thread
-                                   ^     |                 rewards                  |
+                 chat tools envs   ^     |                 rewards                  |
                         Generation |     | GenerateRequest                          | RolloutSample
                                    |     v  (token ids in, ids + logprobs out)      v
     servers/vllm     [ inference: client | surface ]                           [ batching ] plan, pack
@@ -23,11 +23,11 @@ Layers; imports go down only, packages of one layer do not import each other:
     5  cli
     4  launch                                  the only place that builds and connects objects
     3  rollout  training  viewer  quickstart
-    2  scoring  servers
-    1  data  chat  rewards  inference  buffer  batching  weights  tracking  store
-    0  records  config  errors  rundir  processes
+    2  scoring  servers  envs
+    1  data  chat  tools  rewards  inference  buffer  batching  weights  tracking  store
+    0  records  config  errors  rundir  sandbox  references  threads  processes
 
-Where to look: what may be configured: config/sections.py. What a server must serve: inference/surface.py. How stale a sample
+Where to look: what may be configured: config/sections.py. How a rollout goes and ends: rollout/conversation.py. What a server must serve: inference/surface.py. How stale a sample
 may be: buffer/sample_buffer.py and buffer/admission.py. The loss: training/losses.py. The main loop: training/loop.py. The order
 of a weight push: weights/push.py. Which objects are connected to which: launch/lead.py and launch/rollout_side.py.
 """

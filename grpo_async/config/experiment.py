@@ -97,6 +97,14 @@ class ExperimentConfig(StrictModel):
                 "rollout_function: with one, `tools` and `environments` are not used (the function makes the whole rollout); "
                 "remove one or the other"
             )
+        if self.evaluation is not None and self.evaluation.data is None and self.data.held_out is None:
+            found.append(
+                "evaluation.data: there is none; name a source, or keep rows of data.train back with data.held_out: 0.05"
+            )
+        if self.evaluation is not None and self.evaluation.data is not None and self.data.held_out is not None:
+            found.append(
+                "data.held_out: keeps rows back for evaluation, but evaluation.data names others; remove one of the two"
+            )
         for name, environment in self.environments.items():
             if environment.max_instances is not None and environment.max_instances < rollout.group_size:
                 found.append(

@@ -30,9 +30,20 @@ def make_prompt(row: Mapping[str, Any], prompt_id: int, system_prompt: str | Non
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return Prompt(
         prompt_id=prompt_id,
-        messages=tuple(TaggedMessage(role=m["role"], content=m["content"], origin=Origin.PROMPT) for m in messages),
+        messages=tuple(_tagged(message) for message in messages),
         columns={name: value for name, value in row.items() if name != "prompt"},
         is_conversational=not is_text,
+    )
+
+
+def _tagged(message: Mapping[str, Any]) -> TaggedMessage:
+    return TaggedMessage(
+        role=message["role"],
+        content=message["content"],
+        origin=Origin.PROMPT,
+        tool_calls=tuple(message.get("tool_calls", ())),
+        name=message.get("name"),
+        tool_call_id=message.get("tool_call_id"),
     )
 
 
@@ -71,6 +82,11 @@ class PromptStream:
         if state is not None:
             self._restore(state)
 
+    @property
+    def epochs(self) -> float:
+        """Times that the stream has gone through the rows: 25 prompts of 10 rows = 2.5."""
+        return self._next_prompt_id / len(self._rows)
+
     def next(self) -> Prompt:
         """The next prompt of the stream."""
         prompt = self.prompt(self._next_prompt_id)
@@ -104,7 +120,8 @@ class PromptStream:
             raise ConfigError(
                 f"data.train: the data changed since the checkpoint ({state['num_rows']} rows, fingerprint "
                 f"{state['fingerprint']} then; {here['num_rows']} rows, fingerprint {here['fingerprint']} now), so the run cannot "
-                "continue where it stopped; restore the file and the `data` section, or start a new run"
+                "continue where it stopped; restore the file and the `data` section (filters and `held_out` too), or start a new "
+                "run. A generator that goes through a set makes other rows in another process: sort there"
             )
         for name, setting in (("seed", "run.seed"), ("shuffle", "data.shuffle")):
             if state[name] != here[name]:
@@ -139,6 +156,6 @@ def _fingerprint(rows: Sequence[Mapping[str, Any]], system_prompt: str | None) -
     """16 hex digits over the content of all rows, in order, and the system prompt."""
     digest = hashlib.sha256(json.dumps(system_prompt).encode())
     for row in rows:
-        # default=repr: a hub dataset may hold dates and the like
+        # default=repr: dates, decimals and bytes, the values beside JSON's that `rows.check_values` lets through
         digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
     return digest.hexdigest()[:16]

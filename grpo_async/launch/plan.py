@@ -161,6 +161,8 @@ def plan_processes(
             # torchrun would otherwise listen on every interface, for a store that the ranks do not use
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
+            # a generator of rows that walks a set then gives the same rows to a resumed run
+            "PYTHONHASHSEED": "0",
             RUN_DIR_VARIABLE: str(places.run_dir.root),
             ATTEMPT_VARIABLE: str(places.attempt),
             SERVER_URL_VARIABLE: url,

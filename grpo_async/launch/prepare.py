@@ -27,6 +27,8 @@ _FIXED = (
     "model.dtype",
     "data.train",
     "data.shuffle",
+    "data.held_out",
+    "data.held_out_seed",
     "rollout.group_size",
     "rollout.groups_per_step",
 )

@@ -31,6 +31,7 @@ def look(*, find_links: Sequence[str], torch_version: str, cpu_index: str) -> Ma
         macos=int(platform.mac_ver()[0].split(".")[0] or 0),
         gpu=gpu,
         driver=driver,
+        c_compiler=any(shutil.which(name) for name in ("cc", "gcc", "clang")),
         local_torch=find_cpu_wheel(find_links, torch_version, platform.machine()),
         cpu_index_answers=lambda: answers(cpu_index),
     )

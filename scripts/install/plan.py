@@ -34,6 +34,7 @@ class Machine:
         macos: major version of macOS, 0 elsewhere.
         gpu: name of the first NVIDIA GPU, or None.
         driver: major version of the NVIDIA driver, 0 if unknown.
+        c_compiler: there is a C compiler.
         local_torch: folder that holds the wanted +cpu wheel of torch, or None.
         cpu_index_answers: asks PyTorch's CPU index; called only when the answer decides something.
     """
@@ -44,6 +45,7 @@ class Machine:
     macos: int = 0
     gpu: str | None = None
     driver: int = 0
+    c_compiler: bool = True
     local_torch: str | None = None
     cpu_index_answers: Callable[[], bool] = lambda: False
 
@@ -85,6 +87,11 @@ class Plan:
 def make_plan(machine: Machine, request: Request, *, cpu_index: str) -> Plan:
     """Decide. Raises InstallError for a computer that has no builds, or a combination that cannot work."""
     _refuse_unsupported(machine)
+    if not machine.c_compiler and (request.tests or "reasoning-gym" in request.extras):
+        raise InstallError(
+            f"{'The tests need' if request.tests else 'The extra reasoning-gym needs'} a C compiler: reasoning-gym brings "
+            "pycosat, which has no wheels. Install gcc or clang (Debian: apt install gcc; macOS: xcode-select --install)."
+        )
     notes: list[str] = []
     vllm = request.vllm or request.vllm_if_possible
     if vllm and machine.system == "Darwin":

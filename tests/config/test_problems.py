@@ -77,10 +77,10 @@ model: {path: n}
         ("optimizer: {betas: [0.9]}", "optimizer.betas.1: this key is required"),
         ("optimizer: {lr: .inf}", "optimizer.lr: input should be a finite number (got inf)"),
         ("loss: {type: sapo}", "loss.type: input should be 'clipped' (got 'sapo')"),
-        ("evaluation: {num_prompts: 3}", "evaluation.data: this key is required"),
         (
             "evaluation: {data: {type: jsnl, path: x}}",
-            "evaluation.data.type: input should be one of 'jsonl', 'csv', 'hub' (got 'jsnl'); did you mean 'jsonl'?",
+            "evaluation.data.type: input should be one of 'jsonl', 'csv', 'parquet', 'hub', 'reasoning_gym', "
+            "'generator', 'environment' (got 'jsnl'); did you mean 'jsonl'?",
         ),
         ("evaluation: {data: {type: csv}}", "evaluation.data.path: this key is required"),
         (
@@ -124,7 +124,6 @@ def test_reward_entries_go_by_index_and_line(tmp_path: Path) -> None:
 def test_required_keys_are_asked_for_where_they_would_stand(tmp_path: Path) -> None:
     assert _problems(tmp_path, "\nrun:\n  seed: 1\ndata:\n  train: {type: hub}\n") == [
         "x.yaml: model: this key is required",
-        "x.yaml: rewards: this key is required",
         "x.yaml:2: run.name: this key is required",
         "x.yaml:5: data.train.name: this key is required",
     ]
@@ -246,3 +245,20 @@ def test_an_override_that_is_no_yaml_is_refused(tmp_path: Path) -> None:
 def test_a_long_value_is_cut(tmp_path: Path) -> None:
     (problem,) = _problems(tmp_path, MINIMAL + f"inference: {{engine: {'x' * 500}}}\n")
     assert len(problem) < 250
+
+
+def test_evaluation_needs_rows_of_its_own_and_only_one_kind(tmp_path: Path) -> None:
+    (nothing,) = _problems(tmp_path, MINIMAL + "evaluation: {num_prompts: 3}\n")
+    assert "evaluation.data: there is none" in nothing
+    held_out = MINIMAL.replace("data: {", "data: {held_out: 0.1, ")
+    assert "held_out" in held_out
+    (both,) = _problems(tmp_path, held_out + "evaluation: {data: {path: e.jsonl}}\n")
+    assert "data.held_out: keeps rows back for evaluation, but evaluation.data names others" in both
+    (share,) = _problems(tmp_path, MINIMAL.replace("data: {", "data: {held_out: 1.5, "))
+    assert "data.held_out: 1.5 is neither a share (below 1) nor a whole number of rows" in share
+
+
+def test_a_shortest_prompt_above_the_longest_is_refused(tmp_path: Path) -> None:
+    text = MINIMAL + "evaluation: {data: {path: e.jsonl, min_prompt_chars: 9, max_prompt_chars: 3}}\n"
+    (problem,) = _problems(tmp_path, text)
+    assert "evaluation.data: min_prompt_chars: 9 is more than max_prompt_chars: 3" in problem

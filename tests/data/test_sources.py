@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_async.config.sections import CsvSource, HubSource, JsonlSource
-from grpo_async.data.sources import load_rows
+from grpo_async.data.sources import first_rows, load_rows
 from grpo_async.errors import ConfigError
 
 
@@ -35,8 +35,39 @@ def test_jsonl_rows_keep_every_column_and_skip_blank_lines(tmp_path: Path) -> No
     text = '{"prompt": "1+1", "answer": "2", "level": 3}\n\n{"prompt": [{"role": "user", "content": "ü"}]}'
     assert load_rows(_jsonl(tmp_path, text)) == [
         {"prompt": "1+1", "answer": "2", "level": 3},
-        {"prompt": [{"role": "user", "content": "ü"}]},
+        {"prompt": [{"role": "user", "content": "ü"}], "answer": None, "level": None},
     ]
+
+
+def test_a_column_that_some_rows_lack_is_none_there_and_noted(tmp_path: Path) -> None:
+    rows = load_rows(_jsonl(tmp_path, '{"prompt": "a", "level": 1}\n{"prompt": "b"}\n{"prompt": "c"}\n'))
+    assert [row["level"] for row in rows] == [1, None, None]
+    assert rows.notes == [
+        f"column `level` is missing in 2 of 3 rows (the first: {tmp_path / 'rows.jsonl'}:2); it is None there"
+    ]
+
+
+def test_rows_know_their_places(tmp_path: Path) -> None:
+    rows = load_rows(_jsonl(tmp_path, '{"prompt": "a"}\n\n{"prompt": "b"}\n'))
+    path = tmp_path / "rows.jsonl"
+    assert rows.places == [f"{path}:1", f"{path}:3"]
+    assert rows.take([1]).places == [f"{path}:3"]
+
+
+def test_repeated_prompts_are_counted_and_kept(tmp_path: Path) -> None:
+    text = '{"prompt": "Add 1 and 1"}\n{"prompt": "b"}\n{"prompt": "add  1 and 1 "}\n{"prompt": "b"}\n'
+    rows = load_rows(_jsonl(tmp_path, text))
+    assert len(rows) == 4
+    (note,) = rows.notes
+    assert note.startswith("2 of 4 rows repeat the prompt of an earlier row")
+    assert "rows.jsonl:3 repeats" in note
+    seeds = '{"prompt": "Play.", "seed": 1}\n{"prompt": "Play.", "seed": 2}\n'
+    assert load_rows(_jsonl(tmp_path, seeds, task_columns=["seed"])).notes == []
+
+
+def test_the_first_rows_ignore_filters(tmp_path: Path) -> None:
+    source = _jsonl(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\n{broken', min_prompt_chars=99, max_prompt_tokens=1)
+    assert [row["prompt"] for row in first_rows(source, 2)] == ["a", "b"]
 
 
 def test_csv_values_are_text_and_may_hold_commas_and_line_breaks(tmp_path: Path) -> None:
@@ -94,7 +125,14 @@ def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
             ["rows.jsonl:3", "`prompt[1]` has no `content`", "it has `role`, `text`"],
         ),
         ('{"prompt": [{"content": "b"}]}', ["rows.jsonl:3", "`prompt[0]` has no `role`"]),
-        ('{"prompt": [{"role": "user", "content": ["b"]}]}', ["rows.jsonl:3", "its `content` must be text", "a list"]),
+        (
+            '{"prompt": [{"role": "user", "content": ["b"]}]}',
+            ["rows.jsonl:3", "`content[0]` must be a part", "text ('b')"],
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": 5}]}',
+            ["rows.jsonl:3", "its `content` must be text", "a number (5)"],
+        ),
     ],
 )
 def test_a_broken_row_is_named_by_line_with_what_is_wrong(tmp_path: Path, line: str, words: list[str]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_async.config.sections import JsonlSource
+from grpo_async.data.sources import load_rows
 from grpo_async.data.stream import PromptStream, make_prompt, shuffled_order
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, Prompt, TaggedMessage
@@ -102,6 +105,36 @@ def test_changed_data_is_refused_after_a_checkpoint(changed: list[dict[str, Any]
     state = PromptStream(_rows(5), seed=0, shuffle=True).state()
     with pytest.raises(ConfigError, match="the data changed since the checkpoint"):
         PromptStream(changed, seed=0, shuffle=True, state=state)
+
+
+def test_epochs_count_how_often_the_rows_were_gone_through() -> None:
+    stream = PromptStream(_rows(10), seed=0, shuffle=True)
+    _take(stream, 25)
+    assert stream.epochs == 2.5  # 25 prompts / 10 rows
+
+
+def test_a_changed_filter_is_refused_after_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * length}) + "\n" for length in (1, 2, 3, 4)), encoding="utf-8")
+    state = PromptStream(load_rows(JsonlSource(path=path, max_prompt_chars=3)), seed=0, shuffle=True).state()
+    PromptStream(load_rows(JsonlSource(path=path, max_prompt_chars=3)), seed=0, shuffle=True, state=state)
+    for changed in ({"max_prompt_chars": 2}, {"min_prompt_chars": 2}):  # the second leaves as many rows, but others
+        rows = load_rows(JsonlSource.model_validate({"path": path, **changed}))
+        with pytest.raises(ConfigError, match="the data changed since the checkpoint"):
+            PromptStream(rows, seed=0, shuffle=True, state=state)
+
+
+def test_tool_messages_keep_their_calls_and_names() -> None:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1", "name": "add", "tool_call_id": "abcdefghi"},
+    ]
+    prompt = make_prompt({"prompt": messages}, 0, None)
+    assert prompt.messages[1].tool_calls == (call,)
+    assert (prompt.messages[2].name, prompt.messages[2].tool_call_id) == ("add", "abcdefghi")
+    assert prompt.as_given() == messages
 
 
 def test_another_seed_or_shuffling_is_refused_after_a_checkpoint() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from scripts.install.plan import (
@@ -114,3 +116,19 @@ def test_a_computer_without_builds_is_refused_with_what_to_do(machine: Machine, 
 def test_the_features_of_a_plan_name_all_that_is_installed() -> None:
     plan = make_plan(LAPTOP, Request(vllm=True, tests=True, extras=MATH), cpu_index=INDEX)
     assert plan.features == {"math", "tests", "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request(tests=True), "The tests need a C compiler"),
+        (Request(extras=frozenset({"reasoning-gym"})), "The extra reasoning-gym needs a C compiler"),
+    ],
+)
+def test_what_must_be_compiled_is_refused_without_a_compiler_and_says_what_to_install(
+    request_: Request, words: str
+) -> None:
+    machine = replace(LAPTOP, c_compiler=False)
+    with pytest.raises(InstallError, match=words):
+        make_plan(machine, request_, cpu_index="https://x")
+    make_plan(machine, Request(), cpu_index="https://x")

@@ -1,0 +1,140 @@
+"""The process that makes the rows of reasoning-gym tasks: a request as JSON on stdin, one answer as JSON on stdout.
+
+{"tasks": [{"name": "gcd", "config": {}, "count": 2}], "seed": 0}
+-> {"rows": [[[question, answer, task_data], [question, answer, task_data]]]}   or   {"error": "what the user should mend"}
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from grpo_async.processes import die_with_parent
+
+_PROBE = "?"  # the answer to no task
+_NUM_PROBED = 3
+
+
+class TaskError(Exception):
+    """The user should change the source; the message starts with the setting."""
+
+
+def main() -> None:
+    die_with_parent()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what tasks print must not get between
+    request = json.load(sys.stdin)
+    answer: dict[str, Any]
+    try:
+        answer = {"rows": [make_rows(task, number, request["seed"]) for number, task in enumerate(request["tasks"])]}
+    except TaskError as error:
+        answer = {"error": str(error)}
+    json.dump(answer, answers)
+    answers.close()
+
+
+def make_rows(task: Mapping[str, Any], number: int, seed: int) -> list[list[Any]]:
+    """(question, answer, task_data) of each row of the task, which is entry `number` of the source.
+
+    Raises:
+        TaskError: the task is unknown, its config is wrong, or it cannot be used.
+    """
+    name, config = task["name"], task["config"]
+    if task["count"] == 0:
+        return []
+    dataset = _create(name, config, number, seed, task["count"])
+    made = []
+    for index in range(task["count"]):
+        try:
+            entry = dataset[index]
+            task_data = as_literal({"config": config, "entry": entry})
+        except Exception as error:
+            raise TaskError(
+                f"tasks.{number}: {name}, row {index}: making it raised {type(error).__name__}: {error}"
+            ) from error
+        if index < _NUM_PROBED:
+            made.append((entry, task_data))
+        else:
+            made.append(({"question": entry["question"], "answer": entry["answer"]}, task_data))
+    _refuse_if_anything_is_right(name, number, dataset, [entry for entry, _ in made[:_NUM_PROBED]])
+    return [[plain(entry["question"]), plain(entry["answer"]), task_data] for entry, task_data in made]
+
+
+def _create(name: str, config: Mapping[str, Any], number: int, seed: int, size: int) -> Any:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    where = f"tasks.{number}"
+    if name == "composite":
+        raise TaskError(f"{where}.name: `composite` mixes other tasks; list them under `tasks` with a `weight` each")
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(f'`{other}`' for other in near)}?" if near else f"it has {sorted(DATASETS)}"
+        raise TaskError(f"{where}.name: reasoning-gym has no task `{name}`; {hint}")
+    known = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
+    for setting in config:
+        if setting not in known:
+            raise TaskError(f"{where}.config.{setting}: the task `{name}` has no such setting; it has {known}")
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **config)
+    except Exception as error:
+        raise TaskError(
+            f"{where}.config: the task `{name}` refuses {dict(config)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _refuse_if_anything_is_right(name: str, number: int, dataset: Any, entries: list[Mapping[str, Any]]) -> None:
+    """A task whose scorer takes any text for the right answer can teach nothing."""
+    for entry in entries:
+        try:
+            score = dataset.score_answer(_PROBE, entry)
+        except Exception:  # noqa: BLE001 - scorers raise for what they cannot read: then it is not paid
+            return
+        if not score >= 0.99:
+            return
+    raise TaskError(
+        f"tasks.{number}.name: the scorer of `{name}` pays the full score to any text, so it teaches nothing"
+    )
+
+
+def as_literal(value: Any) -> str:
+    """Text that `ast.literal_eval` reads back as the same value.
+
+    Raises:
+        ValueError: it would not.
+    """
+    kept = plain(value)
+    text = repr(kept)
+    if ast.literal_eval(text) != kept:
+        raise ValueError("its data cannot be written down as a Python literal")
+    return text
+
+
+def plain(value: Any) -> Any:
+    """The value made of Python's own types only: enums give their values, numpy's scalars and arrays numbers and lists."""
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, bool):
+        return value
+    for scalar in (str, int, float):
+        if isinstance(value, scalar):
+            return scalar(value)
+    if isinstance(value, dict):
+        return {plain(key): plain(below) for key, below in value.items()}
+    for group in (list, tuple, set):
+        if isinstance(value, group):
+            return group(plain(below) for below in value)
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    raise ValueError(f"its data hold a {type(value).__name__}, which cannot be written down as a Python literal")
+
+
+if __name__ == "__main__":
+    main()

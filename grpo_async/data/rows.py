@@ -1,0 +1,80 @@
+"""What a row is, and the words in which errors speak of it.
+
+A row is a dict of JSON-like values (dates, decimals and bytes too, which Parquet and data sets know). Its place is what the
+user finds it by: `train.jsonl:7` is a line counted from 1, as editors do; `train.parquet, row 7` is counted from 0, as
+`dataset[7]` does.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from grpo_async.errors import ConfigError
+
+Row = dict[str, Any]
+PlacedRows = Iterator[tuple[str, Row]]
+
+# Plain values: they pickle, print the same in every process, and mean the same to a reward function in a worker process.
+_SCALARS = (type(None), bool, int, float, str, bytes, decimal.Decimal)
+_TIMES = (datetime.date, datetime.time, datetime.timedelta)  # a datetime is a date
+
+
+class Rows(list[Row]):
+    """Rows, the place of each, and `notes`: sentences that the user should read before the run starts."""
+
+    def __init__(self, rows: Iterable[Row] = (), *, places: Iterable[str] = (), notes: Iterable[str] = ()) -> None:
+        super().__init__(rows)
+        self.places = list(places)
+        self.notes = list(notes)
+        assert len(self.places) == len(self), f"{len(self)} rows, {len(self.places)} places"
+
+    def take(self, indexes: Sequence[int]) -> Rows:
+        """These rows with their places, in this order; without the notes, which are about the whole."""
+        return Rows((self[index] for index in indexes), places=(self.places[index] for index in indexes))
+
+
+def check_values(row: Row, place: str) -> None:
+    """Raise a ConfigError for the first value that is no plain data, with its column."""
+    for name, value in row.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{place}: the name of a column must be text, got {kind(name)}")
+        strange = _strange(value)
+        if strange is not None:
+            raise ConfigError(
+                f"{place}: column `{name}` holds a {type(strange).__module__}.{type(strange).__qualname__}, but only text, "
+                "numbers, truth values, null, lists and objects with text keys (also dates, decimals, bytes) can be used; "
+                f"convert it, or leave the column out with `drop: [{name}]`"
+            )
+
+
+def _strange(value: Any) -> Any | None:
+    """What in `value` is no plain data, or None. Subclasses of plain types (numpy's text, enums) are strange too."""
+    if type(value) in _SCALARS or isinstance(value, _TIMES):
+        return None
+    if type(value) in (list, tuple):
+        return next((found for below in value if (found := _strange(below)) is not None), None)
+    if type(value) is dict:
+        for key, below in value.items():
+            if type(key) is not str:
+                return key if key is not None else value
+            found = _strange(below)
+            if found is not None:
+                return found
+        return None
+    return value
+
+
+def listed(names: Iterable[object]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "(none)"
+
+
+def kind(value: Any) -> str:
+    """A value's JSON type, in words, with the value where it is short."""
+    words = {dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
+    if value is None:
+        return "null"
+    word = words.get(type(value), type(value).__name__)
+    return f"{word} ({text})" if len(text := repr(value)) <= 40 else word

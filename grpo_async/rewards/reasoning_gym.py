@@ -1,0 +1,187 @@
+"""The scorers of reasoning-gym's tasks, guarded (extra `reasoning-gym`); for data of `type: reasoning_gym`.
+
+What they do with text that is no answer, over all 106 tasks: one pays 1.0 to any text, some raise, about thirty pay 0.01 to 0.5,
+and nine evaluate the text as Python. Here an exception pays 0, a score that text without an answer would get as well pays 0, and
+what is evaluated must be a list or a formula. Meant for `run_in: process`: importing the library takes seconds, and only the main
+thread of a process can stop a scorer that computes for ever; elsewhere only the reward's own `timeout_s` holds.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import logging
+import math
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from grpo_async.rewards.completion import after_thinking, final_text, last_boxed
+from grpo_async.rewards.evaluated_answers import is_formula, is_harmless_literal
+
+if importlib.util.find_spec("reasoning_gym") is None:
+    raise ModuleNotFoundError(
+        "task_score needs reasoning-gym: pip install 'grpo-async[reasoning-gym]'", name="reasoning_gym"
+    )  # at import, so that it is a config error and not the failure of every group
+
+logger = logging.getLogger(__name__)
+
+# Tasks whose scorer evaluates the answer; tests/rewards/test_reasoning_gym.py compares the list with the library's source.
+EVALUATED: Mapping[str, Callable[[str], bool]] = {
+    **dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"), is_harmless_literal),
+    **dict.fromkeys(
+        ("simple_integration", "intermediate_integration", "polynomial_multiplication", "puzzle24", "countdown"),
+        is_formula,
+    ),
+}
+_NO_ANSWERS = ("", "?")
+_FULL_SCORE = 0.99
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+_logged: set[tuple[str, str]] = set()  # (task, what happened): told once in a process
+
+AnswerFrom = Literal["after_thinking", "boxed", "tag"]
+
+
+class _OutOfTimeError(Exception):
+    """The scorer used up its time."""
+
+
+def prepare_worker() -> None:
+    """Called once in each worker process: the import takes seconds, which are not part of a call."""
+    import reasoning_gym  # noqa: F401
+
+
+def task_score(
+    completions: Sequence[Any],
+    task: Sequence[str],
+    task_data: Sequence[str],
+    *,
+    answer_from: AnswerFrom = "after_thinking",
+    binarize: bool = False,
+    floor: float = 0.0,
+    max_answer_chars: int = 8192,
+    answer_timeout_s: float = 5.0,
+    log_metric: Callable[[str, float], None] | None = None,
+    **_: Any,
+) -> list[float | None]:
+    r"""What the row's task pays for the answer, from 0.0 to 1.0.
+
+    Example: the task `gcd` with the answer 6: "<think>...</think> 6" -> 1.0, "12" -> 0.0, "it is 6" -> 0.14 (the library pays
+    1 character of 7), with `binarize` 0.0, with `answer_from: boxed` and r"it is \boxed{6}" 1.0.
+
+    Args:
+        completions: plain text or messages.
+        task: the column of that name.
+        task_data: the column of that name.
+        answer_from: after_thinking: all text after `</think>`. boxed: the last \boxed{} of it. tag: the last
+            <answer>...</answer> of it. A completion without box or tag gets 0.0.
+        binarize: 1.0 for the full score and 0.0 for anything less.
+        floor: a lower score counts as 0.0.
+        max_answer_chars: a longer answer gets 0.0 unread.
+        answer_timeout_s: time for one answer in `run_in: process`, then it gets 0.0.
+        log_metric: gets the shares of answers that were refused unread and for which the scorer failed.
+    """
+    if answer_from not in ("after_thinking", "boxed", "tag"):
+        raise ValueError(f"answer_from must be after_thinking, boxed or tag, got {answer_from!r}")
+    scorers: dict[str, _Scorer] = {}  # one for each row, and a group's completions have one row
+    scores: list[float | None] = []
+    num_refused = num_failed = 0
+    for completion, name, data in zip(completions, task, task_data, strict=True):
+        if data not in scorers:
+            scorers[data] = _Scorer(name, data, answer_timeout_s)
+        scorer = scorers[data]
+        answer = _answer(after_thinking(final_text(completion)), answer_from)
+        score: float | None = 0.0
+        if answer is not None and not (len(answer) <= max_answer_chars and scorer.may_read(answer)):
+            num_refused += 1
+        elif answer is not None:
+            score = scorer.score(answer)
+            num_failed += score is None
+        paid = score if score is not None and score >= floor and score > scorer.paid_for_nothing else 0.0
+        scores.append(float(paid >= _FULL_SCORE) if binarize else paid)
+    if log_metric is not None and scores:
+        log_metric("task_score/refused", num_refused / len(scores))
+        log_metric("task_score/failed", num_failed / len(scores))
+    return scores
+
+
+class _Scorer:
+    """The scorer of one row."""
+
+    def __init__(self, task: str, task_data: str, timeout_s: float) -> None:
+        data = ast.literal_eval(task_data)
+        self._task = task
+        self._entry: dict[str, Any] = data["entry"]
+        self._score_answer = _scorer_of(task, repr(data["config"]))
+        self._timeout_s = timeout_s
+        self.paid_for_nothing = max(self.score(text, quiet=True) or 0.0 for text in _NO_ANSWERS)
+
+    def may_read(self, answer: str) -> bool:
+        """False for code where the scorer would run it. The known answer may always be read."""
+        check = EVALUATED.get(self._task)
+        return check is None or answer == self._entry["answer"] or check(answer)
+
+    def score(self, answer: str, *, quiet: bool = False) -> float | None:
+        """From 0 to 1; None if the scorer raised, ran out of time or returned no finite number."""
+        try:
+            with _time_limit(self._timeout_s):
+                score = float(self._score_answer(answer, self._entry))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises: the answer cannot be read
+            if not quiet:
+                self._log_once(type(error).__name__, error)
+            return None
+        if not math.isfinite(score):
+            if not quiet:
+                self._log_once("no finite number", score)
+            return None
+        return min(1.0, max(0.0, score))
+
+    def _log_once(self, what: str, detail: object) -> None:
+        if (self._task, what) not in _logged:
+            _logged.add((self._task, what))
+            logger.warning(
+                "the scorer of %s failed (%s: %s): such answers get 0, which is told once", self._task, what, detail
+            )
+
+
+@functools.lru_cache(maxsize=256)
+def _scorer_of(task: str, config: str) -> Callable[[str, Mapping[str, Any]], float]:
+    """The scorer belongs to a data set of the task: some look at its config. Seed and size decide about new rows only."""
+    import reasoning_gym
+
+    dataset = reasoning_gym.create_dataset(task, seed=0, size=1, **ast.literal_eval(config))
+    scorer: Callable[[str, Mapping[str, Any]], float] = dataset.score_answer
+    return scorer
+
+
+def _answer(text: str, answer_from: AnswerFrom) -> str | None:
+    if answer_from == "boxed":
+        return last_boxed(text)
+    if answer_from == "tag":
+        tags = _TAG.findall(text)
+        return tags[-1].strip() if tags else None
+    return text.strip()
+
+
+@contextlib.contextmanager
+def _time_limit(timeout_s: float) -> Iterator[None]:
+    """Raise _OutOfTimeError in the block when the time is over; only in the main thread, where signals work."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_alarm(*_: object) -> None:
+        raise _OutOfTimeError(f"took longer than {timeout_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,220 @@
+r"""task_score through the real reasoning-gym: what its scorers pay, and what is left of that."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import re
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from grpo_async.data.reasoning_gym_child import as_literal
+from grpo_async.rewards import load_rewards, reasoning_gym
+from grpo_async.rewards.reasoning_gym import EVALUATED, task_score
+from tests.rewards.helpers import loaded, score
+
+GARBAGE = ["", " ", "garbage", "?", "!!", "\x00", "((((", "é", "no idea \n at all", "x" * 8192]
+
+# Tasks whose answer is a text or shape that some garbage above comes near to: they pay a little for that.
+LEAKS = {"figlet_font": 0.2, "letter_jumble": 0.1, "palindrome_generation": 0.05, "spell_backward": 0.2}
+
+
+@functools.cache
+def _rows(task: str, count: int = 3, **config: Any) -> list[tuple[str, dict[str, Any]]]:
+    """(task_data, entry) of the task's first rows, made here: the library is imported by these tests anyway."""
+    import reasoning_gym as library
+
+    dataset = library.create_dataset(task, seed=7, size=count, **config)
+    entries = [dataset[index] for index in range(count)]
+    return [(as_literal({"config": config, "entry": entry}), entry) for entry in entries]
+
+
+def _scores(task: str, *answers: str, row: int = 0, **arguments: Any) -> list[float | None]:
+    data = _rows(task)[row][0]
+    return task_score(list(answers), [task] * len(answers), [data] * len(answers), **arguments)
+
+
+def _fake(monkeypatch: pytest.MonkeyPatch, scorer: Any) -> None:
+    monkeypatch.setattr(reasoning_gym, "_scorer_of", lambda task, config: scorer)
+
+
+RAN: list[int] = []  # what code in an answer could reach
+
+DATA = repr({"config": {}, "entry": {"answer": "6", "metadata": {}}})
+
+
+def test_the_known_answer_gets_the_full_score_and_a_wrong_one_nothing() -> None:
+    answer = _rows("gcd")[1][1]["answer"]
+    assert _scores("gcd", answer, f"<think>let me see</think> {answer}", "0", row=1) == [1.0, 1.0, 0.0]
+    messages = [{"role": "assistant", "content": f"<think>no</think>{answer}"}]
+    data = _rows("gcd")[1][0]
+    assert task_score([messages], ["gcd"], [data]) == [1.0]
+
+
+def test_text_around_the_answer_is_worth_less_until_the_answer_is_taken_out() -> None:
+    answer = _rows("gcd")[1][1]["answer"]
+    loose = rf"it is \boxed{{{answer}}}"
+    (partly,) = _scores("gcd", loose, row=1)
+    assert partly == pytest.approx(len(answer) / len(loose))  # what the library pays for an answer inside other text
+    assert _scores("gcd", loose, row=1, binarize=True) == [0.0]
+    assert _scores("gcd", loose, row=1, floor=0.5) == [0.0]
+    assert _scores("gcd", loose, row=1, answer_from="boxed") == [1.0]
+    assert _scores("gcd", f"<answer>5555</answer> <answer> {answer}\n</answer>", row=1, answer_from="tag") == [1.0]
+
+
+def test_without_box_or_tag_there_is_no_answer() -> None:
+    answer = _rows("gcd")[1][1]["answer"]
+    for answer_from in ("boxed", "tag"):
+        assert _scores("gcd", answer, row=1, answer_from=answer_from) == [0.0]
+    assert _scores("gcd", f"<think><answer>{answer}</answer></think>", row=1, answer_from="tag") == [0.0]
+    with pytest.raises(ValueError, match="answer_from must be"):
+        _scores("gcd", answer, answer_from="box")
+
+
+def test_an_exception_pays_nothing_and_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reasoning_gym, "_logged", set())
+    metrics: dict[str, float] = {}
+    with caplog.at_level(logging.WARNING):
+        assert _scores("prime_factorization", "garbage", "more", log_metric=metrics.__setitem__) == [0.0, 0.0]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the scorer of prime_factorization failed (ValueError: invalid literal for int() with base 10: 'garbage'): "
+        "such answers get 0, which is told once"
+    ]
+    assert metrics == {"task_score/refused": 0.0, "task_score/failed": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("returned", "paid"), [(float("nan"), 0.0), (float("inf"), 0.0), (7, 1.0), (-1, 0.0), ("x", 0.0), (None, 0.0)]
+)
+def test_strange_scores_are_clipped_or_count_as_nothing(
+    monkeypatch: pytest.MonkeyPatch, returned: Any, paid: float
+) -> None:
+    _fake(monkeypatch, lambda answer, entry: returned if answer == "6" else 0.0)
+    assert task_score(["6"], ["t"], [DATA]) == [paid]
+
+
+def test_what_text_without_an_answer_gets_is_not_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake(monkeypatch, lambda answer, entry: {"6": 1.0, "5": 0.06}.get(answer, 0.05))
+    assert task_score(["6", "5", "4"], ["t"] * 3, [DATA] * 3) == [1.0, 0.06, 0.0]
+    _fake(monkeypatch, lambda answer, entry: 1.0)
+    assert task_score(["6", "garbage"], ["t"] * 2, [DATA] * 2) == [0.0, 0.0]
+
+
+def test_a_long_answer_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def scorer(answer: str, entry: Any) -> float:
+        read.append(answer)
+        return float(answer.startswith("6"))
+
+    _fake(monkeypatch, scorer)
+    metrics: dict[str, float] = {}
+    given = ["6" * 10, "6" * 11]
+    assert task_score(given, ["t"] * 2, [DATA] * 2, max_answer_chars=10, log_metric=metrics.__setitem__) == [1.0, 0.0]
+    assert "6" * 11 not in read
+    assert metrics == {"task_score/refused": 0.5, "task_score/failed": 0.0}
+
+
+def test_a_scorer_that_computes_for_ever_is_stopped_in_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scorer(answer: str, entry: Any) -> float:
+        deadline = time.monotonic() + 30.0
+        while answer == "loop" and time.monotonic() < deadline:
+            pass
+        return float(answer == "6")
+
+    _fake(monkeypatch, scorer)
+    started = time.monotonic()
+    assert task_score(["loop", "6"], ["t"] * 2, [DATA] * 2, answer_timeout_s=0.2) == [0.0, 1.0]
+    assert time.monotonic() - started < 10.0
+
+
+@pytest.mark.parametrize("task", sorted(EVALUATED))
+def test_code_in_an_answer_is_not_run(task: str) -> None:
+    attack = f"__import__({__name__!r}, fromlist=['RAN']).RAN.append(1)"
+    assert _scores(task, attack, f" {attack}", f"[{attack}]", f"{attack}!", f"{attack} # 1 2") == [0.0] * 5
+    assert RAN == []
+
+
+@pytest.mark.parametrize("task", sorted(EVALUATED))
+def test_known_answers_of_evaluated_tasks_pass_the_check(task: str) -> None:
+    for row, (_, entry) in enumerate(_rows(task)):
+        assert _scores(task, entry["answer"], row=row) == [1.0]
+
+
+def test_the_list_of_evaluated_tasks_is_complete() -> None:
+    """Every module of the library in which something evaluates text was read; a new one has to be read too."""
+    from reasoning_gym.factory import DATASETS
+
+    evaluates = re.compile(r"\b(eval|exec|parse_expr|sympify|compile)\(|\bsympy\b")
+    found = {
+        name for name, (cls, _) in DATASETS.items() if evaluates.search(inspect.getsource(sys.modules[cls.__module__]))
+    }
+    harmless = {
+        "advanced_geometry",  # sympy solves the question; the answer is read by a pattern and float()
+        "basic_arithmetic",  # its own expression
+        "bf",  # compiles its own program
+        "bitwise_arithmetic",  # its own expression
+        "codeio",  # runs the code of its data set when rows are made; the answer is JSON
+        "number_sorting",  # the known answer
+        "polynomial_equations",  # float()
+        "propositional_logic",  # a parser of its own
+        "rubiks_cube",  # a pattern
+        "simple_equations",  # compared as text
+    }
+    assert found - harmless == set(EVALUATED)
+
+
+def test_a_config_reaches_the_scorer() -> None:
+    # puzzle24 refuses numbers above the largest of its config
+    wide, narrow = (_rows("puzzle24", 1, max_value=largest)[0][0] for largest in (10, 3))
+    assert task_score(["1*2*3*4"] * 2, ["puzzle24"] * 2, [wide, narrow]) == [1.0, 0.0]
+
+
+def test_it_runs_in_a_process() -> None:
+    data, entry = _rows("gcd")[1]
+    with loaded("grpo_async.rewards.reasoning_gym:task_score", run_in="process", timeout_s=30.0) as reward:
+        columns = {"task": ["gcd"] * 2, "task_data": [data] * 2, "answer": [entry["answer"]] * 2}
+        outcome = asyncio.run(score(reward, [entry["answer"], "0"], columns=columns))
+    assert outcome.values == [1.0, 0.0]
+    assert outcome.metrics["task_score/failed"] == 0.0
+
+
+def test_it_asks_for_its_columns() -> None:
+    from grpo_async.config.sections import RewardSection
+
+    (reward,) = load_rewards([RewardSection(function="grpo_async.rewards.reasoning_gym:task_score")])
+    assert reward.missing_columns(["answer"]) == ["task", "task_data"]
+
+
+def _check_garbage(tasks: list[str]) -> None:
+    paid: dict[str, float] = {}
+    for task in tasks:
+        for row, (_, entry) in enumerate(_rows(task)):
+            scores = [value for value in _scores(task, *GARBAGE, row=row) if value is not None]
+            assert len(scores) == len(GARBAGE)
+            paid[task] = max(paid.get(task, 0.0), *scores)
+            if entry["answer"] is not None and task != "game_of_life_halting":
+                assert _scores(task, entry["answer"], row=row) == [1.0], task
+    assert {task: value for task, value in paid.items() if value > LEAKS.get(task, 0.0)} == {}
+
+
+def test_garbage_is_worth_nothing_in_some_tasks() -> None:
+    # one that pays any text in full, one that raises, some that pay 0.01 or 0.05 for any text, the plain comparison
+    _check_garbage(
+        ["game_of_life_halting", "prime_factorization", "fraction_simplification", "sentence_reordering", "gcd"]
+    )
+
+
+@pytest.mark.slow
+def test_garbage_is_worth_nothing_in_all_tasks() -> None:
+    """Ten texts, three rows of each of the 106 tasks but `composite`: nothing is paid for them, but for the leaks above."""
+    from reasoning_gym.factory import DATASETS
+
+    _check_garbage(sorted(DATASETS.keys() - {"composite"}))
