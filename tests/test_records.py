@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from grpo_async.records import FinishReason, RolloutCompletion, RolloutStatus, ToolCallRecord, TurnRecord
@@ -19,8 +21,9 @@ def _two_turns() -> RolloutCompletion:
         tool_calls=[call, failed],
         tool_response_ids=[9],
     )
+    turns = [first, make_turn([5], version=7)]
     return RolloutCompletion(
-        rollout_id="r", prompt_ids=[1, 2], turns=[first, make_turn([5], version=7)], status=RolloutStatus.FINISHED
+        rollout_id="r", prompt_ids=[1, 2], turns=turns, status=RolloutStatus.FINISHED, tool_names=["calc"]
     )
 
 
@@ -43,9 +46,11 @@ def test_trajectory_lists_each_message_once() -> None:
 
 
 def test_tool_metrics_count_calls_and_failures() -> None:
-    """R2.7: 2 calls of which 1 failed -> 2.0 and 1 / 2 = 0.5; no calls -> 0.0 and 0.0."""
+    """R2.7: 2 calls of which 1 failed -> 2.0 and 1 / 2 = 0.5; no calls -> 0.0 and 0.0; no tools -> nothing."""
     assert _two_turns().tool_metrics() == {"tools/call_frequency": 2.0, "tools/failure_frequency": 0.5}
-    assert make_completion().tool_metrics() == {"tools/call_frequency": 0.0, "tools/failure_frequency": 0.0}
+    silent = replace(make_completion(), tool_names=["calc"])
+    assert silent.tool_metrics() == {"tools/call_frequency": 0.0, "tools/failure_frequency": 0.0}
+    assert make_completion().tool_metrics() == {}
 
 
 def test_a_turn_with_a_missing_logprob_is_refused() -> None:

@@ -94,7 +94,7 @@ class ExperimentConfig(StrictModel):
             found.append("rewards: there are none; name at least one, or an environment that has a `get_reward`")
         if self.rollout_function is not None and (self.tools or self.environments):
             found.append(
-                "rollout_function: with one, `tools` and `environments` are not used (the function makes the whole rollout); "
+                "rollout_function.function: with one, `tools` and `environments` are not used (the function makes the whole rollout); "
                 "remove one or the other"
             )
         if self.evaluation is not None and self.evaluation.data is None and self.data.held_out is None:

@@ -62,6 +62,7 @@ class AsyncRolloutSource:
         self._closing_on_loop = (*closing_on_loop, client.aclose)
         self._resampled: list[ScoredGroup] = []
         self._stopping = False
+        self._is_closed = False
         self._evaluation: Future[dict[str, float]] | None = None
 
     def start(self) -> None:
@@ -152,7 +153,10 @@ class AsyncRolloutSource:
                 self._worker.settle(group.group, GroupStatus.CANCELLED, scored=group)
 
     def close(self) -> None:
-        """End the thread, whatever it does, in bounded time."""
+        """End the thread, whatever it does, in bounded time. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         timeout_s = self._config.rollout.shutdown_timeout_s
         if self._thread.cancel_all(timeout_s=timeout_s):
             for close in self._closing_on_loop:

@@ -51,6 +51,10 @@ class _InFlight:
     received: dict[int, int] = field(default_factory=dict)  # tokens of each rollout
 
 
+class _TooStaleError(Exception):
+    """Every step from now on would drop the group."""
+
+
 class RolloutWorker:
     """See the module's docstring. Everything but `settle` and `outstanding_prompts` runs on the worker's loop."""
 
@@ -127,6 +131,8 @@ class RolloutWorker:
             self._check_signal(scored)
         except (NothingToLearnError, RolloutContractError):
             raise
+        except _TooStaleError:
+            self._settle_dropped(entry.group, GroupStatus.STALE)
         except asyncio.CancelledError:
             if not self._ledger.is_open(group_id):
                 raise
@@ -174,6 +180,10 @@ class RolloutWorker:
                 completions=produced.completions,
                 queued_at=time.monotonic(),
             )
+            if self._is_too_stale(
+                entry
+            ):  # a producer that tells of its tokens at the end only was not cancelled before
+                raise _TooStaleError
             failed = [i for i, c in enumerate(group.completions) if c.status is RolloutStatus.FAILED]
             for index in failed:
                 self._ledger.rollout_failed(group_id, entry.received.get(index, 0))
@@ -246,7 +256,10 @@ class RolloutWorker:
         self._server_version = version
         self._scorer.set_step(version)
         for entry in self._in_flight.values():
-            oldest = entry.oldest_version
-            if oldest is not None and version - oldest > self._settings.max_staleness and entry.task is not None:
+            if entry.task is not None and self._is_too_stale(entry):
                 entry.too_stale = True
                 entry.task.cancel()
+
+    def _is_too_stale(self, entry: _InFlight) -> bool:
+        oldest = entry.oldest_version
+        return oldest is not None and self._server_version - oldest > self._settings.max_staleness

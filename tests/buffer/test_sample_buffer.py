@@ -100,6 +100,7 @@ def test_an_empty_queue_is_not_the_end_while_tokens_are_generated() -> None:
 
 
 def test_interrupt_and_fail_wake_a_waiting_take() -> None:
+    """R1.4: an empty queue goes on waiting, but not after generation died."""
     for action, expected in ((SampleBuffer.interrupt, BufferInterrupted), (None, RunError)):
         fixture = _Fixture()
         buffer = fixture.buffer

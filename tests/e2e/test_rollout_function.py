@@ -1,29 +1,20 @@
-"""A run whose rollouts a function of the user makes, on real processes."""
+"""A run whose rollouts a function of the user makes, on the real vLLM (test_interactions has it on the embedded engine)."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.some_rollout_function import STEPS_FILE
 from tests.e2e.support import make_run
 from tests.e2e.test_train import SMALL
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("needs_vllm")]
 
 
-@pytest.mark.parametrize(
-    "base", ["quickstart.yaml", pytest.param("quickstart-vllm.yaml", marks=pytest.mark.vllm)], ids=["embedded", "vllm"]
-)
-def test_the_weights_are_pushed_before_each_call_of_the_function(
-    tmp_path: Path, base: str, request: pytest.FixtureRequest
-) -> None:
-    """R5.2, R5.5: synchronous, with a learning rate at which old weights would show: one call per step, each sees the version
-    of its step, and the tokens have the trainer's own logprobs (ratio 1 within 1e-3, fp32 on both sides)."""
-    if "vllm" in base:
-        request.getfixturevalue("needs_vllm")
+def test_with_vllm_the_weights_are_pushed_before_each_call_of_the_function(tmp_path: Path) -> None:
+    """R5.2: synchronous, with a learning rate at which old weights would show: each call sees the version of its step, and its
+    tokens have the trainer's own logprobs (ratio 1 within 1e-3, fp32 on both sides)."""
     settings = (
         *SMALL,
         "rollout.max_staleness=0",
@@ -31,14 +22,15 @@ def test_the_weights_are_pushed_before_each_call_of_the_function(
         "training.max_steps=3",
         "optimizer.lr=0.001",
         "evaluation=null",
-        "rollout_function.function=tests.e2e.some_rollout_function:generate_and_note_the_step",
+        "rollout_function.function=tests.e2e.user_code:rollout_func",
+        "rewards=[{function: 'tests.e2e.user_code:step_is_known'}, {function: 'grpo_async.quickstart.reward:exact_answer'}]",
     )
-    run = make_run(tmp_path, base, settings)
-    steps = tmp_path / "steps"
-    done = run.train(timeout_s=600.0, environment={**os.environ, STEPS_FILE: str(steps)})
+    run = make_run(tmp_path, "quickstart-vllm.yaml", settings)
+    done = run.train(timeout_s=600.0)
     assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
-    assert steps.read_text().split() == ["0", "1", "2"]
+    assert run.summary()["engine"] == "vllm"
     assert run.summary()["ledger_closed"]
+    assert [line["rewards/step_is_known/mean"] for line in run.metrics()] == [1.0, 1.0, 1.0]
     for line in run.metrics():
         assert line["async/staleness_max"] == 0
         assert line["sampling/importance_sampling_ratio/min"] == pytest.approx(1.0, abs=1e-3)

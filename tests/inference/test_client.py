@@ -12,9 +12,9 @@ import pytest
 
 from grpo_async.errors import BadResponseError, RequestRejectedError, ServerUnavailableError
 from grpo_async.inference.client import Generation, InferenceClient
-from grpo_async.inference.retry import RetryPolicy
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import FinishReason
+from grpo_async.retry import RetryPolicy
 
 Answer = Callable[[dict[str, object]], httpx.Response]
 
@@ -133,7 +133,7 @@ def test_an_aborted_request_goes_on_from_its_partial_tokens() -> None:
 
 
 def test_4xx_raises_at_once_with_the_servers_words() -> None:
-    """R6.5."""
+    """R6.5: 4xx at once, with the body."""
     server = _Server(httpx.Response(400, json={"error": "prompt too long"}))
     with pytest.raises(RequestRejectedError, match="400: prompt too long"):
         _generate(server)
@@ -142,6 +142,7 @@ def test_4xx_raises_at_once_with_the_servers_words() -> None:
 
 @pytest.mark.parametrize("answer", [httpx.Response(503, text="busy"), httpx.ConnectError("refused")])
 def test_5xx_and_connection_errors_are_retried_a_bounded_number_of_times(answer: httpx.Response | Exception) -> None:
+    """R6.5."""
     server = _Server(answer)
     with pytest.raises(ServerUnavailableError, match="failed 4 times in a row"):
         _generate(server, max_retries=3)

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from grpo_async.errors import RequestRejectedError, ServerUnavailableError
-from grpo_async.inference.retry import RetryPolicy, error_for_status
+from grpo_async.inference.retry import error_for_status
+from grpo_async.retry import RetryPolicy
 
 
 def test_delays_double_and_stop_growing() -> None:
@@ -29,6 +30,7 @@ def test_delays_double_and_stop_growing() -> None:
 def test_the_servers_message_is_found_wherever_it_stands(
     status: int, body: bytes, kind: type[Exception], words: str
 ) -> None:
+    """R6.5: which answers are of which kind, and that the body is told."""
     error = error_for_status(status, body)
     assert type(error) is kind
     assert words in str(error)

@@ -202,7 +202,7 @@ def test_generation_stops_at_what_admission_allows_and_goes_on_with_a_new_versio
 
 
 def test_a_failed_rollout_leaves_its_group_to_the_survivors(tmp_path: Path) -> None:
-    """R6.6: the reward columns are those of the survivors."""
+    """R1.2, R6.6: the group continues with its survivors, the reward columns are theirs."""
 
     def script(name: str) -> Generation | Exception:
         return RequestRejectedError(400, "bad") if name.endswith("r3") else _alternating(name)
@@ -222,6 +222,8 @@ def test_a_failed_rollout_leaves_its_group_to_the_survivors(tmp_path: Path) -> N
 
 
 def test_a_group_with_one_survivor_is_dropped_and_its_place_given_back(tmp_path: Path) -> None:
+    """R1.2, R6.6."""
+
     def script(name: str) -> Generation | Exception:
         fails = name.startswith("g0-") and not name.endswith("r0")
         return RequestRejectedError(400, "bad") if fails else _alternating(name)
@@ -240,6 +242,7 @@ def test_a_group_with_one_survivor_is_dropped_and_its_place_given_back(tmp_path:
 def test_a_reward_that_raises_fails_its_group_only_and_is_logged_once_with_its_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """R1.2: logged, counted, its group dropped."""
     calls = Counter[str]()
 
     def sometimes(completions: Sequence[str], **_: Any) -> list[float]:
@@ -262,6 +265,7 @@ def test_a_reward_that_raises_fails_its_group_only_and_is_logged_once_with_its_t
 
 
 def test_the_run_stops_with_the_cause_when_everything_fails(tmp_path: Path) -> None:
+    """R6.6: only when everything fails does the run end."""
     setup = _Setup(tmp_path, lambda name: RequestRejectedError(400, "no such model"))
 
     async def steps(task: asyncio.Task[None]) -> None:

@@ -40,6 +40,7 @@ def test_many_requests_over_http_are_exact_and_counted(server: Live, model: Any)
 
 
 def test_pause_freezes_between_two_tokens_and_resume_goes_on(server: Live, model: Any) -> None:
+    """R6.3: a pause stops generation and dispatch; what arrives meanwhile waits."""
     request = make_request(prompt(5), seed=1, max_tokens=400, flush_interval_s=0.0)
     late = make_request(prompt(6), seed=2, max_tokens=3)
     with ThreadPoolExecutor(2) as pool:

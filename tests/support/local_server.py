@@ -76,7 +76,7 @@ def local_server(script: Script) -> Iterator[LocalServer]:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the client hung up
         finally:
-            writer.close()
+            writer.transport.abort()
             with state.changed:
                 state.num_connections -= 1
                 state.changed.notify_all()
@@ -94,6 +94,7 @@ def local_server(script: Script) -> Iterator[LocalServer]:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # one turn of the loop, in which the aborted connections close their sockets
 
     def run() -> None:
         asyncio.set_event_loop(state.loop)

@@ -20,6 +20,7 @@ def _two_steps() -> tuple[PipelineMeter, dict[str, float]]:
 
 
 def test_the_figures_of_a_step() -> None:
+    """R1.6, R1.12: tokens and waits of the step's own seconds."""
     _, metrics = _two_steps()
     assert metrics == pytest.approx(
         {
@@ -49,6 +50,7 @@ def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> Non
 
 
 def test_what_happened_before_restart_is_left_out() -> None:
+    """R1.6: an evaluation or the start-up is in nobody's window."""
     meter = PipelineMeter(_reading(0.0, 0.0, 0))
     meter.restart(_reading(100.0, 50.0, 1000))
     metrics = meter.step(_reading(101.0, 51.0, 1010), waited_s=0.0, trained_tokens=0, staleness=[], reward=None)

@@ -193,6 +193,7 @@ def test_joining_a_group_that_nobody_hosts_ends_at_its_deadline(vllm_server: Vll
 
 
 def test_requests_wait_while_paused_and_go_on_after_resume(vllm_server: VllmServer, version: int) -> None:
+    """R6.3: a pause stops dispatch."""
     control = vllm_server.client
     assert control.post("/resume").status_code == 200  # allowed also when not paused
     assert control.post("/pause", params={"mode": "keep"}).status_code == 200

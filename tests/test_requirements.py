@@ -1,0 +1,69 @@
+"""Every requirement is held by at least one test that names it: `R4.5` in the docstring of a test function.
+
+What each number stands for is said by those tests. What a test holds is proved by breaking the code; this file only sees
+to it that none is forgotten, and that none is named that does not exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+NUMBER_OF_ITEMS = {1: 15, 2: 8, 3: 5, 4: 7, 5: 5, 6: 8}
+"""R1 asynchronous training, R2 records, R3 the end of an environment, R4 custom rollout functions, R5 sources without an engine,
+R6 staleness and robustness: section -> number of its items."""
+
+ITEMS = [f"R{section}.{item}" for section, count in NUMBER_OF_ITEMS.items() for item in range(1, count + 1)]
+_MENTION = re.compile(r"\bR\d+\.\d+\b")
+
+
+def mentions(source: str) -> Iterator[tuple[str, str]]:
+    """(test function, item) for every item that a docstring of a test function names; other docstrings do not count."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            for item in _MENTION.findall(ast.get_docstring(node) or ""):
+                yield node.name, item
+
+
+def _named() -> dict[str, list[str]]:
+    """Item -> the tests that name it."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(TESTS.rglob("test_*.py")):
+        if file.name != Path(__file__).name:
+            for test, item in mentions(file.read_text(encoding="utf-8")):
+                found.setdefault(item, []).append(f"{file.relative_to(TESTS).as_posix()}::{test}")
+    return found
+
+
+def test_every_requirement_is_named_by_a_test() -> None:
+    named = _named()
+    missing = [item for item in ITEMS if item not in named]
+    assert not missing, f"no test names {', '.join(missing)} in its docstring"
+
+
+def test_no_test_names_a_requirement_that_does_not_exist() -> None:
+    unknown = {item: tests for item, tests in _named().items() if item not in ITEMS}
+    assert not unknown, f"there is no such requirement: {unknown}"
+
+
+def test_only_docstrings_of_test_functions_count() -> None:
+    source = '''
+"""R1.1 of the module"""
+class Helper:
+    """R1.2"""
+    def test_of_a_class(self):
+        """R1.3, R2.10: of a method"""
+def helper():
+    """R1.4"""
+def test_plain():
+    """Holds R1.5."""
+    x = "R1.6"  # R1.7
+async def test_async():
+    """XR1.8 is none, R1.9 is."""
+'''
+    assert sorted(mentions(source)) == [
+        ("test_async", "R1.9"), ("test_of_a_class", "R1.3"), ("test_of_a_class", "R2.10"), ("test_plain", "R1.5"),
+    ]  # fmt: skip

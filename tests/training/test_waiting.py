@@ -1,0 +1,122 @@
+"""What the trainer's waits cost stands in the metrics, whole; and the tokens of a window are divided by its own seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
+from grpo_async.config import ExperimentConfig
+from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.training.loop import LeaderLoop
+from grpo_async.training.meter import PipelineMeter, Reading
+from grpo_async.training.ranks import Command, WaitCommand
+from grpo_async.training.step import StepResult
+from tests.support.records import make_scored
+
+
+def _config() -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
+        {
+            "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
+            "rewards": [{"function": "a:b"}], "rollout": {"groups_per_step": 1, "group_size": 2},
+            "training": {"max_steps": 1},
+        }
+    )  # fmt: skip
+
+
+class _Source:
+    """A real buffer, asked again every 20 ms; everything else is nothing."""
+
+    def __init__(self) -> None:
+        self.buffer = SampleBuffer(max_groups=4, max_staleness=1, on_stale=_ignore, on_empty=_ignore)
+
+    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None]) -> list[ScoredGroup]:
+        watch = Watch(timeout_s=30.0, setting="s", progress=lambda: 0, heartbeat=heartbeat, heartbeat_s=0.02)
+        return self.buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
+
+    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None: ...
+
+    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        return {}
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def advance(self, version: int) -> None: ...
+
+
+def _ignore(scored: ScoredGroup) -> None: ...
+
+
+def _train_one_step(source: _Source) -> tuple[dict[str, float], list[Command]]:
+    """One step of the real loop; the step itself takes no time. Its metrics, and what the other ranks were told."""
+    commands: list[Command] = []
+    result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, is_finite=True, metrics={})
+    place: Any = SimpleNamespace(
+        config=_config(),
+        num_ranks=1,
+        channel=SimpleNamespace(send=lambda sent: commands.append(sent[0])),
+        step=lambda micro_batches, lr: result,
+    )
+
+    def read() -> Reading:
+        return Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
+
+    steps: list[dict[str, float]] = []
+    loop = LeaderLoop(
+        place,
+        source=source,  # type: ignore[arg-type]
+        push=lambda version, before_gather: {},
+        read=read,
+        on_step=lambda step, metrics: steps.append(metrics),
+        meter=PipelineMeter(read()),
+        progress={},
+    )
+    assert loop.run(first_step=1) == 1
+    return steps[0], commands
+
+
+def test_the_wait_for_samples_is_counted_from_its_beginning_over_all_its_polls() -> None:
+    """R1.12: samples come after 0.5 s, in which the queue was looked at about 25 times; all of it is idle time."""
+    source = _Source()
+    timer = threading.Timer(0.5, lambda: asyncio.run(source.buffer.put(make_scored())))
+    timer.start()
+    metrics, commands = _train_one_step(source)
+    timer.join()
+    assert sum(isinstance(command, WaitCommand) for command in commands) >= 3, "it was one poll only"
+    waited_s = metrics["pipeline/trainer_idle_ratio"] * metrics["step_time"]
+    assert 0.45 < waited_s <= metrics["step_time"]
+
+
+def test_a_step_whose_samples_were_there_has_waited_for_nothing() -> None:
+    """R1.12: the other side of it: what is not waiting does not count."""
+    source = _Source()
+    asyncio.run(source.buffer.put(make_scored()))
+    metrics, _ = _train_one_step(source)
+    assert metrics["pipeline/trainer_idle_ratio"] * metrics["step_time"] < 0.1
+
+
+def test_throughput_is_the_tokens_of_the_window_over_the_seconds_of_the_window() -> None:
+    """R1.6: 400 tokens in 4 s are 100/s; 60 more in 2 s are 30/s, not 460 / 6 = 76.7 and not 460 / 2 = 230. The whole run has
+    460 / 6 = 76.7, not the mean of the rates (65)."""
+    meter = PipelineMeter(Reading(time_s=10.0, generation_busy_s=0.0, generated_tokens=1000))
+    first = meter.step(
+        Reading(time_s=14.0, generation_busy_s=1.0, generated_tokens=1400),
+        waited_s=0.0, trained_tokens=200, staleness=[0], reward=None,
+    )  # fmt: skip
+    second = meter.step(
+        Reading(time_s=16.0, generation_busy_s=2.0, generated_tokens=1460),
+        waited_s=0.0, trained_tokens=50, staleness=[0], reward=None,
+    )  # fmt: skip
+    assert (first["perf/generated_tokens_per_s"], first["perf/trained_tokens_per_s"]) == (100.0, 50.0)
+    assert (second["perf/generated_tokens_per_s"], second["perf/trained_tokens_per_s"]) == (30.0, 25.0)
+    summary = meter.summary()
+    assert summary["generated_tokens_per_s"] == pytest.approx(460 / 6)
+    assert summary["trained_tokens_per_s"] == pytest.approx(250 / 6)
