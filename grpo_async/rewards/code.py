@@ -1,0 +1,244 @@
+"""Code, judged by the row's tests in the sandbox.
+
+    column `tests` of a row                                           data sets
+    ["assert add(1, 2) == 3", ...]                                    MBPP `test_list`
+    "def check(candidate): ..." and a column `entry_point`            HumanEval `test`; also `test_...` functions, unittest
+    [{"input": "1 2", "output": "3"}, ...]                            LiveCodeBench
+    {"inputs": [...], "outputs": [...], "fn_name": optional}          APPS, TACO `input_output`, as JSON text too
+
+Rename your column to `tests` with `data.train.columns`. Two processes that share nothing take part, each in a sandbox of
+its own: one has the completion's code, the other the tests (see `code_peer`), so the code cannot see the expected results,
+patch what compares them, or write the verdict. To print the result, to exit early or to exit with code 0 gains nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from grpo_async.rewards.code_output import is_same_output
+from grpo_async.rewards.code_rows import AssertTests, CallTests, ProgramTests, RowTests, ScriptTests, code_in, read_row
+from grpo_async.rewards.completion import final_text
+from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, startup_notes
+
+# Both processes get these modules in their working directories, as parts of packages without more in them.
+_MODULES: dict[str, str | bytes] = {
+    f"grpo_async/rewards/{name}": Path(__file__).with_name(name).read_bytes()
+    for name in ("code_peer.py", "code_examiner.py")
+}
+_EXAMINER_SPARE_S = 10.0  # it waits for the candidate, and has to tell the verdict after the candidate was ended
+
+# Shared by all calls on one event loop: runs that starve each other miss their time limits.
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]] = WeakKeyDictionary()
+
+
+def prepare_worker() -> None:
+    """Called once in each worker process: trying the sandbox's walls is not part of a call."""
+    startup_notes()
+
+
+async def code_tests(
+    completions: Sequence[Any],
+    tests: Sequence[Any],
+    entry_point: Sequence[Any] | None = None,
+    setup: Sequence[Any] | None = None,
+    *,
+    all_or_nothing: bool = False,
+    max_tests: int | None = None,
+    wall_s: float = 10.0,
+    cpu_s: float = 10.0,
+    memory_mb: int = 512,
+    max_parallel: int | None = None,
+    with_site_packages: bool = False,
+    require: Iterable[str] = REQUIRED,
+    **_: Any,
+) -> list[float | None]:
+    """The share of the row's tests that the completion's code passes; None where the row has no tests.
+
+    The code is the last fenced block of the final assistant message, or all of the message when it has none.
+    Once the code has hung or ended, the tests that were still to come have failed: order them as you want them to count.
+    The reward's `timeout_s` holds for all completions of a call: choose it above completions x wall_s / max_parallel.
+
+    Example: 2 asserts of which 1 holds -> 0.5, or 0.0 with `all_or_nothing`.
+
+    Args:
+        completions: plain text or messages.
+        tests: tests of each row; see the table above.
+        entry_point: name of the function that `check` gets, or that calls go to (a method of `Solution` too).
+        setup: code that runs before the tests, in their process (MBPP's `test_setup_code`, `test_imports`).
+        all_or_nothing: 1.0 when all tests pass, else 0.0.
+        max_tests: the first N tests of a row only (not of scripts).
+        wall_s: seconds for all tests of a completion; for each run where the tests are inputs and outputs.
+        cpu_s: CPU seconds, as `wall_s`.
+        memory_mb: memory of the code, in MiB.
+        max_parallel: completions judged at once, over all calls; null = half the CPUs.
+        with_site_packages: whether the code may import the packages of this environment.
+        require: what the sandbox must hold on this machine; [] = whatever it can.
+
+    Raises:
+        SandboxError: the sandbox failed. Never a score.
+        ValueError: a row's tests cannot be read.
+    """
+    limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb)
+    judge = await asyncio.to_thread(
+        _Judge, limits, require=tuple(require), with_site_packages=with_site_packages, all_or_nothing=all_or_nothing
+    )
+    slots = _slots_of_loop(max_parallel or max(1, (os.cpu_count() or 1) // 2))
+
+    async def score(index: int, completion: Any) -> float | None:
+        try:
+            row = read_row(tests[index], entry_point[index] if entry_point else None, setup[index] if setup else None)
+        except ValueError as error:
+            raise ValueError(f"code_tests, completion {index}: {error}") from error
+        if row is None:
+            return None
+        async with slots:
+            return await judge.score(code_in(final_text(completion)), _first(row, max_tests))
+
+    tasks = [asyncio.create_task(score(index, completion)) for index, completion in enumerate(completions)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:  # one failed, or the call was given up: nothing of it goes on
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+code_tests.startup_notes = startup_notes  # type: ignore[attr-defined]
+
+
+class _Judge:
+    """Scores one completion at a time."""
+
+    def __init__(
+        self, limits: SandboxLimits, *, require: Sequence[str], with_site_packages: bool, all_or_nothing: bool
+    ) -> None:
+        self._candidate = Sandbox(limits, require=require, with_site_packages=with_site_packages)
+        spare = dataclasses.replace(limits, wall_s=limits.wall_s + _EXAMINER_SPARE_S)
+        self._examiner = Sandbox(spare, require=require, with_site_packages=with_site_packages)
+        self._all_or_nothing = all_or_nothing
+
+    async def score(self, code: str, row: RowTests) -> float:
+        if isinstance(row.tests, ProgramTests):
+            passed, total = await self._run_programs(code, row.tests)
+        else:
+            passed, total = await self._examine(code, row)
+        if self._all_or_nothing:
+            return float(passed == total)
+        return passed / total
+
+    async def _run_programs(self, code: str, tests: ProgramTests) -> tuple[int, int]:
+        passed = 0
+        for stdin, wanted in tests.cases:
+            result = await self._candidate.arun(code, stdin=stdin)
+            if result.status.is_ok and is_same_output(result.stdout, wanted):
+                passed += 1
+            elif self._all_or_nothing:
+                break
+        return passed, len(tests.cases)
+
+    async def _examine(self, code: str, row: RowTests) -> tuple[int, int]:
+        """Run the two processes; the candidate's end of the pipes closes with it, so the examiner never waits for it in vain."""
+        to_candidate, to_examiner = os.pipe(), os.pipe()
+        with contextlib.ExitStack() as pipes:
+            theirs = pipes.enter_context(_descriptors(to_candidate[0], to_examiner[1]))
+            ours = pipes.enter_context(_descriptors(to_examiner[0], to_candidate[1]))
+            candidate = asyncio.create_task(
+                self._run_peer(self._candidate, "run_candidate", theirs, "candidate.txt", code)
+            )
+            work = json.dumps(_work(row))
+            examiner = asyncio.create_task(self._run_peer(self._examiner, "run_examiner", ours, "tests.json", work))
+            try:
+                await asyncio.wait({candidate, examiner}, return_when=asyncio.FIRST_COMPLETED)
+                if candidate.done():
+                    candidate.result()  # raises what the sandbox raised
+                    theirs.close()
+                told = await examiner
+            finally:
+                for task in (candidate, examiner):
+                    task.cancel()
+                await asyncio.wait({candidate, examiner})
+        return _verdict(told, row)
+
+    @staticmethod
+    async def _run_peer(sandbox: Sandbox, main: str, ends: _Descriptors, name: str, content: str) -> str:
+        source = f"from grpo_async.rewards.code_examiner import {main}\n{main}({ends.numbers})\n"
+        result = await sandbox.arun(source, files={**_MODULES, name: content}, pass_descriptors=ends.numbers)
+        if main == "run_examiner" and not result.stdout:
+            raise SandboxError(f"the process of the tests did not start: {result.status}. {result.stderr[-500:]}")
+        return result.stdout
+
+
+class _Descriptors(contextlib.AbstractContextManager["_Descriptors"]):
+    """Two descriptors that are closed once."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self.numbers = (read, write)
+        self._is_open = True
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            for descriptor in self.numbers:
+                os.close(descriptor)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_descriptors = _Descriptors
+
+
+def _verdict(told: str, row: RowTests) -> tuple[int, int]:
+    """Passed and all tests, from the examiner's lines."""
+    passed, total = set(), _num_tests(row)
+    for text in told.splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            break  # cut short: the examiner was ended
+        if line[0] == "total":
+            total = line[1]
+        elif isinstance(line[0], int) and line[1] is True:
+            passed.add(line[0])
+    return len(passed), total
+
+
+def _num_tests(row: RowTests) -> int:
+    if isinstance(row.tests, AssertTests):
+        return len(row.tests.statements)
+    if isinstance(row.tests, CallTests):
+        return len(row.tests.cases)
+    return 1
+
+
+def _work(row: RowTests) -> dict[str, Any]:
+    work: dict[str, Any] = {"entry_point": row.entry_point, "setup": row.setup}
+    if isinstance(row.tests, AssertTests):
+        return {**work, "kind": "asserts", "script": list(row.tests.statements)}
+    if isinstance(row.tests, ScriptTests):
+        return {**work, "kind": "script", "script": row.tests.script}
+    assert isinstance(row.tests, CallTests)
+    return {**work, "kind": "calls", "cases": list(row.tests.cases)}
+
+
+def _first(row: RowTests, count: int | None) -> RowTests:
+    if count is None or isinstance(row.tests, ScriptTests):
+        return row
+    if isinstance(row.tests, AssertTests):
+        return dataclasses.replace(row, tests=AssertTests(statements=row.tests.statements[:count]))
+    if isinstance(row.tests, CallTests):
+        return dataclasses.replace(row, tests=CallTests(cases=row.tests.cases[:count]))
+    return dataclasses.replace(row, tests=ProgramTests(cases=row.tests.cases[:count]))
+
+
+def _slots_of_loop(count: int) -> asyncio.Semaphore:
+    by_count = _slots.setdefault(asyncio.get_running_loop(), {})
+    return by_count.setdefault(count, asyncio.Semaphore(count))

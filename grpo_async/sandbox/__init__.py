@@ -1,0 +1,30 @@
+"""Runs model-written code: in a process of its own, under limits, without network, in an empty directory, killed as a tree.
+
+    Sandbox(limits).run(code) -> SandboxResult          `arun` does not hold the event loop
+      |- which walls stand here, tried once per process  `walls`, `probe`
+      |- one run, from start to the last process' death  `execution`
+      `- what the child does to itself before the code   `inside`
+
+Invariants: a run returns in `wall_s` and a little, with nothing of it left running and nothing left on disk; the code sees
+neither the environment nor the files of this process; what the system cannot hold is in `startup_notes`, never dropped in
+silence, and refused if it is required. Two things are left to others: how many runs there are at once, and what the
+result is worth. The code may always lie about its own doings: exit code and output are what it says.
+"""
+
+from __future__ import annotations
+
+from grpo_async.sandbox.records import SandboxError, SandboxLimits, SandboxResult, SandboxStatus
+from grpo_async.sandbox.sandbox import REQUIRED, Sandbox
+from grpo_async.sandbox.walls import Capability, capabilities, startup_notes
+
+__all__ = [
+    "REQUIRED",
+    "Capability",
+    "Sandbox",
+    "SandboxError",
+    "SandboxLimits",
+    "SandboxResult",
+    "SandboxStatus",
+    "capabilities",
+    "startup_notes",
+]

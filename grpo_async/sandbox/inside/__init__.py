@@ -1,0 +1,12 @@
+"""What runs in the child process: it locks itself in, one wall after the other, and then runs the code.
+
+    launcher   fresh interpreter, own session, dies with the thread that started it      `launcher`
+      |- namespaces at hand: user, mount, pid, network, ipc, ... of its own              `namespaces`
+      |    init      pid 1 of the sandbox: private root, watches the memory, dies last   `private_root`, `watch`
+      |      code    limits, no privileges, system call filter, exec                     `confine`, `seccomp`
+      `- else
+           code      limits, Landlock, system call filter, exec                          `landlock`
+
+Standard library only, and as few imports as can be: this is the start-up time of every run. The package above is not
+imported (see `execution.BOOT`), so nothing here may import it.
+"""

@@ -1,0 +1,230 @@
+"""Tries the walls: builds what the system allows, then attacks each from inside with a short, bounded program."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from grpo_async.sandbox.execution import Execution, Job, MechanismError
+from grpo_async.sandbox.interpreter import find_interpreter
+from grpo_async.sandbox.records import SandboxError, SandboxLimits
+from grpo_async.sandbox.remove import remove_tree
+
+_LIMITS = SandboxLimits(wall_s=60.0, cpu_s=30.0, memory_mb=256, file_mb=1, directory_mb=4, max_processes=8)
+_DAEMON_DIES_WITHIN_S = 2.0
+# Which wall to try without, when a start fails for a reason that names none.
+_SUSPECTS = ("user", "landlock", "namespaces", "seccomp")
+
+PROGRAM = """
+import _thread, json, os, resource, socket
+given = json.load(open("given.json"))
+passed = []
+
+def attempt(name, action):
+    try:
+        action()
+    except (OSError, MemoryError):
+        return
+    passed.append(name)
+
+def connect():
+    with socket.socket() as client:
+        client.settimeout(5)
+        client.connect(("127.0.0.1", given["port"]))
+
+def write(name, megabytes):
+    with open(name, "wb", buffering=0) as file:
+        for _ in range(megabytes * 16):
+            if file.write(bytes(65536)) != 65536:
+                raise OSError("short")
+
+attempt("connect", connect)
+attempt("read", lambda: open(given["secret"]).close())
+attempt("write", lambda: os.mkdir(given["beside"]))
+attempt("signal", lambda: os.kill(given["pid"], 9))
+attempt("memory", lambda: bytearray(2 * given["memory_mb"] << 20))
+attempt("file", lambda: write("large", 2 * given["file_mb"]))
+if resource.getrlimit(resource.RLIMIT_CPU)[0] != given["cpu_s"]:
+    passed.append("cpu")
+attempt("directory", lambda: [write("d%d" % n, given["file_mb"]) for n in range(2 * given["directory_mb"])])
+
+def fork():
+    try:
+        return os.fork()
+    except OSError:
+        return None
+
+hold, release = os.pipe()
+children = []
+while len(children) < given["many"]:
+    child = fork()
+    if child == 0:
+        os.close(release)
+        os.read(hold, 1)
+        os._exit(0)
+    if child is None:
+        break
+    children.append(child)
+else:
+    passed.append("processes")
+os.close(release)
+for child in children:
+    os.waitpid(child, 0)
+
+_thread.stack_size(262144)  # the number is to be limited, not the memory of the stacks
+lock = _thread.allocate_lock()
+lock.acquire()
+try:
+    for _ in range(given["many"]):
+        _thread.start_new_thread(lock.acquire, ())
+    passed.append("threads")
+except RuntimeError:
+    pass
+
+if fork() == 0:
+    os.setsid()
+    if fork() == 0:
+        os.read(given["until"], 1)
+    os._exit(0)
+print(json.dumps(passed), flush=True)
+os._exit(0)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """Which walls stand, and what got through them all the same."""
+
+    mechanisms: frozenset[str]
+    passed: frozenset[str]  # names of attacks of PROGRAM that went through
+    refused: Mapping[str, str]  # mechanism -> the system's answer
+
+
+def try_walls(*, without: frozenset[str] = frozenset()) -> Findings:
+    """Find the strongest walls that can be built here.
+
+    Args:
+        without: mechanisms that are not to be tried, as if the system refused them.
+
+    Raises:
+        SandboxError: not even a plain process with limits can be run.
+    """
+    refused: dict[str, str] = dict.fromkeys(sorted(without), "not tried")
+    while True:
+        mechanisms = _candidates() - refused.keys()
+        if "namespaces" in mechanisms:
+            mechanisms -= {"landlock", "user"}  # what they would hold, namespaces hold better
+        try:
+            passed = _attack(mechanisms)
+        except SandboxError as error:
+            suspect = error.mechanism if isinstance(error, MechanismError) else None
+            if suspect not in mechanisms:
+                suspect = next((name for name in _SUSPECTS if name in mechanisms), None)
+            if suspect is None:
+                raise
+            refused[suspect] = error.problem if isinstance(error, MechanismError) else str(error)
+        else:
+            return Findings(mechanisms=mechanisms, passed=passed, refused=refused)
+
+
+def _candidates() -> frozenset[str]:
+    if sys.platform != "linux":
+        return frozenset()
+    return frozenset({"namespaces", "seccomp", "landlock"} | ({"user"} if os.geteuid() == 0 else set()))
+
+
+def _attack(mechanisms: frozenset[str]) -> frozenset[str]:
+    """Run the program behind these walls; returns the attacks that went through."""
+    with contextlib.ExitStack() as stack:
+        outside = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-async-probe-"))
+        os.chmod(outside, 0o777)  # the wall is to hold, not the permissions
+        secret = os.path.join(outside, "secret")
+        with open(secret, "w", encoding="ascii") as file:
+            file.write("secret")
+        os.chmod(secret, 0o644)
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        victim = stack.enter_context(_victim())
+        until, release = os.pipe()
+        stack.callback(os.close, release)
+        seen, held = os.pipe()
+        stack.callback(os.close, seen)
+        given = {
+            "port": listener.getsockname()[1],
+            "secret": secret,
+            "beside": os.path.join(outside, "made"),
+            "pid": victim.pid,
+            "until": until,
+            "many": 2 * _LIMITS.max_processes,
+            "memory_mb": _LIMITS.memory_mb,
+            "file_mb": _LIMITS.file_mb,
+            "directory_mb": _LIMITS.directory_mb,
+            "cpu_s": int(_LIMITS.cpu_s),
+        }
+        base = "" if "namespaces" in mechanisms else tempfile.mkdtemp(prefix="grpo-async-sandbox-")
+        if base:
+            stack.callback(remove_tree, base)
+        execution = Execution(
+            Job(
+                code=PROGRAM,
+                files={"given.json": json.dumps(given).encode()},
+                limits=_LIMITS,
+                interpreter=find_interpreter(),
+                mechanisms=mechanisms,
+                base=base,
+                mount_point=tempfile.gettempdir(),
+                pass_descriptors=(until, held),
+            )
+        )
+        try:
+            result = execution.run()
+        finally:
+            os.close(until)
+            os.close(held)
+        try:
+            passed = set(json.loads(result.stdout))
+        except ValueError as error:
+            raise SandboxError(
+                f"a trial run gave no result: {result.status}, exit code {result.exit_code}. {result.stderr[-500:]}"
+            ) from error
+        if not _is_closed_within(seen, _DAEMON_DIES_WITHIN_S):
+            passed.add("daemon")
+        if "proc /proc cannot be mounted" in execution.notes or "namespaces" not in mechanisms:
+            passed.add("together")
+        if any(note.startswith("limits RLIMIT_CPU") for note in execution.notes):
+            passed.add("cpu")
+        return frozenset(passed)
+
+
+@contextlib.contextmanager
+def _victim() -> Iterator[subprocess.Popen[bytes]]:
+    """A process outside that the program tries to kill."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+        process.wait(_DAEMON_DIES_WITHIN_S)
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def _is_closed_within(descriptor: int, seconds: float) -> bool:
+    """Whether every other holder of this pipe is gone."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        return bool(selector.select(seconds))

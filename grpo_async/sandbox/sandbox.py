@@ -1,0 +1,163 @@
+"""The sandbox as its users see it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+
+from grpo_async.errors import ConfigError
+from grpo_async.sandbox.execution import END_TIMEOUT_S, Execution, Job
+from grpo_async.sandbox.interpreter import find_interpreter
+from grpo_async.sandbox.records import SandboxLimits, SandboxResult
+from grpo_async.sandbox.remove import remove_tree
+from grpo_async.sandbox.walls import LIMITS, NAMES, NETWORK, PROCESSES, capabilities, findings
+
+REQUIRED = (LIMITS, NETWORK, PROCESSES)
+"""Without these, one completion can end the run or leave the machine, so their absence is refused unless asked for.
+`filesystem`, `signals` and `totals` are stated at the start: what they guard can be guarded by where the run is started
+(a container, a user of its own), and code that means harm is rare in training."""
+
+
+class Sandbox:
+    """Runs Python code that nobody has read. Holds no process or file between runs; any thread may use it.
+
+    Args:
+        limits: most that each run may take.
+        require: names of capabilities without which it refuses to work; see `walls`.
+        with_site_packages: whether the code can import the packages of this environment (numpy, ...).
+
+    Raises:
+        ConfigError: a required capability is not to be had on this machine, or its name is unknown.
+    """
+
+    def __init__(
+        self,
+        limits: SandboxLimits | None = None,
+        *,
+        require: Iterable[str] = REQUIRED,
+        with_site_packages: bool = False,
+    ) -> None:
+        self.limits = limits or SandboxLimits()
+        self._interpreter = find_interpreter(with_site_packages=with_site_packages)
+        _check(require)
+
+    def run(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        files: Mapping[str, str | bytes] | None = None,
+        pass_descriptors: Sequence[int] = (),
+    ) -> SandboxResult:
+        """Run code as the main program of a fresh interpreter, and wait for it.
+
+        Example: Sandbox().run("print(int(input()) + 1)", stdin="41") -> status OK, stdout "42\\n".
+
+        Args:
+            code: Python source.
+            stdin: all that it can read from its standard input.
+            files: content by path relative to the working directory, which holds nothing else.
+            pass_descriptors: file descriptors that it gets beside its three streams, under the same numbers.
+
+        Raises:
+            SandboxError: the sandbox failed; whatever the code does is a result.
+        """
+        run = _Run(self._job(code, stdin, files, pass_descriptors))
+        return run.run()
+
+    async def arun(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        files: Mapping[str, str | bytes] | None = None,
+        pass_descriptors: Sequence[int] = (),
+    ) -> SandboxResult:
+        """As `run`, without holding the event loop. Cancelling it kills the code and all its processes first."""
+        run = _Run(self._job(code, stdin, files, pass_descriptors))
+        future: Future[SandboxResult] = Future()
+        future.set_running_or_notify_cancel()
+
+        def work() -> None:
+            try:
+                future.set_result(run.run())
+            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="sandbox", daemon=True).start()
+        waiter = asyncio.wrap_future(future)
+        try:
+            return await asyncio.shield(waiter)
+        except asyncio.CancelledError:
+            run.cancel()
+            await asyncio.wait({waiter}, timeout=2 * END_TIMEOUT_S)
+            if waiter.done() and not waiter.cancelled():
+                waiter.exception()  # nobody else asks for it
+            raise
+
+    def _job(
+        self, code: str, stdin: str, files: Mapping[str, str | bytes] | None, pass_descriptors: Sequence[int]
+    ) -> Job:
+        contents = {
+            _checked_path(name): content.encode("utf-8", "replace") if isinstance(content, str) else content
+            for name, content in (files or {}).items()
+        }
+        return Job(
+            code=code,
+            stdin=stdin,
+            files=contents,
+            limits=self.limits,
+            interpreter=self._interpreter,
+            mechanisms=findings().mechanisms,
+            mount_point=tempfile.gettempdir(),
+            pass_descriptors=pass_descriptors,
+        )
+
+
+class _Run:
+    """One run with the directory it needs where there are no namespaces."""
+
+    def __init__(self, job: Job) -> None:
+        self._base = ""
+        if "namespaces" not in job.mechanisms:
+            self._base = tempfile.mkdtemp(prefix="grpo-async-sandbox-")
+            job = dataclasses.replace(job, base=self._base)
+        self._execution = Execution(job)
+
+    def run(self) -> SandboxResult:
+        try:
+            return self._execution.run()
+        finally:
+            if self._base:
+                remove_tree(self._base)
+
+    def cancel(self) -> None:
+        self._execution.cancel()
+
+
+def _check(require: Iterable[str]) -> None:
+    wanted = list(require)
+    unknown = [name for name in wanted if name not in NAMES]
+    if unknown:
+        raise ConfigError(f"sandbox: `require` names {unknown}, which do not exist; there are {list(NAMES)}")
+    missing = [c for c in capabilities() if c.name in wanted and not c.is_available]
+    if missing:
+        lines = [f"  {c.name}: {c.consequence} (tried: {c.how})" for c in missing]
+        rest = [name for name in wanted if name not in {c.name for c in missing}]
+        raise ConfigError(
+            "the sandbox for model-written code cannot hold this here:\n" + "\n".join(lines) + "\n"
+            "Allow unprivileged user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0, or "
+            "user.max_user_namespaces > 0), or run on Linux 5.13 or later with Landlock and seccomp, in a container too; "
+            f"or do without on your own risk: `require: {rest}`"
+        )
+
+
+def _checked_path(name: str) -> str:
+    parts = name.split("/")
+    if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"the file name {name!r} is no path below the working directory; write it as `dir/file.txt`")
+    return name

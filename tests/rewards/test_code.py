@@ -1,0 +1,337 @@
+"""code_tests: the forms of tests, and completions that would rather cheat than solve. Each test starts real sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from grpo_async.rewards import RewardError, RewardFunction
+from grpo_async.rewards.code import code_tests
+from grpo_async.rewards.code_output import is_same_output
+from grpo_async.rewards.code_rows import code_in, read_row
+from grpo_async.sandbox import Sandbox, SandboxError
+from tests.rewards.helpers import loaded, score
+
+ADD = "def add(a, b):\n    return a + b\n"
+TWO = ["assert add(1, 2) == 3", "assert add(2, 2) == 5"]  # ADD passes the first
+
+
+def _scores(codes: Sequence[Any], tests: Any, **arguments: Any) -> list[float | None]:
+    return asyncio.run(code_tests(codes, [tests] * len(codes), **arguments))
+
+
+def _score(
+    code: str, tests: Any, *, entry_point: str | None = None, setup: Any = None, **arguments: Any
+) -> float | None:
+    (value,) = _scores([code], tests, entry_point=[entry_point], setup=[setup], **arguments)
+    return value
+
+
+def test_the_share_of_the_asserts_that_hold() -> None:
+    assert _scores([f"Here:\n```python\n{ADD}```", ADD, "def add(a, b):\n    return 5"], TWO) == [0.5, 0.5, 0.5]
+    assert _score(ADD, TWO, all_or_nothing=True) == 0.0
+    assert _score(ADD, TWO, all_or_nothing=True, max_tests=1) == 1.0
+
+
+def test_rows_without_tests_are_not_applicable() -> None:
+    assert asyncio.run(code_tests([ADD] * 3, [None, [], ""])) == [None, None, None]
+
+
+def test_code_that_does_not_run_scores_nothing() -> None:
+    assert _scores(["", "def", "1 / 0", "import sys; sys.exit(0)", "No code at all."], TWO) == [0.0] * 5
+
+
+def test_a_script_with_check_gets_the_entry_point() -> None:
+    script = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
+    assert _score(ADD, script, entry_point="add") == 1.0
+    assert _score("def add(a, b):\n    return 3", script, entry_point="add") == 0.0
+    assert _score("x = 1", script, entry_point="add") == 0.0
+
+
+def test_functions_and_classes_of_a_script_are_tests() -> None:
+    script = """
+import unittest
+
+def test_sum():
+    assert add(1, 2) == 3
+
+def test_wrong():
+    assert add(1, 2) == 4
+
+class Cases(unittest.TestCase):
+    def setUp(self):
+        self.one = 1
+
+    def test_with_self(self):
+        self.assertEqual(add(self.one, 1), 2)
+
+    def test_type(self):
+        with self.assertRaises(TypeError):
+            add(1, "a")
+"""
+    assert _score(ADD, script) == 0.75  # all but test_wrong
+
+
+def test_programs_are_run_with_stdin() -> None:
+    code = "print(sum(map(int, input().split())))"
+    cases = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2", "output": "5"}]
+    assert _score(code, cases) == 0.5
+    assert _score(code, json.dumps({"inputs": ["1 2", "3 4"], "outputs": [["3"], "7"]})) == 1.0
+    assert _score("print(3)\nraise SystemExit(1)", cases) == 0.0  # it printed 3, and failed
+
+
+def test_calls_are_made_from_json() -> None:
+    tests = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [[1, 2]]]}  # the second result is wrapped
+    assert _score(ADD, json.dumps(tests)) == 1.0
+    assert _score("class Solution:\n    def add(self, a, b):\n        return a + b", tests) == 1.0
+    functional = [{"input": "1\n[2]", "output": "[1, 2]", "testtype": "functional"}]
+    assert _score("class Solution:\n    def f(self, a, b):\n        return (a, *b)", functional, entry_point="f") == 1.0
+
+
+def test_setup_runs_before_the_tests_and_may_use_the_code() -> None:
+    code = "class Node:\n    def __init__(self, v):\n        self.v, self.left = v, None\n"
+    code += "def depth(n):\n    return 0 if n is None else 1 + depth(n.left)"
+    assert _score(code, ["assert depth(root) == 2"], setup=["root = Node(1)", "root.left = Node(2)"]) == 1.0
+    assert _score(ADD, ["assert math.isclose(add(1, 2), 3)"], setup="import math") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("def f(x):\n    x.sort()", "a = [2, 1]\nf(a)\nassert a == [1, 2]"),
+        ("def f(d):\n    d['a'] = {1}", "d = {}\nf(d)\nassert d == {'a': {1}}"),
+        ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
+        ("def f(g, x):\n    return g(x)", "assert f(lambda x: x + 1, 3) == 4"),
+        ("def f(x):\n    raise KeyError(x)", "try:\n    f(1)\n    assert False\nexcept KeyError:\n    pass"),
+        ("class Odd(ValueError): pass\ndef f(): raise Odd('no')",
+         "try:\n    f()\nexcept Odd as e:\n    assert 'no' in str(e)"),
+        ("def f():\n    return (1, 2.5, 'a', b'b', {1}, None, 2 ** 100, float('inf'))",
+         "assert f() == (1, 2.5, 'a', b'b', {1}, None, 2 ** 100, float('inf'))"),
+        ("def f():\n    return 1.0", "assert type(f()) is float"),
+        ("from collections import Counter, defaultdict\ndef f(s): return defaultdict(int, Counter(s))",
+         "assert f('aab') == {'a': 2, 'b': 1}"),
+        ("class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x",
+         "assert P(1) == P(1)\nassert P(1) != P(2)"),
+        ("class S(list):\n    def top(self): return self[-1]", "s = S()\ns.append(4)\nassert s.top() == 4 and len(s) == 1"),
+        ("class A: pass\ndef f(): return A()", "assert isinstance(f(), A) and f()"),
+        ("class A:\n    def __repr__(self): return 'A!'", "assert str(A()) == 'A!'"),
+        ("def sum(a, b): return a * b", "assert sum(3, 4) == 12"),
+        ("import math\ndef f(x): return math.sqrt(x)", "assert math.isclose(f(4), 2)"),
+        ("def f(x, *, y=1): return x + y", "assert f(1, y=2) == 3"),
+        ("print('noise')\ndef f():\n    print('more')\n    return 1", "assert f() == 1"),
+        ("f = len", "assert f([1, 2]) == 2"),
+    ],
+)  # fmt: skip
+def test_honest_code_passes_across_the_border(code: str, test: str) -> None:
+    assert _score(code, [test]) == 1.0
+
+
+_EQUAL = "class Any:\n    def __eq__(self, o): return True\n    def __ne__(self, o): return False\n"
+_CHEATS = {
+    "exits": "import os\nos._exit(0)",
+    "exits when called": "import os\ndef add(a, b): os._exit(0)",
+    "raises SystemExit": "def add(a, b): raise SystemExit(0)",
+    "equal to everything": _EQUAL + "def add(a, b): return Any()",
+    "an int that lies": "class Lie(int):\n    def __eq__(self, o): return True\ndef add(a, b): return Lie(0)",
+    "in a list": _EQUAL + "def add(a, b): return [Any()]",
+    "compares as it likes": "class C:\n    def __lt__(s, o): return True\n    __le__ = __gt__ = __ge__ = __contains__ = __lt__\n"
+    "def add(a, b): return C()",
+    "patches builtins": "import builtins\nbuiltins.AssertionError = None\nbuiltins.all = lambda *a: True\n"
+    "builtins.abs = lambda *a: 0\ndef add(a, b): return -7",
+    "shadows builtins": "def abs(x): return 0\ndef isinstance(*a): return True\ndef add(a, b): return -7",
+    "patches the peer": "from grpo_async.rewards import code_peer\nimport sys\ncode_peer.Peer.encode = lambda s, v: True\n"
+    "sys.settrace(None)\ndef add(a, b): return -7",
+    "a false module": "class math:\n    isclose = staticmethod(lambda *a, **k: True)\ndef add(a, b): return -7",
+    "writes verdicts": "import os, json\nfor n in range(3, 50):\n    try:\n"
+    '        os.write(n, b\'[0, true, ""]\\n[1, true, ""]\\n["done"]\\n\')\n    except OSError: pass\n'
+    "print('[0, true, \"\"]')\ndef add(a, b): return -7",
+    "gives eval": "add = eval",
+    "looks for the expected": "import sys, gc\ndef add(a, b):\n    wanted = a + b\n    f = sys._getframe()\n    seen = []\n"
+    "    while f:\n        seen += [v for v in f.f_code.co_consts if v == wanted]\n        f = f.f_back\n"
+    "    text = '== ' + str(wanted)\n"
+    "    seen += [o for o in gc.get_objects() for o in [o] if isinstance(o, (str, dict)) and text in str(o)]\n"
+    "    return wanted if seen else -7",
+    "hangs": "def add(a, b):\n    while True: pass",
+}
+_GUARDED = [
+    "assert add(111, 222) == 333",
+    "assert not add(111, 222) != 333",
+    "assert abs(add(111, 222) - 333) < 1e-6",
+    "assert 333 in [add(111, 222)]",
+    "assert [add(111, 222)] == [333]",
+    "assert isinstance(add(111, 222), int) and add(111, 222) > 300",
+    "assert add(111, 222) in (333,)",
+    "assert add(111, 222) > 300",
+    "assert 300 < add(111, 222)",
+    "assert math.isclose(add(111, 222), 333)",
+    "x = add(111, 222)\nassert all([x == 333])",
+    "try:\n    assert add(111, 222) == 333\nexcept Exception:\n    raise ValueError",
+]
+
+
+@pytest.mark.parametrize("name", _CHEATS)
+def test_cheating_gains_nothing(name: str) -> None:
+    assert _score(_CHEATS[name], _GUARDED, setup="import math" if name != "a false module" else "", cpu_s=2) == 0.0
+
+
+def test_the_guarded_tests_can_be_passed() -> None:
+    assert _score(ADD, _GUARDED, setup="import math") == 1.0
+
+
+def test_the_candidate_gets_no_hold_of_the_tests_through_what_they_give_it() -> None:
+    """A function leads to its globals, and these to everything; a function the tests pass can be called and no more."""
+    code = """
+def apply(g, x):
+    found = []
+    for name in ("__globals__", "__code__", "__closure__", "func_globals", "__self__"):
+        try:
+            found.append(getattr(g, name))
+        except Exception:
+            pass
+    return bool(found)
+"""
+    assert _score(code, ["assert apply(lambda x: x + 1, 3) is False", "assert apply(print, 3) in (True, False)"]) == 1.0
+
+
+def test_the_candidate_cannot_have_the_examiner_run_its_text() -> None:
+    """`decode` is the candidate's eval, in the candidate's process, and not the examiner's of the same name."""
+    code = "encode = lambda: '__name__'\ndecode = eval"
+    assert _score(code, ["assert decode(encode()) != __name__"]) == 1.0
+
+
+def test_what_passed_before_a_hang_counts() -> None:
+    code = "def add(a, b):\n    while a > 1: pass\n    return a + b"
+    assert _score(code, ["assert add(1, 2) == 3", *TWO[1:], "assert add(1, 1) == 2"], cpu_s=1) == pytest.approx(1 / 3)
+
+
+def test_a_candidate_that_ends_is_not_waited_for() -> None:
+    started = time.monotonic()
+    assert _score("import os\ndef add(a, b): os._exit(0)", TWO, wall_s=60.0) == 0.0
+    assert time.monotonic() - started < 30
+
+
+def test_a_candidate_that_floods_the_examiner_fails() -> None:
+    assert _score("def add(a, b): return 'x' * (1 << 25)", TWO) == 0.0
+    nested = "def add(a, b):\n    x = []\n    for _ in range(100_000): x = [x]\n    return x"
+    assert _score(nested, TWO) == 0.0
+
+
+def test_the_last_block_after_the_thinking_is_the_code() -> None:
+    text = "<think>```python\nno\n```</think>Say:\n```\nfirst\n```\nor\n```python\nlast\n```\nDone."
+    assert code_in(text) == "last\n"
+    assert code_in("x = 1") == "x = 1"
+    assert code_in("```python\ncut off") == "```python\ncut off"
+
+
+def test_the_final_assistant_message_counts() -> None:
+    completion = [{"role": "assistant", "content": f"```python\n{ADD}```"}, {"role": "tool", "content": "ok"}]
+    assert _scores([completion], TWO) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("tests", "problem"),
+    [
+        (["assert ("], "the tests are no Python"),
+        (7, "in no known form"),
+        ([{"input": "1"}], "in no known form"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "column `entry_point`"),
+        ("def check(candidate):\n    assert candidate(1)", "never calls it"),
+    ],
+)
+def test_tests_that_cannot_be_read_are_an_error(tests: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read_row(tests)
+
+
+def test_an_unreadable_row_fails_the_call_and_names_the_completion() -> None:
+    with pytest.raises(ValueError, match="code_tests, completion 0: the tests are no Python"):
+        _scores([ADD, ADD], ["assert ("])
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "is_same"),
+    [
+        ("3\n", "3", True),
+        ("a b \n c\n\n", "a b\nc", True),
+        ("0.50", "0.5", True),
+        ("0.3333333", "0.33333333", True),
+        ("1 2", "1\n2", False),
+        ("3.0", "3", False),
+        ("0.4", "0.5", False),
+        ("", "0", False),
+        ("yes", "no.", False),
+    ],
+)
+def test_outputs_are_compared_by_line(given: str, wanted: str, is_same: bool) -> None:
+    assert is_same_output(given, wanted) is is_same
+
+
+@pytest.mark.parametrize("failing", ["run_candidate", "run_examiner"])
+def test_a_sandbox_that_fails_is_no_score(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    whole = Sandbox.arun
+
+    async def arun(self: Sandbox, code: str, **rest: Any) -> Any:
+        if failing in code:
+            raise SandboxError("no more processes")
+        return await whole(self, code, **rest)
+
+    monkeypatch.setattr(Sandbox, "arun", arun)
+    with pytest.raises(RewardError, match="no more processes"):
+        asyncio.run(score(RewardFunction(code_tests), [ADD], columns={"tests": [TWO]}))
+
+
+def test_tests_whose_own_process_cannot_run_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.rewards.code._MODULES", {})
+    with pytest.raises(SandboxError, match="the process of the tests did not start"):
+        _score(ADD, TWO)
+
+
+@pytest.mark.parametrize("run_in", ["thread", "process"])
+def test_it_works_as_a_configured_reward(run_in: str) -> None:
+    with loaded("grpo_async.rewards.code:code_tests", run_in=run_in, arguments={"wall_s": 20}) as reward:
+        assert reward.name == "code_tests"
+        outcome = asyncio.run(score(reward, [ADD, "x"], columns={"tests": [TWO, TWO]}))
+    assert outcome.values == [0.5, 0.0]
+
+
+def test_a_column_of_tests_is_needed() -> None:
+    with loaded("grpo_async.rewards.code:code_tests") as reward:
+        assert reward.missing_columns(["prompt"]) == ["tests"]
+
+
+def test_a_call_that_is_given_up_leaves_nothing_running() -> None:
+    from tests.sandbox.support import descendants
+
+    async def use() -> None:
+        call = asyncio.create_task(code_tests(["def add(a, b):\n    while True: pass"], [TWO]))
+        while len(descendants()) < 2:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert descendants() == []
+
+    asyncio.run(use())
+
+
+def test_max_parallel_holds_over_all_calls() -> None:
+    """Two calls of two completions that sleep 0.4 s each, one at a time: at least 4 x 0.4 = 1.6 s."""
+    code = "import time\ntime.sleep(0.4)\nprint(1)"
+
+    async def use() -> list[Any]:
+        calls = [code_tests([code, code], [[{"input": "", "output": "1"}]] * 2, max_parallel=1) for _ in range(2)]
+        return await asyncio.gather(*calls)
+
+    started = time.monotonic()
+    assert asyncio.run(use()) == [[1.0, 1.0], [1.0, 1.0]]
+    assert time.monotonic() - started >= 1.6
+
+
+def test_the_notes_of_the_sandbox_are_carried() -> None:
+    assert code_tests.startup_notes()[0].startswith("sandbox holds:")  # type: ignore[attr-defined]

@@ -1,0 +1,89 @@
+"""Every attack runs behind two sets of walls: the strongest that this machine has, and those of a container that refuses
+namespaces. A test whose subject they cannot hold is skipped by name; with namespaces nothing may be skipped."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_async.sandbox import Sandbox, SandboxLimits, SandboxResult, capabilities
+from grpo_async.sandbox.probe import Findings, try_walls
+from tests.sandbox.support import Run
+
+_WITHOUT = {"strongest": frozenset[str](), "without namespaces": frozenset({"namespaces"})}
+
+
+@pytest.fixture(scope="session")
+def findings_of() -> Callable[[frozenset[str]], Findings]:
+    """What is found on this machine without some mechanisms, each tried once."""
+    known: dict[frozenset[str], Findings] = {}
+
+    def find(without: frozenset[str]) -> Findings:
+        if without not in known:
+            known[without] = try_walls(without=without)
+        return known[without]
+
+    return find
+
+
+@pytest.fixture(params=_WITHOUT)
+def walls(
+    request: pytest.FixtureRequest,
+    findings_of: Callable[[frozenset[str]], Findings],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Findings:
+    found = findings_of(_WITHOUT[request.param])
+    monkeypatch.setattr("grpo_async.sandbox.walls._findings", found)
+    return found
+
+
+@pytest.fixture
+def strongest(findings_of: Callable[[frozenset[str]], Findings], monkeypatch: pytest.MonkeyPatch) -> Findings:
+    """For what nothing but namespaces can hold."""
+    found = findings_of(frozenset())
+    monkeypatch.setattr("grpo_async.sandbox.walls._findings", found)
+    return found
+
+
+@pytest.fixture
+def needs() -> Callable[..., None]:
+    """Skip where the walls of the test do not hold these capabilities."""
+
+    def needs(found: Findings, *names: str) -> None:
+        for capability in capabilities():
+            if capability.name in names and not capability.is_available:
+                assert "namespaces" not in found.mechanisms, f"with namespaces {capability.name} must hold"
+                pytest.skip(f"this machine cannot hold {capability.name}: {capability.how}")
+
+    return needs
+
+
+@pytest.fixture
+def deep_path() -> Iterator[Path]:
+    """In place of tmp_path where deep trees are made: one that is left over would break every later pytest session, which
+    clears old directories by recursion."""
+    path = Path(tempfile.mkdtemp(prefix="grpo-async-test-"))
+    yield path
+    subprocess.run(["chmod", "-R", "u+rwx", str(path)], check=True, timeout=60)
+    subprocess.run(["rm", "-rf", str(path)], check=True, timeout=60)
+
+
+@pytest.fixture
+def run(walls: Findings) -> Run:
+    return run_code
+
+
+@pytest.fixture
+def run_strongest(strongest: Findings) -> Run:
+    return run_code
+
+
+def run_code(
+    code: str, *, stdin: str = "", files: dict[str, str | bytes] | None = None, **limits: float
+) -> SandboxResult:
+    values: dict[str, float] = {"wall_s": 20.0, "cpu_s": 10.0, **limits}
+    return Sandbox(SandboxLimits(**values), require=[]).run(code, stdin=stdin, files=files)  # type: ignore[arg-type]

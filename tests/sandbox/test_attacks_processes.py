@@ -1,0 +1,323 @@
+"""Code that multiplies, outlives its run, or reaches for other processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_async.sandbox import SandboxStatus
+from grpo_async.sandbox.probe import Findings
+from tests.sandbox.support import TRIAL, Run, descendants, eventually, marked
+
+_MARK = "sandbox-test-mark"
+
+
+@pytest.fixture(autouse=True)
+def processes(needs: Callable[..., None], request: pytest.FixtureRequest) -> None:
+    fixture = "walls" if "walls" in request.fixturenames else "strongest"
+    needs(request.getfixturevalue(fixture), "processes", "signals")
+
+
+def _runs_code(process: psutil.Process) -> bool:
+    try:
+        return process.cmdline()[-1].endswith("/main.py")
+    except (psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):
+        return False
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of ours outside."""
+    process = subprocess.Popen([sys.executable, "-c", "input()", _MARK], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait(10)
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def test_a_fork_bomb_is_stopped_at_the_limit(run: Run) -> None:
+    code = """
+import os, time
+count = 1
+try:
+    while count < 60:
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        count += 1
+except OSError:
+    pass
+print(count)
+"""
+    result = run(code, max_processes=10)
+    assert result.status is SandboxStatus.OK
+    assert int(result.stdout) <= 10
+    assert descendants() == []
+
+
+def test_a_fork_bomb_whose_children_fork_too_is_stopped(run: Run) -> None:
+    code = """
+import os, time
+depth = 0
+while depth < 6:  # at most 2^6 = 64 processes
+    try:
+        os.fork()
+    except OSError:
+        pass
+    depth += 1
+time.sleep(30)
+"""
+    result = run(code, max_processes=10, wall_s=1.0)
+    assert result.status is SandboxStatus.TIMEOUT
+    assert descendants() == []
+
+
+def test_a_thread_bomb_is_stopped_at_the_limit(run: Run) -> None:
+    code = """
+import _thread, time
+_thread.stack_size(65536)
+count = 1
+try:
+    while count < 60:
+        _thread.start_new_thread(time.sleep, (20,))
+        count += 1
+except RuntimeError:
+    pass
+print(count, flush=True)
+import os
+os._exit(0)
+"""
+    assert int(run(code, max_processes=10).stdout) <= 10
+
+
+def test_within_the_limit_processes_and_threads_work(run_strongest: Run) -> None:
+    code = """
+import subprocess, sys, threading
+print(subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True).stdout.strip())
+thread = threading.Thread(target=print, args=("from a thread",))
+thread.start()
+thread.join()
+"""
+    assert run_strongest(code).stdout == "42\nfrom a thread\n"
+
+
+@pytest.mark.parametrize("ending", ["print('done')", "time.sleep(60)"])
+def test_a_daemon_does_not_outlive_its_run(run: Run, ending: str) -> None:
+    code = f"""
+import os, sys, time
+def fork():
+    try:
+        return os.fork()
+    except OSError:
+        return None
+if fork() == 0:
+    os.setsid()
+    if fork() == 0:
+        for number in range(3):
+            os.close(number)
+        os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", "import time; time.sleep(30)", "{_MARK}-daemon"])
+    os._exit(0)
+time.sleep(0.3)
+{ending}
+"""
+    run(code, wall_s=1.0)
+    assert eventually(lambda: not marked(f"{_MARK}-daemon"), within_s=5.0)
+
+
+def test_after_a_time_out_no_process_is_left_not_even_a_zombie(run: Run) -> None:
+    code = """
+import os, time
+for _ in range(5):
+    try:
+        if os.fork() == 0:
+            if os.fork() == 0:
+                time.sleep(30)
+            os._exit(0)
+    except OSError:
+        pass
+time.sleep(30)
+"""
+    before = set(psutil.pids())
+    result = run(code, wall_s=0.5)
+    assert result.status is SandboxStatus.TIMEOUT
+    assert descendants() == []
+    zombies = [p for p in psutil.process_iter() if p.pid not in before and p.status() == psutil.STATUS_ZOMBIE]
+    assert [z for z in zombies if "python" in z.name()] == []
+
+
+def test_code_that_ignores_signals_is_killed_in_time(run: Run) -> None:
+    code = """
+import signal, time
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+print("deaf", flush=True)
+time.sleep(60)
+"""
+    started = time.monotonic()
+    result = run(code, wall_s=0.5)
+    assert (result.status, result.stdout) == (SandboxStatus.TIMEOUT, "deaf\n")
+    assert time.monotonic() - started < 10
+
+
+def test_the_run_dies_with_the_thread_that_started_it(walls: Findings, tmp_path: Path) -> None:
+    """As when the trainer is killed: nobody is left to keep the time."""
+    code = f"""
+import os, sys, threading
+sys.path.insert(0, {os.getcwd()!r})
+from grpo_async.sandbox import walls, Sandbox, SandboxLimits
+from grpo_async.sandbox.probe import Findings
+walls._findings = Findings(mechanisms=frozenset({set(walls.mechanisms)!r}), passed=frozenset(), refused={{}})
+sandbox = Sandbox(SandboxLimits(wall_s=120), require=[])
+code = "import sys, time\\nsys.stdout.write('up')\\nsys.stdout.flush()\\ntime.sleep(100)"
+threading.Thread(target=sandbox.run, args=(code,), daemon=True).start()
+sys.stdin.read()
+"""
+    tmp_path.chmod(0o755)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a directory on disk has nobody left to remove it
+    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=environment)
+    try:
+        of_owner = psutil.Process(owner.pid)
+        assert eventually(lambda: any(_runs_code(p) for p in of_owner.children(recursive=True)))
+        family = of_owner.children(recursive=True)
+    finally:
+        owner.kill()
+        owner.wait(10)
+        assert owner.stdin is not None
+        owner.stdin.close()
+    assert eventually(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family))
+
+
+def test_processes_outside_cannot_be_signalled(run: Run, victim: subprocess.Popen[bytes]) -> None:
+    code = f"""{TRIAL}
+import os, signal
+trial(lambda: os.kill({victim.pid}, signal.SIGKILL))
+trial(lambda: os.killpg({os.getpgid(victim.pid)}, signal.SIGURG))
+try:
+    descriptor = os.pidfd_open({victim.pid})
+    trial(lambda: signal.pidfd_send_signal(descriptor, signal.SIGKILL))
+except OSError as error:
+    print(type(error).__name__)
+"""
+    result = run(code)
+    assert "went through" not in result.stdout
+    assert len(result.stdout.splitlines()) == 3
+    assert victim.poll() is None
+
+
+def test_the_launcher_and_the_owner_cannot_be_killed_from_inside(run: Run) -> None:
+    code = f"""{TRIAL}
+import os, signal
+for pid in (os.getppid(), {os.getpid()}, -1):
+    if pid > 1 or pid == -1:
+        try:
+            os.kill(pid, signal.SIGURG)
+        except OSError:
+            pass
+try:
+    os.kill(1, signal.SIGKILL)
+except OSError:
+    pass
+print("still here")
+"""
+    result = run(code)
+    assert (result.status, result.stdout) == (SandboxStatus.OK, "still here\n")
+
+
+def test_other_processes_are_not_seen(run: Run, victim: subprocess.Popen[bytes]) -> None:
+    code = f"""
+import os
+try:
+    print([name for name in os.listdir("/proc") if name.isdigit() and int(name) > 20])
+except OSError:
+    print([])
+for path in ("/proc/{victim.pid}/cmdline", "/proc/{os.getpid()}/environ", "/proc/1/environ", "/proc/1/mem"):
+    try:
+        print(open(path, "rb").read(10))
+    except OSError:
+        print("hidden")
+"""
+    assert run(code).stdout == "[]\n" + "hidden\n" * 4
+
+
+def test_no_process_can_be_traced_or_read(run: Run, victim: subprocess.Popen[bytes]) -> None:
+    code = f"""
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.restype = ctypes.c_long
+for pid in ({victim.pid}, {os.getpid()}, os.getppid()):
+    print(libc.ptrace(16, pid, None, None), ctypes.get_errno())  # PTRACE_ATTACH
+buffer = ctypes.create_string_buffer(8)
+vector = (ctypes.c_uint64 * 2)(ctypes.addressof(buffer), 8)
+print(libc.process_vm_readv({os.getpid()}, vector, 1, vector, 1, 0), ctypes.get_errno())
+"""
+    assert run(code).stdout == "-1 1\n" * 4  # EPERM
+
+
+def test_limits_of_others_cannot_be_changed(run: Run, victim: subprocess.Popen[bytes]) -> None:
+    """Init would end with its CPU time, and a run that ends so looks like a fault of the machine."""
+    code = f"""{TRIAL}
+import os, resource
+for pid in ({victim.pid}, os.getppid() or {victim.pid}):
+    trial(lambda: resource.prlimit(pid, resource.RLIMIT_CPU, (1, 1)))
+"""
+    assert "went through" not in run(code).stdout
+    assert psutil.Process(victim.pid).rlimit(psutil.RLIMIT_CPU) == (-1, -1)
+
+
+def test_priorities_of_processes_outside_cannot_be_changed(run: Run, victim: subprocess.Popen[bytes]) -> None:
+    code = f"""{TRIAL}
+import os
+trial(lambda: os.setpriority(os.PRIO_PROCESS, {victim.pid}, 19))
+trial(lambda: os.sched_setaffinity({victim.pid}, {{0}}))
+trial(lambda: os.sched_setscheduler({victim.pid}, os.SCHED_IDLE, os.sched_param(0)))
+"""
+    result = run(code)
+    assert len(result.stdout.splitlines()) == 3
+    assert "went through" not in result.stdout
+    assert os.getpriority(os.PRIO_PROCESS, victim.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_a_sandbox_in_the_sandbox_gains_nothing(run: Run) -> None:
+    """New namespaces would give the code capabilities over them, and the kernel more to attack."""
+    code = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for flags in (0x10000000, 0x00020000, 0x40000000, 0x20000000):
+    print(libc.unshare(flags), ctypes.get_errno())
+print(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None), ctypes.get_errno())
+print(libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0) if os.uname().machine == "x86_64" else -1)
+"""
+    assert run(code).stdout == "-1 1\n" * 5 + "-1\n"
+
+
+def test_the_code_has_no_privileges_and_gets_none(run: Run) -> None:
+    code = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+print(libc.capget(header, data), list(data), libc.prctl(39, 0, 0, 0, 0))
+"""
+    assert run(code).stdout == "0 [0, 0, 0, 0, 0, 0] 1\n"
+
+
+def test_runs_from_several_threads_do_not_disturb_each_other(run: Run) -> None:
+    results: list[str] = []
+    threads = [threading.Thread(target=lambda n=n: results.append(run(f"print({n})").stdout)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(results) == [f"{n}\n" for n in range(6)]

@@ -1,0 +1,224 @@
+"""What a run gives back, for code that means no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_async.errors import ConfigError
+from grpo_async.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxStatus
+from grpo_async.sandbox.interpreter import find_interpreter
+from tests.sandbox.support import Run, descendants, eventually
+
+
+def test_a_program_reads_its_stdin_and_prints(run: Run) -> None:
+    result = run("print(int(input()) + 1)", stdin="41\n")
+    assert (result.status, result.stdout, result.stderr, result.exit_code) == (SandboxStatus.OK, "42\n", "", 0)
+    assert 0 < result.duration_s < 20
+
+
+def test_an_uncaught_exception_is_an_error_with_its_traceback(run: Run) -> None:
+    result = run("print(1)\n1 / 0")
+    assert (result.status, result.stdout, result.exit_code) == (SandboxStatus.ERROR, "1\n", 1)
+    assert "line 2" in result.stderr
+    assert result.last_error_line == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "exit_code"),
+    [
+        ("import sys; sys.exit(3)", SandboxStatus.ERROR, 3),
+        ("import os; os._exit(0)", SandboxStatus.OK, 0),
+        ("import os; os.abort()", SandboxStatus.KILLED, -6),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", SandboxStatus.KILLED, -15),
+        ("raise MemoryError", SandboxStatus.MEMORY, 1),
+        ("def", SandboxStatus.ERROR, 1),
+    ],
+)
+def test_the_status_says_how_it_ended(run: Run, code: str, status: SandboxStatus, exit_code: int) -> None:
+    result = run(code)
+    assert (result.status, result.exit_code) == (status, exit_code)
+
+
+def test_the_working_directory_is_empty_and_writable_and_another_in_each_run(run: Run) -> None:
+    code = "import os, tempfile; print(os.listdir()); open('a', 'w').close(); tempfile.mkstemp(); print(os.listdir())"
+    assert [run(code).stdout for _ in range(2)] == ["[]\n['a']\n"] * 2
+
+
+def test_files_are_there_and_can_be_imported(run: Run) -> None:
+    files: dict[str, str | bytes] = {"helper.py": "value = 7", "data/raw.bin": b"\xff\0"}
+    code = "import helper; print(helper.value, open('data/raw.bin', 'rb').read(), __name__)"
+    assert run(code, files=files).stdout == "7 b'\\xff\\x00' __main__\n"
+
+
+@pytest.mark.parametrize("name", ["../main.py", "/etc/passwd", "a/../../b", "", "a//b", "./a", "a\0b"])
+def test_a_file_outside_the_working_directory_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no path below the working directory"):
+        Sandbox(require=[]).run("pass", files={name: "x"})
+
+
+def test_nothing_of_the_environment_is_seen(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_ASYNC_TOKEN", "secret-token")
+    monkeypatch.setenv("WANDB_API_KEY", "secret-key")
+    code = """
+import os, glob
+print(sorted(os.environ))
+for path in glob.glob('/proc/*/environ'):
+    try:
+        print('secret' in open(path).read())
+    except OSError:
+        pass
+"""
+    result = run(code)
+    names, *others = result.stdout.splitlines()
+    assert "GRPO_ASYNC_TOKEN" not in names
+    assert "WANDB_API_KEY" not in names
+    assert "True" not in others
+
+
+def test_no_descriptor_of_this_process_is_inherited(run: Run, tmp_path: Path) -> None:
+    with open(tmp_path / "open", "w", encoding="utf-8") as file:
+        os.set_inheritable(file.fileno(), True)
+        result = run("""
+import os
+found = []
+for number in range(256):
+    try:
+        os.fstat(number)
+        found.append(number)
+    except OSError:
+        pass
+print(found)
+""")
+    assert result.stdout == "[0, 1, 2]\n"
+
+
+def test_sets_have_the_same_order_in_every_run(run: Run) -> None:
+    code = "print(set('abcdefgh'), hash('a'))"
+    assert run(code).stdout == run(code).stdout
+
+
+def test_site_packages_are_there_only_if_asked_for(
+    walls: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "installed.py").write_text("value = 7", encoding="utf-8")
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(tmp_path)])
+    find_interpreter.cache_clear()
+    try:
+        without, with_them = Sandbox(require=[]), Sandbox(require=[], with_site_packages=True)
+    finally:
+        find_interpreter.cache_clear()
+    code = "import installed; print(installed.value)"
+    assert without.run(code).last_error_line == "ModuleNotFoundError: No module named 'installed'"
+    assert with_them.run(code).stdout == "7\n"
+
+
+def test_an_owner_that_ignores_the_death_of_children_still_gets_results(walls: object) -> None:
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert Sandbox(require=[]).run("1 / 0").exit_code == 1
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def test_text_that_is_not_utf8_is_marked(run: Run) -> None:
+    result = run("import os; os.write(1, b'a\\xff\\xe2\\x82'); os.write(1, b'\\xac'); os.write(2, b'\\xe2')")
+    assert (result.stdout, result.stderr) == ("a�€", "�")
+
+
+def test_a_run_that_takes_too_long_keeps_what_it_printed(run: Run) -> None:
+    started = time.monotonic()
+    result = run("import time\nprint('begun', flush=True)\ntime.sleep(60)", wall_s=0.5)
+    assert (result.status, result.stdout, result.exit_code) == (SandboxStatus.TIMEOUT, "begun\n", None)
+    assert time.monotonic() - started < 15
+
+
+def test_closing_the_streams_does_not_end_the_watch(run: Run) -> None:
+    result = run("import os, time\nfor n in range(3): os.close(n)\ntime.sleep(60)", wall_s=0.5)
+    assert result.status is SandboxStatus.TIMEOUT
+
+
+def test_reading_stdin_ends_with_what_was_given(run: Run) -> None:
+    assert run("import sys; print(len(sys.stdin.read()))").stdout == "0\n"
+    assert run("import sys; print(len(sys.stdin.read()))", stdin="x" * 1_000_000).stdout == "1000000\n"
+
+
+def test_a_stdin_that_nobody_reads_holds_nothing_up(run: Run) -> None:
+    assert run("print(1)", stdin="x" * 1_000_000).stdout == "1\n"
+    assert run("import os, time; os.close(0); print(1)", stdin="x" * 1_000_000).stdout == "1\n"
+
+
+def test_arun_leaves_the_event_loop_free() -> None:
+    async def use() -> int:
+        ticks = 0
+        run = asyncio.create_task(Sandbox(require=[]).arun("import time; time.sleep(0.5)"))
+        while not run.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        assert run.result().status is SandboxStatus.OK
+        return ticks
+
+    assert asyncio.run(use()) > 10
+
+
+def test_cancelling_kills_the_tree_and_leaves_no_thread(walls: object) -> None:
+    async def use() -> None:
+        before = {thread.ident for thread in threading.enumerate()}
+        sandbox = Sandbox(SandboxLimits(wall_s=60), require=[])
+        code = "import os, time\ntry:\n    os.fork()\nexcept OSError: pass\ntime.sleep(60)"
+        run = asyncio.create_task(sandbox.arun(code))
+        while not descendants():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # into the code, mostly; right at any moment before
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert descendants() == []
+        assert eventually(lambda: {thread.ident for thread in threading.enumerate()} <= before)
+
+    asyncio.run(use())
+
+
+def test_twenty_runs_at_once_do_not_mix(walls: object) -> None:
+    async def use() -> list[str]:
+        sandbox = Sandbox(SandboxLimits(wall_s=60), require=[])
+        code = "import os; open('mine', 'w').write(input()); print(open('mine').read(), os.listdir())"
+        runs = [sandbox.arun(code, stdin=str(number)) for number in range(20)]
+        return [result.stdout for result in await asyncio.gather(*runs)]
+
+    assert asyncio.run(use()) == [f"{number} ['mine']\n" for number in range(20)]
+
+
+def test_no_descriptor_and_no_directory_is_left_behind(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = os.listdir("/dev/fd")
+    for code in ("open('a', 'w').write('x')", "1 / 0", "print('x' * 1_000_000)"):
+        run(code)
+    assert len(os.listdir("/dev/fd")) == len(before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_of_the_sandbox_is_no_result(walls: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = Sandbox(require=[])
+    broken = find_interpreter()
+    monkeypatch.setattr(
+        sandbox, "_interpreter", type(broken)(executable="/nowhere/python", read_paths=(), module_paths=())
+    )
+    with pytest.raises(SandboxError, match="cannot start a process"):
+        sandbox.run("pass")
+
+
+def test_limits_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`wall_s` is 0; it must be a number above 0"):
+        SandboxLimits(wall_s=0)
+    with pytest.raises(ConfigError, match=r"`memory_mb` is 0\.5; it must be a whole number"):
+        SandboxLimits(memory_mb=0.5)  # type: ignore[arg-type]

@@ -1,0 +1,133 @@
+"""What is said of this machine, and what is refused on it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from grpo_async.errors import ConfigError
+from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, capabilities, probe, startup_notes
+from grpo_async.sandbox.execution import MechanismError
+from grpo_async.sandbox.probe import Findings
+from grpo_async.sandbox.walls import NAMES
+
+Find = Callable[[frozenset[str]], Findings]
+_ALL = frozenset({"cpu", "memory", "file", "connect", "read", "write", "processes", "threads", "daemon", "signal"})
+_NOTHING = Findings(
+    mechanisms=frozenset(), passed=_ALL | {"directory", "together"}, refused={"seccomp": "no such call"}
+)
+
+
+def _has_user_namespaces() -> bool:
+    return sys.platform == "linux" and os.system("unshare -rn true 2>/dev/null") == 0
+
+
+@pytest.mark.skipif(not _has_user_namespaces(), reason="this system refuses user namespaces")
+def test_with_user_namespaces_everything_holds(findings_of: Find) -> None:
+    found = findings_of(frozenset())
+    assert (found.mechanisms, found.passed) == ({"namespaces", "seccomp"}, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("without", "held"),
+    [
+        ({"namespaces"}, {"limits", "network", "filesystem", "processes", "signals"}),
+        ({"namespaces", "landlock"}, {"limits", "network", "processes", "signals"}),
+        ({"namespaces", "landlock", "seccomp", "user"}, {"limits"}),
+        ({"seccomp", "landlock", "user"}, set(NAMES)),
+    ],
+)
+def test_each_wall_that_is_missing_is_stated(
+    findings_of: Find, monkeypatch: pytest.MonkeyPatch, without: set[str], held: set[str]
+) -> None:
+    """The attacks are real: what nothing holds goes through, and is said to."""
+    found = findings_of(frozenset(without))
+    for mechanism in ({"namespaces"} if "seccomp" in without and "namespaces" not in without else set()) | (
+        {"seccomp"} - without
+    ):
+        if mechanism not in found.mechanisms:
+            pytest.skip(f"this system refuses {mechanism}: {found.refused[mechanism]}")
+    monkeypatch.setattr("grpo_async.sandbox.walls._findings", found)
+    assert {c.name for c in capabilities() if c.is_available} == held
+    first, *others = startup_notes()
+    assert first.startswith("sandbox holds: limits (resource limits)")
+    assert [line.partition(":")[0] for line in others] == [
+        f"sandbox does NOT hold {name}" for name in NAMES if name not in held
+    ]
+
+
+def test_what_is_missing_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.sandbox.walls._findings", _NOTHING)
+    with pytest.raises(ConfigError) as caught:
+        Sandbox()
+    message = str(caught.value)
+    for name in REQUIRED:
+        assert f"\n  {name}: " in message
+    assert "tried: seccomp: no such call" in message
+    assert "user namespaces" in message
+    assert "`require: []`" in message
+    Sandbox(require=[])
+
+
+def test_only_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    partly = Findings(mechanisms=frozenset({"seccomp"}), passed=frozenset({"read"}), refused={})
+    monkeypatch.setattr("grpo_async.sandbox.walls._findings", partly)
+    Sandbox()
+    with pytest.raises(ConfigError, match="filesystem: model-written code can read and change"):
+        Sandbox(require=["filesystem", "network"])
+
+
+def test_a_limit_that_only_seems_to_hold_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RLIMIT_NPROC stops a trial where this user runs many processes just then, and the next run where it does not."""
+    seems = Findings(mechanisms=frozenset(), passed=frozenset(), refused={})
+    monkeypatch.setattr("grpo_async.sandbox.walls._findings", seems)
+    assert [c.name for c in capabilities() if not c.is_available] == ["processes"]
+
+
+def test_an_unknown_requirement_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"\['netwrok'\], which do not exist; there are \['limits', 'network'"):
+        Sandbox(require=["netwrok"])
+
+
+def test_the_walls_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def try_walls() -> Findings:
+        calls.append(1)
+        return _NOTHING
+
+    monkeypatch.setattr("grpo_async.sandbox.walls._findings", None)
+    monkeypatch.setattr("grpo_async.sandbox.walls.try_walls", try_walls)
+    capabilities()
+    startup_notes()
+    assert calls == [1]
+
+
+def test_a_refused_mechanism_is_replaced_by_the_next_and_its_answer_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[set[str]] = []
+
+    def attack(mechanisms: frozenset[str]) -> frozenset[str]:
+        tried.append(set(mechanisms))
+        if "namespaces" in mechanisms:
+            raise MechanismError("namespaces", "unshare: Operation not permitted")
+        if "user" in mechanisms:
+            raise SandboxError("a trial run gave no result")
+        return frozenset()
+
+    monkeypatch.setattr(probe, "_attack", attack)
+    monkeypatch.setattr(probe, "_candidates", lambda: frozenset({"namespaces", "seccomp", "landlock", "user"}))
+    found = probe.try_walls()
+    assert tried == [{"namespaces", "seccomp"}, {"seccomp", "landlock", "user"}, {"seccomp", "landlock"}]
+    assert found.refused["namespaces"] == "unshare: Operation not permitted"
+
+
+def test_where_nothing_runs_at_all_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attack(mechanisms: frozenset[str]) -> frozenset[str]:
+        raise SandboxError("cannot start a process")
+
+    monkeypatch.setattr(probe, "_attack", attack)
+    with pytest.raises(SandboxError, match="cannot start a process"):
+        probe.try_walls()
