@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from grpo_async.cli.check_reward import check_reward
 from grpo_async.cli.configs import schema, validate
 from grpo_async.cli.errors import ReportingGroup
 from grpo_async.cli.inspect_rollouts import inspect_rollouts
@@ -53,6 +54,7 @@ def _root(
 
 app.command("train", cls=TrainCommand, short_help="Run an experiment: server, trainer, progress.")(train)
 app.command("validate", short_help="Check a configuration; print it and the plan.")(validate)
+app.command("check-reward", short_help="Try the reward functions on good and bad completions.")(check_reward)
 app.command("schema", short_help="Print the JSON schema of configurations.")(schema)
 app.command("serve-vllm", short_help="Serve the model with vLLM.")(serve_vllm)
 app.command("serve-embedded", short_help="Serve the model with the embedded engine.")(serve_embedded)

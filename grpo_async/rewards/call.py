@@ -2,8 +2,9 @@
 event loop, in a thread and in a worker process.
 
 Offered as keywords, as in TRL: `prompts`, `completions`, `completion_ids`, every column, the section's `arguments`,
-`trainer_state`, `log_extra(column, values)`, `log_metric(name, value)`. A function gets those that its signature names,
-or all of them if it takes **kwargs. On a clash of names ours win over `arguments`, and `arguments` over columns.
+`trainer_state`, `log_extra(column, values)`, `log_metric(name, value)`, and, where the run has environments, `environments`:
+the user's own instances, one per completion. A function gets those that its signature names, or all of them if it takes
+**kwargs. On a clash of names ours win over `arguments`, and `arguments` over columns.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 RewardCallable = Callable[..., Any]
 
-OFFERED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+ENVIRONMENTS = "environments"
+_ALWAYS_OFFERED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+OFFERED = _ALWAYS_OFFERED | {ENVIRONMENTS}
 # TRL's documentation spells it this way in its examples; given only to functions that name it.
 _ALIASES = {"completions_ids": "completion_ids"}
 
@@ -59,7 +62,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
-    """The arguments of one call; every list has one entry per completion. Picklable if the columns are."""
+    """The arguments of one call; every list has one entry per completion. Picklable if the columns are and there are no
+    `environments`: those are live objects. None = the run has none."""
 
     name: str
     prompts: Sequence[Any]
@@ -68,6 +72,7 @@ class RewardRequest:
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     trainer_state: TrainerState = field(default_factory=TrainerState)
+    environments: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +213,8 @@ def _keywords(function: RewardCallable, request: RewardRequest, log: _CallLog) -
         "log_extra": log.log_extra,
         "log_metric": log.log_metric,
     }
+    if request.environments is not None:
+        offered[ENVIRONMENTS] = list(request.environments)
     chosen = {name: value for name, value in offered.items() if parameters.accepts(name)}
     for alias, name in _ALIASES.items():
         if alias in parameters.names and alias not in chosen:
@@ -215,9 +222,13 @@ def _keywords(function: RewardCallable, request: RewardRequest, log: _CallLog) -
     return chosen
 
 
-def missing_columns(parameters: Parameters, arguments: Mapping[str, Any], columns: Mapping[str, Any]) -> list[str]:
-    """Parameters without a default that neither we, the `arguments` nor the `columns` fill; sorted."""
-    return sorted(parameters.required - OFFERED - set(_ALIASES) - set(arguments) - set(columns))
+def missing_columns(
+    parameters: Parameters, arguments: Mapping[str, Any], columns: Mapping[str, Any], *, has_environments: bool
+) -> list[str]:
+    """Parameters without a default that neither we, the `arguments` nor the `columns` fill; sorted. `environments` is among
+    them where the run has none."""
+    offered = OFFERED if has_environments else _ALWAYS_OFFERED
+    return sorted(parameters.required - offered - set(_ALIASES) - set(arguments) - set(columns))
 
 
 def _finished(raw: Any, request: RewardRequest, log: _CallLog) -> RewardOutcome:

@@ -1,4 +1,4 @@
-"""The one error of this package."""
+"""The errors of this package."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ class RewardError(GrpoAsyncError):
 
     def __str__(self) -> str:
         return f"reward `{self.name}`: {self.problem}"
+
+
+class RewardTimeoutError(RewardError):
+    """A call took longer than the function's `timeout_s`."""
+
+
+class RemoteRewardError(GrpoAsyncError):
+    """A reward model behind HTTP could not be reached, refused a request, or answered with something unusable."""

@@ -8,11 +8,13 @@ is a RewardError that names it, with the original error chained. `close()` ends 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_async.rewards.call import (
+    ENVIRONMENTS,
     Failure,
     RewardCallable,
     RewardOutcome,
@@ -25,7 +27,7 @@ from grpo_async.rewards.call import (
     own_name,
     read_parameters,
 )
-from grpo_async.rewards.errors import RewardError
+from grpo_async.rewards.errors import RewardError, RewardTimeoutError
 from grpo_async.rewards.pool import WorkerPool
 from grpo_async.threads import ThreadRunner, ThreadsExhaustedError
 
@@ -81,9 +83,46 @@ class RewardFunction:
     def __repr__(self) -> str:
         return f"RewardFunction({self.name!r}, weight={self.weight})"
 
-    def missing_columns(self, columns: Iterable[str]) -> list[str]:
-        """Columns that the function cannot do without and that are not among `columns`, sorted."""
-        return missing_columns(self._parameters, self._arguments, dict.fromkeys(columns))
+    @property
+    def place(self) -> Literal["event loop", "thread", "process"]:
+        """Where calls run."""
+        if self._pool is not None:
+            return "process"
+        return "event loop" if self._is_async else "thread"
+
+    @property
+    def timeout_s(self) -> float:
+        """Time limit of one call."""
+        return self._timeout_s
+
+    def names(self, parameter: str) -> bool:
+        """Whether the signature names `parameter` (**kwargs does not count)."""
+        return parameter in self._parameters.names
+
+    @property
+    def needs_environments(self) -> bool:
+        """Whether the function cannot do without `environments`."""
+        return ENVIRONMENTS in self._parameters.required
+
+    def missing_columns(self, columns: Iterable[str], *, has_environments: bool = False) -> list[str]:
+        """Columns that the function cannot do without and that are not among `columns`, sorted; with `environments` among
+        them if it needs those and the run has none."""
+        given = dict.fromkeys(columns)
+        return missing_columns(self._parameters, self._arguments, given, has_environments=has_environments)
+
+    def lack(self, columns: Iterable[str], *, has_environments: bool = False) -> str | None:
+        """What is missing and what to do about it, as the end of a sentence that begins with the function's name; None if
+        nothing is: "needs the column(s) ['answer'], but the data has ['solution']; rename with ..."."""
+        columns = sorted(columns)
+        missing = self.missing_columns(columns, has_environments=has_environments)
+        if ENVIRONMENTS in missing:
+            return "needs `environments`, but the run has none; give it a section `environments`, or give the parameter a default"
+        if missing:
+            return (
+                f"needs the column(s) {missing}, but the data has {columns}; rename with `data.train.columns`, "
+                f"or set them in `{self._setting}.arguments`"
+            )
+        return None
 
     async def score(
         self,
@@ -93,8 +132,12 @@ class RewardFunction:
         columns: Mapping[str, Sequence[Any]],
         *,
         trainer_state: TrainerState | None = None,
+        environments: Sequence[Any] | None = None,
     ) -> RewardOutcome:
         """Score completions; every list has one entry per completion, columns included.
+
+        `environments` are the user's own instances, None where the run has none. They are live objects, so functions in
+        worker processes do not get them.
 
         The call has `timeout_s` once it runs; before that it may wait for earlier calls, which have the same limit.
 
@@ -102,16 +145,12 @@ class RewardFunction:
             RewardError: the function raised, took too long, died with its process, or returned something unusable.
             ValueError: the lists differ in length.
         """
-        self._check_lengths(prompts, completions, completion_ids, columns)
+        self._check_lengths(prompts, completions, completion_ids, columns, environments)
         if not completions:
             return RewardOutcome(values=[])
-        missing = self.missing_columns(columns)
-        if missing:
-            raise RewardError(
-                self.name,
-                f"needs the column(s) {missing}, but the data has {sorted(columns)}; rename with `data.train.columns`, "
-                f"or set them in `{self._setting}.arguments`",
-            )
+        lack = self.lack(columns, has_environments=environments is not None)
+        if lack is not None:
+            raise RewardError(self.name, lack)
         request = RewardRequest(
             name=self.name,
             prompts=prompts,
@@ -120,11 +159,12 @@ class RewardFunction:
             columns=columns,
             arguments=self._arguments,
             trainer_state=trainer_state or TrainerState(),
+            environments=environments,
         )
         try:
             result = await self._run(request)
         except TimeoutError as error:
-            raise RewardError(
+            raise RewardTimeoutError(
                 self.name,
                 f"took longer than {self._timeout_s:g} s for {len(completions)} completions; "
                 f"raise `{self._setting}.timeout_s` if this is expected",
@@ -144,7 +184,7 @@ class RewardFunction:
 
     async def _run(self, request: RewardRequest) -> RewardOutcome | Failure:
         if self._pool is not None:
-            return await self._pool.run(request, self._timeout_s)
+            return await self._pool.run(dataclasses.replace(request, environments=None), self._timeout_s)
         if self._is_async:
             return await self._run_on_loop(request)
         return await self._threads.run(functools.partial(attempt, self._function, request), self._timeout_s)
@@ -179,8 +219,11 @@ class RewardFunction:
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
+        environments: Sequence[Any] | None,
     ) -> None:
         lengths = {"completions": len(completions), "prompts": len(prompts), "completion_ids": len(completion_ids)}
         lengths.update({f"column {name!r}": len(values) for name, values in columns.items()})
+        if environments is not None:
+            lengths["environments"] = len(environments)
         if len(set(lengths.values())) != 1:
             raise ValueError(f"rewards need one entry per completion in every list, got {lengths}")

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_async.rewards import text
+from grpo_async.rewards.arguments import checked_by, whole_number
+
+_KINDS = ("math", "number", "exact")
 
 
+def _check_overlong(arguments: Mapping[str, Any]) -> None:
+    longest = whole_number(arguments, "max_completion_tokens", 1)
+    cache = whole_number(arguments, "cache_tokens", 1)
+    if "max_completion_tokens" in arguments and cache > longest:
+        raise ValueError(f"cache_tokens: {cache} must be in 1..max_completion_tokens ({longest})")
+
+
+def _check_cosine(arguments: Mapping[str, Any]) -> None:
+    whole_number(arguments, "max_completion_tokens", 1)
+    kind = arguments.get("correctness", "math")
+    if kind not in _KINDS:
+        raise ValueError(f"correctness: {kind!r} is not one of {_KINDS}")
+
+
+@checked_by(_check_overlong)
 def soft_overlong(
     completion_ids: Sequence[Sequence[int]], *, max_completion_tokens: int, cache_tokens: int, **_: Any
 ) -> list[float | None]:
@@ -20,12 +38,12 @@ def soft_overlong(
 
     Example: M = 100, C = 20: L = 80 -> 0, L = 90 -> (80 - 90) / 20 = -0.5, L = 100 -> -1, L = 101 -> -1.
     """
-    if not 0 < cache_tokens <= max_completion_tokens:
-        raise ValueError(f"cache_tokens: {cache_tokens} must be in 1..max_completion_tokens ({max_completion_tokens})")
+    _check_overlong({"max_completion_tokens": max_completion_tokens, "cache_tokens": cache_tokens})
     free = max_completion_tokens - cache_tokens
     return [min(0.0, max(-1.0, (free - len(ids)) / cache_tokens)) for ids in completion_ids]
 
 
+@checked_by(_check_cosine)
 def cosine_length(
     completions: Sequence[Any],
     completion_ids: Sequence[Sequence[int]],
@@ -50,6 +68,7 @@ def cosine_length(
 
     Example: M = 100, correct, L = 50: cos(pi / 2) = 0, so 0.5 + (1.0 - 0.5) x 1 / 2 = 0.75.
     """
+    _check_cosine({"max_completion_tokens": max_completion_tokens, "correctness": correctness})
     scores: list[float | None] = []
     for correct, ids in zip(_correctness(correctness, completions, columns), completion_ids, strict=True):
         if correct is None:
@@ -68,8 +87,6 @@ def _correctness(kind: str, completions: Sequence[Any], columns: dict[str, Any])
         from grpo_async.rewards.math import math_answer  # here: it needs the extra `math`
 
         return math_answer(completions, columns.get("answer"), columns.get("solution"))
-    if kind not in ("number", "exact"):
-        raise ValueError(f"correctness: {kind!r} is not one of 'math', 'number', 'exact'")
     if "answer" not in columns:
         raise ValueError("cosine_length needs a column `answer`; rename one with `data.train.columns`")
     return (

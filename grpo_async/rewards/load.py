@@ -1,4 +1,8 @@
-"""Turns the `rewards` sections of a config into reward functions; all problems in one ConfigError, with their paths."""
+"""Turns the `rewards` sections of a config into reward functions; all problems in one ConfigError, with their paths.
+
+A function may carry an attribute `check_arguments(arguments)`, which gets the section's `arguments` and raises ValueError
+where they cannot be used: a typing error then stops the start and not every group (see `checked_by`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from collections.abc import Sequence
 from grpo_async.config.sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.references import resolve
-from grpo_async.rewards.call import OFFERED, own_name, read_parameters
+from grpo_async.rewards.arguments import CHECK, ArgumentCheck
+from grpo_async.rewards.call import ENVIRONMENTS, OFFERED, own_name, read_parameters, unwrap_partial
 from grpo_async.rewards.function import RewardFunction
 
 
@@ -22,7 +27,7 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
     problems: list[str] = []
     for index, section in enumerate(sections):
         try:
-            rewards.append(_load(section, f"rewards.{index}"))
+            rewards.append(load_reward(section, f"rewards.{index}"))
         except ConfigError as error:
             problems.append(str(error))
     problems.extend(_names_used_twice(rewards))
@@ -31,7 +36,8 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
     return rewards
 
 
-def _load(section: RewardSection, path: str) -> RewardFunction:
+def load_reward(section: RewardSection, path: str) -> RewardFunction:
+    """Import and check one; `path` is that of its section (`rewards.0`), for errors."""
     where = f"{path}.function: {section.function}"
     try:
         function = resolve(section.function)
@@ -57,6 +63,17 @@ def _load(section: RewardSection, path: str) -> RewardFunction:
                 f"{path}.arguments.{argument}: {section.function} takes no `{argument}`; "
                 f"it takes {sorted(parameters.names)}"
             )
+    if section.run_in == "process" and ENVIRONMENTS in parameters.required:
+        raise ConfigError(
+            f"{path}.run_in: process: {section.function} needs `environments`, which are live objects of this process and "
+            "cannot be sent to another one; leave out `run_in`, or score in the environment's `get_reward`"
+        )
+    check: ArgumentCheck | None = getattr(unwrap_partial(function), CHECK, None)
+    if check is not None:
+        try:
+            check(section.arguments)
+        except ValueError as error:
+            raise ConfigError(f"{path}.arguments.{error}") from error
     attribute = section.function.rpartition(":")[2].rpartition(".")[2]
     name = own_name(function)
     return RewardFunction(

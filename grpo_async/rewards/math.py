@@ -1,7 +1,8 @@
 r"""Mathematical answers, compared symbolically by math-verify (extra `math`).
 
 Meant for `run_in: process`: math-verify limits its time with signals, which work in the main thread of a process only.
-In a thread it runs without that limit, and only the reward's own `timeout_s` holds.
+In a thread it runs without that limit, and only the reward's own `timeout_s` holds. What would keep sympy busy for ever
+(`tame`) is compared as it stands and never evaluated.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_async.rewards.completion import after_thinking, final_text, last_boxed
+from grpo_async.rewards.tame import MAX_TEXT, is_tame, is_tame_text
 
 if importlib.util.find_spec("math_verify") is None:
     raise ModuleNotFoundError(
@@ -78,8 +80,12 @@ def _score(text: str, gold: str, require_boxed: bool) -> float | None:
         return None
     if boxed is None and require_boxed:
         return 0.0
+    if (boxed is not None and len(boxed) > MAX_TEXT) or not is_tame_text(final if boxed is None else boxed):
+        return float(boxed is not None and boxed == gold)
     given_text = final if boxed is None else rf"$\boxed{{{boxed}}}$"
     given_parsed = math_verify.parse(given_text, parsing_timeout=timeout_s)
+    if not all(is_tame(expression) for expression in (*wanted, *given_parsed)):
+        return float(any(given == right for given in given_parsed for right in wanted))
     return float(math_verify.verify(wanted, given_parsed, timeout_seconds=timeout_s))
 
 

@@ -17,16 +17,16 @@ from multiprocessing.connection import Pipe
 
 READY = b"ready"
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from grpo_async.rewards.worker import main; main(int(sys.argv[2]), sys.argv[3])"
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "importlib.import_module(sys.argv[4]).main(int(sys.argv[2]), sys.argv[3])"
 )
 _REAP_TIMEOUT_S = 10.0  # after SIGKILL; more means a process stuck in the kernel
 
 
 class WorkerProcess:
-    """A worker that serves the function `reference` (`module:attribute`)."""
+    """A worker that serves the function `reference` (`module:attribute`); `module` holds its `main(descriptor, reference)`."""
 
-    def __init__(self, reference: str) -> None:
+    def __init__(self, reference: str, *, module: str = "grpo_async.rewards.worker") -> None:
         self._connection, theirs = Pipe()
         with theirs:
             command = [
@@ -36,6 +36,7 @@ class WorkerProcess:
                 json.dumps([str(entry) for entry in sys.path]),
                 str(theirs.fileno()),
                 reference,
+                module,
             ]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
@@ -47,12 +48,21 @@ class WorkerProcess:
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until the function is imported. TimeoutError, or EOFError / OSError when the worker died."""
-        self._receive(timeout_s)
+        self.receive(timeout_s)
 
     def exchange(self, request: bytes, timeout_s: float) -> bytes:
         """Send a request and wait for its answer. TimeoutError, or EOFError / OSError when the worker died."""
+        self.send(request)
+        return self.receive(timeout_s)
+
+    def send(self, request: bytes) -> None:
         self._connection.send_bytes(request)
-        return self._receive(timeout_s)
+
+    def receive(self, timeout_s: float) -> bytes:
+        """Wait for the next message. TimeoutError, or EOFError / OSError when the worker died."""
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return self._connection.recv_bytes()
 
     def kill(self) -> int:
         """Kill the worker and its group and reap it; returns the exit code, negative for a signal. From any thread."""
@@ -73,8 +83,3 @@ class WorkerProcess:
     def close(self) -> None:
         """Close the socket; only when no thread uses it."""
         self._connection.close()
-
-    def _receive(self, timeout_s: float) -> bytes:
-        if not self._connection.poll(timeout_s):
-            raise TimeoutError
-        return self._connection.recv_bytes()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from grpo_async.rewards.arguments import checked_by
 from grpo_async.rewards.completion import after_thinking, final_text
 
 # A sign counts only where no operand stands before it (`3-5` ends in 5); digits that belong to a name or an exponent
@@ -15,6 +16,7 @@ _INTEGER = r"(?:[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 _NUMBER = re.compile(rf"(?<![A-Za-z0-9_.^)\]])(?<!\^\{{)([-−+]?)({_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
 _LARGEST_EXPONENT = 400  # 1e999999999 as a fraction would fill the memory
+_MOST_DIGITS = 1000  # Python refuses to read whole numbers of more than 4300 digits
 
 
 def exact_match(
@@ -29,6 +31,15 @@ def exact_match(
     ]
 
 
+def _check_pattern(arguments: Mapping[str, Any]) -> None:
+    pattern = arguments.get("pattern", "")
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"pattern: {pattern!r} is no regular expression: {error}") from error
+
+
+@checked_by(_check_pattern)
 def regex_match(completions: Sequence[Any], *, pattern: str, **_: Any) -> list[float | None]:
     """1.0 if the regular expression `pattern` is found anywhere in the text (`re.search`; `.` does not match newlines).
 
@@ -76,6 +87,8 @@ def last_number(text: str) -> Fraction | None:
 
 def _fraction(text: str) -> Fraction | None:
     digits = text.replace("{,}", "").replace(",", "")
+    if len(digits) > _MOST_DIGITS:
+        return None
     exponent = digits.lower().partition("e")[2]
     if exponent and (len(exponent) > 5 or abs(int(exponent)) > _LARGEST_EXPONENT):
         return None

@@ -94,6 +94,27 @@ def test_lists_of_unequal_length_are_refused() -> None:
         asyncio.run(score(reward, ["a", "b"], columns={"answer": ["1"]}))
 
 
+def test_environments_of_another_number_are_refused() -> None:
+    reward = RewardFunction(lambda completions, environments: [0.0] * len(completions))
+    with pytest.raises(ValueError, match=r"one entry per completion.*'environments': 1"):
+        asyncio.run(reward.score(["p"] * 2, ["a", "b"], [[1], [1]], {}, environments=[object()]))
+
+
+def test_a_function_that_needs_environments_is_told_where_there_are_none() -> None:
+    with loaded(f"{TRL}:counter_reward") as reward, pytest.raises(RewardError) as caught:
+        asyncio.run(score(reward, ["a"]))
+    assert "needs `environments`, but the run has none; give it a section `environments`" in str(caught.value)
+
+
+def test_a_functions_own_list_of_environments_is_a_copy() -> None:
+    def empties(completions: list[str], environments: list[Any]) -> list[float]:
+        return [float(environments.pop() is not None) for _ in completions]
+
+    environments = [object()]
+    asyncio.run(RewardFunction(empties).score(["p"], ["a"], [[1]], {}, environments=environments))
+    assert len(environments) == 1
+
+
 def test_no_completions_give_no_values_without_a_call() -> None:
     with loaded(f"{FAULTY}:raises") as reward:
         assert asyncio.run(score(reward, [])).values == []
@@ -114,7 +135,7 @@ def test_a_plain_function_that_returns_a_coroutine_is_awaited() -> None:
 
 
 def test_an_async_call_is_awaited_on_the_callers_loop() -> None:
-    """R1.11"""
+    """R1.11: an async `__call__` is awaited, inside a partial too."""
 
     class Judge:
         async def __call__(self, completions: list[str]) -> list[float]:

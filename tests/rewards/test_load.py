@@ -110,3 +110,42 @@ def test_missing_columns_are_known_before_the_run() -> None:
     (reward,) = load_rewards([RewardSection(function=f"{TRL}:boxed_reward")])
     assert reward.missing_columns(["answer"]) == ["ground_truth"]
     assert reward.missing_columns(["ground_truth"]) == []
+
+
+def test_missing_environments_are_known_before_the_run() -> None:
+    (reward,) = load_rewards([RewardSection(function=f"{TRL}:counter_reward")])
+    assert reward.needs_environments
+    assert reward.missing_columns(["answer"]) == ["environments"]
+    assert reward.missing_columns(["answer"], has_environments=True) == []
+    assert "the run has none" in (reward.lack(["answer"]) or "")
+    assert reward.lack(["answer"], has_environments=True) is None
+    (reward,) = load_rewards([RewardSection(function=f"{TRL}:counter_if_there_is_one")])
+    assert not reward.needs_environments
+
+
+def test_environments_cannot_be_sent_to_a_process() -> None:
+    message = _message(f"{TRL}:counter_reward", run_in="process")
+    assert message.startswith("rewards.0.run_in: process:")
+    assert "leave out `run_in`, or score in the environment's `get_reward`" in message
+
+
+def test_an_argument_named_environments_is_refused() -> None:
+    assert "every reward gets `environments` from the run" in _message(
+        f"{TRL}:counter_if_there_is_one", arguments={"environments": []}
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "text"),
+    [
+        ("text:regex_match", {"pattern": "(a"}, "rewards.0.arguments.pattern: '(a' is no regular expression"),
+        ("text:regex_match", {"pattern": 3}, "rewards.0.arguments.pattern: 3 is no regular expression"),
+        ("length:soft_overlong", {"max_completion_tokens": 8, "cache_tokens": 9}, "cache_tokens: 9 must be in 1..max"),
+        ("length:soft_overlong", {"max_completion_tokens": "8"}, "max_completion_tokens: '8' must be a whole number"),
+        ("length:cosine_length", {"max_completion_tokens": 8, "correctness": "code"}, "correctness: 'code' is not one"),
+    ],
+)
+def test_arguments_that_would_fail_every_group_are_refused_at_the_start(
+    function: str, arguments: dict[str, object], text: str
+) -> None:
+    assert text in _message(f"grpo_async.rewards.{function}", arguments=arguments)

@@ -14,6 +14,7 @@ from grpo_async.rewards import load_rewards
 from grpo_async.rewards.math import math_answer
 from tests.rewards.helpers import loaded, score
 
+MATH = "grpo_async.rewards.math:math_answer"
 CONFIG = Path(__file__).parents[2] / "configs" / "math.yaml"
 
 
@@ -45,6 +46,49 @@ CONFIG = Path(__file__).parents[2] / "configs" / "math.yaml"
 def test_math_answer(text: str, gold: object, value: float | None) -> None:
     assert math_answer([text], [gold]) == [value]
     assert math_answer([[{"role": "assistant", "content": text}]], solution=[gold]) == [value]
+
+
+ENDLESS = [
+    r"\boxed{9^{9^{9^{9}}}}",
+    "$9^{9^{9^{9}}}$",
+    "it is 9**9**9**9",
+    r"\boxed{99999999!}",
+    r"\boxed{((9!)!)!}",
+    r"\boxed{\binom{1000000000}{500000000}}",
+    r"\boxed{10^{-1000000000}}",
+    r"\boxed{(x+1)^{100000}}",
+    r"\boxed{\sum_{i=1}^{1000000000} \frac{1}{i^i}}",
+    r"\boxed{\{" + ",".join(map(str, range(3000))) + r"\}}",
+    r"\boxed{" + "(" * 3000 + "1" + ")" * 3000 + "}",
+    "$" + r"\frac{1}{" * 200 + "1" + "}" * 200 + "$",
+    r"\boxed{" + "9" * 200_000 + "}",
+]
+
+
+def test_an_answer_that_would_keep_sympy_busy_for_ever_is_wrong_at_once() -> None:
+    async def run() -> dict[str, list[float | None]]:
+        with loaded(MATH, run_in="process", timeout_s=4.0) as reward:  # math-verify's own limit is 5 s
+            return {text: (await score(reward, [text], columns={"answer": ["72"]})).values for text in ENDLESS}
+
+    assert asyncio.run(run()) == {text: [0.0] for text in ENDLESS}
+
+
+def test_an_enormous_answer_is_right_if_it_is_written_as_the_gold_is() -> None:
+    assert math_answer([r"\boxed{2^{100000}}", r"\boxed{2^{100001}}"], ["2^{100000}"] * 2) == [1.0, 0.0]
+    assert math_answer([r"\boxed{x^{100000}+1}", r"\boxed{1+x^{100000}}"], ["x^{100000}+1"] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "gold"),
+    [
+        (r"\boxed{2^{10}}", "1024"),
+        (r"\boxed{5!}", "120"),
+        (r"\boxed{\binom{10}{3}}", "120"),
+        (r"\boxed{2^{2^{3}}}", "256"),
+    ],
+)
+def test_powers_and_factorials_of_usual_size_are_evaluated(text: str, gold: str) -> None:
+    assert math_answer([text], [gold]) == [1.0]
 
 
 def test_an_answer_outside_a_box_is_wrong_when_a_box_is_required() -> None:

@@ -67,6 +67,7 @@ def test_last_boxed_balances_braces(text: str, content: str | None) -> None:
         ("the end is 5.", 5),
         ("1e999999999", None),
         ("1/0", None),
+        pytest.param("9" * 5000, None, id="5000 digits"),
         ("no number", None),
     ],
 )

@@ -38,6 +38,49 @@ def test_a_column_of_the_data_arrives_as_keyword() -> None:
     assert values_of(f"{TRL}:boxed_reward", completions, columns) == [1.0, 0.0]
 
 
+def test_multi_task_functions_answer_none_where_they_do_not_apply() -> None:
+    """R1.11: the documentation's pair of functions for two tasks, as it is written there."""
+    completions = ["it is 4", "def f(): pass", "it is 5"]
+    columns = {"task": ["math", "coding", "math"]}
+    assert values_of(f"{TRL}:math_reward_func", completions, columns) == [1.0, None, -1.0]
+    assert values_of(f"{TRL}:coding_reward_func", completions, columns) == [None, 1.0, None]
+
+
+class Counting:
+    def __init__(self, counter: int) -> None:
+        self.counter = counter
+
+
+def _with_environments(function: str, environments: list[object] | None, **section: object) -> list[float | None]:
+    with loaded(f"{TRL}:{function}", **section) as reward:
+        call = reward.score(["p"] * 2, ["a", "b"], [[1], [1]], {}, environments=environments)
+        return asyncio.run(call).values
+
+
+@pytest.mark.parametrize(
+    "function", ["counter_reward", "counter_from_kwargs", "counter_if_there_is_one", "async_counter_reward"]
+)
+def test_environments_arrive_as_the_users_own_objects(function: str) -> None:
+    assert _with_environments(function, [Counting(3), Counting(5)]) == [3.0, 5.0]
+
+
+def test_functions_may_branch_on_the_kind_of_environment() -> None:
+    assert _with_environments("counter_from_kwargs", [object(), Counting(5)]) == [None, 5.0]
+
+
+def test_without_environments_the_keyword_is_absent() -> None:
+    assert _with_environments("counter_if_there_is_one", None) == [None, None]
+    with loaded(f"{TRL}:names_of_keywords") as reward:
+        alone = asyncio.run(score(reward, ["a"])).extra_columns["names"]
+        inside = asyncio.run(reward.score(["p"], ["a"], [[1]], {}, environments=[object()])).extra_columns["names"]
+    assert "environments" not in alone[0].split()
+    assert set(inside[0].split()) - set(alone[0].split()) == {"environments"}
+
+
+def test_a_function_in_a_process_gets_no_environments_but_the_rest() -> None:
+    assert _with_environments("counter_if_there_is_one", [Counting(3), Counting(5)], run_in="process") == [None, None]
+
+
 def test_none_stays_none() -> None:
     assert values_of(f"{TRL}:only_math", ["a", "b"], {"task": ["math", "code"]}) == [1.0, None]
 
@@ -47,7 +90,7 @@ def test_an_async_function_is_awaited() -> None:
 
 
 def test_names_of_functions_partials_and_objects_and_an_async_call_is_awaited() -> None:
-    """R1.11"""
+    """R1.11: names of functions, partials and callable objects; an async `__call__` is awaited."""
     cases = {
         "length_in_characters": ("length_in_characters", [3.0]),
         "scaled_by_ten": ("scaled", [30]),
@@ -71,6 +114,14 @@ def test_what_a_function_logs_is_in_the_outcome() -> None:
         outcome = asyncio.run(score(reward, ["4", "5"], columns={"ground_truth": ["4", "4"]}))
     assert outcome.values == [1.0, 0.0]
     assert outcome.extra_columns == {"golden_answer": ["4", "4"]}
+    assert outcome.metrics == {"accuracy": 0.5}
+
+
+def test_several_extra_columns_and_a_metric_are_kept_as_documented() -> None:
+    with loaded(f"{TRL}:logs_what_it_extracted") as reward:
+        outcome = asyncio.run(score(reward, [r"\boxed{4}", "5"], columns={"ground_truth": ["4", "4"]}))
+    assert outcome.values == [1.0, 0.0]
+    assert outcome.extra_columns == {"golden_answer": ["4", "4"], "extracted_answer": ["4", "[none]"]}
     assert outcome.metrics == {"accuracy": 0.5}
 
 

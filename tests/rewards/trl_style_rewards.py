@@ -37,6 +37,26 @@ def only_math(prompts, completions, task, **kwargs):
     return [1.0 if kind == "math" else None for kind in task]
 
 
+def math_reward_func(prompts, completions, task, **kwargs):
+    rewards = []
+    for prompt, completion, t in zip(prompts, completions, task, strict=True):
+        if t == "math":
+            rewards.append(1.0 if completion.endswith("4") and prompt else -1.0)
+        else:
+            rewards.append(None)
+    return rewards
+
+
+def coding_reward_func(prompts, completions, task, **kwargs):
+    rewards = []
+    for completion, t in zip(completions, task, strict=True):
+        if t == "coding":
+            rewards.append(1.0 if "def " in completion else -1.0)
+        else:
+            rewards.append(None)
+    return rewards
+
+
 async def async_reward(prompts, completions, ground_truth, **kwargs):
     await asyncio.sleep(0.01)
     return [1.0 if truth in completion else 0.0 for completion, truth in zip(completions, ground_truth, strict=True)]
@@ -49,6 +69,42 @@ def logging_reward(completions, ground_truth, log_extra=None, log_metric=None, *
     if log_metric:
         log_metric("accuracy", sum(rewards) / len(rewards))
     return rewards
+
+
+def logs_what_it_extracted(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):
+    extracted = [re.search(r"\\boxed\{(.*?)\}", c) for c in completions]
+    extracted = [m.group(1) if m else None for m in extracted]
+    rewards = [1.0 if e == gt else 0.0 for e, gt in zip(extracted, ground_truth, strict=False)]
+    if log_extra:
+        log_extra("golden_answer", list(ground_truth))
+        log_extra("extracted_answer", [e or "[none]" for e in extracted])
+    if log_metric:
+        log_metric("accuracy", sum(rewards) / len(rewards))
+    return rewards
+
+
+def counter_reward(environments, **kwargs):
+    return [float(env.counter) for env in environments]
+
+
+def counter_from_kwargs(completions, **kwargs):
+    return [float(env.counter) if hasattr(env, "counter") else None for env in kwargs["environments"]]
+
+
+def counter_if_there_is_one(completions, environments=None, **kwargs):
+    if environments is None:
+        return [None] * len(completions)
+    return [float(env.counter) for env in environments]
+
+
+async def async_counter_reward(prompts, completions, environments, **kwargs):
+    await asyncio.sleep(0)
+    return [float(env.counter) for env in environments]
+
+
+def names_of_keywords(completions, **kwargs):
+    kwargs["log_extra"]("names", [" ".join(sorted(kwargs))] * len(completions))
+    return [0.0] * len(completions)
 
 
 def curriculum(completions, trainer_state, **kwargs):

@@ -1,0 +1,232 @@
+"""`check-reward`: what the configured reward functions make of good and bad completions, before a run relies on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from grpo_async.cli.errors import FAILURE
+from grpo_async.cli.options import ConfigArgument, SetOption
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from grpo_async.config import ExperimentConfig
+    from grpo_async.records import Prompt
+    from grpo_async.rewards import RewardFunction
+    from grpo_async.rewards.audit_report import RewardReport, Scores
+    from grpo_async.rewards.findings import Finding
+
+_WIDTH_OF_A_PIPE = 160
+_MOST_NAMED = 4
+_COLORS = {"error": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def check_reward(
+    config: ConfigArgument,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of data.train to try: the first N.")] = 8,
+    gold_column: Annotated[
+        str | None,
+        typer.Option("--gold-column", metavar="NAME", help="Column of right answers; default: answer, solution, ..."),
+    ] = None,
+    slow_s: Annotated[
+        float, typer.Option("--slow-s", min=0.0, help="Report completions that take longer, in seconds.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the garbage.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object with every finding.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Try the reward functions on right answers, nothing, garbage, the prompt again, very long text and more.
+
+    Reports exceptions and time-outs, garbage that is paid, right answers that are not, scores that change from call to call
+    or with the other completions of a call, and slow functions. Needs no model. Exit code 1 if there are errors (warnings
+    alone: 0), 2 if the configuration is wrong.
+
+    \b
+    Examples:
+      grpo-async check-reward configs/math.yaml
+      grpo-async check-reward configs/quickstart.yaml --rows 32 --seed 1
+      grpo-async check-reward configs/math.yaml --gold-column solution --slow-s 0.2
+      grpo-async check-reward configs/math.yaml --json | jq '.rewards[].findings'
+    """
+    from grpo_async.config.loader import load_config
+    from grpo_async.rewards import audit_report, load_rewards
+
+    resolved = load_config(config, overrides or ())
+    prompts = _prompts(resolved, rows)
+    _check_gold_column(gold_column, prompts)
+    functions = load_rewards(resolved.rewards)
+    notes = _notes(resolved, prompts, gold_column)
+    reports: list[RewardReport] = []
+    try:
+        chosen = _without_those_that_need_a_run(functions, resolved, prompts, notes)
+        for index, function in chosen.items():
+            with _progress(function.name) as on_progress:
+                reports.append(
+                    audit_report.check_reward(
+                        function,
+                        resolved.rewards[index],
+                        f"rewards.{index}",
+                        prompts,
+                        gold_column=gold_column,
+                        seed=seed,
+                        slow_s=slow_s,
+                        on_progress=on_progress,
+                    )
+                )
+    finally:
+        for function in functions:
+            function.close()
+    if as_json:
+        typer.echo(json.dumps(_as_json(reports, notes), indent=2))
+    else:
+        _print(reports, notes)
+    if any(report.worst == "error" for report in reports):
+        raise typer.Exit(FAILURE)
+
+
+def _prompts(config: ExperimentConfig, num_rows: int) -> list[Prompt]:
+    from grpo_async.data import first_rows, make_prompt
+
+    source = config.data.train
+    return [make_prompt(row, number, source.system_prompt) for number, row in enumerate(first_rows(source, num_rows))]
+
+
+def _check_gold_column(gold_column: str | None, prompts: Sequence[Prompt]) -> None:
+    from grpo_async.errors import ConfigError
+
+    if gold_column is not None and not any(gold_column in prompt.columns for prompt in prompts):
+        raise ConfigError(
+            f"--gold-column {gold_column}: the data has no such column; it has {sorted(prompts[0].columns)}"
+        )
+
+
+def _notes(config: ExperimentConfig, prompts: Sequence[Prompt], gold_column: str | None) -> list[str]:
+    from grpo_async.rewards.fuzz import GOLD_COLUMNS, find_gold_column
+
+    notes = []
+    if gold_column is None and not any(find_gold_column(prompt.columns) for prompt in prompts):
+        notes.append(
+            f"No column is one of {', '.join(GOLD_COLUMNS)}, so right answers are not tried, and what garbage earns is "
+            "not judged; name the column with --gold-column."
+        )
+    if config.environments:
+        notes.append("What environments pay (`get_reward`) is not checked here.")
+    return notes
+
+
+def _without_those_that_need_a_run(
+    functions: Sequence[RewardFunction], config: ExperimentConfig, prompts: Sequence[Prompt], notes: list[str]
+) -> dict[int, RewardFunction]:
+    """Those that can be called with what the data has, by their place in `rewards`. A missing column is an error, as at the
+    start of a run."""
+    from grpo_async.errors import ConfigError
+
+    chosen: dict[int, RewardFunction] = {}
+    problems = []
+    for index, function in enumerate(functions):
+        lack = function.lack(prompts[0].columns, has_environments=bool(config.environments))
+        if function.needs_environments and config.environments:
+            notes.append(f"{function.name} is skipped: it needs `environments`, which only a rollout has.")
+        elif lack is not None and config.rollout_function is not None:
+            notes.append(f"{function.name} is skipped: it {lack}; your rollout function may return them.")
+        elif lack is not None:
+            problems.append(f"reward {function.name!r} {lack}")
+        else:
+            chosen[index] = function
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return chosen
+
+
+def _as_json(reports: Sequence[RewardReport], notes: Sequence[str]) -> dict[str, Any]:
+    return {"rewards": [dataclasses.asdict(report) for report in reports], "notes": list(notes)}
+
+
+def _print(reports: Sequence[RewardReport], notes: Sequence[str]) -> None:
+    from rich.text import Text
+
+    console = _console()
+    for report in reports:
+        _print_report(console, report)
+    for note in notes:
+        console.print(Text(f"note: {note}", style=_COLORS["note"]))
+    counts = {kind: sum(f.severity == kind for r in reports for f in r.findings) for kind in ("error", "warning")}
+    console.print(
+        f"{len(reports)} reward function(s) checked: {counts['error']} error(s), {counts['warning']} warning(s)."
+    )
+
+
+def _print_report(console: Console, report: RewardReport) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(f"{report.name}  (in: {report.place})"), title_justify="left", box=None, pad_edge=False)
+    table.add_column("input")
+    for heading in ("lowest", "mean", "highest"):
+        table.add_column(heading, justify="right")
+    table.add_row("gold", *_numbers(report.gold))
+    for kind, scores in report.others.items():
+        table.add_row(kind, *_numbers(scores))
+    console.print(table)
+    console.print(
+        f"{report.num_inputs} inputs: {report.num_failed} failed, {report.num_none} None; "
+        f"{report.median_s * 1000:.1f} ms a completion in the middle, {report.longest_s:.2f} s at most",
+        end="",
+    )
+    console.print(Text(f" ({report.slowest_input})" if report.slowest_input else ""))
+    for finding in report.findings:
+        console.print(_sentence(finding))
+    console.print()
+
+
+def _sentence(finding: Finding) -> Any:
+    from rich.text import Text
+
+    from grpo_async.viewer.safe_text import one_line
+
+    text = Text(f"{finding.severity.value}: ", style=_COLORS[finding.severity.value])
+    text.append(f"{one_line(finding.what, 400)} {one_line(finding.do, 400)}", style="default not bold not dim")
+    where = [f"inputs: {_named(finding.inputs)}"] if finding.inputs else []
+    where += [f"rows: {_named([str(row) for row in finding.rows])}"] if finding.rows else []
+    if where:
+        text.append(f"\n    {'; '.join(where)}", style="dim")
+    return text
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMED]) + (
+        f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    )
+
+
+def _numbers(scores: Scores | None) -> list[str]:
+    if scores is None:
+        return ["-", "-", "-"]
+    return [f"{value:.4g}" for value in (scores.lowest, scores.mean, scores.highest)]
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the terminal, nothing in a pipe; on stderr, so that --json stays clean."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_OF_A_PIPE)

@@ -1,0 +1,163 @@
+"""`check-reward` from the command line: exit codes, both forms of the report, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from grpo_async.cli.app import app
+
+AUDITED = "tests.rewards.audited_rewards"
+CONFIG = """\
+run: {name: demo}
+model: {path: m}
+data: {train: {type: jsonl, path: rows.jsonl}}
+inference: {engine: embedded}
+"""
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write_rows([{"prompt": f"What is {n} + 30?", "answer": str(n + 30)} for n in range(12, 22)])
+
+
+def _write_rows(rows: list[dict[str, Any]]) -> None:
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _check(rewards: list[dict[str, Any]], *arguments: str, more: str = "") -> Result:
+    Path("x.yaml").write_text(f"{CONFIG}rewards: {json.dumps(rewards)}\n{more}", encoding="utf-8")
+    return CliRunner().invoke(app, ["check-reward", "x.yaml", *arguments])
+
+
+def _reward(attribute: str, **section: Any) -> dict[str, Any]:
+    return {"function": f"{AUDITED}:{attribute}", **section}
+
+
+def test_help_has_examples() -> None:
+    result = CliRunner().invoke(app, ["check-reward", "--help"])
+    assert result.exit_code == 0
+    assert "Examples:\n    grpo-async check-reward" in result.stdout
+
+
+def test_a_good_function_is_exit_code_0_with_a_table() -> None:
+    result = _check([_reward("honest")], "--rows", "2")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["honest", "(in:", "thread)"]
+    assert ["gold", "1", "1", "1"] in [line.split() for line in lines]
+    assert ["garbage", "0", "0", "0"] in [line.split() for line in lines]
+    assert lines[-1] == "1 reward function(s) checked: 0 error(s), 0 warning(s)."
+
+
+def test_an_error_is_exit_code_1_with_what_to_do_and_a_warning_alone_is_0() -> None:
+    result = _check([_reward("substring")], "--rows", "2")
+    assert result.exit_code == 1
+    assert "error: It pays garbage: on row 0 `counting` got 1, as much as gold. A policy finds" in result.stdout
+    assert "    inputs: counting; rows: 0, 1" in result.stdout
+    result = _check([_reward("constant")], "--rows", "2")
+    assert result.exit_code == 0
+    assert "warning: It gives every input the same score (1)." in result.stdout
+
+
+def test_several_functions_are_reported_in_their_order_and_json_holds_everything() -> None:
+    result = _check([_reward("substring"), _reward("form_only", name="form")], "--rows", "3", "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert [reward["name"] for reward in report["rewards"]] == ["substring", "form"]
+    substring, form = report["rewards"]
+    assert substring["gold"] == {"lowest": 1.0, "mean": 1.0, "highest": 1.0}
+    assert [finding["severity"] for finding in form["findings"]] == ["note"]
+    garbage = next(finding for finding in substring["findings"] if "garbage" in finding["what"])
+    assert (garbage["severity"], garbage["inputs"], garbage["rows"]) == ("error", ["counting"], [0, 1, 2])
+    assert report["notes"] == []
+
+
+@pytest.mark.parametrize("run_in", ["thread", "process"])
+def test_what_a_function_prints_does_not_get_into_the_report(run_in: str) -> None:
+    Path("x.yaml").write_text(f"{CONFIG}rewards: {json.dumps([_reward('prints', run_in=run_in)])}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "grpo_async", "check-reward", "x.yaml", "--json", "--rows", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=True, env=environment)
+    assert json.loads(result.stdout)["rewards"][0]["name"] == "prints"
+    assert "a line on stdout" in result.stderr
+
+
+def test_rows_seed_and_set_are_obeyed() -> None:
+    inputs = {}
+    for rows in ("2", "4"):
+        report = json.loads(_check([_reward("honest")], "--rows", rows, "--json").stdout)
+        inputs[rows] = report["rewards"][0]["num_inputs"]
+    assert inputs["4"] == 2 * inputs["2"]
+    limited = _check([_reward("honest")], "--json", "--set", "data.train.limit=2", "--seed", "5")
+    assert json.loads(limited.stdout)["rewards"][0]["num_inputs"] == inputs["2"]
+
+
+def test_a_threshold_makes_a_slow_function_a_warning() -> None:
+    quiet = json.loads(_check([_reward("slow_on_nothing")], "--rows", "1", "--json").stdout)
+    assert quiet["rewards"][0]["findings"] == []
+    slow = json.loads(_check([_reward("slow_on_nothing")], "--rows", "1", "--json", "--slow-s", "0.2").stdout)
+    assert [finding["severity"] for finding in slow["rewards"][0]["findings"]] == ["warning"]
+
+
+def test_the_gold_column_may_have_any_name() -> None:
+    _write_rows([{"prompt": f"{n}?", "right": f"{n}"} for n in (12, 13)])
+    result = _check([_reward("form_only")])
+    assert "note: No column is one of answer, solution, ground_truth, target, label" in result.stdout
+    result = _check([_reward("form_only")], "--gold-column", "right")
+    assert "No column is one of" not in result.stdout
+    result = _check([_reward("form_only")], "--gold-column", "left")
+    assert result.exit_code == 2
+    assert "--gold-column left: the data has no such column; it has ['right']" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("rewards", "text"),
+    [
+        ([_reward("no_such_function")], "rewards.0.function"),
+        ([{"function": "tests.rewards.trl_style_rewards:boxed_reward"}], "needs the column(s) ['ground_truth']"),
+        ([_reward("wants_environments")], "needs `environments`, but the run has none"),
+        ([_reward("wants_environments", run_in="process")], "cannot be sent to another one"),
+    ],
+)
+def test_a_wrong_configuration_is_exit_code_2_without_a_traceback(rewards: list[dict[str, Any]], text: str) -> None:
+    result = _check(rewards)
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_functions_that_need_a_rollout_are_skipped_with_a_note() -> None:
+    environments = 'environments: {e: {factory: "a:b"}}\n'
+    result = _check([_reward("wants_environments"), _reward("honest")], "--rows", "1", more=environments)
+    assert result.exit_code == 0, result.output
+    assert "note: wants_environments is skipped: it needs `environments`, which only a rollout has." in result.stdout
+    assert "What environments pay (`get_reward`) is not checked here." in result.stdout
+    assert "1 reward function(s) checked" in result.stdout
+    own = 'rollout_function: {function: "a:b"}\n'
+    result = _check([{"function": "tests.rewards.trl_style_rewards:boxed_reward"}], "--rows", "1", more=own)
+    assert result.exit_code == 0, result.output
+    assert "boxed_reward is skipped: it needs the column(s) ['ground_truth']" in result.stdout
+
+
+def test_it_loads_no_heavy_library() -> None:
+    Path("x.yaml").write_text(f"{CONFIG}rewards: {json.dumps([_reward('honest')])}\n", encoding="utf-8")
+    script = (
+        "import sys\nfrom grpo_async.cli import main\n"
+        "try:\n    main(['check-reward', 'x.yaml', '--rows', '1'])\n"
+        "finally:\n    print([name for name in ('torch', 'transformers', 'vllm', 'datasets') if name in sys.modules])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120.0, check=True, env=environment
+    )
+    assert result.stdout.splitlines()[-1] == "[]"

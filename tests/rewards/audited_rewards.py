@@ -1,0 +1,112 @@
+"""Reward functions that `check-reward` should find something about, each one thing."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from typing import Any
+
+
+def honest(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    """Right: the text after any thinking is the answer."""
+    return [float(c.rpartition("</think>")[2].strip() == gold) for c, gold in zip(completions, answer, strict=True)]
+
+
+def raises_on_empty(completions: list[str], answer: list[str]) -> list[float]:
+    return [float(c.split()[-1] == gold) for c, gold in zip(completions, answer, strict=True)]
+
+
+def pays_everything_with_a_digit(completions: list[str], answer: list[str]) -> list[float]:
+    return [float(gold in c or any(d.isdigit() for d in c)) for c, gold in zip(completions, answer, strict=True)]
+
+
+def substring(completions: list[str], answer: list[str]) -> list[float]:
+    """Pays a list of all numbers like the answer."""
+    return [float(gold in c) for c, gold in zip(completions, answer, strict=True)]
+
+
+def prefers_garbage(completions: list[str], answer: list[str]) -> list[float]:
+    return [0.5 if gold in c else float(len(c) > 100) for c, gold in zip(completions, answer, strict=True)]
+
+
+def asks_but_ignores(completions: list[str], answer: list[str]) -> list[float]:
+    return [float(len(c) > 3) for c in completions]
+
+
+def form_only(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float("boxed" in c) for c in completions]
+
+
+def constant(completions: list[str], **kwargs: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def never_applies(completions: list[str], **kwargs: Any) -> list[None]:
+    return [None] * len(completions)
+
+
+def noisy(completions: list[str], answer: list[str]) -> list[float]:
+    return [float(c == gold) + random.random() / 20 for c, gold in zip(completions, answer, strict=True)]
+
+
+def ranks(completions: list[str], **kwargs: Any) -> list[float]:
+    order = sorted(range(len(completions)), key=lambda index: len(completions[index]))
+    return [order.index(index) / len(completions) for index in range(len(completions))]
+
+
+def wants_one(completions: list[str], answer: list[str]) -> list[float]:
+    (only,) = completions
+    return [float(only == answer[0])]
+
+
+def hangs_on_boxes(completions: list[str], answer: list[str]) -> list[float]:
+    if any("nonsense" in c or c.count("{") > 50 for c in completions):
+        time.sleep(30.0)
+    return [float(c == gold) for c, gold in zip(completions, answer, strict=True)]
+
+
+def catastrophic(completions: list[str], answer: list[str]) -> list[float]:
+    """One long C call that holds the interpreter: no time limit inside its process can end it."""
+    return [
+        float(bool(re.fullmatch(r"(?:\s|\d|\w+)+!", c[:60])) or c == gold)
+        for c, gold in zip(completions, answer, strict=True)
+    ]
+
+
+def dies(completions: list[str], **kwargs: Any) -> list[float]:
+    if any("boxed" in c for c in completions):
+        os._exit(7)
+    return [0.0] * len(completions)
+
+
+async def blocks_the_loop(completions: list[str], answer: list[str]) -> list[float]:
+    time.sleep(0.4 if completions == [""] else 0.0)  # noqa: ASYNC251 - the fault
+    return [float(c == gold) for c, gold in zip(completions, answer, strict=True)]
+
+
+def slow_on_nothing(completions: list[str], answer: list[str]) -> list[float]:
+    time.sleep(0.3 if completions == [""] else 0.0)
+    return [float(c == gold) for c, gold in zip(completions, answer, strict=True)]
+
+
+def burns_on_nothing(completions: list[str], answer: list[str]) -> list[float]:
+    end = time.thread_time() + (0.3 if completions == [""] else 0.0)
+    while time.thread_time() < end:
+        pass
+    return [float(c == gold) for c, gold in zip(completions, answer, strict=True)]
+
+
+def contents(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
+    """As TRL's documentation writes it: the first message's content."""
+    return [float(c[0]["content"].strip() == gold) for c, gold in zip(completions, answer, strict=True)]
+
+
+def prints(completions: list[str], answer: list[str]) -> list[float]:
+    print("a line on stdout")
+    return [float(c == gold) for c, gold in zip(completions, answer, strict=True)]
+
+
+def wants_environments(completions: list[str], environments: list[Any]) -> list[float]:
+    return [0.0] * len(completions)

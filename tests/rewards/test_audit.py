@@ -1,0 +1,146 @@
+"""check_reward on real functions. Those that no time limit inside a process can end run in a child, as the command runs all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from grpo_async.config.sections import RewardSection
+from grpo_async.data import make_prompt
+from grpo_async.rewards import audit_process
+from grpo_async.rewards.audit import cases_of, observe
+from grpo_async.rewards.audit_report import RewardReport, check_reward, make_report
+from grpo_async.rewards.findings import Subject
+from grpo_async.rewards.load import load_reward
+
+AUDITED = "tests.rewards.audited_rewards"
+ROWS = [("What is 12 + 60?", "72"), ("What is 3 + 4?", "7"), ("Name a colour.", "blue")]
+
+
+def _report(
+    function: str, *, rows: Any = ROWS, conversational: bool = False, in_child: bool = False, **section: Any
+) -> RewardReport:
+    reference = function if ":" in function else f"{AUDITED}:{function}"
+    settings = RewardSection(function=reference, **section)
+    reward = load_reward(settings, "rewards.0")
+    prompts = [
+        make_prompt(
+            {"prompt": [{"role": "user", "content": text}] if conversational else text, "answer": gold}, n, None
+        )
+        for n, (text, gold) in enumerate(rows)
+    ]
+    try:
+        if in_child:
+            return check_reward(reward, settings, "rewards.0", prompts, slow_s=0.2)
+        cases = cases_of(prompts, gold_column=None, seed=0)
+        seen = asyncio.run(observe(reward, prompts, cases, seed=0, slow_s=0.2))
+        subject = Subject(
+            place=reward.place, timeout_s=reward.timeout_s, slow_s=0.2, asks_for_gold=reward.names("answer")
+        )
+        return make_report(reward.name, seen, subject)
+    finally:
+        reward.close()
+
+
+def _findings(function: str, **more: Any) -> list[tuple[str, str]]:
+    return [(finding.severity.value, finding.what) for finding in _report(function, **more).findings]
+
+
+def test_an_honest_function_passes_and_its_numbers_are_told() -> None:
+    report = _report("honest", in_child=True)
+    assert report.findings == []
+    assert report.gold is not None
+    assert (report.gold.lowest, report.gold.mean, report.gold.highest) == (1.0, 1.0, 1.0)
+    assert report.others["garbage"].highest == 0.0
+    assert (report.place, report.num_failed, report.num_none) == ("thread", 0, 0)
+    assert report.num_inputs == 3 * 41
+
+
+@pytest.mark.parametrize(
+    ("function", "severity", "what"),
+    [
+        ("raises_on_empty", "error", "It raised IndexError: list index out of range."),
+        ("pays_everything_with_a_digit", "error", "It pays wrong answers"),
+        ("substring", "error", "It pays garbage: on row 0 `counting` got 1, as much as gold."),
+        ("prefers_garbage", "error", "Gold is below the maximum: on row 0 gold got 0.5"),
+        ("asks_but_ignores", "error", "It does not tell gold from garbage"),
+        ("form_only", "note", "It does not tell gold from garbage"),
+        ("constant", "warning", "It gives every input the same score (1)."),
+        ("never_applies", "warning", "It returned None (not applicable) for all 123 inputs."),
+        ("noisy", "warning", "The same input gets different scores from call to call."),
+        ("ranks", "warning", "The score of a completion depends on the other completions of the call."),
+        ("wants_one", "error", "Inputs that are fine one by one fail in one call: it raised ValueError"),
+        ("blocks_the_loop", "warning", "It blocks the event loop for 0.4 s"),
+        ("slow_on_nothing", "warning", "It is slow: `empty` took 0.3 s."),
+    ],
+)
+def test_each_fault_is_found(function: str, severity: str, what: str) -> None:
+    found = _findings(function)
+    assert [level for level, text in found if text.startswith(what)] == [severity], found
+    rank = ["error", "warning", "note"].index
+    assert min(rank(level) for level, _ in found) == rank(severity), found
+
+
+def test_a_function_that_ends_its_process_is_told_with_the_input() -> None:
+    report = _report("dies", in_child=True)
+    assert report.findings[0].what == "With `gold, boxed` on row 0 it ended its process (exit 7)."
+    assert report.num_inputs == 1  # `gold, plain`
+
+
+def test_a_function_that_computes_in_a_thread_is_sent_to_a_process() -> None:
+    (finding,) = _report("burns_on_nothing").findings
+    assert "set `run_in: process`" in finding.do
+
+
+def test_time_outs_are_observations_and_an_input_that_hangs_is_tried_twice_only() -> None:
+    report = _report("hangs_on_boxes", timeout_s=0.5, run_in="process")
+    assert report.findings[0].severity == "error"
+    assert report.findings[0].what.startswith("It took longer than 0.5 s")
+    # open braces, nested fractions and 200k braces hang, on 2 of the 3 rows each; 123 - 3 were tried
+    assert (report.num_failed, report.num_inputs) == (6, 120)
+    assert report.gold is not None
+    assert report.gold.lowest == 1.0
+
+
+def test_too_many_abandoned_threads_end_the_check_of_that_function() -> None:
+    whats = [what for _, what in _findings("hangs_on_boxes", timeout_s=0.1)]
+    assert any("threads cannot be killed; set `run_in: process` for it" in what for what in whats)
+
+
+def test_a_function_that_holds_the_interpreter_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_process, "_GRACE_S", 0.5)
+    began = time.monotonic()
+    (finding,) = (f for f in _report("catastrophic", in_child=True, timeout_s=0.5).findings if "killed" in f.what)
+    assert finding.severity == "error"
+    assert "holds the interpreter or the event loop" in finding.what
+    assert time.monotonic() - began < 20.0
+
+
+def test_null_content_and_no_messages_are_warnings_for_conversational_rows() -> None:
+    found = _findings("contents", conversational=True)
+    assert {level for level, text in found if "raised" in text} == {"warning"}
+    assert len(found) == 2  # AttributeError on null, IndexError on no messages
+
+
+@pytest.mark.parametrize("function", ["math:math_answer", "text:number_match", "text:exact_match"])
+@pytest.mark.parametrize("conversational", [False, True])
+def test_the_built_in_judges_of_answers_have_no_findings(function: str, conversational: bool) -> None:
+    rows = [("How many?", "72"), ("How far?", "35"), ("How much is it?", "1250")]
+    run_in = "process" if function.startswith("math") else "thread"
+    assert _findings(f"grpo_async.rewards.{function}", rows=rows, conversational=conversational, run_in=run_in) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        ("format:think_format", {}),
+        ("text:regex_match", {"pattern": "boxed"}),
+        ("length:soft_overlong", {"max_completion_tokens": 100, "cache_tokens": 20}),
+    ],
+)
+def test_the_built_in_judges_of_form_are_notes(function: str, arguments: dict[str, Any]) -> None:
+    found = _findings(f"grpo_async.rewards.{function}", arguments=arguments)
+    assert [level for level, _ in found] == ["note"]

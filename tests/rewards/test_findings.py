@@ -1,0 +1,142 @@
+"""From observations to findings; numbers by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_async.rewards.findings import Finding, Observation, Observations, Severity, Subject, find
+from grpo_async.rewards.fuzz import Case, CaseKind
+
+GOLD, TWIN, EMPTY, GARBAGE, WRONG = CaseKind.GOLD, CaseKind.TWIN, CaseKind.EMPTY, CaseKind.GARBAGE, CaseKind.WRONG
+
+
+def _seen(kind: CaseKind, value: float | None, *, row: int = 0, name: str = "", **more: Any) -> Observation:
+    case = Case(kind=kind, name=name or kind.value, completion="", completion_ids=[], dress="plain")
+    return Observation(row=row, case=case, value=value, **more)
+
+
+def _find(*singles: Observation, asks_for_gold: bool = False, place: str = "thread", **more: Any) -> list[Finding]:
+    subject = Subject(place=place, timeout_s=10.0, slow_s=1.0, asks_for_gold=asks_for_gold)
+    return find(Observations(singles=singles, **more), subject)
+
+
+def _rows(num: int, *values: tuple[CaseKind, float | None]) -> list[Observation]:
+    return [_seen(kind, value, row=row) for row in range(num) for kind, value in values]
+
+
+def test_a_good_function_has_no_findings() -> None:
+    assert _find(*_rows(4, (GOLD, 1.0), (TWIN, 0.0), (EMPTY, 0.0), (GARBAGE, 0.0))) == []
+
+
+def test_penalties_for_garbage_are_no_payment() -> None:
+    # lowest -1, gold 1: -0.5 is a share of 0.25, but nothing is paid below 0
+    assert _find(*_rows(4, (GOLD, 1.0), (TWIN, -0.5), (EMPTY, -1.0), (GARBAGE, -0.5))) == []
+
+
+@pytest.mark.parametrize(("score", "severity"), [(0.05, None), (0.3, "warning"), (0.89, "warning"), (0.95, "error")])
+def test_what_garbage_earns_is_judged_by_its_share_of_gold(score: float, severity: str | None) -> None:
+    found = _find(*_rows(4, (GOLD, 1.0), (TWIN, 0.0), (EMPTY, 0.0), (GARBAGE, score)))
+    assert [finding.severity.value for finding in found] == ([] if severity is None else [severity])
+    if severity is not None:
+        assert found[0].what.startswith(f"It pays garbage: on row 0 `garbage` got {score:g}")
+
+
+@pytest.mark.parametrize(("num_lucky", "severity"), [(2, "warning"), (3, "error")])
+def test_garbage_that_is_right_on_a_quarter_of_the_rows_may_be_chance(num_lucky: int, severity: str) -> None:
+    rows = _rows(8, (GOLD, 1.0), (TWIN, 0.0), (EMPTY, 0.0))
+    lucky = [_seen(GARBAGE, 1.0 if row < num_lucky else 0.0, row=row) for row in range(8)]
+    (finding,) = _find(*rows, *lucky)
+    assert (finding.severity.value, list(finding.rows)) == (severity, list(range(num_lucky)))
+
+
+def test_gold_below_garbage_is_an_error_that_names_both() -> None:
+    found = _find(*_rows(2, (GOLD, 0.5), (TWIN, 0.0), (EMPTY, 0.0), (GARBAGE, 1.0)))
+    assert found[0].severity is Severity.ERROR
+    assert found[0].what == "Gold is below the maximum: on row 0 gold got 0.5, `garbage` got 1."
+    assert list(found[0].rows) == [0, 1]
+
+
+def test_a_row_whose_gold_gets_nothing_is_an_error_and_one_that_gets_less_a_warning() -> None:
+    lost = _find(*_rows(3, (GOLD, 1.0), (TWIN, 0.0)), _seen(GOLD, 0.0, row=3), _seen(TWIN, 0.0, row=3))
+    assert [(f.severity.value, list(f.rows)) for f in lost] == [("error", [3])]
+    assert "no more than garbage (0), where other rows' gets up to 1" in lost[0].what
+    less = _find(*_rows(3, (GOLD, 1.0), (TWIN, 0.0)), _seen(GOLD, 0.6, row=3), _seen(TWIN, 0.0, row=3))
+    assert [(f.severity.value, list(f.rows)) for f in less] == [("warning", [3])]
+
+
+def test_a_function_of_the_form_alone_is_a_note_unless_it_asks_for_the_answer() -> None:
+    rows = _rows(2, (GOLD, 1.0), (TWIN, 1.0), (EMPTY, 0.0), (GARBAGE, 1.0))
+    assert [finding.severity for finding in _find(*rows)] == [Severity.NOTE]
+    assert [finding.severity for finding in _find(*rows, asks_for_gold=True)] == [Severity.ERROR]
+
+
+def test_the_best_dress_of_gold_counts() -> None:
+    boxed = Case(kind=GOLD, name="boxed", completion="", completion_ids=[], dress="boxed")
+    singles = [_seen(GOLD, 0.0), Observation(row=0, case=boxed, value=1.0), _seen(EMPTY, 0.0), _seen(TWIN, 0.0)]
+    twin = Case(kind=TWIN, name="boxed twin", completion="", completion_ids=[], dress="boxed")
+    assert _find(*singles, Observation(row=0, case=twin, value=0.0)) == []
+
+
+def test_the_same_score_for_everything_teaches_nothing() -> None:
+    rows = _rows(2, (GOLD, 1.0), (TWIN, 1.0), (EMPTY, 1.0))
+    (finding,) = _find(*rows)
+    assert (finding.severity.value, finding.what) == ("warning", "It gives every input the same score (1).")
+    (finding,) = _find(*rows, asks_for_gold=True)
+    assert finding.severity is Severity.ERROR
+
+
+def test_none_for_everything_and_none_for_gold_are_warnings() -> None:
+    (finding,) = _find(*_rows(2, (GOLD, None), (EMPTY, None)))
+    assert finding.what == "It returned None (not applicable) for all 4 inputs."
+    (finding,) = _find(*_rows(2, (GOLD, 1.0), (TWIN, 0.0)), _seen(GOLD, None, row=2), _seen(EMPTY, 0.0, row=2))
+    assert (finding.severity.value, list(finding.rows)) == ("warning", [2])
+    assert "returned None for the right answer" in finding.what
+
+
+def test_without_gold_nothing_is_said_about_what_is_paid() -> None:
+    assert _find(*_rows(2, (EMPTY, 0.0), (GARBAGE, 1.0))) == []
+
+
+def test_exceptions_are_grouped_by_what_they_say() -> None:
+    good = _rows(2, (GOLD, 1.0), (TWIN, 0.0))
+    bad = [
+        _seen(EMPTY, None, row=row, name=name, error="raised IndexError: x") for row in (0, 1) for name in ("a", "b")
+    ]
+    (finding,) = _find(*good, *bad, _seen(CaseKind.RARE, 0.0))
+    assert (finding.severity.value, finding.what) == ("error", "It raised IndexError: x.")
+    assert (list(finding.inputs), list(finding.rows)) == (["a", "b"], [0, 1])
+
+
+def test_an_exception_on_a_form_that_rollouts_never_give_is_a_warning() -> None:
+    rare = _seen(CaseKind.RARE, None, error="raised TypeError: y")
+    assert [f.severity for f in _find(*_rows(1, (GOLD, 1.0), (TWIN, 0.0)), rare)] == [Severity.WARNING]
+
+
+def test_slowness_is_told_with_the_way_out() -> None:
+    good = _rows(1, (GOLD, 1.0), (TWIN, 0.0))
+    (waits,) = _find(*good, _seen(EMPTY, 0.0, duration_s=2.0, cpu_s=0.4))
+    assert "`empty` took 2.0 s." in waits.what
+    assert "run_in: process" not in waits.do
+    (computes,) = _find(*good, _seen(EMPTY, 0.0, duration_s=6.0, cpu_s=5.9))
+    assert "more than half of timeout_s = 10" in computes.what
+    assert "set `run_in: process`" in computes.do
+    (in_process,) = _find(*good, _seen(EMPTY, 0.0, duration_s=2.0, cpu_s=1.9), place="process")
+    assert "run_in: process" not in in_process.do
+
+
+def test_a_blocked_event_loop_is_told_for_async_functions_only() -> None:
+    blocked = [*_rows(1, (GOLD, 1.0), (TWIN, 0.0)), _seen(EMPTY, 0.0, blocked_s=0.5)]
+    (finding,) = _find(*blocked, place="event loop")
+    assert "blocks the event loop for 0.5 s" in finding.what
+    assert _find(*blocked, place="thread") == []
+
+
+def test_the_worst_comes_first() -> None:
+    found = _find(
+        *_rows(1, (GOLD, 1.0), (TWIN, 1.0), (EMPTY, 0.0)),
+        unstable=[(0, "x")],
+        batch_errors=[(0, "raised ValueError: z")],
+    )
+    assert [finding.severity.value for finding in found] == ["error", "warning", "note"]

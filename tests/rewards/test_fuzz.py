@@ -1,0 +1,111 @@
+"""The inputs of check-reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_async.data import make_prompt
+from grpo_async.records import Prompt
+from grpo_async.rewards.fuzz import Case, CaseKind, find_gold_column, gold_text, make_cases, same_shape
+
+
+def _prompt(prompt: Any = "What is 12 + 60?", number: int = 0) -> Prompt:
+    return make_prompt({"prompt": prompt}, number, None)
+
+
+def _texts(cases: list[Case], kind: CaseKind) -> list[Any]:
+    return [case.completion for case in cases if case.kind is kind]
+
+
+def test_gold_is_tried_in_every_dress_with_a_twin_for_each() -> None:
+    cases = make_cases(_prompt(), gold="72", other_gold="5", seed=0)
+    gold = _texts(cases, CaseKind.GOLD)
+    assert gold[:4] == ["72", r"\boxed{72}", "<answer>72</answer>", "```python\n72\n```"]
+    assert gold[4:] == [f"<think>Let me see.</think>\n{text}" for text in gold[:4]]
+    assert _texts(cases, CaseKind.TWIN) == [text.replace("72", "83") for text in gold]
+    assert _texts(cases, CaseKind.WRONG) == [text.replace("72", "5") for text in gold]
+
+
+@pytest.mark.parametrize(
+    ("solution", "core"), [("12 + 60 = 72 #### 72", "72"), (r"So \boxed{\frac{1}{2}}.", r"\frac{1}{2}")]
+)
+def test_of_a_whole_solution_the_final_part_is_tried_too(solution: str, core: str) -> None:
+    gold = _texts(make_cases(_prompt(), gold=solution, other_gold=None, seed=0), CaseKind.GOLD)
+    assert solution in gold
+    assert core in gold
+    assert rf"\boxed{{{core}}}" in gold
+
+
+def test_another_rows_answer_that_is_the_same_is_not_wrong() -> None:
+    cases = make_cases(_prompt(), gold="... #### 72", other_gold=" 72", seed=0)
+    assert _texts(cases, CaseKind.WRONG) == []
+
+
+def test_without_gold_the_rest_is_tried() -> None:
+    kinds = {case.kind for case in make_cases(_prompt(), gold=None, other_gold=None, seed=0)}
+    assert kinds == {CaseKind.EMPTY, CaseKind.GARBAGE, CaseKind.ECHO, CaseKind.STRESS}
+
+
+def test_names_are_unique_in_a_row_and_the_prompt_is_repeated() -> None:
+    cases = make_cases(_prompt(), gold="... #### 72", other_gold="5", seed=0)
+    assert len({case.name for case in cases}) == len(cases)
+    assert _texts(cases, CaseKind.ECHO) == ["What is 12 + 60?"]
+
+
+def test_the_same_seed_gives_the_same_garbage_and_rows_differ() -> None:
+    def garbage(number: int, seed: int) -> list[Any]:
+        return _texts(make_cases(_prompt(number=number), gold=None, other_gold=None, seed=seed), CaseKind.GARBAGE)
+
+    assert garbage(0, 0) == garbage(0, 0)
+    assert garbage(0, 0) != garbage(0, 1)
+    assert garbage(0, 0) != garbage(1, 0)
+
+
+def test_every_text_can_be_encoded() -> None:
+    for number in range(50):
+        for case in make_cases(_prompt(number=number), gold="1", other_gold=None, seed=3):
+            case.completion.encode("utf-8")  # no half surrogate pairs
+
+
+def test_the_longest_inputs_have_200k_characters() -> None:
+    cases = make_cases(_prompt(), gold="72", other_gold=None, seed=0)
+    lengths = sorted((len(case.completion) for case in cases), reverse=True)
+    assert all(length > 170_000 for length in lengths[:3])
+    assert lengths[3] < 10_000
+    (tail,) = [case for case in cases if "tail" in case.name]
+    assert len(tail.completion_ids) == 1 + -(-len(tail.completion) // 4)
+
+
+def test_a_conversational_row_gets_messages_and_some_shapes_of_its_own() -> None:
+    cases = make_cases(_prompt([{"role": "user", "content": "Hi?"}]), gold="72", other_gold=None, seed=0)
+    assert cases[0].completion == [{"role": "assistant", "content": "72"}]
+    assert [] in _texts(cases, CaseKind.RARE)
+    (call,) = [case for case in cases if case.name == "a tool call without text"]
+    assert call.kind is CaseKind.EMPTY
+    assert call.completion[0]["tool_calls"][0]["function"]["name"] == "look_up"
+    assert _texts(cases, CaseKind.ECHO) == [[{"role": "assistant", "content": "Hi?"}]]
+
+
+@pytest.mark.parametrize(
+    ("text", "twin"),
+    [
+        ("72 km", "83 ln"),
+        ("Yes", "Zft"),
+        ("z9", "a1"),
+        ("100", "211"),
+        (r"\{1, 2\}", r"\{2, 3\}"),
+        ("∞", None),
+        ("", None),
+    ],
+)
+def test_a_twin_has_the_same_shape_and_other_characters(text: str, twin: str | None) -> None:
+    assert same_shape(text) == twin
+
+
+def test_the_gold_column_is_the_first_usual_one_with_a_usable_value() -> None:
+    assert find_gold_column({"solution": "s", "answer": "a"}) == "answer"
+    assert find_gold_column({"answer": None, "target": 0}) == "target"
+    assert find_gold_column({"answer": ["a"], "text": "x"}) is None
+    assert [gold_text(value) for value in (7, " x ", "", True, [1], None)] == ["7", "x", None, "True", None, None]
