@@ -25,11 +25,12 @@ Layers; imports go down only, packages of one layer do not import each other:
     3  rollout  training  viewer  quickstart
     2  scoring  servers  envs
     1  data  chat  tools  rewards  inference  buffer  batching  weights  tracking  store
-    0  records  config  errors  rundir  sandbox  references  threads  processes
+    0  records  config  errors  rundir  sandbox; below them: references  threads  calls  processes  retry
 
-Where to look: what may be configured: config/sections.py. How a rollout goes and ends: rollout/conversation.py. What a server must serve: inference/surface.py. How stale a sample
-may be: buffer/sample_buffer.py and buffer/admission.py. The loss: training/losses.py. The main loop: training/loop.py. The order
-of a weight push: weights/push.py. Which objects are connected to which: launch/lead.py and launch/rollout_side.py.
+Where to look: what may be configured: config/sections.py. How a rollout goes and ends: rollout/conversation.py. What a server must
+serve: inference/surface.py. How stale a sample may be: buffer/sample_buffer.py and buffer/admission.py. The loss:
+training/losses.py. The main loop: training/loop.py. The order of a weight push: weights/push.py. Which objects are connected to
+which: launch/lead.py, launch/rollout_side.py and launch/participants.py.
 """
 
 __version__ = "0.1.0"

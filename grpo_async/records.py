@@ -38,7 +38,6 @@ class RolloutStatus(StrEnum):
     FINISHED = "finished"  # ended by itself: final answer, or the environment is done
     TRUNCATED = "truncated"  # cut by a token, turn or length limit
     FAILED = "failed"  # an error; carries no trainable tokens
-    CANCELLED = "cancelled"  # given up on purpose (too stale, shutdown)
 
     @property
     def is_trainable(self) -> bool:
@@ -242,12 +241,11 @@ class RolloutCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """All completions of one prompt. `queued_at` is time.monotonic() seconds at the moment generation ended."""
+    """All completions of one prompt."""
 
     group_id: int
     prompt: Prompt
     completions: Sequence[RolloutCompletion]
-    queued_at: float = 0.0
 
     @property
     def trainable(self) -> list[RolloutCompletion]:

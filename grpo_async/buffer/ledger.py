@@ -72,9 +72,10 @@ class Ledger:
             return group_id in self._open
 
     @property
-    def num_generated_tokens(self) -> int:
+    def num_events(self) -> int:
+        """Grows while anything moves: tokens that arrive, groups that are started or settled."""
         with self._lock:
-            return self._tokens["started"]
+            return self._tokens["started"] + self._groups["started"] + sum(self._groups[s] for s in GroupStatus)
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """{"groups": {"started": n, "trained": n, ...}, "tokens": {...}}, taken at one instant."""

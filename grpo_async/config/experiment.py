@@ -94,7 +94,7 @@ class ExperimentConfig(StrictModel):
             found.append("rewards: there are none; name at least one, or an environment that has a `get_reward`")
         if self.rollout_function is not None and (self.tools or self.environments):
             found.append(
-                "rollout_function.function: with one, `tools` and `environments` are not used (the function makes the whole rollout); "
+                "rollout_function.function: with one, `tools` and `environments` are not used (it makes the whole rollout); "
                 "remove one or the other"
             )
         if self.evaluation is not None and self.evaluation.data is None and self.data.held_out is None:
@@ -116,6 +116,16 @@ class ExperimentConfig(StrictModel):
                 f"rollout.max_turn_tokens: {rollout.max_turn_tokens} is more than rollout.max_completion_tokens: "
                 f"{rollout.max_completion_tokens}, the budget of all turns together"
             )
+        limits = {f"tools.{index}.timeout_s": tool.timeout_s for index, tool in enumerate(self.tools)}
+        limits |= {f"environments.{name}.timeout_s": section.timeout_s for name, section in self.environments.items()}
+        if self.rollout_function is not None:
+            limits["rollout_function.timeout_s"] = self.rollout_function.timeout_s
+        for path, limit_s in limits.items():
+            if limit_s >= training.queue_timeout_s:
+                found.append(
+                    f"{path}: {limit_s:g} is not less than training.queue_timeout_s: {training.queue_timeout_s:g}; the trainer "
+                    "would give up while such a call, during which no token comes, is within its limit"
+                )
         if training.weight_sync_steps > rollout.max_staleness + 1:
             found.append(
                 f"rollout.max_staleness: {rollout.max_staleness} with training.weight_sync_steps: "

@@ -189,7 +189,7 @@ class RolloutSection(StrictModel):
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature; the trainer's logprobs use the same."""
     max_in_flight: int = Field(default=256, ge=1)
-    """Most completions that are asked of the server at once."""
+    """Most rollouts in progress at once: generating, or waiting for a tool or an environment."""
     zero_variance: Literal["skip", "resample", "train"] = "skip"
     """A group whose rewards are all equal teaches nothing. skip: not trained, the step goes on with the other groups.
     resample: another prompt takes its place (dynamic sampling, DAPO). train: trained with advantage 0, which dilutes the step."""
@@ -253,8 +253,8 @@ class RolloutFunctionSection(StrictModel):
     """Most groups in one call; null = `rollout.groups_per_step`."""
     max_concurrent_calls: int = Field(default=1, ge=1)
     """Calls that may run at once, each in a thread of its own."""
-    timeout_s: float = Field(default=600.0, gt=0.0)
-    """Time limit of one call; then its groups fail."""
+    timeout_s: float = Field(default=300.0, gt=0.0)
+    """Time limit of one call; then its groups fail, and its `trainer` answers no more."""
 
 
 class RewardSection(StrictModel):

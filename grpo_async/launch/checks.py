@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,9 +36,15 @@ def check_inputs(config: ExperimentConfig) -> list[str]:
     problems: list[str] = []
     notes: list[str] = []
     _check_model(config, problems, notes)
+    has_model = not problems
     train_rows = _check_source("data.train", config.data.train, problems, notes)
-    _check_evaluation(config, train_rows, problems, notes)
-    participants = _check_participants(config, train_rows, problems, notes)
+    held_out_rows = _check_evaluation(config, problems, notes)
+    participants = _check_participants(
+        config, {"data.train": train_rows, "evaluation.data": held_out_rows}, problems, notes
+    )
+    if participants is not None and has_model:
+        _check_template(config, participants, problems, notes)
+    _check_baseline(config, held_out_rows or train_rows, problems)
     _check_rewards(config, participants, train_rows, problems, notes)
     if participants is not None:
         asyncio.run(participants.aclose())
@@ -81,37 +87,55 @@ def _check_source(key: str, source: Source, problems: list[str], notes: list[str
         return None
 
 
-def _check_evaluation(config: ExperimentConfig, train: Rows | None, problems: list[str], notes: list[str]) -> None:
-    evaluation = config.evaluation
-    if evaluation is None:
-        return
-    rows = train if evaluation.data is None else _check_source("evaluation.data", evaluation.data, problems, notes)
-    baseline = evaluation.baseline_column
+def _check_evaluation(config: ExperimentConfig, problems: list[str], notes: list[str]) -> Rows | None:
+    """The first rows of evaluation.data; None where there are none of its own."""
+    if config.evaluation is None or config.evaluation.data is None:
+        return None
+    return _check_source("evaluation.data", config.evaluation.data, problems, notes)
+
+
+def _check_baseline(config: ExperimentConfig, rows: Rows | None, problems: list[str]) -> None:
+    baseline = None if config.evaluation is None else config.evaluation.baseline_column
     if rows and baseline is not None and baseline not in rows[0]:
         problems.append(f"evaluation.baseline_column: {baseline} is not one of the columns {sorted(rows[0])}")
 
 
 def _check_participants(
-    config: ExperimentConfig, rows: Rows | None, problems: list[str], notes: list[str]
+    config: ExperimentConfig, rows: Mapping[str, Rows | None], problems: list[str], notes: list[str]
 ) -> Participants | None:
-    """Tools, environments and the rollout function; None when one of them cannot be used."""
+    """Tools, environments and the rollout function, against the rows of each source; None when one cannot be used."""
     try:
         participants = load_participants(config)
     except ConfigError as error:
         problems.append(str(error))
         return None
-    notes.extend(participants.notes)
-    environments = participants.environments
-    if environments is not None and rows:
-        problems.extend(f"data.train, {problem}" for problem in environments.check_rows(rows))
-    if (participants.tools or environments is not None) and not problems:
-        try:
-            renderer = load_renderer(config)
-            for schemas in participants.tool_sets:
-                notes.extend(note for note in renderer.check_tools(schemas) if note not in notes)
-        except ConfigError as error:
-            problems.append(str(error))
+    try:
+        notes.extend(participants.notes)
+    except ConfigError as error:
+        problems.append(str(error))
+    if config.rollout_function is not None:
+        notes.append(
+            "rollout_function makes whole rollouts: rollout.max_in_flight, max_turns, max_turn_tokens, rollout_timeout_s and "
+            "tool_calling are not used"
+        )
+    if participants.environments is not None:
+        for key, some in rows.items():
+            problems.extend(f"{key}, {problem}" for problem in participants.environments.check_rows(some or ()))
     return participants
+
+
+def _check_template(
+    config: ExperimentConfig, participants: Participants, problems: list[str], notes: list[str]
+) -> None:
+    """Really render the tools, which takes the tokenizer: only where there are tools."""
+    if not participants.tool_sets:
+        return
+    try:
+        renderer = load_renderer(config)
+        for schemas in participants.tool_sets:
+            notes.extend(note for note in renderer.check_tools(schemas) if note not in notes)
+    except ConfigError as error:
+        problems.append(str(error))
 
 
 def _check_rewards(
@@ -137,7 +161,11 @@ def _check_rewards(
             f"rewards: `{name}` is also the reward of an environment; give the function a `name`" for name in both
         )
     for section, reward in zip(config.rewards, rewards, strict=True):
-        notes.extend(note for note in startup_notes(resolve(section.function)) if note not in notes)
+        try:
+            found = startup_notes(resolve(section.function), section.arguments)
+            notes.extend(note for note in found if note not in notes)
+        except ConfigError as error:
+            problems.append(f"reward {reward.name!r}: {error}")
         reward.close()
 
 

@@ -1,6 +1,7 @@
 """Shows a run while it goes: a live panel on a terminal (fits 80 x 24), one line per step elsewhere.
 
 Both take the same calls and keep nothing back: what the panel cannot show (notes, evaluations) is printed above it.
+No text can move the cursor: some of it quotes models and tools.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.launch.progress import Progress, duration, evaluation_line, join, ledger_text, sparkline, step_line
+from grpo_async.launch.wording import plain
 
 _REFRESHES_PER_S = 4
 
@@ -69,7 +71,7 @@ class LineDisplay:
         pass
 
     def phase(self, name: str) -> None:
-        self.progress.phase = name
+        self.progress.phase = plain(name)
         self._print(name)
 
     def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
@@ -84,7 +86,7 @@ class LineDisplay:
         self._print(text)
 
     def _print(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)  # soft: one line stays one line, for grep
+        self._console.print(Text(plain(text)), soft_wrap=True)  # soft: one line stays one line, for grep
         self._console.file.flush()
 
 
@@ -108,7 +110,7 @@ class LiveDisplay:
         self._live.stop()
 
     def phase(self, name: str) -> None:
-        self.progress.phase = name
+        self.progress.phase = plain(name)
 
     def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
         self.progress.add_step(step, max_steps, metrics)
@@ -118,7 +120,7 @@ class LiveDisplay:
         self.note(evaluation_line(when, metrics))
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._console.print(Text(plain(text)))
 
     def render(self) -> RenderableType:
         """The panel for the state as it is now."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from grpo_async.launch.wording import describe_exit
+from grpo_async.launch.wording import describe_exit, plain
 from grpo_async.rundir import write_atomically
 
 _EXITS_NAME = "rank_exits.json"
@@ -89,19 +89,20 @@ def rank_exits(folder: Path) -> list[RankExit]:
 
 
 def explain(folder: Path) -> str | None:
-    """A few lines for the user: which rank failed first and why; None when nobody left a word."""
+    """A few lines for the user: which rank failed first and why; None when nobody left a word. Safe to print: errors quote
+    what models and tools wrote."""
     failure, killed = first_failure(folder), _killed_first(folder)
     if killed is not None and (failure is None or failure.time > killed.time - _NOTICE_S):
         lines = [f"trainer rank {killed.rank} (pid {killed.pid}) {describe_exit(killed.exit_code)}"]
         if failure is not None:
             lines.append(f"after that rank {failure.rank} reported: {failure.error}")
-        return "\n".join(lines)
+        return plain("\n".join(lines))
     if failure is None:
         return None
     lines = [f"trainer rank {failure.rank} failed: {failure.error}"]
     if not failure.is_expected:
         lines += ["  " + line for line in failure.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]]
-    return "\n".join(lines)
+    return plain("\n".join(lines))
 
 
 def _killed_first(folder: Path) -> RankExit | None:

@@ -25,6 +25,7 @@ from grpo_async.launch.plan import Places, ProcessPlan, plan_processes
 from grpo_async.launch.prepare import Start, check_start, empty, lock
 from grpo_async.launch.summary import print_summary
 from grpo_async.launch.supervisor import Outcome, Supervisor
+from grpo_async.launch.wording import plain
 from grpo_async.rundir import RunDir, write_atomically
 
 Amend = Callable[[ProcessPlan], ProcessPlan]
@@ -120,7 +121,9 @@ def _report(outcome: Outcome, run_dir: RunDir, console: Console) -> int:
         print_summary(console, outcome.summary, run_dir.root)
     if outcome.error is not None:
         console.file.flush()  # before stderr, where both are the same file
-        _print(Console(stderr=True, highlight=False), f"error: {outcome.error}")
+        _print(
+            Console(stderr=True, highlight=False), f"error: {plain(outcome.error)}"
+        )  # it may quote a model or a tool
     return outcome.exit_code
 
 

@@ -90,7 +90,7 @@ class _Leader:
         loop.push(start)  # also proves the transport before anything is generated
         _call_when_set(control.stop_requested, side.source.interrupt)
         if "evaluation_before" not in self._progress:
-            self._evaluate("before", side, start)
+            self._evaluate("before", side, start, loop)
         finished = self._train(side, loop, meter, start)
         self._write_summary(side, meter, info, finished)
 
@@ -165,18 +165,18 @@ class _Leader:
             source.stop_generating()
             loop.finish(finished)
             try:
-                self._evaluate("after", side, finished)
+                self._evaluate("after", side, finished, loop)
             except GrpoAsyncError as error:  # the model is trained, saved and exported: that is not undone by this
                 logger.exception("the evaluation after training failed")
                 self._control.send("phase", name=f"the evaluation after training failed: {error}")
         loop.stop_followers()
         return finished
 
-    def _evaluate(self, when: str, side: RolloutSide, version: int) -> None:
+    def _evaluate(self, when: str, side: RolloutSide, version: int, loop: LeaderLoop) -> None:
         if side.evaluator is None:
             return
         self._control.send("phase", name="evaluating")
-        metrics = side.source.evaluate(side.evaluator, version=version)
+        metrics = side.source.evaluate(side.evaluator, version=version, heartbeat=loop.heartbeat)
         if metrics is None:
             return
         self._progress[f"evaluation_{when}"] = metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,10 @@ from grpo_async.inference.client import InferenceClient
 from grpo_async.records import Prompt
 from grpo_async.references import resolve
 from grpo_async.rollout.conversation import Conversation, SamplingSettings
-from grpo_async.rollout.conversations import ConversationLimits, ConversationProducer
+from grpo_async.rollout.conversation_producer import ConversationLimits, ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.function import FunctionLimits, FunctionProducer
+from grpo_async.rollout.function_output import OutputReader
+from grpo_async.rollout.function_producer import FunctionLimits, FunctionProducer
 from grpo_async.rollout.function_trainer import FunctionArguments, FunctionTrainer
 from grpo_async.rollout.producer import GroupProducer
 from grpo_async.tools import Tool, load_tools
@@ -27,6 +29,7 @@ from grpo_async.tools import Tool, load_tools
 class Participants:
     """What the configuration names, imported and checked."""
 
+    config: ExperimentConfig
     tools: Sequence[Tool]
     environments: Environments | None
     function: Callable[..., Any] | None
@@ -52,8 +55,8 @@ class Participants:
             found += self.environments.notes
             for pool in self.environments.pools.values():
                 found += startup_notes(pool.kind.environment_class)
-        for tool in self.tools:
-            found += startup_notes(tool.function)
+        for tool, section in zip(self.tools, self.config.tools, strict=True):
+            found += startup_notes(tool.function, section.arguments)
         found += startup_notes(self.function)
         return list(dict.fromkeys(found))
 
@@ -63,10 +66,19 @@ class Participants:
             await self.environments.close()
 
 
-def startup_notes(owner: Any) -> list[str]:
-    """The lines of an object's `startup_notes()`, if it has any: what the machine cannot give it, for example."""
+def startup_notes(owner: Any, arguments: Mapping[str, Any] | None = None) -> list[str]:
+    """The lines of an object's `startup_notes()`, if it has any: what the machine cannot give it, for example. It gets those of
+    the section's `arguments` that it names.
+
+    Raises:
+        ConfigError: what the object cannot do without is missing.
+    """
     notes = getattr(owner, "startup_notes", None)
-    return [str(note) for note in notes()] if callable(notes) else []
+    if not callable(notes):
+        return []
+    wanted = inspect.signature(notes).parameters
+    given = {name: value for name, value in (arguments or {}).items() if name in wanted}
+    return [str(note) for note in notes(**given)]
 
 
 def token_counter(renderer: ChatRenderer, participants: Participants) -> Callable[[Prompt], int]:
@@ -106,7 +118,7 @@ def load_participants(config: ExperimentConfig) -> Participants:
         if environments is not None:
             asyncio.run(environments.close())
         raise ConfigError("\n".join(problems))
-    return Participants(tools=tools, environments=environments, function=function)
+    return Participants(config=config, tools=tools, environments=environments, function=function)
 
 
 def _load_function(reference: str) -> Callable[..., Any]:
@@ -163,30 +175,38 @@ class ProducerParts:
         config = self.config
         section = config.rollout_function
         assert section is not None
-        trainer = FunctionTrainer(
-            self.client,
-            self.renderer,
-            settings,
-            arguments=FunctionArguments(
-                num_generations=group_size,
-                max_completion_length=config.rollout.max_completion_tokens,
-                temperature=temperature,
-                seed=config.run.seed,
-                chat_template_kwargs=config.model.chat_template_arguments,
-            ),
-            max_steps=config.training.max_steps,
-            served_version=self.served_version,
-            timeout_s=section.timeout_s,
-        )
+
+        def make_trainer(seed: int) -> FunctionTrainer:
+            return FunctionTrainer(
+                self.client,
+                self.renderer,
+                settings,
+                arguments=FunctionArguments(
+                    num_generations=group_size,
+                    max_completion_length=config.rollout.max_completion_tokens,
+                    temperature=temperature,
+                    seed=config.run.seed,
+                    chat_template_kwargs=config.model.chat_template_arguments,
+                ),
+                max_steps=config.training.max_steps,
+                served_version=self.served_version,
+                seed=seed,
+                timeout_s=section.timeout_s,
+            )
+
         return FunctionProducer(
             function,
-            trainer,
+            make_trainer,
             limits=FunctionLimits(
                 repeat_prompts=section.repeat_prompts,
                 groups_per_call=section.groups_per_call or config.rollout.groups_per_step,
                 max_concurrent_calls=section.max_concurrent_calls,
                 timeout_s=section.timeout_s,
             ),
-            decode=self.renderer.completion_text,
-            end_of_turn_ids=self.renderer.end_of_turn_ids,
+            reader=OutputReader(
+                decode=self.renderer.completion_text,
+                end_of_turn_ids=frozenset(self.renderer.end_of_turn_ids),
+                num_tokens=len(self.renderer.tokenizer),
+                max_model_len=config.inference.max_model_len,
+            ),
         )

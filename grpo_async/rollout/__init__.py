@@ -1,5 +1,8 @@
 """Generation. `source` is what the trainer sees: a thread that generates and scores, and a queue to take from.
 
-`conversation` runs one rollout, `worker` all of them, `thread` hosts the worker's event loop, `evaluation` asks the same server
-for greedy answers, `metrics` sums up what was generated.
+    worker -> producer (the seam) -> conversation_producer -> conversation      our rollouts: turns, tools, environments
+                                  '-> function_producer -> function_output      the user's: with a `function_trainer`
+
+`worker` makes all groups, `thread` hosts its event loop, `evaluation` asks the same server for greedy answers, `metrics` sums up
+what was generated, `error_log` counts what failed, `seeds` gives every request a seed of its own.
 """

@@ -3,7 +3,7 @@
     prompt ids -> [generate] -> output ids -> [parse, call tools] -> suffix ids -> [generate] -> ...
 
 Invariant: token-in/token-out. The next turn's prompt is prompt ids + output ids + suffix ids; nothing sampled is decoded and
-tokenised again, and a turn costs the same after 2 turns and after 64. A turn without tool calls ends the rollout.
+tokenised again, so nothing but the bytes of a request grows with the history. A turn without tool calls ends the rollout.
 
 How a rollout ends (R2.5, R2.6, R3.2):
 
@@ -34,6 +34,7 @@ from grpo_async.records import (
     ToolCallRecord,
     TurnRecord,
 )
+from grpo_async.rollout.seeds import seed_of
 
 
 class Generator(Protocol):
@@ -129,17 +130,28 @@ class Conversation:
         self._renderer = renderer
         self._settings = settings
 
-    async def run(self, start: RolloutStart, *, on_tokens: OnTokens | None = None) -> RolloutCompletion:
+    async def run(
+        self, start: RolloutStart, *, on_tokens: OnTokens | None = None, turns: list[TurnRecord] | None = None
+    ) -> RolloutCompletion:
         """Generate until the conversation ends or is cut.
 
         A prompt that leaves no room for a token gives a truncated completion without turns.
+
+        Args:
+            start: prompt, tools, environment.
+            on_tokens: called as tokens arrive.
+            turns: gets the turns as they are made, so that they are there when an error is raised.
 
         Raises:
             InferenceError: a generation failed.
             GrpoAsyncError: the environment's `is_done` failed, or tool results cannot be rendered.
         """
         began = time.monotonic()
-        progress = _Progress(context=list(start.prompt_ids), num_prompt_tokens=len(start.prompt_ids))
+        progress = _Progress(
+            context=list(start.prompt_ids),
+            num_prompt_tokens=len(start.prompt_ids),
+            turns=[] if turns is None else turns,
+        )
         if start.world is not None:
             progress.done = await start.world.is_done()
         ended = progress.done
@@ -169,7 +181,7 @@ class Conversation:
             token_ids=progress.context,
             max_tokens=budget,
             temperature=self._settings.temperature,
-            seed=(start.seed + number) & 0x7FFFFFFF,
+            seed=seed_of(start.seed, number),
             stop_token_ids=list(self._settings.stop_token_ids),
             cache_salt=str(start.served_version()),
         )

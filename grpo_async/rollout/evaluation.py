@@ -11,8 +11,11 @@ from typing import Any
 from grpo_async.errors import RunError
 from grpo_async.records import Prompt, RolloutCompletion, RolloutStatus
 from grpo_async.rollout.producer import GroupProducer, GroupRequest
+from grpo_async.rollout.seeds import seed_of
 from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.scorer import Scorer
+
+_MAX_FAILED_SHARE = 0.05
 
 
 class Evaluator:
@@ -28,21 +31,26 @@ class Evaluator:
         self._scorer = scorer
 
     async def run(self, *, version: int) -> dict[str, float]:
-        """Metrics of policy `version`: reward, rewards/{name}, mean_length, num_turns, truncated, num_prompts.
+        """Metrics of policy `version`: reward, rewards/{name}, mean_length, num_turns, truncated, num_prompts, and num_failed
+        and num_unscored where there are any (a rollout without tokens is not scored, as in training).
 
         Raises:
-            GrpoAsyncError: a request or a reward failed; an evaluation over part of the prompts would not compare.
+            GrpoAsyncError: a reward failed, or more than 5% of the rollouts did: the rest would not compare.
         """
         slots = asyncio.Semaphore(self._max_in_flight)
 
         async def one(number: int, prompt: Prompt) -> tuple[dict[str, float | None], RolloutCompletion]:
             request = GroupRequest(
-                name=f"eval-v{version}-{number}", prompt=prompt, size=1, seed=number, served_version=lambda: version
+                name=f"eval-v{version}-{number}",
+                prompt=prompt,
+                size=1,
+                seed=seed_of("evaluation", number),
+                served_version=lambda: version,
             )
             async with slots, self._producer.produce(request) as produced:
                 (completion,) = produced.completions
-                if completion.status is RolloutStatus.FAILED:
-                    raise RunError(f"the evaluation's rollout {completion.rollout_id} failed: {completion.error}")
+                if not completion.status.is_trainable or not completion.num_sampled_tokens:
+                    return dict.fromkeys(self._scorer.weights), completion
                 scores = await self._scorer.scores(prompt, [completion], environments=produced.environments)
             return scores.parts[0], completion
 
@@ -51,7 +59,15 @@ class Evaluator:
                 running = [tasks.create_task(one(number, prompt)) for number, prompt in enumerate(self._prompts)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        parts, completions = zip(*(task.result() for task in running), strict=True)
+        results = [task.result() for task in running]
+        failed = [completion for _, completion in results if completion.status is RolloutStatus.FAILED]
+        if len(failed) > _MAX_FAILED_SHARE * len(results):
+            raise RunError(
+                f"{len(failed)} of {len(results)} rollouts of the evaluation failed; the first, {failed[0].rollout_id}: "
+                f"{failed[0].error}"
+            )
+        parts = [part for part, _ in results]
+        completions = [completion for _, completion in results if completion.num_sampled_tokens]
         metrics = {"num_prompts": float(len(parts))}
         scored = [reward for reward in combine_rewards(parts, self._scorer.weights) if reward is not None]
         if scored:
@@ -60,10 +76,12 @@ class Evaluator:
             values = [value for part in parts if (value := part[name]) is not None]
             if values:
                 metrics[f"rewards/{name}"] = fmean(values)
-        metrics["mean_length"] = fmean(completion.num_sampled_tokens for completion in completions)
-        metrics["num_turns"] = fmean(len(completion.turns) for completion in completions)
-        metrics["truncated"] = fmean(float(completion.truncated) for completion in completions)
-        return metrics
+        if completions:
+            metrics["mean_length"] = fmean(completion.num_sampled_tokens for completion in completions)
+            metrics["num_turns"] = fmean(len(completion.turns) for completion in completions)
+        metrics["truncated"] = fmean(float(completion.truncated) for _, completion in results)
+        counts = {"num_failed": len(failed), "num_unscored": len(results) - len(scored) - len(failed)}
+        return metrics | {name: float(count) for name, count in counts.items() if count}
 
 
 def majority_share(rows: Sequence[dict[str, Any]], column: str) -> float:

@@ -1,23 +1,33 @@
-"""What a rollout function gets as `trainer`: the attributes that TRL's rollout functions use, over our client.
+"""What a call of a rollout function gets as `trainer`: the attributes that TRL's rollout functions use, over our client.
 
-processing_class   the tokenizer, with the chat template of the run
-args               num_generations, max_completion_length, temperature, chat_template_kwargs, ...
-state              global_step (steps done), max_steps
-generate(...)      completions of the served policy; `agenerate` for async functions
+    processing_class   the tokenizer, with the chat template of the run; a copy, so that it may be changed and used in threads
+    args               num_generations, max_completion_length, temperature, chat_template_kwargs, ...
+    state              global_step (steps done), max_steps
+    generate(...)      completions of the served policy; `agenerate` for async functions
+
+Lives as long as its call: afterwards it sends nothing more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.errors import DeadlineError, RunError
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import Origin, TaggedMessage
 from grpo_async.rollout.conversation import Generator, SamplingSettings
+from grpo_async.rollout.seeds import seed_of
+
+_OVERRIDES = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+_ORIGINS = {"assistant": Origin.POLICY, "tool": Origin.TOOL}  # control tokens in these are taken for text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +62,7 @@ class FunctionTrainer:
         arguments: `args`.
         max_steps: optimizer steps of the run.
         served_version: the policy version that the server serves now.
+        seed: of this call; every request has one of its own.
         timeout_s: deadline of one `generate` call.
     """
 
@@ -64,31 +75,40 @@ class FunctionTrainer:
         arguments: FunctionArguments,
         max_steps: int,
         served_version: Callable[[], int],
+        seed: int,
         timeout_s: float,
     ) -> None:
         self._client = client
         self._renderer = renderer
         self._settings = settings
         self._served_version = served_version
+        self._seed = seed
         self._timeout_s = timeout_s
+        self._max_steps = max_steps
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count()
-        self._max_steps = max_steps
+        self._running: set[concurrent.futures.Future[Any]] = set()
         self.args = arguments
 
-    @property
+    @cached_property
     def processing_class(self) -> Any:
-        """The tokenizer."""
-        return self._renderer.tokenizer
+        """The tokenizer. Of this call alone: truncation set here would cut the run's own prompts."""
+        return copy.deepcopy(self._renderer.tokenizer)
 
     @property
     def state(self) -> FunctionState:
         """Where the run is now."""
         return FunctionState(global_step=self._served_version(), max_steps=self._max_steps)
 
-    def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The event loop on which requests run."""
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Requests run on `loop` from now on."""
         self._loop = loop
+
+    def close(self) -> None:
+        """The call is over: cancel what it still asks for, refuse what it asks for later."""
+        self._loop = None
+        for running in list(self._running):
+            running.cancel()
 
     def generate(
         self, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None
@@ -103,50 +123,76 @@ class FunctionTrainer:
             For each prompt {"prompt_ids", "completion_ids", "logprobs", "text", "finish_reason"}.
 
         Raises:
+            RunError: the call of the rollout function is over.
+            DeadlineError: no answer within the call's time limit.
             RuntimeError: called on the event loop, which it would block; async functions await `agenerate`.
         """
-        loop = self._loop
-        if loop is None:
-            raise RuntimeError("trainer.generate works while the rollout function runs, not outside of it")
+        loop = self._open_loop()
         try:
-            running = asyncio.get_running_loop()
+            running_loop = asyncio.get_running_loop()
         except RuntimeError:
-            running = None
-        if running is loop:
+            running_loop = None
+        if running_loop is loop:
             raise RuntimeError("trainer.generate would block the event loop; await trainer.agenerate instead")
         work = self.agenerate(prompts, generation_overrides=generation_overrides)
-        return asyncio.run_coroutine_threadsafe(work, loop).result(self._timeout_s)
+        future = asyncio.run_coroutine_threadsafe(work, loop)
+        self._running.add(future)
+        try:
+            return future.result(self._timeout_s)
+        except concurrent.futures.CancelledError as error:
+            raise _call_is_over() from error
+        except TimeoutError as error:
+            if future.done():
+                raise
+            future.cancel()
+            raise DeadlineError(
+                f"{len(prompts)} completions that the rollout function asked for",
+                waited_s=self._timeout_s,
+                setting="rollout_function.timeout_s",
+            ) from error
+        finally:
+            self._running.discard(future)
 
     async def agenerate(
         self, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """As `generate`, for async rollout functions."""
+        self._open_loop()
         overrides = dict(generation_overrides or {})
-        unknown = sorted(set(overrides) - {"temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"})
+        unknown = sorted(set(overrides) - set(_OVERRIDES))
         if unknown:
-            raise ValueError(f"generation_overrides: {unknown} are not known; there are temperature, top_p, top_k, min_p, "
-                             "max_tokens and seed")  # fmt: skip
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._one(prompt, overrides)) for prompt in prompts]
+            raise ValueError(f"generation_overrides: {unknown} are not known; there are {', '.join(_OVERRIDES)}")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._one(prompt, overrides)) for prompt in prompts]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         return [task.result() for task in running]
+
+    def _open_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise _call_is_over()
+        return self._loop
 
     async def _one(self, prompt: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
         prompt_ids = self._prompt_ids(prompt)
         budget = self._settings.turn_budget(len(prompt_ids), 0)
         if budget < 1:
-            raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in inference.max_model_len = "
-                             f"{self._settings.max_model_len}")  # fmt: skip
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in inference.max_model_len = "
+                f"{self._settings.max_model_len}"
+            )
         args = self.args
         request = GenerateRequest(
-            request_id=f"function-{number}",
+            request_id=f"function-{self._seed}-{number}",
             token_ids=prompt_ids,
             max_tokens=min(budget, int(overrides.get("max_tokens", budget))),
             temperature=float(overrides.get("temperature", args.temperature)),
             top_p=float(overrides.get("top_p", args.top_p)),
             top_k=int(overrides.get("top_k", args.top_k)),
             min_p=float(overrides.get("min_p", args.min_p)),
-            seed=(int(overrides.get("seed", args.seed * 1_000_003)) + number) & 0x7FFFFFFF,
+            seed=seed_of(overrides.get("seed", self._seed), number),
             stop_token_ids=list(self._settings.stop_token_ids),
             cache_salt=str(self._served_version()),
         )
@@ -165,8 +211,25 @@ class FunctionTrainer:
             return self._renderer.prompt_ids([message], is_conversational=False)
         if all(isinstance(token, int) for token in prompt):
             return list(prompt)
-        messages = [TaggedMessage(role=m["role"], content=m["content"], origin=Origin.PROMPT) for m in prompt]
-        return self._renderer.prompt_ids(messages, is_conversational=True)
+        return self._renderer.prompt_ids([_tagged(message) for message in prompt], is_conversational=True)
+
+
+def _tagged(message: Mapping[str, Any]) -> TaggedMessage:
+    return TaggedMessage(
+        role=message["role"],
+        content=message.get("content") or "",
+        origin=_ORIGINS.get(message["role"], Origin.PROMPT),
+        tool_calls=tuple(message.get("tool_calls") or ()),
+        name=message.get("name"),
+        tool_call_id=message.get("tool_call_id"),
+    )
+
+
+def _call_is_over() -> RunError:
+    return RunError(
+        "this call of the rollout function is over (its time limit passed, its prompts became too stale, or the run stops), "
+        "so its trainer sends nothing more"
+    )
 
 
 def generate_rollout_completions(

@@ -31,6 +31,9 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     advantages = [abs(sample.advantage) for group in groups for sample in group.samples]
     if advantages:
         metrics["advantage/abs_mean"] = fmean(advantages)
+    ended = [c for group in groups for c in group.group.completions if c.status.is_trainable]
+    if ended:  # those without a token too: a prompt that was too long is truncated
+        metrics["rollout/truncated"] = fmean(float(completion.truncated) for completion in ended)
     completions = [completion for group in groups for completion in group.group.trainable]
     if completions:
         metrics.update(_completion_metrics(completions))
@@ -46,10 +49,11 @@ def _completion_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, f
         "completions/clipped_ratio": fmean(float(completion.truncated) for completion in completions),
         "rollout/duration_s": fmean(completion.total_duration_s for completion in completions),
         "rollout/num_turns": fmean(float(len(completion.turns)) for completion in completions),
-        "rollout/truncated": fmean(float(completion.truncated) for completion in completions),
         "rollout/done": fmean(float(completion.done) for completion in completions),
-        "rollout/generation_duration_s": fmean(turn.generation_duration_s for c in completions for turn in c.turns),
     }
+    measured = [t.generation_duration_s for c in completions for t in c.turns if t.generation_duration_s > 0.0]
+    if measured:  # a custom rollout function does not say
+        metrics["rollout/generation_duration_s"] = fmean(measured)
     ended = [float(c.num_sampled_tokens) for c in completions if not c.truncated]
     if ended:
         metrics["completions/mean_terminated_length"] = fmean(ended)

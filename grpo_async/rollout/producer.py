@@ -22,8 +22,8 @@ OnGroupTokens = Callable[[int, int, int], None]
 class GroupRequest:
     """A group to make: `size` rollouts of one prompt.
 
-    `name` begins the names of its rollouts ("g7" -> "g7-r0", "g7-r1", ...). `seed` is that of the first rollout, the next has
-    seed + 1, and so on. `served_version` tells the policy version that the server serves at the moment of the call.
+    `name` begins the names of its rollouts ("g7" -> "g7-r0", "g7-r1", ...). `seed` is that of the group, from which rollouts
+    and turns have theirs (`seed_of`). `served_version` tells the policy version that the server serves at the moment of the call.
     """
 
     name: str

@@ -27,6 +27,7 @@ from grpo_async.rollout.worker import RolloutWorker
 logger = logging.getLogger(__name__)
 
 _CONTROL_TIMEOUT_S = 30.0
+_HEARTBEAT_S = 20.0
 
 
 class AsyncRolloutSource:
@@ -80,7 +81,7 @@ class AsyncRolloutSource:
         watch = Watch(
             timeout_s=self._config.training.queue_timeout_s,
             setting="training.queue_timeout_s",
-            progress=lambda: self._ledger.num_generated_tokens,
+            progress=lambda: self._ledger.num_events,
             heartbeat=heartbeat,
             describe=self._describe,
         )
@@ -129,17 +130,23 @@ class AsyncRolloutSource:
     def ledger_snapshot(self) -> dict[str, dict[str, int]]:
         return self._ledger.snapshot()
 
-    def evaluate(self, evaluator: Evaluator, *, version: int) -> dict[str, float] | None:
-        """Metrics of the policy that is served; None when the run is to stop.
+    def evaluate(self, evaluator: Evaluator, *, version: int, heartbeat: Callable[[], None]) -> dict[str, float] | None:
+        """Metrics of the policy that is served; None when the run is to stop. Calls `heartbeat` now and then.
 
         Raises:
-            GrpoAsyncError: a request or a reward failed, or a completion took longer than rollout.rollout_timeout_s.
+            GrpoAsyncError: a reward failed, or too many rollouts did.
         """
-        self._evaluation = self._thread.submit(evaluator.run(version=version))
+        self._evaluation = running = self._thread.submit(evaluator.run(version=version))
         if self._stopping:  # asked for between the two lines above
-            self._evaluation.cancel()
+            running.cancel()
         try:
-            return self._evaluation.result()  # each of its completions has a deadline
+            while True:  # each of its rollouts has a deadline
+                try:
+                    return running.result(timeout=_HEARTBEAT_S)
+                except TimeoutError:
+                    if running.done():
+                        raise
+                    heartbeat()
         except CancelledError:
             return None
         finally:

@@ -8,7 +8,6 @@ every group fails for a while does the run stop, with the cause.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,6 +20,8 @@ from grpo_async.errors import NothingToLearnError, RolloutContractError, RunErro
 from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupProducer, GroupRequest
+from grpo_async.rollout.seeds import seed_of
+from grpo_async.scoring.advantages import has_zero_variance
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 
@@ -34,9 +35,9 @@ class WorkerSettings:
     zero_variance: Literal["skip", "resample", "train"]
     seed: int
     max_failed_groups: int
-    """Consecutive failed groups after which the run stops."""
+    """Consecutive failures of groups after which the run stops; what fails several groups at once counts once."""
     max_groups_without_signal: int
-    """Consecutive groups with all-equal rewards after which the run stops."""
+    """Consecutive groups with nothing to train after which the run stops."""
 
 
 @dataclass(slots=True)
@@ -46,8 +47,8 @@ class _InFlight:
     prompt: Prompt
     group: RolloutGroup
     task: asyncio.Task[None] | None = None
-    oldest_version: int | None = None
     too_stale: bool = False
+    oldest_versions: dict[int, int] = field(default_factory=dict)  # among the tokens of each rollout
     received: dict[int, int] = field(default_factory=dict)  # tokens of each rollout
 
 
@@ -86,6 +87,7 @@ class RolloutWorker:
         self._outstanding: set[int] = set(reissue)
         self._server_version = 0
         self._failures_in_a_row = 0
+        self._last_failure: Exception | None = None
         self._without_signal_in_a_row = 0
 
     @property
@@ -129,7 +131,10 @@ class RolloutWorker:
             else:
                 await self._hand_over(scored)
             self._check_signal(scored)
-        except (NothingToLearnError, RolloutContractError):
+        except NothingToLearnError:
+            raise
+        except RolloutContractError:
+            self._settle_dropped(entry.group, GroupStatus.FAILED)
             raise
         except _TooStaleError:
             self._settle_dropped(entry.group, GroupStatus.STALE)
@@ -145,10 +150,12 @@ class RolloutWorker:
                 raise  # it was settled, and storing it failed: that is the run's problem, not the group's
             self._errors.note("group", error)
             self._settle_dropped(entry.group, GroupStatus.FAILED)
-            self._failures_in_a_row += 1
+            if error is not self._last_failure:  # one call of a rollout function fails all of its groups
+                self._failures_in_a_row += 1
+            self._last_failure = error
             if self._failures_in_a_row >= self._settings.max_failed_groups:
                 raise RunError(
-                    f"{self._failures_in_a_row} groups failed in a row, none succeeded; the last one: {error}"
+                    f"{self._failures_in_a_row} failures in a row and no group succeeded; the last one: {error}"
                 ) from error
         finally:
             self._in_flight.pop(group_id, None)
@@ -163,13 +170,13 @@ class RolloutWorker:
         def on_tokens(index: int, num_tokens: int, version: int) -> None:
             entry.received[index] = entry.received.get(index, 0) + num_tokens
             self._ledger.generated(group_id, num_tokens)
-            entry.oldest_version = version if entry.oldest_version is None else min(entry.oldest_version, version)
+            entry.oldest_versions[index] = min(version, entry.oldest_versions.get(index, version))
 
         request = GroupRequest(
             name=f"g{group_id}",
             prompt=entry.prompt,
             size=settings.group_size,
-            seed=settings.seed * 1_000_003 + group_id * settings.group_size,
+            seed=seed_of(settings.seed, group_id),
             served_version=lambda: self._server_version,
             on_tokens=on_tokens,
         )
@@ -178,7 +185,6 @@ class RolloutWorker:
                 group_id=group_id,
                 prompt=entry.prompt,
                 completions=produced.completions,
-                queued_at=time.monotonic(),
             )
             if self._is_too_stale(
                 entry
@@ -190,7 +196,6 @@ class RolloutWorker:
             if len(group.trainable) >= 2:
                 return await self._scorer.score(group, environments=produced.environments)
         if len(group.completions) - len(failed) >= 2:
-            self._errors.count("group without tokens")
             return None
         reasons = "; ".join(sorted({c.error for c in group.completions if c.error}))
         raise RunError(f"{len(group.trainable)} of {len(group.completions)} rollouts survived: {reasons}")
@@ -203,16 +208,9 @@ class RolloutWorker:
         self._without_signal_in_a_row += 1
         if self._without_signal_in_a_row < self._settings.max_groups_without_signal:
             return
-        if scored is None:
-            example = "the last one had no token at all: its prompt is too long, or its environment was done at once"
-        elif rewards := [reward for reward in scored.rewards if reward is not None]:
-            example = f"all {rewards[0]:g} in the last one"
-        else:
-            example = "the last one was not scored at all"
         raise NothingToLearnError(
-            f"{self._without_signal_in_a_row} groups in a row had all-equal rewards ({example}), so there is nothing to "
-            "learn: the task is solved, too hard for this policy, or the policy has collapsed. Look at `inspect-rollouts`; "
-            "the limit is rollout.max_rounds_without_signal x rollout.groups_per_step"
+            f"{self._without_signal_in_a_row} groups in a row had nothing to learn from; the last one: {_no_signal(scored)}. "
+            "Look at `inspect-rollouts`; the limit is rollout.max_rounds_without_signal x rollout.groups_per_step"
         )
 
     async def _hand_over(self, scored: ScoredGroup) -> None:
@@ -261,5 +259,21 @@ class RolloutWorker:
                 entry.task.cancel()
 
     def _is_too_stale(self, entry: _InFlight) -> bool:
-        oldest = entry.oldest_version
+        oldest = min(entry.oldest_versions.values(), default=None)
         return oldest is not None and self._server_version - oldest > self._settings.max_staleness
+
+
+def _no_signal(scored: ScoredGroup | None) -> str:
+    """Why a group had nothing to train."""
+    if scored is None:
+        return "no token was sampled: its prompt is too long, or its environment was done at once"
+    rewards = [reward for reward in scored.rewards if reward is not None]
+    if len(rewards) < 2:
+        return "it was not scored"
+    if has_zero_variance(scored.rewards):
+        return (
+            f"all rewards are {rewards[0]:g}: the task is solved, too hard for this policy, or the policy has collapsed"
+        )
+    return (
+        "all its completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"
+    )

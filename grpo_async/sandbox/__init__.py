@@ -14,8 +14,8 @@ result is worth. The code may always lie about its own doings: exit code and out
 from __future__ import annotations
 
 from grpo_async.sandbox.records import SandboxError, SandboxLimits, SandboxResult, SandboxStatus
-from grpo_async.sandbox.sandbox import REQUIRED, Sandbox
-from grpo_async.sandbox.walls import Capability, capabilities, startup_notes
+from grpo_async.sandbox.sandbox import REQUIRED, Sandbox, startup_notes
+from grpo_async.sandbox.walls import Capability, capabilities
 
 __all__ = [
     "REQUIRED",

@@ -14,7 +14,7 @@ from grpo_async.sandbox.execution import END_TIMEOUT_S, Execution, Job
 from grpo_async.sandbox.interpreter import find_interpreter
 from grpo_async.sandbox.records import SandboxLimits, SandboxResult
 from grpo_async.sandbox.remove import remove_tree
-from grpo_async.sandbox.walls import LIMITS, NAMES, NETWORK, PROCESSES, capabilities, findings
+from grpo_async.sandbox.walls import LIMITS, NAMES, NETWORK, PROCESSES, capabilities, describe, findings
 
 REQUIRED = (LIMITS, NETWORK, PROCESSES)
 """Without these, one completion can end the run or leave the machine, so their absence is refused unless asked for.
@@ -161,3 +161,13 @@ def _checked_path(name: str) -> str:
     if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ValueError(f"the file name {name!r} is no path below the working directory; write it as `dir/file.txt`")
     return name
+
+
+def startup_notes(require: Iterable[str] = REQUIRED) -> list[str]:
+    """Lines for the start of a run: what holds on this machine, what does not, and what follows from it.
+
+    Raises:
+        ConfigError: a required capability is not to be had on this machine, or its name is unknown.
+    """
+    _check(require)
+    return describe()

@@ -106,7 +106,7 @@ def capabilities() -> list[Capability]:
     ]
 
 
-def startup_notes() -> list[str]:
+def describe() -> list[str]:
     """Lines for the start of a run: one for what holds, one for each thing that does not, and what follows from it."""
     found = capabilities()
     held = [f"{c.name} ({c.how})" for c in found if c.is_available]

@@ -198,7 +198,7 @@ class LeaderLoop:
             return self._source.take(
                 self._config.rollout.groups_per_step,
                 trainer_version=step - 1,
-                heartbeat=lambda: self._command_all(WaitCommand()),  # the other ranks wait with a deadline
+                heartbeat=self.heartbeat,
             )
         except RunError:
             try:
@@ -270,6 +270,10 @@ class LeaderLoop:
 
     def stop_followers(self) -> None:
         self._command_all(StopCommand())
+
+    def heartbeat(self) -> None:
+        """Tell the other ranks, which wait with a deadline, that this one waits too."""
+        self._command_all(WaitCommand())
 
     def _command_all(self, command: Command) -> None:
         self._place.channel.send([command] * self._place.num_ranks)

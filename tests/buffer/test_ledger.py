@@ -45,7 +45,7 @@ def test_tokens_that_arrive_after_the_end_of_their_group_are_not_counted_on_eith
     ledger.start(1)
     ledger.settle(1, GroupStatus.CANCELLED)
     ledger.generated(1, 5)
-    assert ledger.num_generated_tokens == 0
+    assert ledger.num_events == 0
     assert is_closed(ledger.snapshot())
 
 

@@ -25,10 +25,14 @@ def odd_is_right(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[floa
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
+def number_in_group(request: Request) -> int:
+    """The 3 of "g7-r3-t0"."""
+    return int(request["request_id"].split("-")[1].removeprefix("r"))
+
+
 async def odd_or_even(request: Request) -> AsyncIterator[bytes]:
-    """A script: one token, odd or even by the seed, and the end of the turn, from the version that the client knows of.
-    The rollouts of a group have seeds in a row."""
-    yield line([5 + request["seed"] % 2, *request["stop_token_ids"][:1]], version=int(request["cache_salt"]))
+    """A script: one token, odd or even by its number in the group, and the end of the turn, of the version the client knows."""
+    yield line([5 + number_in_group(request) % 2, *request["stop_token_ids"][:1]], version=int(request["cache_salt"]))
 
 
 def side_config(folder: Path, model_path: Path, **sections: Mapping[str, Any]) -> ExperimentConfig:

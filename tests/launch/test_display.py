@@ -60,6 +60,21 @@ def test_each_step_is_one_plain_line() -> None:
     ]
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_text_moves_the_cursor(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, no_color=True, color_system=None, width=80)
+    display = _show(LiveDisplay if terminal else LineDisplay, console)  # not entered: that writes escapes of its own
+    bad = "a\x1b]0;x\x07b\x1b[2Jc\rd"
+    display.phase(bad)
+    display.note(bad)
+    display.evaluation("after", {f"{bad}/mean": 1.0})
+    if terminal:
+        console.print(display.render())
+    assert "\x1b" not in _text(console)
+    assert "\r" not in _text(console)
+    assert _text(console).count("abcd") == 3
+
+
 def test_missing_and_undefined_metrics_are_left_out() -> None:
     console = _console(terminal=False)
     with _show(LineDisplay, console) as display:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from grpo_async.errors import DeadlineError
 from grpo_async.launch.failures import RankExit, explain, first_failure, write_failure, write_rank_exits
+from grpo_async.launch.launcher import _report
+from grpo_async.launch.supervisor import Outcome
 from grpo_async.launch.wording import describe_exit, tail
+from grpo_async.rundir import RunDir
 
 
 def _fail(folder: Path, rank: int, error: Exception) -> None:
@@ -44,6 +49,24 @@ def test_an_error_raised_on_purpose_is_shown_without_its_traceback(tmp_path: Pat
     assert text is not None
     assert "waited 600 s for samples of step 3" in text
     assert "\n" not in text
+
+
+def test_what_a_model_wrote_cannot_reach_the_terminal_through_an_error(tmp_path: Path) -> None:
+    _fail(tmp_path, 0, RuntimeError("the tool said \x1b]0;x\x07here\x1b[2J\r gone"))
+    text = explain(tmp_path)
+    assert text is not None
+    assert text.startswith("trainer rank 0 failed: RuntimeError: the tool said here gone\n")
+    assert "    raise error\n" in text  # lines stay lines
+    write_rank_exits(tmp_path, [_exit(1, -signal.SIGKILL)])
+    text = explain(tmp_path)
+    assert text is not None
+    assert text.splitlines()[1] == "after that rank 0 reported: RuntimeError: the tool said here gone"
+
+
+def test_the_launchers_last_word_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = Outcome(exit_code=1, error="the server said \x1b]0;x\x07no\x1b[2J\ntwice")
+    assert _report(outcome, RunDir(tmp_path), Console(file=io.StringIO())) == 1
+    assert capsys.readouterr().err == "error: the server said no\ntwice\n"
 
 
 def test_a_killed_rank_goes_before_the_error_that_it_caused_elsewhere(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class _World:
         return self._info
 
     # the rollout source
-    def evaluate(self, evaluator: Any, *, version: int) -> dict[str, float]:
+    def evaluate(self, evaluator: Any, *, version: int, heartbeat: Any) -> dict[str, float]:
         self.events.append(f"evaluate {version}")
         return {"reward": 0.5}
 

@@ -47,7 +47,9 @@ def test_a_rollout_function_beside_tools_or_environments_is_refused_with_the_rea
     tmp_path: Path, beside: dict[str, Any]
 ) -> None:
     """R4.4: such a function bypasses the tool loop, so what is configured for it would silently not be used."""
-    with pytest.raises(ValueError, match=r"rollout_function\.function: .*`tools` and `environments` are not used.*remove one"):
+    with pytest.raises(
+        ValueError, match=r"rollout_function\.function: .*`tools` and `environments` are not used.*remove one"
+    ):
         make_config(tmp_path, rollout_function=FUNCTION, **beside)
 
 
@@ -60,9 +62,7 @@ def test_the_refusal_of_tools_beside_a_rollout_function_names_the_file(tmp_path:
         f"tools: [{{function: {TOOL['function']}}}]\n"
         f"rollout_function: {{function: {FUNCTION['function']}}}\n"
     )
-    with pytest.raises(
-        ConfigError, match=r"config\.yaml:6: rollout_function\.function: .*the function makes the whole rollout"
-    ):
+    with pytest.raises(ConfigError, match=r"config\.yaml:6: rollout_function\.function: .*it makes the whole rollout"):
         load_config(file)
 
 

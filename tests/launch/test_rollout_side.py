@@ -15,7 +15,7 @@ from grpo_async.buffer.ledger import is_closed
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.launch.renderer import load_renderer
 from grpo_async.records import GroupStatus
-from tests.launch.sides import no_heartbeat, odd_or_even, open_side, side_config
+from tests.launch.sides import no_heartbeat, number_in_group, odd_or_even, open_side, side_config
 from tests.support.local_server import Refusal, Request, line, local_server
 
 LONG_S = 500.0
@@ -80,7 +80,7 @@ def test_a_server_that_never_gets_ready_a_silent_request_and_an_empty_queue_have
     )
     with local_server(_silent) as server, open_side(request, server) as side:
         side.source.start()
-        with pytest.raises(RunError, match=r"8 groups failed in a row.*ReadTimeout"):
+        with pytest.raises(RunError, match=r"8 failures in a row.*ReadTimeout"):
             side.source.take(2, trainer_version=0, heartbeat=no_heartbeat)
     queue = side_config(
         tmp_path, tiny_model, inference={"request_timeout_s": LONG_S}, training={"queue_timeout_s": 0.3}
@@ -96,7 +96,7 @@ def test_an_empty_queue_goes_on_waiting_while_the_server_generates(tiny_model: P
 
     async def slow(request: Request) -> AsyncIterator[bytes]:
         for _ in range(11):
-            yield line([5 + request["seed"] % 2], finish=None)
+            yield line([5 + number_in_group(request) % 2], finish=None)
             await asyncio.sleep(0.1)
         yield line(request["stop_token_ids"][:1])
 

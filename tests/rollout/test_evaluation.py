@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from tests.support.records import make_completion, make_prompt
 class _Producer:
     """One completion for each prompt; notes how many are leased at once."""
 
-    def __init__(self, *, failing: int | None = None) -> None:
+    def __init__(self, *, failing: Sequence[int] = ()) -> None:
         self._failing = failing
         self._leased = 0
         self.most_leased = 0
@@ -32,7 +32,9 @@ class _Producer:
         self.most_leased = max(self.most_leased, self._leased)
         await asyncio.sleep(0)
         number = request.prompt.prompt_id
-        completion = make_completion(request.name, failed=number == self._failing)
+        completion = make_completion(
+            f"{request.name}-r0", failed=number in self._failing, ids=() if number == 3 else (5, 6)
+        )
         if number == 1:
             completion = replace(completion, truncated=True, environment_rewards={"Maze": 1.0})
         yield Produced(completions=[completion], environments=[number])
@@ -52,24 +54,27 @@ def _evaluate(producer: _Producer, count: int = 4) -> dict[str, float]:
 
 
 def test_means_are_over_the_prompts_that_have_a_reward() -> None:
-    """Rewards None, 1, 2, 3; environment None, 1.0 (weight 2), None, None: totals None, 3, 2, 3."""
+    """Rewards None, 1, 2 and, without a token, none; environment None, 1.0 (weight 2), None: totals None, 3, 2."""
     producer = _Producer()
     metrics = _evaluate(producer)
     assert metrics == {
         "num_prompts": 4.0,
-        "reward": pytest.approx(8 / 3),
-        "rewards/reward": 2.0,
+        "reward": 2.5,
+        "rewards/reward": 1.5,
         "rewards/Maze": 1.0,
         "mean_length": 2.0,
         "num_turns": 1.0,
         "truncated": 0.25,
+        "num_unscored": 2.0,
     }
     assert producer.most_leased == 2
 
 
-def test_a_failed_rollout_fails_the_evaluation_and_is_named() -> None:
-    with pytest.raises(RunError, match="rollout eval-v5-2 failed: injected"):
-        _evaluate(_Producer(failing=2))
+def test_one_failed_rollout_of_many_is_counted_and_more_end_the_evaluation_with_the_cause() -> None:
+    """1 of 20 is 5%, 2 of 20 are more."""
+    assert _evaluate(_Producer(failing=[2]), 20)["num_failed"] == 1.0
+    with pytest.raises(RunError, match=r"2 of 20 rollouts of the evaluation failed; the first, eval-v5-2-r0: injected"):
+        _evaluate(_Producer(failing=[2, 5]), 20)
 
 
 def test_the_majority_is_the_share_of_the_most_frequent_value() -> None:

@@ -23,7 +23,7 @@ from grpo_async.inference.client import InferenceClient
 from grpo_async.records import FinishReason, RolloutCompletion, RolloutGroup, RolloutSample
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import Conversation, SamplingSettings
-from grpo_async.rollout.conversations import ConversationLimits, ConversationProducer
+from grpo_async.rollout.conversation_producer import ConversationLimits, ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest
 from grpo_async.scoring.scorer import Scorer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,20 @@ from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, is_closed
 from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
 from grpo_async.data.stream import PromptStream
-from grpo_async.errors import NothingToLearnError, RequestRejectedError, RunError
+from grpo_async.errors import NothingToLearnError, RequestRejectedError, RolloutContractError, RunError
 from grpo_async.inference.client import Generation, OnTokens
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import FinishReason, GroupStatus, ScoredGroup
 from grpo_async.rewards import RewardFunction
-from grpo_async.rollout.conversation import Conversation, SamplingSettings
-from grpo_async.rollout.conversations import ConversationLimits, ConversationProducer
+from grpo_async.rollout.conversation import Conversation, RolloutStart, SamplingSettings
+from grpo_async.rollout.conversation_producer import ConversationLimits, ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.reader import read_groups
 from grpo_async.store.rollout_store import RolloutStore
-from tests.rollout.fakes import FakeRenderer
+from tests.rollout.fakes import CALL, FakeRenderer, FakeTools
 
 Script = Callable[[str], Generation | Exception]
 
@@ -269,7 +271,7 @@ def test_the_run_stops_with_the_cause_when_everything_fails(tmp_path: Path) -> N
     setup = _Setup(tmp_path, lambda name: RequestRejectedError(400, "no such model"))
 
     async def steps(task: asyncio.Task[None]) -> None:
-        with pytest.raises(RunError, match=r"6 groups failed in a row.*no such model"):
+        with pytest.raises(RunError, match=r"6 failures in a row and no group succeeded.*no such model"):
             await task
 
     setup.run(steps)
@@ -321,7 +323,7 @@ def test_a_run_without_any_learning_signal_stops_instead_of_generating_for_ever(
     async def steps(task: asyncio.Task[None]) -> None:
         taking = asyncio.create_task(setup.take(2))
         with pytest.raises(
-            NothingToLearnError, match=r"12 groups in a row had all-equal rewards \(all 0 in the last one\)"
+            NothingToLearnError, match=r"12 groups in a row had nothing to learn from; the last one: all rewards are 0"
         ):
             await task
         setup.buffer.interrupt()
@@ -357,7 +359,7 @@ def test_a_prompt_that_is_too_long_is_skipped_and_counted(tmp_path: Path) -> Non
 
     setup.run(steps)
     assert setup.statuses()["filtered"] >= 2
-    assert setup.errors.counts["group without tokens"] >= 2
+    assert setup.errors.counts["prompt too long"] >= 2 * 4  # every rollout of both groups
     row = next(row for row in read_groups(tmp_path) if str(row.status) == "filtered")
     assert all(rollout.truncated for rollout in row.rollouts)
 
@@ -366,7 +368,7 @@ def test_a_run_in_which_no_prompt_fits_stops_instead_of_going_through_the_data_f
     setup = _Setup(tmp_path, texts=["x" * 20])
 
     async def steps(task: asyncio.Task[None]) -> None:
-        with pytest.raises(NothingToLearnError, match="its prompt is too long"):
+        with pytest.raises(NothingToLearnError, match="no token was sampled: its prompt is too long"):
             await task
 
     setup.run(steps)
@@ -414,3 +416,90 @@ def test_cancelled_prompts_are_outstanding_and_issued_first_after_a_resume(tmp_p
         assert [group.group.group_id for group in groups] == [0, 2, 3, 4]
 
     resumed.run(again)
+
+
+def test_groups_that_fail_by_one_cause_count_as_one_failure(tmp_path: Path) -> None:
+    """R6.6: one call of a rollout function that fails takes all of its groups with it; that is not everything failing."""
+    setup = _Setup(tmp_path)
+    cause = ConnectionError("the environment's server is away")
+    failing = iter(range(12))  # twelve groups; six failures in a row would end the run
+    produce = setup.worker._producer.produce
+
+    @asynccontextmanager
+    async def one_cause(request: GroupRequest) -> AsyncIterator[Produced]:
+        if next(failing, None) is not None:
+            raise cause
+        async with produce(request) as produced:
+            yield produced
+
+    setup.worker._producer.produce = one_cause  # type: ignore[method-assign]
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await setup.take(2)
+
+    setup.run(steps)
+    assert setup.ledger.snapshot()["groups"]["failed"] == 12
+
+
+def test_a_broken_contract_ends_the_run_with_every_group_accounted_for(tmp_path: Path) -> None:
+    """R4.2: a rollout function that lacks a key would lack it again."""
+    setup = _Setup(tmp_path)
+
+    @asynccontextmanager
+    async def broken(request: GroupRequest) -> AsyncIterator[Produced]:
+        raise RolloutContractError("rollout_func must return keys ['logprobs'] in its output dict.")
+        yield
+
+    setup.worker._producer.produce = broken  # type: ignore[method-assign]
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        with pytest.raises(RolloutContractError, match="logprobs"):
+            await task
+
+    setup.run(steps)  # asserts that the ledger is closed and nothing in flight
+    assert setup.statuses()["failed"] >= 1
+
+
+def test_truncated_completions_that_are_masked_are_named_when_nothing_else_comes(tmp_path: Path) -> None:
+    def script(name: str) -> Generation:
+        answer = _alternating(name)
+        answer.finish_reason = FinishReason.LENGTH
+        return answer
+
+    setup = _Setup(tmp_path, script)
+    setup.worker._scorer._train_truncated = False
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        taking = asyncio.create_task(setup.take(2))
+        with pytest.raises(
+            NothingToLearnError, match=r"all its completions were truncated, and rollout\.overlong is mask"
+        ):
+            await task
+        setup.buffer.interrupt()
+        with pytest.raises(BufferInterrupted):
+            await taking
+
+    setup.run(steps)
+
+
+def test_a_failed_rollout_keeps_the_turns_that_led_to_it_in_the_store(tmp_path: Path) -> None:
+    """R2.8: what was generated and called before the failure is there to be looked at."""
+    renderer: Any = FakeRenderer()
+    turns: list[Any] = []
+
+    class Client:
+        async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Generation:
+            if request.request_id.endswith("t1"):
+                raise RequestRejectedError(400, "too long")
+            return Generation(
+                token_ids=[CALL, 2], logprobs=[-0.1] * 2, policy_versions=[0] * 2, finish_reason=FinishReason.STOP
+            )
+
+    async def main() -> None:
+        settings = SamplingSettings(temperature=1.0, max_completion_tokens=50, max_model_len=100)
+        start = RolloutStart(rollout_id="r", prompt_ids=[1], seed=0, served_version=lambda: 0, tools=FakeTools("9"))
+        with pytest.raises(RequestRejectedError):
+            await Conversation(Client(), renderer, settings).run(start, turns=turns)
+
+    asyncio.run(main())
+    assert [turn.tool_calls[0].result for turn in turns] == ["9"]

@@ -131,3 +131,8 @@ def test_where_nothing_runs_at_all_it_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(probe, "_attack", attack)
     with pytest.raises(SandboxError, match="cannot start a process"):
         probe.try_walls()
+
+
+def test_the_notes_of_a_start_refuse_what_a_section_requires_and_the_machine_lacks() -> None:
+    with pytest.raises(ConfigError, match=r"`require` names \['telepathy'\], which do not exist"):
+        startup_notes(require=["telepathy"])

@@ -7,6 +7,7 @@ to the pool or is discarded; a rollout that fails is that rollout's affair.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,10 +15,11 @@ from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.envs import Environment, Environments
-from grpo_async.records import Origin, Prompt, RolloutCompletion, RolloutStatus, TaggedMessage
+from grpo_async.records import Origin, Prompt, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
 from grpo_async.rollout.conversation import Conversation, RolloutStart
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced
+from grpo_async.rollout.seeds import seed_of
 from grpo_async.tools import Tool, ToolExecutor
 
 
@@ -82,11 +84,15 @@ class ConversationProducer:
         """One completion; never raises anything but cancellation."""
         rollout_id = f"{group.request.name}-r{index}"
         prompt_ids: Sequence[int] = ()
+        messages: Sequence[TaggedMessage] | None = None
+        turns: list[TurnRecord] = []
+        began = time.monotonic()
         try:
             async with self._slots, asyncio.timeout(self._limits.rollout_timeout_s):
+                began = time.monotonic()
                 messages = None if environment is None else await _reset(environment, group.request.prompt)
                 prompt_ids = group.prompt_ids(messages)
-                return await self._run(group, index, rollout_id, environment, messages, prompt_ids)
+                completion = await self._run(group, index, rollout_id, environment, messages, prompt_ids, turns)
         except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
             self._errors.note("rollout", error)
             message = str(error) or (
@@ -95,8 +101,17 @@ class ConversationProducer:
                 else type(error).__name__
             )
             return RolloutCompletion(
-                rollout_id=rollout_id, prompt_ids=prompt_ids, turns=[], status=RolloutStatus.FAILED, error=message
+                rollout_id=rollout_id,
+                prompt_ids=prompt_ids,
+                turns=turns,  # what led to it
+                status=RolloutStatus.FAILED,
+                error=message,
+                total_duration_s=time.monotonic() - began,
+                prompt_messages=messages,
             )
+        if not completion.turns:
+            self._errors.count("environment done at reset" if completion.done else "prompt too long")
+        return replace(completion, total_duration_s=time.monotonic() - began)
 
     async def _run(
         self,
@@ -106,6 +121,7 @@ class ConversationProducer:
         environment: Environment | None,
         messages: Sequence[TaggedMessage] | None,
         prompt_ids: Sequence[int],
+        turns: list[TurnRecord],
     ) -> RolloutCompletion:
         request = group.request
         tools = self._tools_with(environment)
@@ -114,7 +130,7 @@ class ConversationProducer:
             RolloutStart(
                 rollout_id=rollout_id,
                 prompt_ids=prompt_ids,
-                seed=(request.seed + index) & 0x7FFFFFFF,
+                seed=seed_of(request.seed, index),
                 served_version=request.served_version,
                 tools=ToolExecutor(tools, max_result_chars=self._limits.max_result_chars) if tools else None,
                 tool_names=[tool.name for tool in tools],
@@ -122,6 +138,7 @@ class ConversationProducer:
                 prompt_messages=messages,
             ),
             on_tokens=None if on_tokens is None else lambda count, version: on_tokens(index, count, version),
+            turns=turns,
         )
         if environment is None or environment.reward_name is None:
             return completion
@@ -135,12 +152,14 @@ class _Group:
         self.request = request
         self._schemas = [tool.schema for tool in tools]
         self._renderer = renderer
-        self._rendered: dict[tuple[str, ...], list[int]] = {}
+        self._rendered: dict[tuple[tuple[Origin, str], ...], list[int]] = {}
 
     def prompt_ids(self, messages: Sequence[TaggedMessage] | None) -> list[int]:
         prompt = self.request.prompt
         messages = messages or prompt.messages
-        key = tuple(message.content for message in messages)  # all that an environment's reset changes
+        key = tuple(
+            (message.origin, message.content) for message in messages
+        )  # all that an environment's reset changes
         found = self._rendered.get(key)
         if found is None:
             found = self._rendered[key] = self._renderer.prompt_ids(
@@ -153,7 +172,7 @@ async def _reset(environment: Environment, prompt: Prompt) -> Sequence[TaggedMes
     """Reset the environment; the prompt's messages with the text it returned, None if it returned none."""
     row: dict[str, Any] = {"prompt": prompt.as_given(), **prompt.columns}
     text = await environment.reset(row)
-    return None if text is None else with_environment_text(prompt.messages, text)
+    return with_environment_text(prompt.messages, text) if text else None
 
 
 def with_environment_text(messages: Sequence[TaggedMessage], text: str) -> list[TaggedMessage]:

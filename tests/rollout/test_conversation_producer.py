@@ -12,7 +12,7 @@ from grpo_async.config.sections import EnvironmentSection
 from grpo_async.envs import Environments, load_environments
 from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage
 from grpo_async.rollout.conversation import Conversation, SamplingSettings
-from grpo_async.rollout.conversations import ConversationLimits, ConversationProducer, with_environment_text
+from grpo_async.rollout.conversation_producer import ConversationLimits, ConversationProducer, with_environment_text
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.tools import Tool

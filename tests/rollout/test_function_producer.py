@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from grpo_async.errors import DeadlineError, RolloutContractError
-from grpo_async.records import Prompt, RolloutCompletion
+from grpo_async.errors import DeadlineError, RequestRejectedError, RolloutContractError, RunError
+from grpo_async.records import Origin, Prompt, RolloutCompletion
 from grpo_async.rollout.conversation import SamplingSettings
-from grpo_async.rollout.function import FunctionLimits, FunctionProducer, checked_output, turn_borders
+from grpo_async.rollout.function_output import OutputReader, turn_borders
+from grpo_async.rollout.function_producer import FunctionLimits, FunctionProducer
 from grpo_async.rollout.function_trainer import FunctionArguments, FunctionTrainer
 from grpo_async.rollout.producer import GroupRequest
 from tests.rollout import trl_style_rollout_function
@@ -33,24 +36,32 @@ class _Client(ScriptedClient):
         return await super().generate(request.model_copy(update={"request_id": "f-t0"}))
 
 
+READER = OutputReader(
+    decode=FakeRenderer().completion_text, end_of_turn_ids=frozenset({EOS}), num_tokens=100, max_model_len=50
+)
+
+
 def _producer(function: Callable[..., Any], client: Any = None, **limits: Any) -> FunctionProducer:
     renderer: Any = _Renderer()
-    trainer = FunctionTrainer(
-        client,
-        renderer,
-        SamplingSettings(temperature=1.0, max_completion_tokens=8, max_model_len=50, stop_token_ids=[EOS]),
-        arguments=FunctionArguments(num_generations=2, max_completion_length=8, temperature=1.0),
-        max_steps=9,
-        served_version=lambda: 7,
-        timeout_s=5.0,
-    )
+
+    def make_trainer(seed: int) -> FunctionTrainer:
+        return FunctionTrainer(
+            client,
+            renderer,
+            SamplingSettings(temperature=1.0, max_completion_tokens=8, max_model_len=50, stop_token_ids=[EOS]),
+            arguments=FunctionArguments(num_generations=2, max_completion_length=8, temperature=1.0),
+            max_steps=9,
+            served_version=lambda: 7,
+            seed=seed,
+            timeout_s=5.0,
+        )
+
     settings = {"repeat_prompts": True, "groups_per_call": 8, "max_concurrent_calls": 1, "timeout_s": 5.0}
     return FunctionProducer(
         function,
-        trainer,
+        make_trainer,
         limits=FunctionLimits(**{**settings, **limits}),  # type: ignore[arg-type]
-        decode=renderer.completion_text,
-        end_of_turn_ids=[EOS],
+        reader=READER,
     )
 
 
@@ -168,6 +179,9 @@ def test_more_groups_than_fit_into_a_call_make_several() -> None:
         ({"logprobs": [[-0.1, float("nan")], [-0.1, -0.2]]}, r"logprobs\[0\]\[1\] is nan"),
         ({"env_mask": [[1], [1, 1]]}, r"env_mask\[0\] has 1 entries for 2"),
         ({"prompt_ids": ["ab", [1]]}, r"prompt_ids\[0\] must be a list of token ids"),
+        ({"prompt_ids": [[1], [100]]}, r"prompt_ids\[1\] holds 100, but the model's tokens are 0 to 99"),
+        ({"completion_ids": [[5, -2], [6, 2]]}, r"completion_ids\[0\] holds -2"),
+        ({"prompt_ids": [[1] * 49, [1]]}, r"have 49 \+ 2 tokens, inference.max_model_len is 50"),
     ],
 )  # fmt: skip
 def test_what_a_function_must_not_return(change: dict[str, Any], message: str) -> None:
@@ -175,7 +189,7 @@ def test_what_a_function_must_not_return(change: dict[str, Any], message: str) -
     good = {"prompt_ids": [[1], [1]], "completion_ids": [[5, 2], [6, 2]], "logprobs": [[-0.1, -0.2]] * 2}
     output = {key: value for key, value in {**good, **change}.items() if value is not None}
     with pytest.raises(ValueError, match=message):
-        checked_output(output, 2)
+        READER.read(output, 2)
 
 
 def test_a_broken_contract_reaches_whoever_waits_for_the_group() -> None:
@@ -192,8 +206,6 @@ def test_an_exception_of_the_function_is_that_calls() -> None:
 
 
 def test_a_function_that_hangs_is_given_up_and_the_setting_named() -> None:
-    import threading
-
     release = threading.Event()
 
     def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -213,9 +225,9 @@ def test_logprobs_may_come_as_lists_of_the_most_likely_tokens() -> None:
         "prompt_ids": [[1]], "completion_ids": [[5, 2]],
         "logprobs": [[[-0.9, -0.1], [-0.2, -0.8]]], "logprob_token_ids": [[[7, 5], [2, 9]]],
     }  # fmt: skip
-    (row,) = checked_output(output, 1)
-    assert row["logprobs"] == [-0.1, -0.2]
-    assert row["extra"] == {}
+    (row,) = READER.read(output, 1)
+    assert row.logprobs == [-0.1, -0.2]
+    assert row.extra == {}
 
 
 def test_turns_are_cut_where_the_mask_changes() -> None:
@@ -230,3 +242,148 @@ def test_generating_on_the_event_loop_is_refused_in_words() -> None:
 
     with pytest.raises(RuntimeError, match=r"await trainer\.agenerate"):
         _make(_producer(function, _Client(stop(5, EOS))), make_prompt())
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    import numpy as np
+
+    output = {
+        "prompt_ids": np.array([[1]]),
+        "completion_ids": [[np.int64(5), np.int64(2)]],
+        "logprobs": [list(np.array([-0.1, -0.2], dtype=np.float32))],
+    }
+    (row,) = READER.read(output, 1)
+    assert row.completion_ids == [5, 2]
+    assert row.logprobs == pytest.approx([-0.1, -0.2])
+
+
+def test_a_system_exit_in_an_async_function_is_a_failure_of_the_call() -> None:
+    async def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        raise SystemExit(3)
+
+    with pytest.raises(RunError, match="the rollout function raised SystemExit: 3"):
+        _make(_producer(function), make_prompt())
+
+
+def test_an_object_with_an_async_call_is_awaited() -> None:
+    class Function:
+        async def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+            return await trl_style_rollout_function.async_rollout_func(prompts, trainer)
+
+    ((completion, _),) = _make(_producer(Function(), _Client(stop(5, EOS))), make_prompt())
+    assert completion.completion_ids == [5, EOS]
+
+
+def test_an_async_function_that_ignores_its_cancellation_does_not_outlast_its_limit() -> None:
+    async def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        for _ in range(3):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(30.0)
+        return {}
+
+    with pytest.raises(DeadlineError, match=r"rollout_function\.timeout_s"):
+        _make(_producer(function, timeout_s=0.1), make_prompt())
+
+
+def test_a_call_that_is_over_sends_nothing_more() -> None:
+    """R6.3: after its time limit a function may go on, but its trainer answers no more."""
+    given_up, outcome = threading.Event(), []
+
+    def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        given_up.wait(10.0)
+        try:
+            trainer.generate(prompts)
+        except RunError as error:
+            outcome.append(str(error))
+        finished.set()
+        return {}
+
+    finished = threading.Event()
+    client = _Client(stop(5, EOS))
+    with pytest.raises(DeadlineError):
+        _make(_producer(function, client, timeout_s=0.1), make_prompt())
+    given_up.set()
+    assert finished.wait(10.0)
+    assert client.requests == []
+    assert "this call of the rollout function is over" in outcome[0]
+
+
+def test_a_call_whose_groups_are_all_cancelled_is_given_up_with_what_it_asked_for() -> None:
+    entered, ended = asyncio.Event(), asyncio.Event()
+
+    class Client:
+        async def generate(self, request: Any, **_: Any) -> Any:
+            entered.set()
+            try:
+                await asyncio.sleep(30.0)
+            finally:
+                ended.set()
+
+    async def main() -> None:
+        producer = _producer(trl_style_rollout_function.generating_rollout_func, Client())
+        request = GroupRequest(name="g", prompt=make_prompt(), size=2, seed=0, served_version=lambda: 7)
+
+        async def one() -> None:
+            async with producer.produce(request):
+                raise AssertionError("nothing was produced")
+
+        task = asyncio.create_task(one())
+        await asyncio.wait_for(entered.wait(), 10.0)
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.wait_for(ended.wait(), 10.0)
+
+    asyncio.run(main())
+
+
+def test_every_call_has_a_tokenizer_of_its_own() -> None:
+    """Truncation that a function sets must not cut the prompts of the run."""
+    seen: list[Any] = []
+
+    def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        seen.append(trainer.processing_class)
+        assert trainer.processing_class is trainer.processing_class
+        return trl_style_rollout_function.rollout_func(prompts, trainer)  # type: ignore[no-any-return]
+
+    _make(_producer(function, groups_per_call=1), make_prompt(0), make_prompt(1))
+    assert len({id(tokenizer) for tokenizer in [*seen, _Renderer.tokenizer]}) == 3
+
+
+def test_messages_keep_their_calls_and_what_tools_said_is_guarded() -> None:
+    seen: list[Any] = []
+
+    class Renderer(_Renderer):
+        def prompt_ids(self, messages: Any, **settings: Any) -> list[int]:
+            seen.extend(messages)
+            return [1]
+
+    trainer = FunctionTrainer(
+        _Client(stop(5, EOS)), Renderer(),  # type: ignore[arg-type]
+        SamplingSettings(temperature=1.0, max_completion_tokens=8, max_model_len=50),
+        arguments=FunctionArguments(num_generations=2, max_completion_length=8, temperature=1.0),
+        max_steps=9, served_version=lambda: 7, seed=0, timeout_s=5.0,
+    )  # fmt: skip
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+    prompt = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "<|im_end|>", "name": "f", "tool_call_id": "a"},
+    ]
+
+    async def main() -> None:
+        trainer.open(asyncio.get_running_loop())
+        await trainer.agenerate([prompt])
+
+    asyncio.run(main())
+    assert [message.origin for message in seen] == [Origin.PROMPT, Origin.POLICY, Origin.TOOL]
+    assert seen[1].tool_calls == (call,)
+    assert (seen[2].name, seen[2].tool_call_id) == ("f", "a")
+
+
+def test_a_failed_request_is_raised_as_itself() -> None:
+    class Client:
+        async def generate(self, request: Any, **_: Any) -> Any:
+            raise RequestRejectedError(400, "too long")
+
+    with pytest.raises(RequestRejectedError, match="too long"):
+        _make(_producer(trl_style_rollout_function.generating_rollout_func, Client()), make_prompt())

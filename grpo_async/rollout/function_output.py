@@ -1,0 +1,205 @@
+"""Checks what a rollout function returned, and makes completions of it. Pure.
+
+A broken promise raises RolloutContractError, which is also the ValueError that users of TRL know: it names key, place and value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from grpo_async.errors import RolloutContractError
+from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
+
+REQUIRED_KEYS = ("completion_ids", "logprobs", "prompt_ids")
+_OPTIONAL_LISTS = ("env_mask", "logprob_token_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionRollout:
+    """One checked entry. `completion_ids`, `mask` and `logprobs` have equal length; logprobs are 0.0 where the mask is 0."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    extra: dict[str, Any]
+    text: str  # of the whole completion, without special tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputReader:
+    """What is known of the model.
+
+    Attributes:
+        decode: text of token ids, without special tokens.
+        end_of_turn_ids: a completion that ends in none of these counts as truncated.
+        num_tokens: size of the vocabulary.
+        max_model_len: longest prompt + completion.
+    """
+
+    decode: Callable[[Sequence[int]], str]
+    end_of_turn_ids: frozenset[int]
+    num_tokens: int
+    max_model_len: int
+
+    def read(self, output: Any, count: int) -> list[FunctionRollout]:
+        """One entry per rollout.
+
+        Raises:
+            RolloutContractError: a key is missing, a list has not `count` entries, lengths of one rollout differ, an id is not
+                one of the model's, a rollout is longer than the model takes, or the logprob of a sampled token is missing or
+                not finite.
+        """
+        if not isinstance(output, Mapping):
+            raise RolloutContractError(f"rollout_func must return a dict, got {type(output).__name__}")
+        missing = sorted(set(REQUIRED_KEYS) - output.keys())
+        if missing:
+            raise RolloutContractError(f"rollout_func must return keys {missing} in its output dict.")
+        columns = {key: _listed(key, value, count) for key, value in output.items()}
+        required = {key: columns.pop(key) for key in REQUIRED_KEYS}
+        masks, token_ids = (columns.pop(key, None) for key in _OPTIONAL_LISTS)
+        rows = []
+        for index in range(count):
+            ids = self._ids(required["completion_ids"][index], f"completion_ids[{index}]")
+            prompt_ids = self._ids(required["prompt_ids"][index], f"prompt_ids[{index}]")
+            if len(prompt_ids) + len(ids) > self.max_model_len:
+                raise RolloutContractError(
+                    f"rollout_func: prompt_ids[{index}] and completion_ids[{index}] have {len(prompt_ids)} + {len(ids)} "
+                    f"tokens, inference.max_model_len is {self.max_model_len}"
+                )
+            mask = _mask(None if masks is None else masks[index], len(ids), index)
+            names = None if token_ids is None else token_ids[index]
+            rows.append(
+                FunctionRollout(
+                    prompt_ids=prompt_ids,
+                    completion_ids=ids,
+                    mask=mask,
+                    logprobs=_logprobs(required["logprobs"][index], ids, mask, names, index),
+                    extra={key: values[index] for key, values in columns.items()},
+                    text=self.decode(ids),
+                )
+            )
+        return rows
+
+    def completion(
+        self, row: FunctionRollout, *, rollout_id: str, version: int, duration_s: float
+    ) -> RolloutCompletion:
+        """A completion whose tokens are all stamped with `version`. Its turns end where the mask goes from 0 to 1."""
+        ids = row.completion_ids
+        is_whole = bool(ids) and ids[-1] in self.end_of_turn_ids
+        message = TaggedMessage(role="assistant", content=row.text, origin=Origin.POLICY)
+        turns = [
+            TurnRecord(
+                output_ids=ids[begin:cut],
+                output_logprobs=row.logprobs[begin:cut],
+                policy_versions=[version] * (cut - begin),
+                finish_reason=FinishReason.STOP if is_whole or end < len(ids) else FinishReason.LENGTH,
+                messages=[message] if begin == 0 else [],  # the text of the whole completion stands once
+                tool_response_ids=ids[cut:end],
+            )
+            for begin, cut, end in turn_borders(row.mask)
+        ]
+        return RolloutCompletion(
+            rollout_id=rollout_id,
+            prompt_ids=row.prompt_ids,
+            turns=turns,
+            status=RolloutStatus.FINISHED if is_whole else RolloutStatus.TRUNCATED,
+            truncated=not is_whole,
+            total_duration_s=duration_s,
+            reward_columns=row.extra,
+        )
+
+    def _ids(self, value: Any, where: str) -> list[int]:
+        value = _plain_list(value)
+        if value is None or not all(isinstance(token, Integral) for token in value):
+            raise RolloutContractError(f"rollout_func: {where} must be a list of token ids")
+        ids = [int(token) for token in value]
+        strange = next((token for token in ids if not 0 <= token < self.num_tokens), None)
+        if strange is not None:
+            raise RolloutContractError(
+                f"rollout_func: {where} holds {strange}, but the model's tokens are 0 to {self.num_tokens - 1}"
+            )
+        return ids
+
+
+def turn_borders(mask: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Turns of a completion as (begin of the sampled tokens, their end, end of the tokens from elsewhere).
+
+    [1, 1, 0, 1] -> [(0, 2, 3), (3, 4, 4)]; [0, 1] -> [(0, 0, 1), (1, 2, 2)].
+    """
+    borders = []
+    begin = 0
+    while begin < len(mask):
+        cut = begin
+        while cut < len(mask) and mask[cut]:
+            cut += 1
+        end = cut
+        while end < len(mask) and not mask[end]:
+            end += 1
+        borders.append((begin, cut, end))
+        begin = end
+    return borders
+
+
+def _plain_list(value: Any) -> list[Any] | None:
+    """Lists, tuples, tensors and arrays as a list; None for anything else."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(value) if isinstance(value, list | tuple) else None
+
+
+def _listed(key: str, value: Any, count: int) -> Sequence[Any]:
+    """One entry per rollout: a list as it is, anything else for every rollout."""
+    values = _plain_list(value)
+    if values is None:
+        if key in (*REQUIRED_KEYS, *_OPTIONAL_LISTS):
+            raise RolloutContractError(
+                f"rollout_func: {key} must be a list with one entry per rollout, got {type(value).__name__}"
+            )
+        return [value] * count
+    if len(values) != count:
+        raise RolloutContractError(
+            f"rollout_func: {key} has {len(values)} entries, expected {count}, one for each completion asked for"
+        )
+    return values
+
+
+def _mask(value: Any, count: int, index: int) -> list[int]:
+    if value is None:
+        return [1] * count
+    mask = _plain_list(value)
+    if mask is None or len(mask) != count:
+        raise RolloutContractError(
+            f"rollout_func: env_mask[{index}] has {'no' if mask is None else len(mask)} entries for {count} completion_ids; "
+            "it needs one for each"
+        )
+    return [int(bool(entry)) for entry in mask]
+
+
+def _logprobs(value: Any, ids: Sequence[int], mask: Sequence[int], token_ids: Any, index: int) -> list[float]:
+    """One logprob per completion token; 0.0 where the mask is 0. An entry may be a number, or a list of the most likely ones:
+    then the one that `logprob_token_ids` gives for the sampled token counts, or else the first (TRL's form)."""
+    values = _plain_list(value)
+    if values is None or len(values) != len(ids):
+        raise RolloutContractError(
+            f"rollout_func: logprobs[{index}] has {'no' if values is None else len(values)} entries for {len(ids)} "
+            "completion_ids; every token needs the logprob that it was sampled with"
+        )
+    checked = []
+    for position, (entry, token, sampled) in enumerate(zip(values, ids, mask, strict=True)):
+        if not sampled:
+            checked.append(0.0)
+            continue
+        if isinstance(entry, list | tuple):
+            names = [] if token_ids is None else list(token_ids[position])
+            place = names.index(token) if token in names else 0
+            entry = entry[place] if place < len(entry) else None
+        if not isinstance(entry, Real) or not math.isfinite(entry):
+            raise RolloutContractError(
+                f"rollout_func: logprobs[{index}][{position}] is {entry!r}; a sampled token needs a finite number"
+            )
+        checked.append(float(entry))
+    return checked
