@@ -1,17 +1,22 @@
 """Runs the user's blocking functions (rewards, tools, environments) in daemon threads, off the event loop.
 
-A thread cannot be killed. One that outlives its deadline is abandoned and counted until it ends; with too many of them
-running, further calls are refused. Threads are daemons, so an abandoned one does not keep the process from ending.
+A thread cannot be killed. One that outlives its call's time limit is abandoned and counted until it ends; with too many of
+them running, further calls are refused. One whose caller was cancelled is not abandoned: it keeps its place among the calls
+that run at once until it ends, or until the limit of its call has passed, and only then counts. So neither hanging nor cancelled
+calls pile up threads: there are never more than `max_threads` + `max_abandoned`. Threads are daemons, so one that is left
+does not keep the process from ending.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from grpo_async.errors import GrpoAsyncError
@@ -28,7 +33,7 @@ class ThreadRunner:
 
     Args:
         name: what runs in them, for threads and errors ("reward length").
-        max_threads: calls that run at once; more wait.
+        max_threads: calls that run at once, those of cancelled callers among them; more wait.
         max_abandoned: with this many abandoned threads still running, calls are refused.
     """
 
@@ -38,13 +43,15 @@ class ThreadRunner:
         # An asyncio semaphore belongs to one event loop, a function may serve several in turn.
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._max_abandoned = max_abandoned
-        self._num_abandoned = 0
+        self._left: dict[Future[Any], float] = {}  # calls that run and that nobody waits for -> when their limit passes
         self._lock = threading.Lock()
 
     @property
     def num_abandoned(self) -> int:
-        """Threads that outlived their call's deadline and still run."""
-        return self._num_abandoned
+        """Threads that outlived their call's time limit and still run."""
+        now = time.monotonic()
+        with self._lock:
+            return sum(deadline <= now for deadline in self._left.values())
 
     async def run(self, work: Callable[[], Result], timeout_s: float) -> Result:
         """Run `work`, which must not raise, in a thread.
@@ -53,32 +60,68 @@ class ThreadRunner:
             TimeoutError: it took longer than `timeout_s` seconds; its thread is abandoned.
             ThreadsExhaustedError: too many abandoned threads are still running.
         """
-        async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_threads)):
-            if self._num_abandoned >= self._max_abandoned:
+        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_threads))
+        await slots.acquire()
+        keeps_slot = False
+        try:
+            abandoned = self.num_abandoned
+            if abandoned >= self._max_abandoned:
                 raise ThreadsExhaustedError(
-                    f"{self._name}: {self._num_abandoned} of its threads still run past their time limit, and threads "
+                    f"{self._name}: {abandoned} of its threads still run past their time limit, and threads "
                     "cannot be killed"
                 )
-            future: Future[Result] = Future()
-            future.set_running_or_notify_cancel()
-            context = contextvars.copy_context()
-            thread = threading.Thread(target=lambda: future.set_result(context.run(work)), name=self._name, daemon=True)
-            thread.start()
+            future, deadline = self._start(work), time.monotonic() + timeout_s
             waiter = asyncio.wrap_future(future)
             try:
                 done, _ = await asyncio.wait({waiter}, timeout=timeout_s)
-                if not done:
-                    raise TimeoutError
-                return waiter.result()
+            except asyncio.CancelledError:
+                self._leave(future, deadline)
+                _release_later(slots, future, deadline)
+                keeps_slot = True
+                raise
             finally:
-                if not waiter.done():  # time-out, or the caller was cancelled
-                    waiter.cancel()
-                    self._abandon(future)
+                waiter.cancel()  # without effect on one that is done
+            if not done:
+                self._leave(future, time.monotonic())
+                raise TimeoutError
+            return future.result()
+        finally:
+            if not keeps_slot:
+                slots.release()
 
-    def _abandon(self, future: Future[Result]) -> None:
-        self._add_abandoned(1)
-        future.add_done_callback(lambda _: self._add_abandoned(-1))
+    def _start(self, work: Callable[[], Result]) -> Future[Result]:
+        future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=lambda: future.set_result(context.run(work)), name=self._name, daemon=True)
+        thread.start()
+        return future
 
-    def _add_abandoned(self, change: int) -> None:
+    def _leave(self, future: Future[Any], deadline: float) -> None:
         with self._lock:
-            self._num_abandoned += change
+            self._left[future] = deadline
+        future.add_done_callback(self._forget)
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._left.pop(future, None)
+
+
+def _release_later(slots: asyncio.Semaphore, future: Future[Any], deadline: float) -> None:
+    """Release a slot when `future` is done or the deadline has passed, whichever comes first."""
+    loop = asyncio.get_running_loop()
+    is_held = True
+
+    def release() -> None:
+        nonlocal is_held
+        if is_held:
+            is_held = False
+            timer.cancel()
+            slots.release()
+
+    def release_from_thread(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits for its slots any more
+            loop.call_soon_threadsafe(release)
+
+    timer = loop.call_later(max(0.0, deadline - time.monotonic()), release)
+    future.add_done_callback(release_from_thread)

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scoring", "servers", "envs"),
     ("data", "chat", "tools", "rewards", "inference", "buffer", "batching", "weights", "tracking", "store"),
     ("records", "config", "rundir", "sandbox"),
-    ("references", "threads", "processes", "retry"),
+    ("references", "threads", "calls", "processes", "retry"),
     ("errors",),  # below everything: the config loader raises ConfigError
 )
 LAYER = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}

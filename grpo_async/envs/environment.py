@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from grpo_async.calls import Raised, Result, TimedCaller, UserCall, is_async
 from grpo_async.envs.errors import EnvironmentCallError
 from grpo_async.envs.instance_thread import InstanceThread
 from grpo_async.envs.kind import EnvironmentKind
-from grpo_async.tools.call import Raised, Result, TimedCaller, UserCall, is_async
 from grpo_async.tools.errors import ToolError
 from grpo_async.tools.results import encodable, joined_parts
 from grpo_async.tools.tool import Tool

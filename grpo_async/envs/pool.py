@@ -158,18 +158,22 @@ class EnvironmentPool:
                 waiter.granted.set_result(None)
 
     async def _fill(self, environments: list[Environment], count: int) -> None:
-        """Append `count` instances to `environments`, which holds those that are there also when this fails."""
+        """Append `count` instances to `environments`, each as soon as it is there, so that none is lost where this fails or is
+        cancelled."""
         while self._free and len(environments) < count:
             environments.append(self._free.pop())
         missing = count - len(environments)
         if missing:
-            made = await asyncio.gather(*(self._construct() for _ in range(missing)), return_exceptions=True)
-            environments.extend(result for result in made if isinstance(result, Environment))
-            for result in made:
-                if isinstance(result, BaseException):
-                    raise result
+            # Cancelled, gather too ends only after all of them.
+            made = await asyncio.gather(*(self._add_new(environments) for _ in range(missing)), return_exceptions=True)
+            for raised in made:
+                if raised is not None:
+                    raise raised
         for environment in environments:
             environment.begin_lease()
+
+    async def _add_new(self, environments: list[Environment]) -> None:
+        environments.append(await self._construct())
 
     async def _construct(self) -> Environment:
         kind = self.kind

@@ -6,8 +6,8 @@
                                         `- run_in: process  `pool`, `process`, `worker` (killed on time-out)
 
 Built in, as `grpo_async.rewards.MODULE:FUNCTION`: math:math_answer, text:exact_match, text:regex_match,
-text:number_match, format:think_format, length:soft_overlong, length:cosine_length, reasoning_gym:task_score,
-http:remote_reward.
+text:number_match, format:think_format, length:soft_overlong, length:cosine_length, code:code_tests,
+reasoning_gym:task_score, http:remote_reward.
 
 `audit_report.check_reward` tries a function on good and bad completions (`fuzz`, `audit`, `findings`): `grpo-async check-reward`.
 """

@@ -9,15 +9,14 @@ the user's own instances, one per completion. A function gets those that its sig
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import math
-import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_async.calls import Raised, UserCall, unwrap_partial
 from grpo_async.rewards.errors import RewardError
 
 logger = logging.getLogger(__name__)
@@ -50,9 +49,9 @@ class RewardOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What a call raised, as a value: a SystemExit that is raised into an event loop would end the loop.
+    """What a call raised, in a form that crosses a process border.
 
-    `error` is None when it cannot cross a process border; `summary` and `trace` always say what it was.
+    `error` is None when it cannot; `summary` and `trace` always say what it was.
     """
 
     summary: str
@@ -107,21 +106,6 @@ def read_parameters(function: RewardCallable) -> Parameters:
     )
 
 
-def is_async(function: RewardCallable) -> bool:
-    """Whether `function` is a coroutine function, a partial of one, or an object with an async `__call__`."""
-    inner = unwrap_partial(function)
-    if inspect.iscoroutinefunction(inner):
-        return True
-    return not inspect.isroutine(inner) and inspect.iscoroutinefunction(getattr(type(inner), "__call__", None))  # noqa: B004 - a look at its kind
-
-
-def unwrap_partial(function: Any) -> Any:
-    """The callable inside (nested) functools.partial objects."""
-    while hasattr(function, "func") and hasattr(function, "keywords"):
-        function = function.func
-    return function
-
-
 def own_name(function: RewardCallable) -> str:
     """`__name__` of a function (of the inner one of a partial), else the class name of a callable object."""
     inner = unwrap_partial(function)
@@ -129,36 +113,15 @@ def own_name(function: RewardCallable) -> str:
     return name if isinstance(name, str) else type(inner).__name__
 
 
-async def attempt_async(function: RewardCallable, request: RewardRequest) -> RewardOutcome | Failure:
-    """Call an async reward function on the running loop. Raises only CancelledError, when this task is cancelled."""
-    try:
-        log = _CallLog(len(request.completions))
-        return _finished(await function(**_keywords(function, request, log)), request, log)
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        return failure_of(error)  # the function's own
-    except BaseException as error:  # noqa: BLE001 - travels as a value, see Failure
-        return failure_of(error)
-
-
-def attempt(function: RewardCallable, request: RewardRequest) -> RewardOutcome | Failure:
-    """Call a reward function on this thread, with an event loop of its own if it is async after all. Never raises."""
-    try:
-        log = _CallLog(len(request.completions))
-        raw = function(**_keywords(function, request, log))
-        if inspect.isawaitable(raw):
-            raw = asyncio.run(_awaited(raw))
-        return _finished(raw, request, log)
-    except BaseException as error:  # noqa: BLE001 - travels as a value, see Failure
-        return failure_of(error)
+def call_of(function: RewardCallable, request: RewardRequest) -> UserCall[RewardOutcome]:
+    """The call of `function` that `request` asks for; TypeError where the signature cannot be read."""
+    log = _CallLog(len(request.completions))
+    return UserCall(function, _keywords(function, request, log), lambda raw: _finished(raw, request, log))
 
 
 def failure_of(error: BaseException) -> Failure:
-    message = str(error)
-    summary = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return Failure(summary=summary, trace="".join(traceback.format_exception(error)), error=error)
+    raised = Raised(error)
+    return Failure(summary=raised.summary, trace=raised.trace, error=error)
 
 
 def checked_values(name: str, raw: Any, count: int) -> list[float | None]:
@@ -255,7 +218,3 @@ def _checked_value(name: str, value: Any, index: int) -> float | None:
 def _short(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
-
-
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable

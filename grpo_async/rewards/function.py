@@ -7,12 +7,11 @@ is a RewardError that names it, with the original error chained. `close()` ends 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from grpo_async.calls import Raised, TimedCaller, is_async
 from grpo_async.rewards.call import (
     ENVIRONMENTS,
     Failure,
@@ -20,9 +19,8 @@ from grpo_async.rewards.call import (
     RewardOutcome,
     RewardRequest,
     TrainerState,
-    attempt,
-    attempt_async,
-    is_async,
+    call_of,
+    failure_of,
     missing_columns,
     own_name,
     read_parameters,
@@ -69,16 +67,13 @@ class RewardFunction:
         self._function = function
         self._parameters = read_parameters(function)
         self._arguments = dict(arguments or {})
-        self._timeout_s = timeout_s
         self._setting = setting
-        self._is_async = is_async(function)
-        self._threads = ThreadRunner(f"reward-{self.name}")
+        self._caller = TimedCaller(ThreadRunner(f"reward-{self.name}"), timeout_s)
         self._pool: WorkerPool | None = None
         if run_in == "process":
             if reference is None:
                 raise TypeError("run_in='process' needs `reference`: workers import the function by its name")
             self._pool = WorkerPool(self.name, reference)
-        self._abandoned: set[asyncio.Task[RewardOutcome | Failure]] = set()
 
     def __repr__(self) -> str:
         return f"RewardFunction({self.name!r}, weight={self.weight})"
@@ -88,12 +83,12 @@ class RewardFunction:
         """Where calls run."""
         if self._pool is not None:
             return "process"
-        return "event loop" if self._is_async else "thread"
+        return "event loop" if is_async(self._function) else "thread"
 
     @property
     def timeout_s(self) -> float:
         """Time limit of one call."""
-        return self._timeout_s
+        return self._caller.timeout_s
 
     def names(self, parameter: str) -> bool:
         """Whether the signature names `parameter` (**kwargs does not count)."""
@@ -166,7 +161,7 @@ class RewardFunction:
         except TimeoutError as error:
             raise RewardTimeoutError(
                 self.name,
-                f"took longer than {self._timeout_s:g} s for {len(completions)} completions; "
+                f"took longer than {self.timeout_s:g} s for {len(completions)} completions; "
                 f"raise `{self._setting}.timeout_s` if this is expected",
             ) from error
         except ThreadsExhaustedError as error:
@@ -184,24 +179,9 @@ class RewardFunction:
 
     async def _run(self, request: RewardRequest) -> RewardOutcome | Failure:
         if self._pool is not None:
-            return await self._pool.run(dataclasses.replace(request, environments=None), self._timeout_s)
-        if self._is_async:
-            return await self._run_on_loop(request)
-        return await self._threads.run(functools.partial(attempt, self._function, request), self._timeout_s)
-
-    async def _run_on_loop(self, request: RewardRequest) -> RewardOutcome | Failure:
-        task = asyncio.create_task(attempt_async(self._function, request), name=f"reward-{self.name}")
-        try:
-            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
-            if not done:
-                raise TimeoutError
-            return task.result()
-        finally:
-            if not task.done():
-                # Not awaited: a coroutine that swallows its cancellation would outlast the deadline.
-                task.cancel()
-                self._abandoned.add(task)
-                task.add_done_callback(self._abandoned.discard)
+            return await self._pool.run(dataclasses.replace(request, environments=None), self.timeout_s)
+        result = await self._caller.run(call_of(self._function, request))
+        return failure_of(result.error) if isinstance(result, Raised) else result
 
     def _error(self, failure: Failure) -> RewardError:
         if isinstance(failure.error, RewardError):

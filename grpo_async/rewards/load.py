@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
+from grpo_async.calls import unwrap_partial
 from grpo_async.config.sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.references import resolve
 from grpo_async.rewards.arguments import CHECK, ArgumentCheck
-from grpo_async.rewards.call import ENVIRONMENTS, OFFERED, own_name, read_parameters, unwrap_partial
+from grpo_async.rewards.call import ENVIRONMENTS, OFFERED, own_name, read_parameters
 from grpo_async.rewards.function import RewardFunction
 
 

@@ -11,9 +11,10 @@ import pickle
 import sys
 from multiprocessing.connection import Connection
 
+from grpo_async.calls import Raised
 from grpo_async.processes import die_with_parent
 from grpo_async.references import resolve
-from grpo_async.rewards.call import Failure, RewardCallable, RewardOutcome, RewardRequest, attempt, failure_of
+from grpo_async.rewards.call import Failure, RewardCallable, RewardOutcome, RewardRequest, call_of, failure_of
 from grpo_async.rewards.process import READY
 
 _functions: dict[str, RewardCallable] = {}
@@ -38,10 +39,10 @@ def _answer(reference: str, request: bytes) -> bytes:
     """Run one pickled RewardRequest; returns a pickled RewardOutcome or Failure."""
     try:
         loaded: RewardRequest = pickle.loads(request)
-        result = attempt(_load(reference), loaded)
-    except BaseException as error:  # noqa: BLE001 - travels as a value, see Failure
-        result = failure_of(error)
-    return _pickled(result)
+        result = call_of(_load(reference), loaded).attempt()
+    except BaseException as error:  # noqa: BLE001 - travels as a value, see grpo_async.calls
+        result = Raised(error)
+    return _pickled(failure_of(result.error) if isinstance(result, Raised) else result)
 
 
 def _load(reference: str) -> RewardCallable:

@@ -10,7 +10,7 @@ wrong raises SCHEMA.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -71,7 +71,8 @@ class RolloutRow:
     logprobs: Sequence[float]
     versions: Sequence[int]
     prompt_messages: Sequence[TaggedMessage] | None = None  # where an environment's reset changed those of the group
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what reward functions noted with log_extra
+    # What reward functions noted with log_extra, and columns that a rollout function returned; on a clash the former.
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sampled_versions(self) -> set[int]:
@@ -119,7 +120,7 @@ def group_row(
         step=step,
         status=status,
         messages=_messages(group.prompt.messages),
-        columns={str(name): storable(value) for name, value in group.prompt.columns.items()},
+        columns=_storable_items(group.prompt.columns),
         rollouts=[_rollout_row(each, outcomes.get(each.rollout_id, _Outcome())) for each in group.completions],
     )
 
@@ -159,7 +160,7 @@ def storable(value: Any) -> Any:
             orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
         )
     except TypeError:  # orjson's encode error: an integer above 64 bits, half a surrogate pair, an odd key
-        return repr(value)
+        return _text(repr(value))
 
 
 def _outcomes(samples: Sequence[RolloutSample], scored: ScoredGroup | None) -> dict[str, _Outcome]:
@@ -168,7 +169,7 @@ def _outcomes(samples: Sequence[RolloutSample], scored: ScoredGroup | None) -> d
     if scored is not None:
         scores = zip(scored.group.trainable, scored.rewards, scored.reward_parts, strict=True)
         for index, (completion, reward, parts) in enumerate(scores):
-            extra = {str(name): storable(values[index]) for name, values in scored.extra_columns.items()}
+            extra = _storable_items({name: values[index] for name, values in scored.extra_columns.items()})
             found[completion.rollout_id] = _Outcome(reward=reward, rewards=dict(parts), extra=extra)
     for sample in samples:
         found[sample.rollout_id] = _Outcome(
@@ -186,11 +187,11 @@ def _rollout_row(completion: RolloutCompletion, outcome: _Outcome) -> RolloutRow
         status=completion.status,
         truncated=completion.truncated,
         done=completion.done,
-        error=None if completion.error is None else _text(completion.error),
+        error=_optional_text(completion.error),
         num_tokens=completion.num_sampled_tokens,
         reward=outcome.reward,
         advantage=outcome.advantage,
-        rewards=outcome.rewards,
+        rewards={_text(name): value for name, value in outcome.rewards.items()},
         messages=_messages(completion.completion_messages()),
         turns=[_turn_row(turn) for turn in completion.turns],
         total_duration_s=completion.total_duration_s,
@@ -200,7 +201,7 @@ def _rollout_row(completion: RolloutCompletion, outcome: _Outcome) -> RolloutRow
         logprobs=completion.logprobs,
         versions=completion.versions,
         prompt_messages=None if completion.prompt_messages is None else _messages(completion.prompt_messages),
-        extra=outcome.extra,
+        extra={**_storable_items(completion.reward_columns), **outcome.extra},
     )
 
 
@@ -210,10 +211,14 @@ def _turn_row(turn: TurnRecord) -> TurnRow:
         finish_reason=turn.finish_reason,
         generation_duration_s=turn.generation_duration_s,
         tool_execution_duration_s=turn.tool_execution_duration_s,
-        parse_error=turn.parse_error,
+        parse_error=_optional_text(turn.parse_error),
         tool_calls=[
-            ToolCallRecord(
-                **{**asdict(call), "arguments": _storable_items(call.arguments), "result": _text(call.result)}
+            replace(
+                call,
+                tool_call_id=_text(call.tool_call_id),
+                name=_text(call.name),
+                arguments=_storable_items(call.arguments),
+                result=_text(call.result),
             )
             for call in turn.tool_calls
         ],
@@ -222,7 +227,14 @@ def _turn_row(turn: TurnRecord) -> TurnRow:
 
 def _messages(messages: Sequence[TaggedMessage]) -> list[TaggedMessage]:
     return [
-        replace(m, content=_text(m.content), tool_calls=tuple(_storable_call(call) for call in m.tool_calls))
+        replace(
+            m,
+            role=_text(m.role),
+            content=_text(m.content),
+            tool_calls=tuple(_storable_call(call) for call in m.tool_calls),
+            name=_optional_text(m.name),
+            tool_call_id=_optional_text(m.tool_call_id),
+        )
         for m in messages
     ]
 
@@ -240,8 +252,13 @@ def _storable_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    """Text that UTF-8 can hold: half a surrogate pair, which a tool may return, becomes its escape."""
+    """Text that UTF-8 can hold: half a surrogate pair, which a tool may return and a policy may write in ASCII ("\\ud800" in
+    JSON), becomes its escape."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _optional_text(text: str | None) -> str | None:
+    return None if text is None else _text(text)
 
 
 def _message_from(content: dict[str, Any]) -> TaggedMessage:

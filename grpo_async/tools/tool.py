@@ -10,18 +10,18 @@ import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
+from grpo_async.calls import Raised, Result, TimedCaller, UserCall
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.threads import ThreadRunner
 from grpo_async.tools.arguments import check_arguments
-from grpo_async.tools.call import Raised, Result, TimedCaller, UserCall
 from grpo_async.tools.errors import ToolError, ToolTimeoutError
 from grpo_async.tools.results import as_text
 from grpo_async.tools.schema import ToolSpec, build_spec
 
 logger = logging.getLogger(__name__)
 
-# Every rollout in flight may call the same tool, and most tools wait for something. A cancelled rollout leaves its thread
-# behind until the call ends, so as many may be left as may run.
+# Every rollout in flight may call the same tool, and most tools wait for something. When that hangs, all calls that run pass
+# their limit together; the tool is refused once as many threads are stuck as may run.
 _MAX_THREADS = 64
 
 

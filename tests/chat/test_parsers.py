@@ -330,6 +330,18 @@ def test_a_call_without_a_name_from_the_users_parser_goes_back_to_the_model() ->
     assert ["`name` is missing" in errors[0], "not a number" in errors[1]] == [True, True]
 
 
+def test_calls_of_the_users_parser_are_held_to_the_rules_of_json() -> None:
+    turn = renderer_of("chatml", parser=f"{OWN}:breaks_the_rules").parse(tokens("chatml", "hello"), turn=0)
+    half, found = "it holds half of a surrogate pair", [(call.name, call.error) for call in turn.tool_calls]
+    expected = [
+        ("", half), ("search", half), ("search", half), ("search", half), ("search", "a number that is too large"),
+        ("search", "nested deeper than 64"), ("search", "it holds a set"), ("search", "a key that is no string"),
+        ("", "it holds a set"), ("search", half), ("search", None),
+    ]  # fmt: skip
+    assert [(name, error and next(e for _, e in expected if e and e in error)) for name, error in found] == expected
+    assert turn.tool_calls[-1].arguments == {"query": ("a", 1, None, 0.5, {"b": True})}
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [

@@ -24,7 +24,9 @@ data: {train: {type: jsonl, path: t}}
 rewards: [{function: "a:b"}]
 inference: {engine: embedded}
 """
-COMMANDS = ["train", "validate", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart", "inspect-rollouts"]
+COMMANDS = [
+    "train", "validate", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart", "inspect-rollouts", "check-reward",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -216,13 +218,14 @@ def test_a_server_started_by_hand_is_never_without_a_token(
 
 
 def test_prepare_quickstart_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Path | None, int, bool]] = []
+    calls: list[tuple[Path | None, str, int, bool]] = []
 
-    def prepare(folder: Path | None, *, seed: int, force: bool) -> None:
-        calls.append((folder, seed, force))
+    def prepare(folder: Path | None, *, task: str, seed: int, force: bool) -> None:
+        calls.append((folder, task, seed, force))
 
     module = importlib.import_module("grpo_async.quickstart.prepare")  # the package has a function of this name
     monkeypatch.setattr(module, "prepare", prepare)
     assert _invoke("prepare-quickstart").exit_code == 0
-    assert _invoke("prepare-quickstart", "--out", "here", "--seed", "4", "--force").exit_code == 0
-    assert calls == [(None, 0, False), (Path("here"), 4, True)]
+    options = ("--task", "tool", "--out", "here", "--seed", "4", "--force")
+    assert _invoke("prepare-quickstart", *options).exit_code == 0
+    assert calls == [(None, "think", 0, False), (Path("here"), "tool", 4, True)]

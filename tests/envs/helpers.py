@@ -53,10 +53,3 @@ async def call(environment: Environment, name: str, **arguments: Any) -> ToolCal
     executor = ToolExecutor(environment.tools, max_result_chars=200)
     (record,) = await executor.execute([ToolCall(tool_call_id="call00000", name=name, arguments=arguments)])
     return record
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until `condition` holds; fails after 10 s."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)

@@ -232,6 +232,22 @@ class Slow:
         events.append("closed")
 
 
+class SlowFromTheFourth:
+    """Three are made at once, all later ones wait for the gate. They are told apart by `number`."""
+
+    def __init__(self) -> None:
+        self.number = events.count("made") + 1
+        events.append("made")
+        if self.number > 3:
+            entered.set()
+            gate.wait(timeout=30)
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None:
+        events.append(f"closed {self.number}")
+
+
 class OnlyOnce:
     """Can be made once: the probe."""
 

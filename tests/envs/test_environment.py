@@ -10,7 +10,8 @@ import pytest
 from grpo_async.envs import Environment, EnvironmentCallError, EnvironmentPool
 from grpo_async.tools.schema import ToolSpec, build_spec
 from tests.envs import sample_environments as samples
-from tests.envs.helpers import call, pool_of, until, with_one
+from tests.envs.helpers import call, pool_of, with_one
+from tests.support.waiting import until
 
 
 def test_is_done_is_looked_up_once_per_instance_and_reserved_names_are_no_tools() -> None:

@@ -11,7 +11,8 @@ from grpo_async.envs import load_environments
 from grpo_async.errors import ConfigError
 from grpo_async.tools import load_tools
 from tests.envs import sample_environments as samples
-from tests.envs.helpers import SAMPLES, loaded, section, until
+from tests.envs.helpers import SAMPLES, loaded, section
+from tests.support.waiting import until
 
 
 def test_every_problem_of_every_environment_is_in_one_error() -> None:

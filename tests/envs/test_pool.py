@@ -12,7 +12,8 @@ from grpo_async.envs import EnvironmentCallError, EnvironmentPool
 from grpo_async.envs import pool as pool_module
 from grpo_async.errors import DeadlineError
 from tests.envs import sample_environments as samples
-from tests.envs.helpers import call, pool_of, until
+from tests.envs.helpers import call, pool_of
+from tests.support.waiting import until
 
 
 def run(factory: str, use: Callable[[EnvironmentPool], Awaitable[Any]], **fields: Any) -> Any:
@@ -259,6 +260,49 @@ def test_construction_leaves_the_loop_free_and_a_cancelled_lease_frees_its_place
 
     samples.gate.set()
     run("Slow", use, max_instances=2)
+
+
+@pytest.mark.parametrize("max_instances", [4, None])
+def test_instances_that_were_made_before_their_lease_was_cancelled_are_not_lost(max_instances: int | None) -> None:
+    """R6.1"""
+
+    async def use(pool: EnvironmentPool) -> None:
+        task = asyncio.create_task(_reset_all(pool, 4))
+        await until(lambda: samples.events.count("made") == 4 and samples.entered.is_set())
+        await _settle()  # the loop hears of the three that are there
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (pool.num_taken, pool.num_free) == (0, 3)
+        assert samples.events == ["made"] * 4
+        samples.gate.set()
+        await until(lambda: samples.events[4:] == ["closed 4"])  # the slow one, once it is there
+        async with pool.lease(3) as environments:
+            assert sorted(environment.instance.number for environment in environments) == [1, 2, 3]
+
+    run("SlowFromTheFourth", use, max_instances=max_instances)
+    assert sorted(samples.events[4:]) == ["closed 1", "closed 2", "closed 3", "closed 4"]
+
+
+def test_instances_that_were_made_beside_one_that_failed_go_back() -> None:
+    async def use(pool: EnvironmentPool) -> None:
+        with pytest.raises(EnvironmentCallError, match="making an instance took longer than"):
+            await _reset_all(pool, 4)
+        assert (pool.num_taken, pool.num_free) == (0, 3)
+        samples.gate.set()
+
+    run("SlowFromTheFourth", use, timeout_s=0.5)
+
+
+async def _reset_all(pool: EnvironmentPool, count: int) -> None:
+    async with pool.lease(count) as environments:
+        for environment in environments:
+            await environment.reset({})
+
+
+async def _settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0.002)
 
 
 async def _reset_one_of_two(pool: EnvironmentPool) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from grpo_async.calls import TimedCaller
 from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.threads import ThreadRunner
 from tests.rewards import faulty_rewards
 from tests.rewards.helpers import FAULTY, TRL, loaded, score
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -176,11 +178,12 @@ def test_the_event_loop_runs_while_a_thread_blocks(released: None) -> None:
 def test_a_thread_past_its_time_limit_is_an_error_and_too_many_are_refused(released: None) -> None:
     async def run() -> None:
         reward = RewardFunction(faulty_rewards.blocks, timeout_s=0.05, setting="rewards.3")
-        reward._threads = ThreadRunner("reward-blocks", max_abandoned=2)
+        threads = ThreadRunner("reward-blocks", max_abandoned=2)
+        reward._caller = TimedCaller(threads, 0.05)
         for abandoned in (1, 2):
             with pytest.raises(RewardError, match=r"took longer than 0.05 s .* raise `rewards.3.timeout_s`"):
                 await score(reward, ["a"])
-            assert reward._threads.num_abandoned == abandoned
+            assert threads.num_abandoned == abandoned
         with pytest.raises(RewardError, match="set `run_in: process`"):
             await score(reward, ["a"])
         faulty_rewards.release.set()
@@ -192,17 +195,21 @@ def test_a_thread_past_its_time_limit_is_an_error_and_too_many_are_refused(relea
     asyncio.run(run())
 
 
-def test_a_cancelled_caller_leaves_a_counted_thread(released: None) -> None:
-    async def run() -> None:
-        reward = RewardFunction(faulty_rewards.blocks)
-        task = asyncio.create_task(score(reward, ["a"]))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert reward._threads.num_abandoned == 1
+def test_cancelled_callers_do_not_make_later_calls_fail(released: None) -> None:
+    async def run() -> list[float | None]:
+        reward = RewardFunction(faulty_rewards.blocks)  # 4 may be abandoned, 8 may run
+        tasks = [asyncio.create_task(score(reward, ["a"])) for _ in range(5)]
+        await until(lambda: sum(thread.name == "reward-blocks" for thread in threading.enumerate()) == 5)
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(end) for end in ends} == {asyncio.CancelledError}
+        later = asyncio.create_task(score(reward, ["a"]))
+        await until(lambda: sum(thread.name == "reward-blocks" for thread in threading.enumerate()) == 6)
+        faulty_rewards.release.set()
+        return (await later).values
 
-    asyncio.run(run())
+    assert asyncio.run(run()) == [0.0]
 
 
 def test_no_more_threads_than_allowed_run_at_once() -> None:
@@ -217,7 +224,7 @@ def test_no_more_threads_than_allowed_run_at_once() -> None:
 
     async def run() -> None:
         reward = RewardFunction(counted)
-        reward._threads = ThreadRunner("counted", max_threads=2)
+        reward._caller = TimedCaller(ThreadRunner("counted", max_threads=2), 60.0)
         await asyncio.gather(*(score(reward, ["a"]) for _ in range(6)))
 
     asyncio.run(run())

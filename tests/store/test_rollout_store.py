@@ -82,6 +82,82 @@ def test_columns_that_json_cannot_hold_become_their_repr() -> None:
     }  # fmt: skip
 
 
+def test_text_that_json_cannot_hold_never_keeps_a_row_from_being_written(tmp_path: Path, open_store: OpenStore) -> None:
+    """A policy writes half a surrogate pair in ASCII: \\ud800 inside JSON."""
+    half, told = "a\ud800b", "a\\ud800b"
+    completion = build_tool_rollout("1-0")
+    turn, last = completion.turns
+    policy, tool = turn.messages
+    made = {"id": half, "type": "function", "function": {"name": half, "arguments": {half: half}}}
+    turn = replace(
+        turn,
+        parse_error=half,
+        messages=[replace(policy, content=half, tool_calls=(made,)), replace(tool, name=half, tool_call_id=half)],
+        tool_calls=[replace(turn.tool_calls[0], name=half, tool_call_id=half, arguments={half: 1}, result=half)],
+    )
+    completion = replace(
+        completion,
+        turns=[turn, last],
+        error=half,
+        prompt_messages=[replace(policy, role=half)],
+        reward_columns={half: _Named(half)},
+    )
+    scored = ScoredGroup(
+        group=build_group(1, [completion], **{half: 1}),
+        samples=[],
+        rewards=[1.0],
+        reward_parts=[{half: 1.0}],
+        extra_columns={f"{half} noted": [half]},
+    )
+    open_store(tmp_path).append(scored.group, [], GroupStatus.FILTERED, None, scored=scored)
+    (row,) = read_groups(tmp_path)
+    (rollout,) = row.rollouts
+    assert row.columns == {told: 1}
+    assert (rollout.error, rollout.rewards) == (told, {told: 1.0})
+    assert rollout.extra == {told: told, f"{told} noted": repr(half)}
+    assert rollout.prompt_messages is not None
+    assert rollout.prompt_messages[0].role == told
+    assert rollout.turns[0].parse_error == told
+    (call,) = rollout.turns[0].tool_calls
+    assert (call.name, call.tool_call_id, call.arguments, call.result) == (told, told, {told: 1}, told)
+    assert (rollout.messages[1].name, rollout.messages[1].tool_call_id) == (told, told)
+    assert rollout.messages[0].content == told
+    assert rollout.messages[0].tool_calls[0]["function"] == {"name": repr(half), "arguments": {told: repr(half)}}
+
+
+class _Named:
+    """Something that JSON cannot hold, and neither can its repr."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+def test_columns_of_a_rollout_function_are_kept_and_log_extra_wins_a_clash(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    first = replace(build_rollout("1-0"), reward_columns={"seat": 3, "note": "returned"})
+    second = replace(build_rollout("1-1"), reward_columns={"seat": {4}})
+    group = build_group(1, [first, second])
+    scored = ScoredGroup(
+        group=group,
+        samples=[],
+        rewards=[1.0, 1.0],
+        reward_parts=[{}, {}],
+        extra_columns={"note": ["logged", None]},
+    )
+    open_store(tmp_path).append(group, [], GroupStatus.FILTERED, None, scored=scored)
+    open_store(tmp_path).append(build_group(2, [first]), [], GroupStatus.CANCELLED, None)  # never scored
+    scored_row, unscored_row = read_groups(tmp_path)
+    assert [rollout.extra for rollout in scored_row.rollouts] == [
+        {"seat": 3, "note": "logged"},
+        {"seat": "{4}", "note": None},
+    ]
+    assert unscored_row.rollouts[0].extra == {"seat": 3, "note": "returned"}
+
+
 def test_a_filtered_group_keeps_the_rewards_of_its_scoring(tmp_path: Path, open_store: OpenStore) -> None:
     group = build_group(1, [build_rollout("1-0"), build_failed_rollout("1-1"), build_rollout("1-2")])
     scored = ScoredGroup(group=group, samples=[], rewards=[1.0, 1.0], reward_parts=[{"exact": 1.0}, {"exact": 1.0}])

@@ -71,6 +71,15 @@ def call_of(item: Any) -> ReadCall:
     return named_call(name.strip(), item.get(key), call_id=call_id)
 
 
+def checked_call_of(item: Any) -> ReadCall:
+    """One call that was not read from JSON text, held to the same rules. Never raises."""
+    try:
+        _check(item)
+    except UnreadableError as error:
+        return ReadCall(name=_name_of(item), error=str(error))
+    return call_of(item)
+
+
 def named_call(name: str, arguments: Any, *, call_id: str | None = None) -> ReadCall:
     """A call whose name is known. Arguments given as JSON text are read once more; none at all are {}."""
     if not name:
@@ -102,6 +111,15 @@ def kind_of(value: Any) -> str:
     return "an object" if isinstance(value, Mapping) else "a list"
 
 
+def _name_of(item: Any) -> str:
+    """What a call that is refused names, as far as it can be read."""
+    for holder in (item.get("function"), item) if isinstance(item, Mapping) else ():
+        name = holder.get("name") if isinstance(holder, Mapping) else None
+        if isinstance(name, str) and not _has_half_surrogate(name):
+            return name.strip()
+    return ""
+
+
 _TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 
 
@@ -126,14 +144,24 @@ def _check(value: Any) -> None:
     pending = [(value, 1)]
     while pending:
         item, depth = pending.pop()
-        if isinstance(item, dict | list) and depth > MAX_DEPTH:
+        if isinstance(item, Mapping | list | tuple) and depth > MAX_DEPTH:
             raise UnreadableError(_TOO_DEEP)
-        if isinstance(item, dict):
+        if isinstance(item, Mapping):
+            if not all(isinstance(key, str) for key in item):
+                raise UnreadableError("it holds a key that is no string")
             pending += [(key, depth) for key in item]
             pending += [(entry, depth + 1) for entry in item.values()]
-        elif isinstance(item, list):
+        elif isinstance(item, list | tuple):
             pending += [(entry, depth + 1) for entry in item]
-        elif isinstance(item, float) and not math.isfinite(item):
-            raise UnreadableError("it holds a number that is too large")
-        elif isinstance(item, str) and any("\ud800" <= letter <= "\udfff" for letter in item):
-            raise UnreadableError("it holds half of a surrogate pair (\\ud800 to \\udfff)")
+        elif isinstance(item, float):
+            if not math.isfinite(item):
+                raise UnreadableError("it holds a number that is too large")
+        elif isinstance(item, str):
+            if _has_half_surrogate(item):
+                raise UnreadableError("it holds half of a surrogate pair (\\ud800 to \\udfff)")
+        elif item is not None and not isinstance(item, int):
+            raise UnreadableError(f"it holds a {type(item).__name__}, which JSON does not have")
+
+
+def _has_half_surrogate(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)

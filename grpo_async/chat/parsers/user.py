@@ -4,7 +4,8 @@
 
 It may also return the list of calls alone (the text then stays the content), calls in the OpenAI form ({"function": {...}}),
 and None or an empty list for no calls. If its signature names them, it is given `raw_text` (with special tokens) and `token_ids`.
-It runs on the event loop, so it should be quick. What it raises is the turn's parse error: the text stands as the message.
+It runs on the event loop, so it should be quick. What it raises is the turn's parse error: the text stands as the message. Its
+calls are held to the same rules as those of the built-in formats (see json_calls): one that breaks them has an error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_async.chat.parsers.formats import explained
-from grpo_async.chat.parsers.json_calls import calls_of, kind_of
+from grpo_async.chat.parsers.json_calls import checked_call_of, kind_of
 from grpo_async.chat.turn import Reading, SampledTurn
 from grpo_async.errors import ConfigError
 from grpo_async.references import resolve
@@ -65,7 +66,7 @@ class UserParser:
             raise TypeError(f"`{self._reference}` returned {kind_of(content)} as content; return text")
         return Reading(
             content=turn.text if content is None else content,
-            calls=explained(calls_of(list(calls)), "write it as the instructions say"),
+            calls=explained([checked_call_of(call) for call in calls], "write it as the instructions say"),
         )
 
     def _wanted_keywords(self) -> list[str]:
