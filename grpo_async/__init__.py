@@ -27,7 +27,7 @@ Layers; imports go down only, packages of one layer do not import each other:
     1  data  chat  tools  rewards  inference  buffer  batching  weights  tracking  store
     0  records  config  errors  rundir  sandbox; below them: references  threads  calls  processes  retry
 
-Where to look: what may be configured: config/sections.py. How a rollout goes and ends: rollout/conversation.py. What a server must
+Where to look: what may be configured: config/*sections.py. How a rollout goes and ends: rollout/conversation.py. What a server must
 serve: inference/surface.py. How stale a sample may be: buffer/sample_buffer.py and buffer/admission.py. The loss:
 training/losses.py. The main loop: training/loop.py. The order of a weight push: weights/push.py. Which objects are connected to
 which: launch/lead.py, launch/rollout_side.py and launch/participants.py.

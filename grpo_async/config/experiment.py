@@ -9,23 +9,24 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from grpo_async.config.base import StrictModel
+from grpo_async.config.data_sections import DataSection, EvaluationSection
+from grpo_async.config.interaction_sections import (
+    EnvironmentSection,
+    RewardSection,
+    RolloutFunctionSection,
+    ToolCallingSection,
+    ToolSection,
+)
 from grpo_async.config.sections import (
     CheckpointSection,
     ClippedLoss,
-    DataSection,
-    EnvironmentSection,
-    EvaluationSection,
     GlooWeights,
     InferenceSection,
     LaunchSection,
     ModelSection,
     OptimizerSection,
-    RewardSection,
-    RolloutFunctionSection,
     RolloutSection,
     RunSection,
-    ToolCallingSection,
-    ToolSection,
     TrackerSection,
     TrainingSection,
 )

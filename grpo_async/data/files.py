@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_async.config.sections import CsvSource, JsonlSource, ParquetSource
+from grpo_async.config.data_sections import CsvSource, JsonlSource, ParquetSource
 from grpo_async.data.rows import PlacedRows, kind, listed
 from grpo_async.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from grpo_async.config.sections import Source
+from grpo_async.config.data_sections import Source
 from grpo_async.data.rows import Row, Rows
 from grpo_async.data.stream import make_prompt
 from grpo_async.errors import ConfigError

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from grpo_async.config.sections import EnvironmentSource, GeneratorSource
+from grpo_async.config.data_sections import EnvironmentSource, GeneratorSource
 from grpo_async.data.rows import PlacedRows, Row, check_values, kind
 from grpo_async.errors import ConfigError
 from grpo_async.references import resolve

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from grpo_async.config.sections import HubSource
+from grpo_async.config.data_sections import HubSource
 from grpo_async.data.rows import PlacedRows, listed
 from grpo_async.errors import ConfigError
 

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Collection
 from typing import Any
 
-from grpo_async.config.sections import EnvironmentSource, Source
+from grpo_async.config.data_sections import EnvironmentSource, Source
 from grpo_async.data.rows import Row, Rows
 
 _ALWAYS = frozenset({"environment"})  # chooses the environment: another one is another task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_async.config.sections import DataSection, EvaluationSection, Source
+from grpo_async.config.data_sections import DataSection, EvaluationSection, Source
 from grpo_async.data.filters import CountTokens
 from grpo_async.data.held_out import find_leaks, split_held_out
 from grpo_async.data.identity import task_columns

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from grpo_async.config.sections import (
+from grpo_async.config.data_sections import (
     CsvSource,
     EnvironmentSource,
     GeneratorSource,

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_async.config.sections import EnvironmentSection
+from grpo_async.config.interaction_sections import EnvironmentSection
 from grpo_async.envs.construction import Construction
 from grpo_async.envs.environment import COLUMN, Environment
 from grpo_async.envs.kind import BadEnvironmentError, EnvironmentKind, examine

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.sections import HubSource, Source
+from grpo_async.config.data_sections import HubSource, Source
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch.participants import Participants, load_participants, startup_notes

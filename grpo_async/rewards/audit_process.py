@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from grpo_async.config.sections import RewardSection
+from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.processes import die_with_parent
 from grpo_async.records import Prompt

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_async.config.sections import RewardSection
+from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.records import Prompt
 from grpo_async.rewards.audit import cases_of
 from grpo_async.rewards.audit_process import observe_in_process

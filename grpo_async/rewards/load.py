@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 
 from grpo_async.calls import unwrap_partial
-from grpo_async.config.sections import RewardSection
+from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.references import resolve
 from grpo_async.rewards.arguments import CHECK, ArgumentCheck

@@ -356,7 +356,7 @@ def _result(
 def _status_of(exit_code: int, cpu_s: float, limits: SandboxLimits, stderr: str) -> SandboxStatus:
     if exit_code == 0:
         return SandboxStatus.OK
-    if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and cpu_s >= limits.cpu_s):
+    if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and cpu_s >= limits.cpu_s / 2):
         return SandboxStatus.CPU
     if exit_code < 0:
         return SandboxStatus.KILLED

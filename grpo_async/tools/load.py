@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
-from grpo_async.config.sections import ToolSection
+from grpo_async.config.interaction_sections import ToolSection
 from grpo_async.errors import ConfigError
 from grpo_async.references import resolve
 from grpo_async.tools.schema import BadFunctionError

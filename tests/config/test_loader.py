@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_async.config.data_sections import JsonlSource
 from grpo_async.config.loader import dump_config, load_config
-from grpo_async.config.sections import JsonlSource
 from grpo_async.errors import ConfigError
 
 MINIMAL = """\

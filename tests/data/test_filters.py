@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.sections import JsonlSource
+from grpo_async.config.data_sections import JsonlSource
 from grpo_async.data.sources import load_rows
 from grpo_async.errors import ConfigError
 from grpo_async.records import Prompt

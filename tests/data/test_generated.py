@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.sections import EnvironmentSource, GeneratorSource
+from grpo_async.config.data_sections import EnvironmentSource, GeneratorSource
 from grpo_async.data import generated
 from grpo_async.data.sources import load_rows
 from grpo_async.data.stream import make_prompt

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.sections import HubSource
+from grpo_async.config.data_sections import HubSource
 from grpo_async.data.sources import load_rows
 from grpo_async.errors import ConfigError
 

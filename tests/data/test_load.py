@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.sections import DataSection, EvaluationSection
+from grpo_async.config.data_sections import DataSection, EvaluationSection
 from grpo_async.data.load import LoadedData, load_data
 from grpo_async.errors import ConfigError
 

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from grpo_async.config.sections import ParquetSource
+from grpo_async.config.data_sections import ParquetSource
 from grpo_async.data import files
 from grpo_async.data.sources import load_rows
 from grpo_async.errors import ConfigError

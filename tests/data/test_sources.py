@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.sections import CsvSource, HubSource, JsonlSource
+from grpo_async.config.data_sections import CsvSource, HubSource, JsonlSource
 from grpo_async.data.sources import first_rows, load_rows
 from grpo_async.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.sections import JsonlSource
+from grpo_async.config.data_sections import JsonlSource
 from grpo_async.data.sources import load_rows
 from grpo_async.data.stream import PromptStream, make_prompt, shuffled_order
 from grpo_async.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.sections import RewardSection
+from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.data import make_prompt
 from grpo_async.rewards import audit_process
 from grpo_async.rewards.audit import cases_of, observe

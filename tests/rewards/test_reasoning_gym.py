@@ -187,7 +187,7 @@ def test_it_runs_in_a_process() -> None:
 
 
 def test_it_asks_for_its_columns() -> None:
-    from grpo_async.config.sections import RewardSection
+    from grpo_async.config.interaction_sections import RewardSection
 
     (reward,) = load_rewards([RewardSection(function="grpo_async.rewards.reasoning_gym:task_score")])
     assert reward.missing_columns(["answer"]) == ["task", "task_data"]

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from grpo_async.config.sections import ToolSection
+from grpo_async.config.interaction_sections import ToolSection
 from grpo_async.tools import load_tools
 from grpo_async.tools.calculator import calculator
 

@@ -1,0 +1,153 @@
+"""Where prompts come from: the sources of data, and the sections `data` and `evaluation`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from grpo_async.config.base import StrictModel
+
+
+class DataSource(StrictModel):
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Renames: `{problem: prompt, reward_model.ground_truth: answer}`; a dotted name looks into a nested column. After renaming
+    a column named `prompt` must exist; it holds text or a list of `{role, content}` messages. Every other column is handed to
+    the reward functions."""
+    system_prompt: str | None = None
+    """Put before every prompt as a system message."""
+    limit: int | None = Field(default=None, ge=1)
+    """Use the first N rows only; counted before any filter."""
+    drop: list[str] = Field(default_factory=list)
+    """Columns to leave out, by their names before renaming."""
+    min_prompt_chars: int | None = Field(default=None, ge=1)
+    """Rows whose messages together (without `system_prompt`) have fewer characters are left out."""
+    max_prompt_chars: int | None = Field(default=None, ge=1)
+    """Rows whose messages together (without `system_prompt`) have more characters are left out."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Rows with more prompt tokens, chat template and `system_prompt` included, are left out."""
+    task_columns: list[str] = Field(default_factory=list)
+    """Columns that make a row another task although its prompt is the same, such as `seed`: the search for duplicates, the
+    held-out split and the leak check compare them too. A row with an empty prompt is compared by all of its columns."""
+
+    @model_validator(mode="after")
+    def _lengths_are_in_order(self) -> Self:
+        low, high = self.min_prompt_chars, self.max_prompt_chars
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_prompt_chars: {low} is more than max_prompt_chars: {high}; no prompt can have both")
+        return self
+
+
+class JsonlSource(DataSource):
+    type: Literal["jsonl"] = "jsonl"
+    """One JSON object per line."""
+    path: Path
+    """The file."""
+
+
+class CsvSource(DataSource):
+    type: Literal["csv"]
+    """Comma-separated values with a header line; every value is text."""
+    path: Path
+    """The file."""
+
+
+class ParquetSource(DataSource):
+    type: Literal["parquet"]
+    """Apache Parquet, read in batches (extra `parquet`: pip install 'grpo-async[parquet]')."""
+    path: Path
+    """The file, or a folder whose *.parquet files are read in the order of their names."""
+
+
+class HubSource(DataSource):
+    type: Literal["hub"]
+    """A dataset of the package `datasets` (extra `hub`: pip install 'grpo-async[hub]')."""
+    name: str
+    """Name on the hub, or a local folder: one that `save_to_disk` wrote, or one with data files."""
+    subset: str | None = None
+    """Configuration of the dataset."""
+    split: str = "train"
+    """Split of the dataset."""
+    revision: str | None = None
+    """Commit, tag or branch on the hub; null = the newest."""
+
+
+class ReasoningGymTask(StrictModel):
+    name: str
+    """Name of the task, such as `chain_sum`."""
+    weight: float = Field(default=1.0, gt=0.0)
+    """Its share of the rows, compared with the weights of the other tasks."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """The task's own settings, such as `{max_terms: 3}`."""
+
+
+class ReasoningGymSource(DataSource):
+    type: Literal["reasoning_gym"]
+    """Tasks made by reasoning-gym (extra `reasoning-gym`); their reward is grpo_async.rewards.reasoning_gym:task_score."""
+    tasks: list[ReasoningGymTask] = Field(min_length=1)
+    """The tasks; with several, their rows are mixed evenly by weight."""
+    size: int = Field(ge=1)
+    """Number of rows, over all tasks."""
+    seed: int = Field(default=0, ge=0)
+    """Another seed makes other rows: training and evaluation need different ones."""
+    timeout_s: float = Field(default=600.0, gt=0.0)
+    """Time that making the rows may take."""
+
+
+class GeneratorSource(DataSource):
+    type: Literal["generator"]
+    """Rows made by a Python function: a generator, or anything that returns an iterable of dicts."""
+    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    """`module:attribute`; the working directory is importable. It must make the same rows at every call."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments. A generator without end needs `limit`."""
+
+
+class EnvironmentSource(DataSource):
+    type: Literal["environment"]
+    """No data set: the environment's `reset` gives the task. Each row is a `seed`, which `reset` receives."""
+    num_prompts: int = Field(ge=1)
+    """Number of rows."""
+    prompt: str = ""
+    """The user's message before the text that `reset` returns; may stay empty."""
+    first_seed: int = Field(default=0, ge=0)
+    """The rows have the seeds first_seed, first_seed + 1, ...; evaluation needs others than training."""
+    environments: list[str] = Field(default_factory=list)
+    """With several environments: the names that the rows use in turn, in the column `environment`."""
+
+
+Source = Annotated[
+    JsonlSource | CsvSource | ParquetSource | HubSource | ReasoningGymSource | GeneratorSource | EnvironmentSource,
+    Field(discriminator="type"),
+]
+
+
+class DataSection(StrictModel):
+    train: Source
+    """Prompts to train on."""
+    shuffle: bool = True
+    """Shuffle anew in every epoch, by `run.seed`."""
+    held_out: float | None = Field(default=None, gt=0.0)
+    """Rows of `train` that are kept for evaluation and not trained on: below 1 a share (0.05), else a number of rows (200).
+    A row's own prompt decides, so that rows added later never move one from training to evaluation."""
+    held_out_seed: int = Field(default=0, ge=0)
+    """Another seed holds out other rows. Not `run.seed`: runs that differ in that are evaluated on the same rows."""
+
+    @field_validator("held_out")
+    @classmethod
+    def _is_a_share_or_a_number(cls, held_out: float | None) -> float | None:
+        if held_out is not None and held_out >= 1 and held_out != int(held_out):
+            raise ValueError(f"{held_out:g} is neither a share (below 1) nor a whole number of rows")
+        return held_out
+
+
+class EvaluationSection(StrictModel):
+    data: Source | None = None
+    """Prompts to evaluate on; null = those that `data.held_out` keeps back."""
+    num_prompts: int = Field(default=200, ge=1)
+    """The first N of them."""
+    leak_check: Literal["error", "warn", "off"] = "error"
+    """What happens when a prompt to evaluate on is also trained on (letter case and white space aside)."""
+    baseline_column: str | None = None
+    """If set, the report also states the share of the most frequent value of this column: the score of always giving it."""
