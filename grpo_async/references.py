@@ -8,11 +8,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +35,24 @@ def resolve(reference: str) -> Any:
             raise ConfigError(f"`{owner}` has no `{attribute}`; it has {_choices(attribute, _public_names(found))}")
         found = getattr(found, attribute)
     return found
+
+
+def resolve_function(reference: str, where: str) -> Callable[..., Any]:
+    """As `resolve`, for something that is called: a function, a partial, or a callable object, but no class.
+
+    `where` begins every error, such as "rewards.0.function: mine:score".
+    """
+    try:
+        function = resolve(reference)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"{where}: is a class; make an instance in its module (`mine = {function.__name__}()`) and name that"
+        )
+    if not callable(function):
+        raise ConfigError(f"{where}: is a {type(function).__name__}, which cannot be called; name a function")
+    return function  # type: ignore[no-any-return]
 
 
 def _make_working_directory_importable() -> None:

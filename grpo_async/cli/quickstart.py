@@ -1,4 +1,4 @@
-"""`prepare-quickstart`: the model and the data that configs/quickstart.yaml names."""
+"""`prepare-quickstart`: the model and the data that the configs of the tiny tasks name."""
 
 from __future__ import annotations
 
@@ -9,19 +9,33 @@ import typer
 
 
 def prepare_quickstart(
+    task: Annotated[
+        str,
+        typer.Option(
+            "--task",
+            help="think (quickstart.yaml), tool (tools.yaml), game (environment.yaml), code (code.yaml) or "
+            "reasoning_gym (reasoning-gym.yaml).",
+        ),
+    ] = "think",
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where to write; default .cache/quickstart/seed_N.")
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Where to write; default .cache/quickstart/seed_N, for others than think TASK/seed_N.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the weights and of the data.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Make it again even if it is there.")] = False,
 ) -> None:
-    """Make the quickstart's tiny model and its data; returns at once when they are there.
+    """Make a tiny model and data for one of the tiny tasks; returns at once when they are there.
 
     \b
     Examples:
       grpo-async prepare-quickstart
+      grpo-async prepare-quickstart --task tool
       grpo-async prepare-quickstart --seed 1 --out .cache/quickstart/other
     """
     from grpo_async.quickstart.prepare import prepare
 
-    prepare(out, seed=seed, force=force)
+    prepare(out, task=task, seed=seed, force=force)

@@ -14,7 +14,7 @@ from grpo_async.envs import Environments, load_environments
 from grpo_async.errors import ConfigError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.records import Prompt
-from grpo_async.references import resolve
+from grpo_async.references import resolve_function
 from grpo_async.rollout.conversation import Conversation, SamplingSettings
 from grpo_async.rollout.conversation_producer import ConversationLimits, ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
@@ -111,7 +111,8 @@ def load_participants(config: ExperimentConfig) -> Participants:
             problems.append(str(error))
     if config.rollout_function is not None:
         try:
-            function = _load_function(config.rollout_function.function)
+            reference = config.rollout_function.function
+            function = resolve_function(reference, f"rollout_function.function: {reference}")
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -119,17 +120,6 @@ def load_participants(config: ExperimentConfig) -> Participants:
             asyncio.run(environments.close())
         raise ConfigError("\n".join(problems))
     return Participants(config=config, tools=tools, environments=environments, function=function)
-
-
-def _load_function(reference: str) -> Callable[..., Any]:
-    where = f"rollout_function.function: {reference}"
-    try:
-        function = resolve(reference)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if not callable(function):
-        raise ConfigError(f"{where}: is a {type(function).__name__}, which cannot be called; name a function")
-    return function  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

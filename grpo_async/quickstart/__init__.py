@@ -1,6 +1,15 @@
-"""A task, a tiny model and a reward with which a run visibly learns on two CPU cores within a minute.
+"""Tiny tasks, tiny models and a reward with which a run visibly learns on two CPU cores within a minute or two.
 
-    task -> train.jsonl, heldout.jsonl        tokenizer + model -> warmup -> model/        reward: is the final text the answer?
+    tasks/   items -> train.jsonl, heldout.jsonl; each answered the good way and the lazy way -> demonstrations
+    tokenizer + model -> warm-up on the demonstrations -> model/         reward: is the final text the answer?
+
+| task            | what is learned                                        | config                     |
+|-----------------|--------------------------------------------------------|----------------------------|
+| `think`         | to work a sum out in <think> before answering          | configs/quickstart.yaml    |
+| `tool`          | to ask a calculator, in a conversation of two turns    | configs/tools.yaml         |
+| `game`          | to search in a guessing game, an environment           | configs/environment.yaml   |
+| `code`          | to write Python that passes tests in a sandbox         | configs/code.yaml          |
+| `reasoning_gym` | to work out a task whose rows a package makes          | configs/reasoning-gym.yaml |
 
 `prepare()` makes all of it. torch is imported only when something has to be made.
 """

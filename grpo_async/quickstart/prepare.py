@@ -1,6 +1,6 @@
-"""Makes what `configs/quickstart.yaml` names: a base model with tokenizer, training prompts and held-out prompts.
+"""Makes what the configs of the tiny tasks name: a base model with tokenizer, training rows and held-out rows.
 
-    .cache/quickstart/seed_0/
+    .cache/quickstart/seed_0/          task `think`; the others: .cache/quickstart/TASK/seed_0
     |- prepared.json   the recipe it was made by; a folder without it was not made here and is never touched
     |- model/          Hugging Face folder
     |- train.jsonl     {"prompt": [...], "answer": "5"}
@@ -12,6 +12,7 @@ Everything is written beside and renamed, so a folder that exists is whole. A se
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import os
 import shutil
@@ -23,10 +24,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from grpo_async.errors import ConfigError
-from grpo_async.quickstart import task
-from grpo_async.quickstart.warmup import WarmupRecipe, thinking, warm_up
+from grpo_async.quickstart.recipe import WarmupRecipe
+from grpo_async.quickstart.rows import write_rows
+from grpo_async.quickstart.tasks import TASKS, Task
 
-RECIPE_VERSION = 1  # raise it when the task, tokenizer, model or warm-up changes: prepared folders are then made again
+RECIPE_VERSION = 2  # raise it when a task, tokenizer, model or warm-up changes: prepared folders are then made again
+DEFAULT_TASK = "think"
 _MARKER = "prepared.json"
 
 
@@ -39,44 +42,52 @@ class PreparedQuickstart:
     heldout: Path
 
 
-def default_folder(seed: int = 0) -> Path:
-    """`.cache/quickstart/seed_N` in the working directory; configs/quickstart.yaml names seed 0."""
-    return Path(".cache") / "quickstart" / f"seed_{seed}"
+def default_folder(seed: int = 0, *, task: str = DEFAULT_TASK) -> Path:
+    """`.cache/quickstart/seed_N`, or `.cache/quickstart/TASK/seed_N`, in the working directory; the configs name seed 0."""
+    base = Path(".cache") / "quickstart"
+    return (base if task == DEFAULT_TASK else base / task) / f"seed_{seed}"
 
 
 def prepare(
     folder: Path | None = None,
     *,
+    task: str = DEFAULT_TASK,
     seed: int = 0,
     force: bool = False,
     recipe: WarmupRecipe | None = None,
     report: Callable[[str], None] = print,
 ) -> PreparedQuickstart:
-    """Make the quickstart's model and data in `folder`, unless they are there already.
+    """Make a task's model and data in `folder`, unless they are there already.
 
     Args:
-        folder: default `default_folder(seed)`.
+        folder: default `default_folder(seed, task=task)`.
+        task: name of one of `TASKS`.
         seed: of the initial weights, the demonstrations and the order of the rows. The same seed gives the same bytes
             of data and tokenizer, and on one machine the same weights.
         force: make it again even if it is there.
-        recipe: of the warm-up; default `WarmupRecipe()`.
+        recipe: of the warm-up; default the task's own.
         report: gets lines of progress.
 
     Raises:
-        ConfigError: the folder holds something that was not made here.
+        ConfigError: there is no such task, or the folder holds something that was not made here.
     """
-    folder = default_folder(seed) if folder is None else folder
-    recipe = recipe or WarmupRecipe()
-    marker = _marker(seed, recipe)
+    if task not in TASKS:
+        nearest = difflib.get_close_matches(task, TASKS, n=1)
+        known = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(TASKS)}"
+        raise ConfigError(f"there is no quickstart task {task!r}; {known}")
+    chosen = TASKS[task]
+    folder = default_folder(seed, task=task) if folder is None else folder
+    recipe = recipe or chosen.recipe
+    marker = _marker(chosen, seed, recipe)
     if not force and _read_marker(folder) == marker:
         return _parts(folder)
     _refuse_a_folder_of_others(folder)
 
-    report(f"making the quickstart's model and data in {folder} (once, about half a minute)")
+    report(f"making the model and data of the task `{task}` in {folder} (once, about half a minute)")
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _build(building, seed=seed, recipe=recipe, report=report)
+        _build(building, chosen, seed=seed, recipe=recipe, report=report)
         (building / _MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
         building.chmod(0o755)  # mkdtemp makes it private
         if force or _read_marker(folder) != marker:  # another process may have made the same one meanwhile
@@ -90,8 +101,11 @@ def _parts(folder: Path) -> PreparedQuickstart:
     return PreparedQuickstart(model=folder / "model", train=folder / "train.jsonl", heldout=folder / "heldout.jsonl")
 
 
-def _marker(seed: int, recipe: WarmupRecipe) -> dict[str, Any]:
-    made_by = {"recipe_version": RECIPE_VERSION, "seed": seed, "warmup": dataclasses.asdict(recipe)}
+def _marker(task: Task[Any], seed: int, recipe: WarmupRecipe) -> dict[str, Any]:
+    made_by: dict[str, Any] = {"recipe_version": RECIPE_VERSION, "task": task.name, "seed": seed}
+    made_by["warmup"] = dataclasses.asdict(recipe)
+    if tools := task.tools():
+        made_by["tools"] = tools  # the model has learned the listing of exactly these
     return cast(
         "dict[str, Any]", json.loads(json.dumps(made_by))
     )  # tuples become lists, as in the file it is compared to
@@ -114,17 +128,19 @@ def _refuse_a_folder_of_others(folder: Path) -> None:
         )
 
 
-def _build(folder: Path, *, seed: int, recipe: WarmupRecipe, report: Callable[[str], None]) -> None:
+def _build(folder: Path, task: Task[Any], *, seed: int, recipe: WarmupRecipe, report: Callable[[str], None]) -> None:
+    from grpo_async.chat import ChatRenderer
     from grpo_async.quickstart.model import build_model
     from grpo_async.quickstart.tokenizer import train_tokenizer
+    from grpo_async.quickstart.warmup import warm_up
 
-    sums = task.training_sums()
-    task.write_rows(folder / "train.jsonl", sums, seed=seed)
-    task.write_rows(folder / "heldout.jsonl", task.held_out_sums(), seed=seed)
-    tokenizer = train_tokenizer(f"system\nuser\n{item.prompt}\nassistant\n{thinking(item)}\n" for item in sums)
+    items = task.training_items()
+    write_rows(folder / "train.jsonl", map(task.row, items), seed=seed)
+    write_rows(folder / "heldout.jsonl", map(task.row, task.held_out_items()), seed=seed)
+    tokenizer = train_tokenizer(task.vocabulary())
     with _deterministic_torch(seed):
         model = build_model(tokenizer)
-        warm_up(model, tokenizer, sums, recipe=recipe, seed=seed, report=report)
+        warm_up(model, ChatRenderer(tokenizer), task, items, recipe=recipe, seed=seed, report=report)
     with _no_progress_bars():
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")

@@ -6,13 +6,12 @@ where they cannot be used: a typing error then stops the start and not every gro
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 from grpo_async.calls import unwrap_partial
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.errors import ConfigError
-from grpo_async.references import resolve
+from grpo_async.references import resolve_function
 from grpo_async.rewards.arguments import CHECK, ArgumentCheck
 from grpo_async.rewards.call import ENVIRONMENTS, OFFERED, own_name, read_parameters
 from grpo_async.rewards.function import RewardFunction
@@ -40,16 +39,7 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
 def load_reward(section: RewardSection, path: str) -> RewardFunction:
     """Import and check one; `path` is that of its section (`rewards.0`), for errors."""
     where = f"{path}.function: {section.function}"
-    try:
-        function = resolve(section.function)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if inspect.isclass(function):
-        raise ConfigError(
-            f"{where}: is a class; make an instance in its module (`my_reward = {function.__name__}()`) and name that"
-        )
-    if not callable(function):
-        raise ConfigError(f"{where}: is a {type(function).__name__}, which cannot be called; name a function")
+    function = resolve_function(section.function, where)
     try:
         parameters = read_parameters(function)
     except TypeError as error:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from grpo_async.config.interaction_sections import ToolSection
 from grpo_async.errors import ConfigError
-from grpo_async.references import resolve
+from grpo_async.references import resolve_function
 from grpo_async.tools.schema import BadFunctionError
 from grpo_async.tools.tool import Tool
 
@@ -35,16 +35,7 @@ def load_tools(sections: Sequence[ToolSection]) -> list[Tool]:
 
 def _load(section: ToolSection, path: str) -> Tool:
     where = f"{path}.function: {section.function}"
-    try:
-        function = resolve(section.function)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if inspect.isclass(function):
-        raise ConfigError(
-            f"{where}: is a class; make an instance in its module (`my_tool = {function.__name__}()`) and name that"
-        )
-    if not callable(function):
-        raise ConfigError(f"{where}: is a {type(function).__name__}, which cannot be called; name a function")
+    function = resolve_function(section.function, where)
     problems = []
     try:
         names = list(inspect.signature(function).parameters)

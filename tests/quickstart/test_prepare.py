@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.config.sections import JsonlSource
+from grpo_async.config.data_sections import JsonlSource
 from grpo_async.data import load_rows
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart import default_folder, prepare
-from grpo_async.quickstart.warmup import WarmupRecipe
+from grpo_async.quickstart.recipe import WarmupRecipe
+from grpo_async.quickstart.tasks import TASKS
+from grpo_async.quickstart.tokenizer import MAX_VOCABULARY
 
 SHORT = WarmupRecipe(num_steps=2, batch_size=4)
 
@@ -115,8 +117,59 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_default_folder_is_the_one_that_the_config_names() -> None:
-    config = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-    assert f"path: {default_folder(0)}/model" in config.read_text()
-    assert f"path: {default_folder(0)}/train.jsonl" in config.read_text()
-    assert f"path: {default_folder(0)}/heldout.jsonl" in config.read_text()
+@pytest.mark.parametrize("task", [name for name in TASKS if name != "think"])
+def test_every_task_makes_its_own_rows_and_a_model_that_knows_its_words(task: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    parts = prepare(tmp_path / "made", task=task, recipe=SHORT, report=_silent)
+    train, held_out = (load_rows(JsonlSource(path=path)) for path in (parts.train, parts.heldout))
+    assert len(train) > len(held_out) >= 20
+    columns = {"tool": {"answer"}, "game": {"low", "high", "target"}, "code": {"tests"}, "reasoning_gym": {"answer"}}
+    assert set(train[0]) == {"prompt"} | columns[task]
+    tokenizer = AutoTokenizer.from_pretrained(parts.model)
+    assert len(tokenizer) <= MAX_VOCABULARY
+    assert json.loads((tmp_path / "made" / "prepared.json").read_text())["task"] == task
+
+
+def test_another_tool_listing_makes_the_folder_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    prepare(tmp_path / "made", task="game", recipe=SHORT, report=lines.append)
+    prepare(tmp_path / "made", task="game", recipe=SHORT, report=lines.append)
+    assert len([line for line in lines if line.startswith("making")]) == 1
+    (schema,) = TASKS["game"].tools()
+    changed = {**schema, "function": {**schema["function"], "description": "Says a number."}}
+    monkeypatch.setattr(type(TASKS["game"]), "tools", lambda self: [changed])
+    prepare(tmp_path / "made", task="game", recipe=SHORT, report=lines.append)
+    assert len([line for line in lines if line.startswith("making")]) == 2
+
+
+def test_a_folder_of_another_task_is_made_again_and_an_unknown_task_is_refused(tmp_path: Path) -> None:
+    prepare(tmp_path / "made", task="code", recipe=SHORT, report=_silent)
+    prepare(tmp_path / "made", task="game", recipe=SHORT, report=_silent)
+    assert "target" in json.loads((tmp_path / "made" / "train.jsonl").read_text().splitlines()[0])
+    with pytest.raises(ConfigError, match="no quickstart task 'gaem'; did you mean 'game'"):
+        prepare(tmp_path / "made", task="gaem", report=_silent)
+
+
+@pytest.mark.parametrize(
+    ("config", "task", "files"),
+    [
+        ("quickstart.yaml", "think", ("model", "train.jsonl", "heldout.jsonl")),
+        ("tools.yaml", "tool", ("model", "train.jsonl", "heldout.jsonl")),
+        ("environment.yaml", "game", ("model", "train.jsonl", "heldout.jsonl")),
+        ("code.yaml", "code", ("model", "train.jsonl", "heldout.jsonl")),
+        ("reasoning-gym.yaml", "reasoning_gym", ("model",)),
+    ],
+)
+def test_the_default_folder_is_the_one_that_the_config_names(config: str, task: str, files: tuple[str, ...]) -> None:
+    text = (Path(__file__).parents[2] / "configs" / config).read_text(encoding="utf-8")
+    for file in files:
+        assert f"path: {default_folder(0, task=task)}/{file}\n" in text
+    command = "prepare-quickstart" if task == "think" else f"prepare-quickstart --task {task}"
+    assert f"grpo-async {command} " in text
+
+
+def test_no_two_tasks_share_a_folder() -> None:
+    assert default_folder(3) == Path(".cache/quickstart/seed_3")
+    assert default_folder(3, task="tool") == Path(".cache/quickstart/tool/seed_3")
+    assert len({default_folder(task=name) for name in TASKS}) == len(TASKS)

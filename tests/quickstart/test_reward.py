@@ -32,5 +32,19 @@ def test_conversational_completions_are_judged_one_by_one_and_other_columns_are_
     assert exact_answer(["p"] * 3, completions, [[1]] * 3, ["7", "7", "7"], level=[1, 2, 3]) == [1.0, 0.0, 1.0]
 
 
+def test_a_conversation_is_judged_by_the_last_message_and_only_if_the_assistant_said_it() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calculator", "arguments": {}}}]}
+    result = {"role": "tool", "content": "7"}
+    completions = [
+        [call, result, {"role": "assistant", "content": "7"}],
+        [call, result, {"role": "assistant", "content": "8"}],
+        [call, result],  # the turns ran out: what the tool says is not the model's answer
+        [{**call, "content": "7"}],  # an answer beside a call that nobody made any more
+        [{"role": "assistant", "content": None}],
+        [],
+    ]
+    assert exact_answer(["p"] * 6, completions, [[1]] * 6, ["7"] * 6) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_a_number_in_the_answer_column_is_compared_as_text() -> None:
     assert exact_answer(["p"], ["<think>1</think>7"], [[1]], [7]) == [1.0]  # type: ignore[list-item]

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
-from grpo_async.quickstart.task import held_out_sums, training_sums
+from grpo_async.quickstart.sums import thinking
+from grpo_async.quickstart.tasks.think import ThinkTask
 from grpo_async.quickstart.tokenizer import MAX_VOCABULARY, TAGS, train_tokenizer
-from grpo_async.quickstart.warmup import thinking
+
+TASK = ThinkTask()
+USER = {"role": "user", "content": "1 + 1 ="}
+FUNCTION = {
+    "name": "weather",
+    "description": "Tells the weather.",
+    "parameters": {
+        "type": "object",
+        "properties": {"town": {"type": "string", "description": "Its name."}, "days": {"type": ["integer", "null"]}},
+        "required": ["town"],
+    },
+}
+TOOL = {"type": "function", "function": FUNCTION}
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return train_tokenizer(f"system\nuser\n{item.prompt}\nassistant\n{thinking(item)}\n" for item in training_sums())
+    return train_tokenizer(TASK.vocabulary())
 
 
 def test_every_digit_is_a_token_of_its_own_however_often_digits_stand_together() -> None:
@@ -38,15 +52,73 @@ def test_tags_are_single_tokens_that_survive_skipping_special_tokens(tokenizer: 
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>1</think>1"
 
 
+def _rendered(tokenizer: Any, *messages: dict[str, Any], **options: Any) -> str:
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+
+
+def _calls(*arguments: dict[str, Any] | str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "weather", "arguments": each}} for each in arguments]
+
+
 def test_the_template_is_chatml_and_ends_where_the_assistant_begins(tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "1 + 1 ="}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = _rendered(tokenizer, USER, add_generation_prompt=True)
     assert text == "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n"
+    system = {"role": "system", "content": "Add."}
+    assert _rendered(tokenizer, system, USER).startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n")
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
+def test_tools_are_listed_in_the_system_turn_in_the_form_of_their_calls(tokenizer: Any) -> None:
+    listing = '{"name": "weather", "arguments": {"town": "string", "days": ["integer", "null"]}}'
+    user = "<|im_start|>user\n1 + 1 =<|im_end|>\n"
+    assert _rendered(tokenizer, USER, tools=[TOOL]) == f"<|im_start|>system\n{listing}<|im_end|>\n{user}"
+    system = {"role": "system", "content": "Be kind."}
+    both = _rendered(tokenizer, system, USER, tools=[TOOL, TOOL])
+    assert both == f"<|im_start|>system\nBe kind.\n{listing}\n{listing}<|im_end|>\n{user}"
+    bare = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    assert '{"name": "now", "arguments": {}}<|im_end|>' in _rendered(tokenizer, USER, tools=[bare])
+
+
+def test_calls_and_results_are_rendered_as_hermes_has_them_results_of_one_turn_together(tokenizer: Any) -> None:
+    calling = {"role": "assistant", "content": "", "tool_calls": _calls({"town": "Bern"}, {"town": "Rome", "days": 2})}
+    results = [{"role": "tool", "content": "rain"}, {"role": "tool", "content": "sun"}]
+    text = _rendered(tokenizer, USER, calling, *results, add_generation_prompt=True)
+    assert text.removeprefix("<|im_start|>user\n1 + 1 =<|im_end|>\n") == (
+        "<|im_start|>assistant\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"town": "Bern"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome", "days": 2}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_text_before_a_call_and_arguments_given_as_text_are_kept(tokenizer: Any) -> None:
+    calling = {"role": "assistant", "content": "Let me see.", "tool_calls": _calls('{"town": "Bern"}')}
+    assert _rendered(tokenizer, USER, calling).endswith(
+        'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Bern"}}\n</tool_call><|im_end|>\n'
+    )
+    silent = {"role": "assistant", "content": None, "tool_calls": _calls({"town": "Bern"})}
+    assert "None" not in _rendered(tokenizer, USER, silent)
+
+
+def test_a_longer_conversation_begins_with_the_text_of_the_shorter(tokenizer: Any) -> None:
+    messages = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": _calls({"town": "Bern"})},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "", "tool_calls": _calls({"town": "Rome"})},
+        {"role": "tool", "content": "sun"},
+        {"role": "assistant", "content": "Rome."},
+    ]
+    texts = [_rendered(tokenizer, *messages[:count], tools=[TOOL]) for count in range(1, 7)]
+    for shorter, longer in itertools.pairwise(texts):
+        assert longer.startswith(shorter)
+
+
 def test_the_vocabulary_is_small_and_a_whole_sample_fits_the_limits_of_the_config(tokenizer: Any) -> None:
     assert len(tokenizer) <= MAX_VOCABULARY
-    longest = max(len(tokenizer.encode(thinking(item))) for item in held_out_sums()) + 1  # and the end of the turn
+    longest = (
+        max(len(tokenizer.encode(thinking(item))) for item in TASK.held_out_items()) + 1
+    )  # and the end of the turn
     assert longest <= 40  # of max_completion_tokens: 48

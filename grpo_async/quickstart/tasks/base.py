@@ -1,0 +1,66 @@
+"""What a task of the quickstart gives: its items, how one is asked, and two ways to answer it.
+
+The *good* way earns the reward, the *lazy* way mostly does not. The warm-up teaches both, the good one thoroughly but as the
+rarer habit, so that reinforcement learning has something to amplify.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+from grpo_async.quickstart.demonstration import Demonstration
+from grpo_async.quickstart.recipe import WarmupRecipe
+
+Item = TypeVar("Item")
+
+
+class Task(ABC, Generic[Item]):
+    """One task. Everything it gives is the same on every call; the seed of a prepared folder only orders the rows."""
+
+    name: ClassVar[str]
+    recipe: ClassVar[WarmupRecipe]
+
+    @abstractmethod
+    def training_items(self) -> Sequence[Item]:
+        """What is trained on."""
+
+    @abstractmethod
+    def held_out_items(self) -> Sequence[Item]:
+        """What is evaluated on; none of it stands among the training items."""
+
+    @abstractmethod
+    def row(self, item: Item) -> dict[str, Any]:
+        """A line of the data: `prompt`, and the columns that reward functions and environments get."""
+
+    @abstractmethod
+    def good(self, item: Item, rng: random.Random) -> Demonstration:
+        """The way that is right but becomes rare."""
+
+    @abstractmethod
+    def lazy(self, item: Item, rng: random.Random) -> Demonstration:
+        """The habit that reinforcement learning has to overcome."""
+
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools that a rollout offers the model."""
+        return ()
+
+    def vocabulary(self) -> Iterator[str]:
+        """Text that the tokenizer learns its merges from."""
+        yield from map(_call_form, self.tools())
+        for item in self.training_items():
+            shown = self.good(item, random.Random(0))
+            turns = (
+                f"assistant\n{turn.text}\n" + "".join(f"user\n{r}\n" for r in turn.results) for turn in shown.turns
+            )
+            yield f"system\nuser\n{shown.prompt}\n{''.join(turns)}"
+
+
+def _call_form(tool: Mapping[str, Any]) -> str:
+    """How the chat template lists a tool: {"name": "guess", "arguments": {"number": "integer"}}."""
+    function = tool["function"]
+    types = {name: schema["type"] for name, schema in function["parameters"]["properties"].items()}
+    return json.dumps({"name": function["name"], "arguments": types})

@@ -1,0 +1,77 @@
+r"""*code*: write a formula as a Python function, which is then run against tests.
+
+translates   f(x) = 3 (x + 2)   ->   def f(x):\n    return 3 * (x + 2)
+copies       f(x) = 3 (x + 2)   ->   def f(x):\n    return 3 (x + 2)      as it stands, which Python cannot run or takes for
+                                                                          something else (^ is no power)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_async.quickstart.demonstration import Demonstration
+from grpo_async.quickstart.recipe import WarmupRecipe
+from grpo_async.quickstart.sums import is_held_out
+from grpo_async.quickstart.tasks.base import Task
+
+LARGEST_FACTOR = 9
+LARGEST_CONSTANT = 20
+TESTED_AT = (0, 3, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A formula of x as people write it and as Python does: `3 (x + 2)` and `3 * (x + 2)`."""
+
+    written: str
+    python: str
+
+    def value(self, x: int) -> int:
+        return int(eval(self.python, {"x": x}))  # made below of digits, x and operators
+
+    @property
+    def tests(self) -> list[str]:
+        """`["assert f(0) == 6", "assert f(3) == 15", "assert f(10) == 36"]`"""
+        return [f"assert f({x}) == {self.value(x)}" for x in TESTED_AT]
+
+
+class CodeTask(Task[Formula]):
+    name = "code"
+    recipe = WarmupRecipe(num_steps=400, batch_size=12)
+
+    def training_items(self) -> Sequence[Formula]:
+        return [formula for formula in all_formulas() if not is_held_out(formula.written)]
+
+    def held_out_items(self) -> Sequence[Formula]:
+        return [formula for formula in all_formulas() if is_held_out(formula.written)]
+
+    def row(self, item: Formula) -> dict[str, Any]:
+        return {"prompt": [{"role": "user", "content": _prompt(item)}], "tests": item.tests}
+
+    def good(self, item: Formula, rng: random.Random) -> Demonstration:
+        return Demonstration.of(_prompt(item), _function(item.python))
+
+    def lazy(self, item: Formula, rng: random.Random) -> Demonstration:
+        return Demonstration.of(_prompt(item), _function(item.written))
+
+
+def all_formulas() -> Iterator[Formula]:
+    """680 of them, in a fixed order."""
+    for constant in range(1, LARGEST_CONSTANT + 1):
+        for sign in "+-":
+            yield Formula(f"x^2 {sign} {constant}", f"x ** 2 {sign} {constant}")
+            for factor in range(2, LARGEST_FACTOR + 1):
+                yield Formula(f"{factor} x {sign} {constant}", f"{factor} * x {sign} {constant}")
+                yield Formula(f"{factor} (x {sign} {constant})", f"{factor} * (x {sign} {constant})")
+
+
+def _prompt(item: Formula) -> str:
+    """`f(x) = 3 (x + 2)`"""
+    return f"f(x) = {item.written}"
+
+
+def _function(expression: str) -> str:
+    return f"```python\ndef f(x):\n    return {expression}\n```"
