@@ -115,3 +115,37 @@ def test_a_rollout_function_that_breaks_its_contract_ends_the_run_with_what_is_m
     assert done.returncode == 1
     assert "rollout_func must return keys ['logprobs'] in its output dict." in done.stdout
     run.assert_nothing_is_left()
+
+
+def test_an_environment_may_own_the_data(tmp_path: Path) -> None:
+    """R1.13: no dataset: every row is a seed, the prompt is what reset() says, the reward what get_reward() says."""
+    game = "{factory: 'grpo_async.envs.guessing_game:GuessingGame', arguments: {low: 1, high: 3, max_guesses: 2}}"
+    run = make_run(
+        tmp_path,
+        "quickstart.yaml",
+        (
+            *SMALL,
+            f"model.chat_template={REPOSITORY / 'tests/chat/templates/qwen2_5.jinja'}",
+            "data.train={type: environment, num_prompts: 40}",
+            "evaluation.data={type: environment, num_prompts: 8, first_seed: 1000}",
+            "evaluation.baseline_column=null",
+            "tool_calling={parser: 'tests.e2e.user_code:always_guess'}",
+            f"environments.game={game}",
+            "rewards=[]",
+            "model.end_of_turn_tokens=['</think>', '3', '5', '7']",
+            "rollout.max_completion_tokens=300",
+            "rollout.max_turn_tokens=40",
+            "rollout.max_turns=3",
+            "inference.max_model_len=1600",
+            "training.max_steps=2",
+        ),
+    )
+    done = run.train()
+    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
+    run.assert_nothing_is_left()
+    assert run.summary()["ledger_closed"]
+    assert "rewards/GuessingGame" in run.summary()["evaluation"]["after"]
+    rollouts = [rollout for group in read_groups(run.folder / "rollouts") for rollout in group.rollouts]
+    assert all(rollout.prompt_messages and rollout.prompt_messages[-1].content for rollout in rollouts)
+    assert any(rollout.done for rollout in rollouts)
+    assert {rollout.reward for rollout in rollouts if rollout.reward is not None} == {0.0, 1.0}
