@@ -44,8 +44,10 @@ def test_tokens_that_arrive_after_the_end_of_their_group_are_not_counted_on_eith
     ledger = Ledger()
     ledger.start(1)
     ledger.settle(1, GroupStatus.CANCELLED)
+    before = ledger.num_events
     ledger.generated(1, 5)
-    assert ledger.num_events == 0
+    assert ledger.num_events == before
+    assert ledger.snapshot()["tokens"]["started"] == 0
     assert is_closed(ledger.snapshot())
 
 
@@ -68,3 +70,17 @@ def test_totals_for_resume_count_open_groups_as_cancelled() -> None:
     assert is_closed(resumed.snapshot())
     assert resumed.snapshot()["groups"]["cancelled"] == 2
     assert resumed.snapshot()["tokens"]["cancelled"] == 14
+
+
+def test_events_grow_with_everything_that_moves() -> None:
+    """What a waiting trainer takes as a sign of life: a group that starts, tokens that arrive, a group that is settled."""
+    ledger = Ledger()
+    seen = [ledger.num_events]
+    for move in (
+        lambda: ledger.start(1),
+        lambda: ledger.generated(1, 5),
+        lambda: ledger.settle(1, GroupStatus.FAILED),
+    ):
+        move()
+        seen.append(ledger.num_events)
+    assert seen == sorted(set(seen))

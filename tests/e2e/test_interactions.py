@@ -20,6 +20,8 @@ SMALL = (
     "rollout.zero_variance=train",
     "training.max_steps=3",
 )
+# a model that never saw a tool hardly ends a turn otherwise
+ENDS = "model.end_of_turn_tokens=['</think>', '1', '2', '3', '4', '5', '6', '7', '8']"
 TRL = "tests.envs.trl_style_environment"
 
 
@@ -50,7 +52,8 @@ def test_environments_tools_and_rewards_written_for_trl_run_unchanged(tmp_path: 
             f"data.train.path={train}",
             f"evaluation.data.path={held_out}",
             "evaluation.baseline_column=null",
-            "model.end_of_turn_tokens=['</think>', '3', '5', '7']",  # else a model that never saw a tool hardly ends a turn
+            ENDS,
+            "optimizer.lr=1.0e-6",  # what it is rewarded for here is no use to it
             "tool_calling={parser: 'tests.e2e.user_code:parse'}",
             f"tools=[{{function: '{TRL}:multiply'}}]",
             f"environments.wordle={{factory: '{TRL}:WordleEnv'}}",
@@ -132,7 +135,8 @@ def test_an_environment_may_own_the_data(tmp_path: Path) -> None:
             "tool_calling={parser: 'tests.e2e.user_code:always_guess'}",
             f"environments.game={game}",
             "rewards=[]",
-            "model.end_of_turn_tokens=['</think>', '3', '5', '7']",
+            ENDS,
+            "optimizer.lr=1.0e-6",
             "rollout.max_completion_tokens=300",
             "rollout.max_turn_tokens=40",
             "rollout.max_turns=3",
