@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-# A shell starts background jobs with SIGINT ignored, and children inherit that; here they get it as in a terminal.
+# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored, and children inherit that; here they get
+# both as in a terminal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
