@@ -51,7 +51,7 @@ def inspect_rollouts(
       grpo-async inspect-rollouts quickstart --step 10..20 --status trained --sort reward --limit 5
       grpo-async inspect-rollouts quickstart --max-reward 0 --truncated --search "what is"
       grpo-async inspect-rollouts quickstart --group 17
-      grpo-async inspect-rollouts quickstart --rollout 17-3
+      grpo-async inspect-rollouts quickstart --rollout g17-r3
       grpo-async inspect-rollouts quickstart --status trained --json | jq .summary.reward_mean
     """
     if group is not None and rollout is not None:

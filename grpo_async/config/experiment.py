@@ -155,7 +155,8 @@ class ExperimentConfig(StrictModel):
             )
         if self.optimizer.warmup_steps > training.max_steps:
             found.append(
-                f"optimizer.warmup_steps: {self.optimizer.warmup_steps} is more than training.max_steps: {training.max_steps}"
+                f"optimizer.warmup_steps: {self.optimizer.warmup_steps} is more than training.max_steps: {training.max_steps}; "
+                "set both for a short run"
             )
         return found
 

@@ -35,6 +35,11 @@ def rename(row: Row, columns: Mapping[str, str], place: str) -> Row:
         _put(renamed, columns.get(name, name), value, place)
     for old, new in columns.items():
         if old not in row:
+            if new in row and "." not in old:
+                raise ConfigError(
+                    f"{place}: `columns` renames `{old}`, which is not a column here, to `{new}`, which is; it is written "
+                    f"old: new, so perhaps `{{{new}: {old}}}`"
+                )
             _put(renamed, new, _look_up(row, old, place), place)
     return renamed
 

@@ -1,6 +1,7 @@
 """What can be known to be wrong before anything starts: files, folders and functions that the configuration names.
 
-Reads a few rows at most, and imports rewards, tools and environments, as the trainer will. Every problem goes into one error.
+Reads small files whole and a few rows of others, and imports rewards, tools and environments, as the trainer will. Every
+problem goes into one error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.data_sections import HubSource, Source
+from grpo_async.config.data_sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch.participants import Participants, load_participants, startup_notes
@@ -21,9 +22,10 @@ from grpo_async.references import resolve
 from grpo_async.rewards import RewardFunction, load_rewards
 
 if TYPE_CHECKING:
-    from grpo_async.data import Rows
+    from grpo_async.data import LoadedData, Rows
 
 _NUM_ROWS = 3
+_SMALL_BYTES = 32 << 20  # about a second
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
 
 
@@ -37,8 +39,7 @@ def check_inputs(config: ExperimentConfig) -> list[str]:
     notes: list[str] = []
     _check_model(config, problems, notes)
     has_model = not problems
-    train_rows = _check_source("data.train", config.data.train, problems, notes)
-    held_out_rows = _check_evaluation(config, problems, notes)
+    train_rows, held_out_rows = _check_data(config, problems, notes)
     participants = _check_participants(
         config, {"data.train": train_rows, "evaluation.data": held_out_rows}, problems, notes
     )
@@ -87,11 +88,54 @@ def _check_source(key: str, source: Source, problems: list[str], notes: list[str
         return None
 
 
-def _check_evaluation(config: ExperimentConfig, problems: list[str], notes: list[str]) -> Rows | None:
-    """The first rows of evaluation.data; None where there are none of its own."""
-    if config.evaluation is None or config.evaluation.data is None:
+def _check_data(config: ExperimentConfig, problems: list[str], notes: list[str]) -> tuple[Rows | None, Rows | None]:
+    """Rows to train on and rows of evaluation.data: all of them where that takes a moment only, else the first few."""
+    evaluation = config.evaluation
+    sources = {"data.train": config.data.train}
+    if evaluation is not None and evaluation.data is not None:
+        sources["evaluation.data"] = evaluation.data
+    train = config.data.train
+    if all(_is_small(source) for source in sources.values()):
+        rows = _load_all(config, problems, notes)
+        found: tuple[Rows | None, Rows | None] = (rows.train, rows.evaluation) if rows else (None, None)
+    else:
+        some = {key: _check_source(key, source, problems, notes) for key, source in sources.items()}
+        found = some["data.train"], some.get("evaluation.data")
+    if found[0] and isinstance(found[0][0]["prompt"], str) and train.system_prompt is None and not config.tools:
+        notes.append(
+            "data.train: the prompts are plain text, so they reach the model without the chat template and completions reach "
+            "the rewards as text; with data.train.system_prompt, or with messages as prompts, the template is used"
+        )
+    return found
+
+
+def _is_small(source: Source) -> bool:
+    if isinstance(source, EnvironmentSource):
+        return True
+    if not isinstance(source, JsonlSource | CsvSource | ParquetSource):
+        return False  # a generator, a package or a hub may take its time
+    try:
+        return source.path.is_file() and source.path.stat().st_size <= _SMALL_BYTES
+    except OSError:
+        return False  # reading it says what is wrong
+
+
+def _load_all(config: ExperimentConfig, problems: list[str], notes: list[str]) -> LoadedData | None:
+    """Everything but the filter by tokens, which needs the tokenizer."""
+    from grpo_async.data import load_data
+
+    data = config.data.model_copy(update={"train": config.data.train.model_copy(update={"max_prompt_tokens": None})})
+    evaluation = config.evaluation
+    if evaluation is not None and evaluation.data is not None:
+        source = evaluation.data.model_copy(update={"max_prompt_tokens": None})
+        evaluation = evaluation.model_copy(update={"data": source})
+    try:
+        loaded = load_data(data, evaluation)
+    except GrpoAsyncError as error:
+        problems.append(str(error))
         return None
-    return _check_source("evaluation.data", config.evaluation.data, problems, notes)
+    notes.extend(loaded.notes)
+    return loaded
 
 
 def _check_baseline(config: ExperimentConfig, rows: Rows | None, problems: list[str]) -> None:

@@ -112,7 +112,12 @@ def load_participants(config: ExperimentConfig) -> Participants:
     if config.rollout_function is not None:
         try:
             reference = config.rollout_function.function
-            function = resolve_function(reference, f"rollout_function.function: {reference}")
+            where = f"rollout_function.function: {reference}"
+            function = resolve_function(reference, where)
+            try:
+                inspect.signature(function).bind([], None)
+            except TypeError as error:
+                raise ConfigError(f"{where}: it is called as f(prompts, trainer), but: {error}") from error
         except ConfigError as error:
             problems.append(str(error))
     if problems:

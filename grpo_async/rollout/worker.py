@@ -271,6 +271,9 @@ def _no_signal(scored: ScoredGroup | None) -> str:
     if len(rewards) < 2:
         return "it was not scored"
     if has_zero_variance(scored.rewards):
+        calls = [call for c in scored.group.trainable for turn in c.turns for call in turn.tool_calls]
+        if calls and all(call.failed for call in calls):
+            return f"all rewards are {rewards[0]:g}, and every tool call failed: {calls[-1].name}: {calls[-1].result[:200]}"
         return (
             f"all rewards are {rewards[0]:g}: the task is solved, too hard for this policy, or the policy has collapsed"
         )

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.records import GroupStatus, RolloutStatus
+from grpo_async.records import GroupStatus, RolloutStatus, TaggedMessage
 from grpo_async.store import GroupRow, RolloutRow
 from grpo_async.viewer.safe_text import one_line, visible
 from grpo_async.viewer.selection import GroupSummary
@@ -78,7 +78,9 @@ def group_page(row: GroupRow) -> RenderableType:
     heading = Text.assemble(
         (f"group {row.group_id}", "bold"), f"  step {step}  prompt {row.prompt_id}  ", status_text(row.status)
     )
-    prompt = [Text.assemble((f"{m.role}: ", "bold cyan"), visible(m.content)) for m in row.messages]
+    own = [rollout.prompt_messages for rollout in row.rollouts if rollout.prompt_messages is not None]
+    said = own[0] if own and all(messages == own[0] for messages in own) else row.messages  # with what reset() said
+    prompt = [Text.assemble((f"{m.role}: ", "bold cyan"), visible(m.content)) for m in said]
     columns = [Text.assemble((f"{name} = ", "dim"), one_line(str(v), 200)) for name, v in row.columns.items()]
     return Group(heading, *prompt, *columns, Text(), _rollout_table(row.rollouts))
 
@@ -110,4 +112,11 @@ def _rollout_table(rollouts: Sequence[RolloutRow]) -> Table:
 def _completion(rollout: RolloutRow) -> Text:
     if rollout.error is not None:
         return Text(one_line(rollout.error, _COMPLETION_WIDTH), style="red")
-    return Text(one_line(" ".join(message.content for message in rollout.messages), _COMPLETION_WIDTH))
+    return Text(one_line(" ".join(_said(message) for message in rollout.messages), _COMPLETION_WIDTH))
+
+
+def _said(message: TaggedMessage) -> str:
+    """Content and calls: `calculator({'expression': '1 + 2'})`."""
+    functions = [call.get("function", {}) for call in message.tool_calls]
+    calls = [f"{function.get('name')}({function.get('arguments')})" for function in functions]
+    return " ".join([message.content, *calls]).strip()

@@ -30,7 +30,7 @@ def show_group(run: RunDir, group_id: int, filters: Filters, console: Console) -
     Raises:
         ConfigError: the run has no such group, or the filters leave none of it.
     """
-    for row in _rows(run, filters, f"group {group_id}"):
+    for row in _rows(run, filters, _wanted(filters)):
         console.print(group_page(row))
         console.print()
 
@@ -41,7 +41,7 @@ def show_rollout(run: RunDir, rollout_id: str, filters: Filters, console: Consol
     Raises:
         ConfigError: the run has no such rollout, or the filters exclude it.
     """
-    rows = _rows(run, filters, f"rollout '{rollout_id}'")
+    rows = _rows(run, filters, _wanted(filters))
     texts = load_token_texts(run)
     for row in rows:
         for rollout in row.rollouts:
@@ -54,8 +54,13 @@ def write_json(
 ) -> None:
     """One line per group: the stored row with a `summary`; with `filters.rollout_id`, one line per such rollout.
 
+    Raises:
+        ConfigError: the group or rollout that is asked for is not there.
+
     `write` gets lines without their end. Rows are read again one by one: a store may be larger than the memory.
     """
+    if filters.rollout_id is not None or filters.group_id is not None:
+        _rows(run, filters, _wanted(filters))  # says so when there is none
     found, _ = _selected(run, filters)
     for summary in order(found, sort)[:limit]:
         content = orjson.loads(read_group_at(summary.part, summary.offset))
@@ -83,6 +88,12 @@ def _rows(run: RunDir, filters: Filters, what: str) -> list[GroupRow]:
             f"{run.root} has no {what}{others} among its {num_read} groups; without options it lists them"
         )
     return [from_json(read_group_at(summary.part, summary.offset)) for summary in found]
+
+
+def _wanted(filters: Filters) -> str:
+    if filters.rollout_id is not None:
+        return f"rollout '{filters.rollout_id}' (they are named like g17-r3: the fourth of group 17)"
+    return f"group {filters.group_id}"
 
 
 def _has_more(filters: Filters) -> bool:

@@ -111,7 +111,11 @@ def test_a_limit_cuts_the_table_and_says_so(store: RolloutStore) -> None:
         (["demo", "--step", "x"], 2, "--step x: write a step (12), or a range (10..20, 10.., ..20)"),
         (["demo", "--status", "odd"], 2, "--status odd: 'odd' is not a status; the statuses are"),
         (["demo", "--group", "99"], 2, "runs/demo has no group 99 among its 3 groups"),
-        (["demo", "--rollout", "99"], 2, "runs/demo has no rollout '99' among its 3 groups"),
+        (
+            ["demo", "--rollout", "99"],
+            2,
+            "runs/demo has no rollout '99' (they are named like g17-r3: the fourth of group 17) among its 3 groups",
+        ),
         (["demo", "--group", "0", "--status", "stale"], 2, "has no group 0 that the other options let through"),
         (["demo", "--group", "0", "--rollout", "0-1"], 2, "choose one of --group and --rollout"),
         (["demo", "--sort", "age"], 2, "'age' is not one of"),

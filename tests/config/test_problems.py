@@ -139,7 +139,9 @@ def test_rules_across_sections_are_reported_one_a_line_without_pydantics_words(t
     problems = _problems(tmp_path, text)
     assert len(problems) == 2
     assert problems[0].startswith("x.yaml:6: rollout.max_completion_tokens: 4000 leaves no room for a prompt in")
-    assert problems[1] == "x.yaml:8: optimizer.warmup_steps: 200 is more than training.max_steps: 100"
+    assert problems[1] == (
+        "x.yaml:8: optimizer.warmup_steps: 200 is more than training.max_steps: 100; set both for a short run"
+    )
 
 
 def test_a_rule_between_a_default_and_an_override_points_at_the_override(tmp_path: Path) -> None:

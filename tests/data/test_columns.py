@@ -56,3 +56,8 @@ def test_dropped_columns_make_room_and_must_exist() -> None:
     assert drop({"a": 1, "b": 2}, ["a"], "f:1") == {"b": 2}
     with pytest.raises(ConfigError, match="f:1: `drop` names `c`, which is not a column here; the columns are `a`"):
         drop({"a": 1}, ["c"], "f:1")
+
+
+def test_columns_written_the_wrong_way_round_are_recognised() -> None:
+    with pytest.raises(ConfigError, match=r"old: new, so perhaps `\{question: prompt\}`"):
+        rename({"question": "1 + 1", "answer": "2"}, {"prompt": "question"}, "f.jsonl:1")

@@ -70,3 +70,15 @@ def test_a_rollout_function_that_cannot_be_found_is_named(tmp_path: Path) -> Non
     config = make_config(tmp_path, rollout_function={"function": "tests.launch.sides:nowhere"})
     with pytest.raises(ConfigError, match=r"rollout_function\.function: tests\.launch\.sides:nowhere: .*nowhere"):
         load_participants(config)
+
+
+def one_argument(prompts: list[Any]) -> dict[str, Any]:
+    return {}
+
+
+def test_a_rollout_function_that_cannot_be_called_as_one_is_named_before_anything_starts(tmp_path: Path) -> None:
+    config = make_config(tmp_path, rollout_function={"function": "tests.launch.test_participants:one_argument"})
+    with pytest.raises(
+        ConfigError, match=r"one_argument: it is called as f\(prompts, trainer\), but: too many positional"
+    ):
+        load_participants(config)

@@ -52,7 +52,7 @@ def test_each_wall_that_is_missing_is_stated(
             pytest.skip(f"this system refuses {mechanism}: {found.refused[mechanism]}")
     monkeypatch.setattr("grpo_async.sandbox.walls._findings", found)
     assert {c.name for c in capabilities() if c.is_available} == held
-    first, *others = startup_notes()
+    first, *others = startup_notes(require=())
     assert first.startswith("sandbox holds: limits (resource limits)")
     assert [line.partition(":")[0] for line in others] == [
         f"sandbox does NOT hold {name}" for name in NAMES if name not in held
@@ -102,7 +102,7 @@ def test_the_walls_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_async.sandbox.walls._findings", None)
     monkeypatch.setattr("grpo_async.sandbox.walls.try_walls", try_walls)
     capabilities()
-    startup_notes()
+    startup_notes(require=())
     assert calls == [1]
 
 
