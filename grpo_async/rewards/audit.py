@@ -187,7 +187,9 @@ class _Run:
             )
         except RewardError as error:
             if isinstance(error.__cause__, ThreadsExhaustedError):
-                self._stopped = f"It {error.problem}"
+                hangs = "hangs past its timeout_s in threads, which cannot be killed; set `run_in: process`"
+                self._stopped = f"It {hangs}"
+                return _Problem(text=hangs, timed_out=True)
             timed_out = isinstance(error, RewardTimeoutError)
             if timed_out:
                 self._timeouts[name] += 1

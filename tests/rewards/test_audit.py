@@ -107,7 +107,9 @@ def test_time_outs_are_observations_and_an_input_that_hangs_is_tried_twice_only(
 
 def test_too_many_abandoned_threads_end_the_check_of_that_function() -> None:
     whats = [what for _, what in _findings("hangs_on_boxes", timeout_s=0.1)]
-    assert any("threads cannot be killed; set `run_in: process` for it" in what for what in whats)
+    assert any(
+        "hangs past its timeout_s in threads, which cannot be killed; set `run_in: process`" in what for what in whats
+    )
 
 
 def test_a_function_that_holds_the_interpreter_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
