@@ -87,7 +87,7 @@ class FunctionTrainer:
         self._max_steps = max_steps
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count()
-        self._running: set[concurrent.futures.Future[Any]] = set()
+        self._asking: set[asyncio.Task[Any]] = set()  # used on the loop only
         self.args = arguments
 
     @cached_property
@@ -105,10 +105,10 @@ class FunctionTrainer:
         self._loop = loop
 
     def close(self) -> None:
-        """The call is over: cancel what it still asks for, refuse what it asks for later."""
+        """The call is over: cancel what it still asks for, refuse what it asks for later. Call it on the loop."""
         self._loop = None
-        for running in list(self._running):
-            running.cancel()
+        for task in self._asking:
+            task.cancel()
 
     def generate(
         self, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None
@@ -136,7 +136,6 @@ class FunctionTrainer:
             raise RuntimeError("trainer.generate would block the event loop; await trainer.agenerate instead")
         work = self.agenerate(prompts, generation_overrides=generation_overrides)
         future = asyncio.run_coroutine_threadsafe(work, loop)
-        self._running.add(future)
         try:
             return future.result(self._timeout_s)
         except concurrent.futures.CancelledError as error:
@@ -150,8 +149,6 @@ class FunctionTrainer:
                 waited_s=self._timeout_s,
                 setting="rollout_function.timeout_s",
             ) from error
-        finally:
-            self._running.discard(future)
 
     async def agenerate(
         self, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None
@@ -162,12 +159,17 @@ class FunctionTrainer:
         unknown = sorted(set(overrides) - set(_OVERRIDES))
         if unknown:
             raise ValueError(f"generation_overrides: {unknown} are not known; there are {', '.join(_OVERRIDES)}")
+        task = asyncio.current_task()
+        assert task is not None
+        self._asking.add(task)
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._one(prompt, overrides)) for prompt in prompts]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [task.result() for task in running]
+        finally:
+            self._asking.discard(task)
+        return [one.result() for one in running]
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
