@@ -101,7 +101,12 @@ def _check_data(config: ExperimentConfig, problems: list[str], notes: list[str])
     else:
         some = {key: _check_source(key, source, problems, notes) for key, source in sources.items()}
         found = some["data.train"], some.get("evaluation.data")
-    if found[0] and isinstance(found[0][0]["prompt"], str) and train.system_prompt is None and not config.tools:
+    if (
+        found[0]
+        and isinstance(found[0][0]["prompt"], str)
+        and train.system_prompt is None
+        and not (config.tools or config.environments)
+    ):
         notes.append(
             "data.train: the prompts are plain text, so they reach the model without the chat template and completions reach "
             "the rewards as text; with data.train.system_prompt, or with messages as prompts, the template is used"
@@ -194,8 +199,8 @@ def _check_rewards(
     except ConfigError as error:
         problems.append(str(error))
         return
-    if rows and config.rollout_function is None:  # a rollout function may add columns, which nobody knows before
-        problems.extend(reward_problems(rewards, rows[0], has_environments=bool(config.environments)))
+    if rows:
+        problems.extend(reward_problems(config, rewards, rows[0]))
     environments = participants.environments if participants else None
     if not rewards and environments is not None and not environments.all_have_rewards:
         problems.append("rewards: there are none, and not every environment has a `get_reward`; name at least one")
@@ -213,13 +218,13 @@ def _check_rewards(
         reward.close()
 
 
-def reward_problems(
-    rewards: Sequence[RewardFunction], columns: Collection[str], *, has_environments: bool
-) -> list[str]:
+def reward_problems(config: ExperimentConfig, rewards: Sequence[RewardFunction], columns: Collection[str]) -> list[str]:
     """One sentence for each reward function that lacks something it needs: it would fail every group."""
+    if config.rollout_function is not None:
+        return []  # it may add columns, which nobody knows before
     given = sorted(set(columns) - {"prompt"})
     return [
         f"reward {reward.name!r} {problem}"
         for reward in rewards
-        if (problem := reward.lack(given, has_environments=has_environments)) is not None
+        if (problem := reward.lack(given, has_environments=bool(config.environments))) is not None
     ]

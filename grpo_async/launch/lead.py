@@ -14,13 +14,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from grpo_async.buffer.ledger import is_closed
+from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.surface import ServerInfo, token_from_environment
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
-from grpo_async.launch.renderer import load_renderer
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.rundir import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
@@ -37,10 +37,12 @@ logger = logging.getLogger(__name__)
 _PUSH_MARGIN_S = 30.0
 
 
-def lead(place: Assignment, config: ExperimentConfig, control: ControlClient, workplace: Workplace) -> None:
+def lead(
+    place: Assignment, config: ExperimentConfig, control: ControlClient, workplace: Workplace, renderer: ChatRenderer
+) -> None:
     """Run rank 0; everything it opened is closed when it returns or raises."""
     with ExitStack() as stack:
-        _Leader(place, config, control, workplace, stack).run()
+        _Leader(place, config, control, workplace, renderer, stack).run()
 
 
 class _Leader:
@@ -50,12 +52,14 @@ class _Leader:
         config: ExperimentConfig,
         control: ControlClient,
         workplace: Workplace,
+        renderer: ChatRenderer,
         stack: ExitStack,
     ) -> None:
         self._place = place
         self._config = config
         self._control = control
         self._workplace = workplace
+        self._renderer = renderer
         self._stack = stack
         self._state = load_state(place.rundir, place.resume_step) if place.resume_step is not None else None
         self._progress: dict[str, Any] = dict(self._state.progress) if self._state else {}
@@ -100,7 +104,7 @@ class _Leader:
         side = build_rollout_side(
             self._config,
             server_url=self._place.server_url,
-            renderer=load_renderer(self._config),
+            renderer=self._renderer,
             store=store,
             state=self._state,
         )

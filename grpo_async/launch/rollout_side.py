@@ -68,11 +68,7 @@ def build_rollout_side(
         state=state.data if state else None,
     )
     rewards = load_rewards(config.rewards)
-    problems = (
-        reward_problems(rewards, data.train[0], has_environments=bool(config.environments))
-        if config.rollout_function is None
-        else []
-    )
+    problems = reward_problems(config, rewards, data.train[0])
     if problems:
         raise ConfigError("\n".join(problems))
     scorer = Scorer(

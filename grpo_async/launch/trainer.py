@@ -51,6 +51,7 @@ def _run_rank(place: Assignment, config: ExperimentConfig, control: ControlClien
     import torch.distributed as dist
 
     from grpo_async.launch.lead import lead
+    from grpo_async.launch.renderer import load_renderer
     from grpo_async.launch.workplace import build_workplace, join_process_group
     from grpo_async.training.checkpoint import load_tensors
     from grpo_async.training.loop import follow
@@ -59,9 +60,10 @@ def _run_rank(place: Assignment, config: ExperimentConfig, control: ControlClien
     torch.manual_seed(config.run.seed)
     join_process_group(place, config)
     try:
-        workplace = build_workplace(place, config)
+        renderer = load_renderer(config)
+        workplace = build_workplace(place, config, tokenizer=renderer.tokenizer)
         if place.rank == 0:
-            lead(place, config, control, workplace)
+            lead(place, config, control, workplace, renderer)
         else:
             if place.resume_step is not None:
                 load_tensors(place.rundir, place.resume_step, workplace.policy, workplace.optimizer)

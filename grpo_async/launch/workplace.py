@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.launch.assignment import Assignment
-from grpo_async.launch.renderer import load_renderer
 from grpo_async.training.loop import Workplace
 from grpo_async.training.parameters import ShardedParameters
 from grpo_async.training.policy import load_policy, shard_policy
@@ -42,8 +42,8 @@ def device_kind(config: ExperimentConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def build_workplace(place: Assignment, config: ExperimentConfig) -> Workplace:
-    """Load the model and shard it over all ranks. A collective."""
+def build_workplace(place: Assignment, config: ExperimentConfig, *, tokenizer: Any) -> Workplace:
+    """Load the model and shard it over all ranks. A collective. `tokenizer` is exported with the model."""
     kind = device_kind(config)
     policy = load_policy(
         config.model,
@@ -70,7 +70,7 @@ def build_workplace(place: Assignment, config: ExperimentConfig) -> Workplace:
         optimizer=make_optimizer(policy, config.optimizer),
         parameters=ShardedParameters(policy.model, wire_dtype=getattr(torch, config.inference.dtype)),
         channel=CommandChannel(timeout_s=patience_s),
-        tokenizer=load_renderer(config).tokenizer,
+        tokenizer=tokenizer,
         device=device_for(kind, place.local_rank),
         num_ranks=place.world_size,
     )

@@ -232,13 +232,3 @@ def _call_is_over() -> RunError:
         "this call of the rollout function is over (its time limit passed, its prompts became too stale, or the run stops), "
         "so its trainer sends nothing more"
     )
-
-
-def generate_rollout_completions(
-    trainer: FunctionTrainer,
-    prompts: Sequence[Any],
-    *,
-    generation_overrides: Mapping[str, Any] | None = None,
-) -> list[dict[str, Any]]:
-    """`trainer.generate`, under the name that rollout functions written for TRL's OpenEnv examples import."""
-    return trainer.generate(prompts, generation_overrides=generation_overrides)

@@ -44,7 +44,6 @@ class WorkerSettings:
 class _InFlight:
     """A group that is generating or being scored."""
 
-    prompt: Prompt
     group: RolloutGroup
     task: asyncio.Task[None] | None = None
     too_stale: bool = False
@@ -108,7 +107,7 @@ class RolloutWorker:
                     prompt = self._next_prompt()
                     # the prompt's id is the group's: a prompt that is issued again keeps its seeds and its place in the data
                     group = RolloutGroup(group_id=prompt.prompt_id, prompt=prompt, completions=[])
-                    entry = _InFlight(prompt=prompt, group=group)
+                    entry = _InFlight(group=group)
                     self._in_flight[prompt.prompt_id] = entry
                     self._ledger.start(prompt.prompt_id)
                     entry.task = tasks.create_task(self._run_group(prompt.prompt_id, entry))
@@ -174,7 +173,7 @@ class RolloutWorker:
 
         request = GroupRequest(
             name=f"g{group_id}",
-            prompt=entry.prompt,
+            prompt=entry.group.prompt,
             size=settings.group_size,
             seed=seed_of(settings.seed, group_id),
             served_version=lambda: self._server_version,
@@ -183,7 +182,7 @@ class RolloutWorker:
         async with self._producer.produce(request) as produced:
             entry.group = group = RolloutGroup(
                 group_id=group_id,
-                prompt=entry.prompt,
+                prompt=entry.group.prompt,
                 completions=produced.completions,
             )
             if self._is_too_stale(

@@ -116,6 +116,8 @@ def test_a_limit_cuts_the_table_and_says_so(store: RolloutStore) -> None:
             2,
             "runs/demo has no rollout '99' (they are named like g17-r3: the fourth of group 17) among its 3 groups",
         ),
+        (["demo", "--rollout", "99", "--json"], 2, "runs/demo has no rollout '99'"),
+        (["demo", "--group", "99", "--json"], 2, "runs/demo has no group 99"),
         (["demo", "--group", "0", "--status", "stale"], 2, "has no group 0 that the other options let through"),
         (["demo", "--group", "0", "--rollout", "0-1"], 2, "choose one of --group and --rollout"),
         (["demo", "--sort", "age"], 2, "'age' is not one of"),

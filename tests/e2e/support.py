@@ -44,6 +44,15 @@ class Run:
         process = self.start(*arguments, environment=environment)
         return finish(process, timeout_s=timeout_s)
 
+    def complete(self, *arguments: str, timeout_s: float = 300.0) -> tuple[dict[str, Any], str]:
+        """A run that is to end well: exit code 0, no process left, the ledger closed. Its summary and what was printed."""
+        done = self.train(*arguments, timeout_s=timeout_s)
+        assert done.returncode == 0, done.stdout[-3000:] + self.logs()[-3000:]
+        self.assert_nothing_is_left()
+        summary = self.summary()
+        assert summary["ledger_closed"]
+        return summary, done.stdout
+
     def processes(self, part_of_command: str = "") -> list[psutil.Process]:
         """Living processes of this run whose command line contains a word."""
         found = []

@@ -47,7 +47,6 @@ class _World:
         self._info = info
         for module, name, fake in (
             (lead_module, "ServerControl", lambda url, **_: nullcontext(self)),
-            (lead_module, "load_renderer", lambda config: None),
             (lead_module, "build_rollout_side", lambda config, **_: self._side()),
             (lead_module, "GlooTransport", lambda control, **_: self._transport()),
             (lead_module, "load_state", lambda rundir, step: self._state(step)),
@@ -119,7 +118,8 @@ def _lead(config: ExperimentConfig, *, resume_step: int | None = None, url: str 
         config=config, rundir=rundir, policy=None, optimizer=None, parameters=None, num_ranks=1,
         channel=SimpleNamespace(send=lambda commands: None),
     )  # fmt: skip
-    lead(place, config, ControlClient(None), workplace)
+    renderer: Any = None
+    lead(place, config, ControlClient(None), workplace, renderer)
 
 
 def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_were_pushed(

@@ -91,7 +91,9 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
     def note_compute(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         seen["compute"] = inputs[0].dtype
 
-    def leads(place: Assignment, config: ExperimentConfig, control: ControlClient, workplace: Workplace) -> None:
+    def leads(
+        place: Assignment, config: ExperimentConfig, control: ControlClient, workplace: Workplace, renderer: Any
+    ) -> None:
         seen["master"] = {parameter.dtype for parameter in workplace.policy.parameters()}
         seen["wire"] = {tensor.dtype for bucket in workplace.parameters.buckets(1 << 20) for tensor in bucket}
         seen["announced"] = {spec.dtype_name for spec in workplace.parameters.specs}
@@ -119,6 +121,8 @@ def test_the_exported_tokenizer_has_the_configured_template(
     template.write_text("{{ messages[0]['content'] }}!")
     model = {"path": str(tiny_model), "chat_template": str(template)}
     built: list[Workplace] = []
-    monkeypatch.setattr(lead_module, "lead", lambda place, config, control, workplace: built.append(workplace))
+    monkeypatch.setattr(
+        lead_module, "lead", lambda place, config, control, workplace, renderer: built.append(workplace)
+    )
     _run(side_config(tmp_path, tiny_model, model=model), tmp_path)
     assert built[0].tokenizer.chat_template == "{{ messages[0]['content'] }}!"

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RequestRejectedError, RolloutContractError, RunError
 from grpo_async.inference.client import Generation, OnTokens
 from grpo_async.inference.surface import GenerateRequest
-from grpo_async.records import FinishReason, GroupStatus, ScoredGroup
+from grpo_async.records import FinishReason, GroupStatus, ScoredGroup, ToolCallRecord
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import Conversation, RolloutStart, SamplingSettings
 from grpo_async.rollout.conversation_producer import ConversationLimits, ConversationProducer
@@ -30,6 +30,7 @@ from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.reader import read_groups
 from grpo_async.store.rollout_store import RolloutStore
 from tests.rollout.fakes import CALL, FakeRenderer, FakeTools
+from tests.support.records import make_completion
 
 Script = Callable[[str], Generation | Exception]
 
@@ -165,6 +166,20 @@ class _Setup:
 
     def statuses(self) -> Counter[str]:
         return Counter(str(row.status) for row in read_groups(self.folder))
+
+
+def _stops_with_nothing_to_learn(setup: _Setup, message: str) -> None:
+    """The run ends with the cause while the trainer waits for samples."""
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        taking = asyncio.create_task(setup.take(2))
+        with pytest.raises(NothingToLearnError, match=message):
+            await task
+        setup.buffer.interrupt()
+        with pytest.raises(BufferInterrupted):
+            await taking
+
+    setup.run(steps)
 
 
 def test_a_group_becomes_samples_with_advantages(tmp_path: Path) -> None:
@@ -320,17 +335,9 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
 def test_a_run_without_any_learning_signal_stops_instead_of_generating_for_ever(tmp_path: Path, mode: str) -> None:
     setup = _Setup(tmp_path, lambda name: _answer(0), zero_variance=mode)
 
-    async def steps(task: asyncio.Task[None]) -> None:
-        taking = asyncio.create_task(setup.take(2))
-        with pytest.raises(
-            NothingToLearnError, match=r"12 groups in a row had nothing to learn from; the last one: all rewards are 0"
-        ):
-            await task
-        setup.buffer.interrupt()
-        with pytest.raises(BufferInterrupted):
-            await taking
-
-    setup.run(steps)
+    _stops_with_nothing_to_learn(
+        setup, r"12 groups in a row had nothing to learn from; the last one: all rewards are 0"
+    )
     assert setup.ledger.snapshot()["groups"]["filtered"] >= 12
 
 
@@ -469,17 +476,7 @@ def test_truncated_completions_that_are_masked_are_named_when_nothing_else_comes
     setup = _Setup(tmp_path, script)
     setup.worker._scorer._train_truncated = False
 
-    async def steps(task: asyncio.Task[None]) -> None:
-        taking = asyncio.create_task(setup.take(2))
-        with pytest.raises(
-            NothingToLearnError, match=r"all its completions were truncated, and rollout\.overlong is mask"
-        ):
-            await task
-        setup.buffer.interrupt()
-        with pytest.raises(BufferInterrupted):
-            await taking
-
-    setup.run(steps)
+    _stops_with_nothing_to_learn(setup, r"all its completions were truncated, and rollout\.overlong is mask")
 
 
 def test_a_failed_rollout_keeps_the_turns_that_led_to_it_in_the_store(tmp_path: Path) -> None:
@@ -503,3 +500,20 @@ def test_a_failed_rollout_keeps_the_turns_that_led_to_it_in_the_store(tmp_path: 
 
     asyncio.run(main())
     assert [turn.tool_calls[0].result for turn in turns] == ["9"]
+
+
+def test_tools_that_always_fail_are_named_when_there_is_nothing_to_learn(tmp_path: Path) -> None:
+    setup = _Setup(tmp_path)
+    call = ToolCallRecord(
+        tool_call_id="a", name="look_up", arguments={}, result='{"error": "no network"}', failed=True, duration_s=0.1
+    )
+
+    @asynccontextmanager
+    async def failing(request: GroupRequest) -> AsyncIterator[Produced]:
+        completions = [make_completion(f"{request.name}-r{index}", text="0") for index in range(request.size)]
+        yield Produced(completions=[replace(c, turns=[replace(c.turns[0], tool_calls=[call])]) for c in completions])
+
+    setup.worker._producer.produce = failing  # type: ignore[method-assign]
+    _stops_with_nothing_to_learn(
+        setup, r'all rewards are 0, and every tool call failed: look_up: \{"error": "no network"\}'
+    )

@@ -247,3 +247,21 @@ def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rew
     assert "extracted: 42" in text
     assert "not searched for tool calls: no JSON at character 3" in text
     assert "add({'a': 1, 'b': '{2}'}) failed 0.12 s" in text
+
+
+def test_the_group_page_shows_calls_and_what_the_environment_said_where_all_rollouts_heard_the_same() -> None:
+    call = ToolCall(tool_call_id="abcdefghi", name="add", arguments={"a": 1})
+    said = TaggedMessage(role="user", content="count to 3", origin=Origin.ENVIRONMENT)
+
+    def page(*heard: str) -> str:
+        rollouts = []
+        for number, text in enumerate(heard):
+            rollout = build_rollout(f"7-{number}")
+            calling = TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[call.as_dict()])
+            turns = [replace(rollout.turns[0], messages=[calling])]
+            rollouts.append(replace(rollout, turns=turns, prompt_messages=[replace(said, content=text)]))
+        return _render(group_page(group_row(build_group(7, rollouts), [], GroupStatus.FILTERED, 3)))
+
+    assert "user: count to 3" in page("count to 3", "count to 3")
+    assert "add({'a': 1})" in page("count to 3")
+    assert "user: what is 1 + 1?" in page("count to 3", "count to 4")  # each its own: the data's prompt stands for all

@@ -1,0 +1,121 @@
+"""What the start-up finds in data, tools and environments before any process is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async.errors import ConfigError
+from grpo_async.launch.checks import check_inputs
+from tests.launch.support import make_config
+
+GAME = {"game": {"factory": "grpo_async.envs.guessing_game:GuessingGame"}}
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def _row(number: int) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": f"{number} + 1 ="}], "answer": str(number + 1)}
+
+
+def test_a_row_far_down_a_small_file_is_found_before_anything_starts(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    rows = [_row(number) for number in range(20)]
+    rows[16]["prompt"] = 7
+    _write(tmp_path / "train.jsonl", rows)
+    with pytest.raises(ConfigError, match=r"train\.jsonl:17: .*`prompt`"):
+        check_inputs(config)
+
+
+def test_of_a_large_file_the_first_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.launch.checks._SMALL_BYTES", 10)
+    config = make_config(tmp_path)
+    rows = [_row(number) for number in range(20)]
+    rows[16]["prompt"] = 7
+    _write(tmp_path / "train.jsonl", rows)
+    check_inputs(config)  # the trainer meets it
+
+
+def test_prompts_to_evaluate_on_that_are_trained_on_are_found_at_once(tmp_path: Path) -> None:
+    train = _write(tmp_path / "rows.jsonl", [_row(number) for number in range(4)])
+    same = {"type": "jsonl", "path": str(train)}
+    config = make_config(tmp_path, data={"train": same}, evaluation={"data": same})
+    with pytest.raises(ConfigError, match="4 of 4 prompts to evaluate on are trained on as well"):
+        check_inputs(config)
+
+
+def test_what_was_left_out_or_looks_odd_is_among_the_notes(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    rows = [_row(number) for number in range(4)]
+    del rows[2]["answer"]
+    _write(tmp_path / "train.jsonl", rows)
+    assert any("column `answer` is missing in 1 of 4 rows" in note for note in check_inputs(config))
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_told"),
+    [({}, True), ({"environments": GAME}, False), ({"data": {"train": {"system_prompt": "Add."}}}, False)],
+    ids=["text alone", "an environment", "a system prompt"],
+)
+def test_text_prompts_that_pass_by_the_chat_template_are_told_of(
+    tmp_path: Path, sections: dict[str, Any], is_told: bool
+) -> None:
+    config = make_config(tmp_path)
+    if "data" in sections:
+        train = config.data.train.model_copy(update=sections["data"]["train"])
+        config = config.model_copy(update={"data": config.data.model_copy(update={"train": train})})
+    else:
+        config = config.model_copy(update=make_config(tmp_path, **sections).__dict__)
+    try:
+        notes = check_inputs(config)
+    except ConfigError as error:  # the stand-in for a model has no tokenizer to render an environment's tools with
+        assert "cannot load a tokenizer" in str(error)  # noqa: PT017 - most of the cases raise nothing
+        notes = []
+    assert any("without the chat template" in note for note in notes) == is_told
+
+
+def test_rows_that_an_environment_cannot_use_are_found_in_both_sources(tmp_path: Path) -> None:
+    train = _write(tmp_path / "rows.jsonl", [{**_row(1), "environment": "game"}])
+    held_out = _write(tmp_path / "held.jsonl", [{**_row(2), "environment": "gmae"}])
+    config = make_config(
+        tmp_path,
+        data={"train": {"type": "jsonl", "path": str(train)}},
+        evaluation={"data": {"type": "jsonl", "path": str(held_out)}},
+        environments=GAME,
+    )
+    with pytest.raises(ConfigError, match=r"evaluation\.data, row 0: .*'gmae'.*did you mean 'game'\?"):
+        check_inputs(config)
+
+
+def test_a_function_named_like_an_environments_reward_is_refused(tmp_path: Path) -> None:
+    reward = {"function": "grpo_async.quickstart.reward:exact_answer", "name": "GuessingGame"}
+    config = make_config(tmp_path, environments=GAME, rewards=[reward])
+    with pytest.raises(ConfigError, match="`GuessingGame` is also the reward of an environment"):
+        check_inputs(config)
+
+
+def test_what_a_reward_requires_of_the_sandbox_is_checked_at_start(tmp_path: Path) -> None:
+    reward = {"function": "grpo_async.rewards.code:code_tests", "arguments": {"require": ["telepathy"]}}
+    rows = [{**_row(1), "tests": ["assert f(1) == 2"]}]
+    config = make_config(tmp_path, rewards=[reward])
+    _write(tmp_path / "train.jsonl", rows)
+    with pytest.raises(ConfigError, match=r"reward 'code_tests': sandbox: `require` names \['telepathy'\]"):
+        check_inputs(config)
+
+
+def test_a_rollout_function_is_told_which_settings_it_makes_idle(tmp_path: Path) -> None:
+    config = make_config(tmp_path, rollout_function={"function": "tests.launch.sides:steps_seen"})
+    assert any("rollout_function makes whole rollouts" in note for note in check_inputs(config))
+
+
+def test_no_rewards_at_all_need_environments_that_have_them(tmp_path: Path) -> None:
+    factory = {"factory": "tests.envs.trl_style_environment:EchoToolEnv"}
+    config = make_config(tmp_path, environments={"echo": factory}, rewards=[])
+    with pytest.raises(ConfigError, match="not every environment has a `get_reward`"):
+        check_inputs(config)
