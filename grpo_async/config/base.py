@@ -1,8 +1,12 @@
-"""The one base of every section of the configuration."""
+"""What the sections of the configuration have in common."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
+
+Dtype = Literal["float32", "bfloat16"]
 
 
 class StrictModel(BaseModel):

@@ -20,8 +20,6 @@ from grpo_async.config.interaction_sections import (
 from grpo_async.config.sections import (
     CheckpointSection,
     ClippedLoss,
-    GlooWeights,
-    InferenceSection,
     LaunchSection,
     ModelSection,
     OptimizerSection,
@@ -30,6 +28,27 @@ from grpo_async.config.sections import (
     TrackerSection,
     TrainingSection,
 )
+from grpo_async.config.server_sections import InferenceSection, WeightsSection
+
+_SET_BY_US = {
+    "--host": "see inference.host",
+    "--port": "train chooses a free one, serve-vllm takes --port",
+    "--model": "see model.path",
+    "--dtype": "see inference.dtype",
+    "--max-model-len": "see inference.max_model_len",
+    "--tensor-parallel-size": "see inference.vllm.tensor_parallel_size",
+    "--gpu-memory-utilization": "see inference.vllm.gpu_memory_utilization",
+    "--trust-remote-code": "see model.trust_remote_code",
+    "--ssl-certfile": "see inference.tls",
+    "--ssl-keyfile": "see inference.tls",
+    "--middleware": "it asks for the token",
+    "--api-key": "the token of the run guards every path",
+    "--worker-extension-cls": "weight updates need it",
+    "--weight-transfer-config": "see weights.transport",
+    "--api-server-count": "one process keeps the policy version",
+    "--data-parallel-size": "see inference.replicas",
+    "--logprobs-mode": "the loss needs those of the distribution that was sampled from",
+}
 
 
 class ExperimentConfig(StrictModel):
@@ -54,15 +73,15 @@ class ExperimentConfig(StrictModel):
     rewards: list[RewardSection] = Field(default_factory=list)
     """What is rewarded; several are added up by weight. May be left out where every environment has a `get_reward`."""
     inference: InferenceSection = InferenceSection()
-    """The inference server."""
+    """The inference servers."""
     loss: ClippedLoss = ClippedLoss()
     """The objective."""
     optimizer: OptimizerSection = OptimizerSection()
     """How parameters move."""
     training: TrainingSection = TrainingSection()
     """The training loop."""
-    weights: GlooWeights = GlooWeights()
-    """How weights travel to the server."""
+    weights: WeightsSection = WeightsSection()
+    """How weights travel to the servers."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When state is saved."""
     evaluation: EvaluationSection | None = None
@@ -158,6 +177,20 @@ class ExperimentConfig(StrictModel):
                 f"optimizer.warmup_steps: {self.optimizer.warmup_steps} is more than training.max_steps: {training.max_steps}; "
                 "set both for a short run"
             )
+        if inference.urls and inference.replicas > 1:
+            found.append(
+                f"inference.replicas: {inference.replicas} servers would be spawned, but inference.urls names servers that run "
+                "already; remove one of the two"
+            )
+        if inference.vllm.sleep_while_training and rollout.max_staleness > 0:
+            found.append(
+                f"inference.vllm.sleep_while_training: with rollout.max_staleness: {rollout.max_staleness} the server generates "
+                "while a step trains; set max_staleness: 0, or let the server stay awake"
+            )
+        for argument in inference.vllm.extra_args:
+            name = argument.split("=", 1)[0]
+            if name in _SET_BY_US:
+                found.append(f"inference.vllm.extra_args: {name} is set by grpo-async; {_SET_BY_US[name]}")
         return found
 
     @property

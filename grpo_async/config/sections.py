@@ -1,7 +1,8 @@
 """The sections of an experiment that have no file of their own, in the order of the data path.
 
 The docstring under a field is its help text and goes into the JSON schema; rules that span sections stand in `experiment`.
-Elsewhere: `data_sections` (data, evaluation), `interaction_sections` (tools, environments, rollout function, rewards).
+Elsewhere: `data_sections` (data, evaluation), `interaction_sections` (tools, environments, rollout function, rewards),
+`server_sections` (inference, weights).
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from grpo_async.config.base import StrictModel
-
-Dtype = Literal["float32", "bfloat16"]
+from grpo_async.config.base import Dtype, StrictModel
 
 
 class RunSection(StrictModel):
@@ -40,6 +39,8 @@ class ModelSection(StrictModel):
     """Further variables of the chat template, such as `{enable_thinking: false}`."""
     end_of_turn_tokens: list[str] = Field(default_factory=list)
     """Tokens that end the policy's turn, beside the tokenizer's eos and those of the model's generation_config.json."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, in trainer and server. Only for models whose code you have read."""
 
 
 class RolloutSection(StrictModel):
@@ -74,52 +75,6 @@ class RolloutSection(StrictModel):
     """Wall time of one rollout; then it fails and its group goes on with the survivors."""
     shutdown_timeout_s: float = Field(default=10.0, gt=0.0)
     """Time the rollout thread has to end its tasks when the run stops."""
-
-
-class VllmOptions(StrictModel):
-    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Share of the GPU's memory that vLLM takes (GPU only)."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that share one copy of the model."""
-    kv_cache_mb: int = Field(default=512, ge=16)
-    """Key/value cache in MiB (CPU only)."""
-    enforce_eager: bool = False
-    """Skip graph capture and compilation: starts faster, generates slower."""
-    extra_args: list[str] = Field(default_factory=list)
-    """Further arguments of vLLM's own server, as they are."""
-
-
-class EmbeddedOptions(StrictModel):
-    max_slots: int = Field(default=64, ge=1)
-    """Completions generated at once; more wait."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the embedded engine runs."""
-
-
-class InferenceSection(StrictModel):
-    engine: Literal["auto", "vllm", "embedded"] = "auto"
-    """vllm: the real vLLM server. embedded: a small engine on transformers, for machines without vLLM.
-    auto: vllm where it is installed and its platform is usable, else embedded; the plan says which and why."""
-    url: str | None = Field(default=None, pattern=r"^https?://[^/]+$")
-    """A server that already runs (`grpo-async serve-vllm`), instead of one spawned by `train`. Its token: $GRPO_ASYNC_TOKEN."""
-    host: str = "127.0.0.1"
-    """Address that a spawned server binds."""
-    dtype: Dtype = "float32"
-    """dtype of the served weights; weights are cast to it before they are sent."""
-    max_model_len: int = Field(default=2048, ge=8)
-    """Longest prompt + completion in tokens."""
-    threads: int = Field(default=1, ge=1)
-    """CPU threads of the server's compute."""
-    startup_timeout_s: float = Field(default=300.0, gt=0.0)
-    """Time a server has until it answers /health."""
-    request_timeout_s: float = Field(default=300.0, gt=0.0)
-    """Longest silence of the server within one request."""
-    max_retries: int = Field(default=5, ge=0)
-    """Retries of one request after connection errors and answers >= 500; 4xx is never retried."""
-    vllm: VllmOptions = VllmOptions()
-    """Options of the vLLM server."""
-    embedded: EmbeddedOptions = EmbeddedOptions()
-    """Options of the embedded engine."""
 
 
 class ClippedLoss(StrictModel):
@@ -173,17 +128,6 @@ class TrainingSection(StrictModel):
     """Deadline of one collective between trainer ranks."""
     max_bad_steps: int = Field(default=3, ge=1)
     """Consecutive steps with a loss or gradient that is not finite (each is skipped) after which the run stops."""
-
-
-class GlooWeights(StrictModel):
-    type: Literal["gloo"] = "gloo"
-    """Broadcast over TCP by gloo: works on CPU and on any machine."""
-    bucket_mb: int = Field(default=8, ge=1)
-    """Parameters travel in buckets of this many MiB."""
-    timeout_s: float = Field(default=120.0, gt=0.0)
-    """Deadline of each phase of a push."""
-    host: str = "127.0.0.1"
-    """Address of the trainer on which the weight group meets."""
 
 
 class CheckpointSection(StrictModel):

@@ -175,7 +175,7 @@ optimizer:
   lr: ${RATE}
   warmup_steps: ${MISSING:-2}
 inference:
-  url: ${EMPTY}
+  tls: ${EMPTY}
 """
     config = load_config(_write(tmp_path, text))
     assert (config.run.name, config.run.seed) == ("12", 5)  # in quotes: text stays text
@@ -184,7 +184,7 @@ inference:
     assert config.data.train.path == Path("fallback.jsonl")
     assert config.rewards[0].arguments == {"literal": "${HOME}", "text": "costs $5"}
     assert (config.optimizer.lr, config.optimizer.warmup_steps) == (3e-6, 2)
-    assert config.inference.url is None  # nothing at all, unquoted, is YAML's null
+    assert config.inference.tls is None  # nothing at all, unquoted, is YAML's null
 
 
 def test_a_whole_value_from_the_environment_is_typed_as_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

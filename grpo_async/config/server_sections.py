@@ -1,0 +1,131 @@
+"""The sections of the inference servers and of the way that weights take to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from grpo_async.config.base import Dtype, StrictModel
+
+ServerUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^/]+$")]
+
+
+class VllmOptions(StrictModel):
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of a GPU's memory that vLLM takes (GPU only). null = 0.9 on GPUs of its own; on one that it shares with the
+    trainer, what the trainer leaves (the plan says how much)."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that share one copy of the model."""
+    kv_cache_mb: int = Field(default=512, ge=16)
+    """Key/value cache in MiB (CPU only)."""
+    enforce_eager: bool = False
+    """Skip graph capture and compilation: starts faster, generates slower."""
+    sleep_while_training: bool = False
+    """On a GPU shared with the trainer: give the server's memory back while a step trains. Only with
+    `rollout.max_staleness: 0`, where the server has nothing to do then."""
+    extra_args: list[str] = Field(default_factory=list)
+    """Further arguments of vLLM's own server, as they are."""
+
+
+class EmbeddedOptions(StrictModel):
+    max_slots: int = Field(default=64, ge=1)
+    """Completions generated at once; more wait."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the embedded engine runs."""
+
+
+class TlsOptions(StrictModel):
+    certificate: Path | None = None
+    """PEM file with the certificate (and chain) of servers that `train` or `serve-vllm` start."""
+    key: Path | None = None
+    """PEM file with its private key."""
+    authority: Path | None = None
+    """PEM file with the certificates that the trainer trusts; null = `certificate`, else those of the system."""
+
+    @model_validator(mode="after")
+    def _certificate_and_key_go_together(self) -> Self:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key go together: give both (servers of this run) or neither (`urls`)")
+        return self
+
+    @property
+    def trusted(self) -> Path | None:
+        """PEM file of the certificates that a client trusts; None: those of the system."""
+        return self.authority or self.certificate
+
+
+class InferenceSection(StrictModel):
+    engine: Literal["auto", "vllm", "embedded"] = "auto"
+    """vllm: the real vLLM server. embedded: a small engine on transformers, for machines without vLLM.
+    auto: vllm where it is installed and its platform is usable, else embedded; the plan says which and why."""
+    urls: list[ServerUrl] = Field(default_factory=list)
+    """Servers that already run (`grpo-async serve-vllm`), instead of those spawned by `train`; one that is not up yet may
+    join later. Their token: $GRPO_ASYNC_TOKEN."""
+    replicas: int = Field(default=1, ge=1)
+    """Servers that `train` spawns, each with `vllm.tensor_parallel_size` GPUs."""
+    host: str = "127.0.0.1"
+    """Address that a spawned server binds."""
+    tls: TlsOptions | None = None
+    """HTTPS between trainer and servers."""
+    dtype: Dtype = "float32"
+    """dtype of the served weights; weights are cast to it before they are sent."""
+    max_model_len: int = Field(default=2048, ge=8)
+    """Longest prompt + completion in tokens."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of a server's compute."""
+    startup_timeout_s: float = Field(default=300.0, gt=0.0)
+    """Time a server has until it answers /health, also after a restart."""
+    request_timeout_s: float = Field(default=300.0, gt=0.0)
+    """Longest silence of the server within one request."""
+    max_retries: int = Field(default=5, ge=0)
+    """Retries of one request after connection errors and answers >= 500; 4xx is never retried."""
+    heartbeat_interval_s: float = Field(default=2.0, gt=0.0)
+    """Each server is asked this often whether its engine still answers."""
+    heartbeat_timeout_s: float = Field(default=30.0, gt=0.0)
+    """A server whose engine does not answer for so long counts as hung: its requests go elsewhere, and it is restarted."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Restarts in a row after which a spawned server is given up. The run ends when none is left."""
+    restart_delay_s: float = Field(default=1.0, ge=0.0)
+    """Wait before the first restart; doubled for each further one in a row, a minute at most."""
+    vllm: VllmOptions = VllmOptions()
+    """Options of the vLLM server."""
+    embedded: EmbeddedOptions = EmbeddedOptions()
+    """Options of the embedded engine."""
+
+    @field_validator("urls")
+    @classmethod
+    def _urls_differ(cls, urls: list[str]) -> list[str]:
+        twice = sorted({url for url in urls if urls.count(url) > 1})
+        if twice:
+            raise ValueError(f"named more than once: {twice}")
+        return urls
+
+    @property
+    def scheme(self) -> str:
+        """Of the servers that this run starts."""
+        return "https" if self.tls is not None and self.tls.certificate is not None else "http"
+
+
+class WeightsSection(StrictModel):
+    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    """gloo: over TCP, on CPU and everywhere. nccl: between GPUs. ipc: trainer and server share one GPU.
+    auto: what fits the machine; the plan says which and why."""
+    mode: Literal["recompute", "keep_kv", "drain", "abort"] = "recompute"
+    """What becomes of requests in flight. recompute: they freeze and go on with the new weights over a context recomputed with
+    them. keep_kv: they go on over the key/value cache of the old weights (no recomputation; in-flight updates, PipelineRL).
+    drain: the push waits until all have finished. abort: they are ended and sent again with what they had."""
+    bucket_mb: int = Field(default=8, ge=1)
+    """Parameters travel in buckets of this many MiB."""
+    timeout_s: float = Field(default=120.0, gt=0.0)
+    """Deadline of each phase of a push."""
+    drain_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Longest wait for requests in flight with `mode: drain`."""
+    host: str = "127.0.0.1"
+    """Address of the trainer on which the weight group meets."""
+    verify_every_pushes: int = Field(default=25, ge=0)
+    """After every Nth push, and when a server joins, log-probabilities of trainer and servers are compared on fixed probe
+    sequences, and the run stops when they differ (the preflight does so after the first push in any case). 0: never."""
+    verify_tolerance: float | None = Field(default=None, gt=0.0)
+    """Largest mean absolute difference of log-probabilities, in nats. null: 1e-3 where everything is float32, else 0.05."""
