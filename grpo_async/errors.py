@@ -86,7 +86,15 @@ class RequestRejectedError(InferenceError):
 
 
 class ServerUnavailableError(InferenceError):
-    """The server could not be reached, or kept answering >= 500, until the last retry."""
+    """The server could not be reached, or kept answering >= 500, until the last retry.
+
+    Args:
+        answered: the last failure was an answer of the server (>= 500), so it is alive; not a broken connection or silence.
+    """
+
+    def __init__(self, message: str, *, answered: bool = False) -> None:
+        self.answered = answered
+        super().__init__(message)
 
 
 class BadResponseError(InferenceError):

@@ -10,7 +10,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_SIZES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of an element by the name of its dtype: parameters are floats, buffers of a checkpoint may be anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,64 +1,72 @@
-"""A gloo group between the trainer (rank 0) and the server's workers, outside torch's default process group.
+"""A gloo group between the trainer (rank 0) and the servers' workers, outside torch's default process group.
 
-Used by both ends: the trainer's sender, the embedded engine and the vLLM plugin. Nothing is pickled, the store listens on the
-configured address only (a plain TCPStore listens on every interface), and every wait has a deadline.
+Used by both ends: the trainer, the embedded engine and the vLLM plugin. Carries buckets by itself (`GlooCarrier`) and the
+signals of the ipc carrier. Nothing is pickled, it listens on the own address in the group only, and every wait has a deadline.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
+from grpo_async.weights.meeting import Meeting, attend, listen
+from grpo_async.weights.packing import TurnBuffers
+
+__all__ = ["GlooCarrier", "WeightGroup", "listen", "own_address_towards"]
 
 
 class WeightGroup:
-    """Membership of one process in the weight group. Build it with `host` (trainer) or `join` (server worker)."""
+    """Membership of one process in the weight group. Build it with `host` (trainer) or `join` (server worker).
 
-    def __init__(
-        self, store: dist.Store, *, rank: int, world_size: int, address: str, key: str, timeout_s: float
-    ) -> None:
+    Args:
+        store: of a meeting that has begun.
+        address: own address, on which the other members reach this one.
+
+    Raises:
+        RuntimeError: a member vanished, or did not connect within `timeout_s`.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._threads = 2
-        self._store = store  # the group keeps no reference of its own
-        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(key, store), rank, world_size, options)
+        self.rank = rank
+        self.world_size = world_size
+        self._store: dist.Store | None = store  # the group keeps no reference of its own
+        prefixed = dist.PrefixStore("gloo", store)
+        self._group: Any = dist.ProcessGroupGloo(
+            prefixed, rank, world_size, options
+        )  # waits: the deadline in its options
 
     @classmethod
     def host(cls, listener: socket.socket, *, world_size: int, key: str, timeout_s: float) -> WeightGroup:
-        """Rank 0: serves the store on a bound, listening socket (see `listen`) and waits for the other ranks.
+        """Rank 0: meet the other ranks on a bound, listening socket (see `listen`).
 
         Raises:
             RuntimeError: the other ranks did not join within `timeout_s`.
         """
-        address, port = listener.getsockname()[:2]
-        store = dist.TCPStore(
-            address,
-            port,
-            world_size,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store owns the descriptor from here
-            use_libuv=True,
-        )
-        return cls(store, rank=0, world_size=world_size, address=address, key=key, timeout_s=timeout_s)
+        meeting = Meeting(listener, world_size=world_size, key=key, timeout_s=timeout_s)
+        meeting.wait("cpu")  # waits: timeout_s of the meeting
+        meeting.begin()
+        return cls(meeting.store, rank=0, world_size=world_size, address=meeting.address, timeout_s=timeout_s)
 
     @classmethod
     def join(
-        cls, address: str, port: int, *, rank: int, world_size: int, key: str, timeout_s: float, bind: str | None = None
+        cls, address: str, port: int, *, rank: int, world_size: int, key: str, timeout_s: float, device: str = "cpu"
     ) -> WeightGroup:
-        """Rank >= 1: meets the trainer's store. `bind` is the own address of this worker; default: the trainer's address,
-        which is right on one machine."""
-        timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
-        return cls(store, rank=rank, world_size=world_size, address=bind or address, key=key, timeout_s=timeout_s)
+        """Rank >= 1: meet the trainer's store, and listen on the own address that reaches it.
+
+        Raises:
+            RuntimeError: the group did not form within `timeout_s`, or the trainer called it off.
+        """
+        store = attend(address, port, rank=rank, world_size=world_size, key=key, timeout_s=timeout_s, device=device)
+        own = own_address_towards(address, port)
+        return cls(store, rank=rank, world_size=world_size, address=own, timeout_s=timeout_s)
 
     def broadcast(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
         """Send (rank 0) or receive (others) one contiguous CPU tensor.
@@ -70,46 +78,76 @@ class WeightGroup:
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=timeout_s)
-        self._group.broadcast([buffer], options).wait()
+        self._open().broadcast([buffer], options).wait()  # waits: the deadline in its options
+
+    def broadcast_bytes(self, data: bytes | None, *, timeout_s: float, max_bytes: int) -> bytes:
+        """Send a short message (rank 0), or receive one (others, `data` None).
+
+        Raises:
+            RuntimeError: a peer vanished, the deadline passed, or the message is longer than `max_bytes`.
+        """
+        length = torch.tensor([len(data or b"")], dtype=torch.int64)
+        self.broadcast(length, timeout_s=timeout_s)
+        num_bytes = int(length)
+        if not 0 <= num_bytes <= max_bytes:
+            raise RuntimeError(f"a message of {num_bytes} bytes in the weight group, at most {max_bytes} are taken")
+        body = torch.zeros(num_bytes, dtype=torch.uint8)
+        if data is not None:
+            body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.broadcast(body, timeout_s=timeout_s)
+        return body.numpy().tobytes()
+
+    def confirm(self, *, timeout_s: float) -> None:
+        """Return when every member has come to this line.
+
+        Raises:
+            RuntimeError: a peer vanished or the deadline passed.
+        """
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        self._open().allreduce([torch.ones(1, dtype=torch.int32)], options).wait()  # waits: the deadline in its options
+
+    def close(self) -> None:
+        """Close the connections, which ends the other members' waiting. May be called more than once.
+
+        To drop the last reference is not enough: the traceback of a failed broadcast holds one for as long as its error lives.
+        """
+        self._group = self._store = None
+
+    def _open(self) -> Any:
+        if self._group is None:
+            raise RuntimeError("this end of the weight group is closed")
+        return self._group
 
 
-def listen(address: str) -> socket.socket:
-    """A socket that listens on a free port of `address` only."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((address, 0))
-    listener.listen(128)
-    return listener
+class GlooCarrier:
+    """`Carrier` over a `WeightGroup`: buckets in host memory."""
+
+    def __init__(self, group: WeightGroup) -> None:
+        self.device = torch.device("cpu")
+        self._group = group
+        self._buffers = TurnBuffers(self.device)
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        return self._buffers.take(num_bytes)
+
+    def send(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
+        self._group.broadcast(buffer, timeout_s=timeout_s)
+
+    def expect(self, num_bytes: int) -> None:
+        """Nothing to decide: buckets stay in host memory."""
+
+    def receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        self._group.broadcast(buffer, timeout_s=timeout_s)
+        return buffer
+
+    def close(self) -> None:
+        self._group.close()
 
 
-def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the bytes of contiguous CPU tensors into one uint8 tensor. Shapes: any -> [num_bytes]."""
-    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-
-
-def unpack(buffer: torch.Tensor, specs: Sequence[ParameterSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Cut a received bucket back into named tensors; inverse of `pack`. Views of `buffer` where alignment allows."""
-    offset = 0
-    for spec in specs:
-        part = buffer[offset : offset + spec.num_bytes]
-        dtype: torch.dtype = getattr(torch, spec.dtype_name)
-        if offset % dtype.itemsize:  # a view of another dtype needs an aligned start
-            part = part.clone()
-        yield spec.name, part.view(dtype).view(spec.shape)
-        offset += spec.num_bytes
-
-
-def receive_parameters(
-    group: WeightGroup, specs: Sequence[ParameterSpec], *, bucket_bytes: int, timeout_s: float
-) -> list[tuple[str, torch.Tensor]]:
-    """Receive every parameter of `specs` (rank >= 1), each bucket into memory of its own so that views stay valid.
-
-    Raises:
-        RuntimeError: the trainer vanished or a bucket did not arrive within `timeout_s`.
-    """
-    received: list[tuple[str, torch.Tensor]] = []
-    for bucket in cut_into_buckets(specs, bucket_bytes):
-        buffer = torch.empty(sum(spec.num_bytes for spec in bucket), dtype=torch.uint8)
-        group.broadcast(buffer, timeout_s=timeout_s)
-        received.extend(unpack(buffer, bucket))
-    return received
+def own_address_towards(host: str, port: int) -> str:
+    """The address of this machine that `host` can reach; sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # waits: not at all, a datagram socket only notes the address
+        return str(probe.getsockname()[0])

@@ -1,73 +1,136 @@
-"""The weight push: one function, one order.
+"""The weight push: one function, one order, on all servers at once.
 
-    pause(keep) -> start -> update (the server receives while the trainer sends) -> finish(version) -> resume
+    pause -> start -> update (the servers receive and stage while the trainer gathers and sends) -> finish(version) -> resume
 
-Invariant: a pause is always followed by a resume, on errors too. The server applies an update all or nothing, so a push that
-fails leaves the old weights serving. Every rank gathers every bucket; only rank 0 sends. When sending fails, rank 0 goes on
-gathering without sending, because the other ranks wait for it in the collective.
+Invariants: a pause is always followed by a resume, on errors too. A server applies an update all or nothing, in finish: a push
+that fails before leaves the old weights serving everywhere, one that fails there leaves each server with either version, whole.
+Every rank gathers every bucket; only rank 0 sends. When sending fails, rank 0 goes on gathering without sending, because the
+other ranks wait for it in the collective. Every wait has a deadline.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 
 from grpo_async.errors import WeightPushError
+from grpo_async.weights.blame import PushFailedError, is_answer, split_blame
 from grpo_async.weights.buckets import ParameterSpec
+from grpo_async.weights.calls import GRACE_S, failures_of, start_each
+from grpo_async.weights.sender import BucketSender, BucketTransport
+
+__all__ = [
+    "GatheredParameters", "PushFailedError", "PushMode", "PushReport", "PushSettings", "PushTarget", "WeightTransport",
+    "push_weights",
+]  # fmt: skip
+
+PauseMode = Literal["keep", "drain", "abort"]
+PushMode = Literal["recompute", "keep_kv", "drain", "abort"]
+
+_PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
+    "recompute": ("keep", False),
+    "keep_kv": ("keep", True),
+    "drain": ("drain", False),
+    "abort": ("abort", False),
+}
+"""What the servers are told by weights.mode: pause mode, and whether caches are kept."""
+
+_SETTING = "weights.timeout_s"
+_RESUME_BROKEN_S = 5.0  # for a server that has stopped answering: the others do not stand still for it
 
 
-class WeightTransport(Protocol):
-    """What carries parameters from the trainer to the server."""
+class PushTarget(Protocol):
+    """One server. `fields` are those of surface.WeightInitInfo and WeightUpdateInfo. Each call raises a GrpoAsyncError:
+    RequestRejectedError, or ServerUnavailableError with `answered`."""
+
+    @property
+    def name(self) -> str:
+        """For messages: "server 0 (http://127.0.0.1:8000)"."""
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that join the weight group."""
+
+    def pause(self, *, mode: PauseMode, keep_cache: bool, timeout_s: float) -> None: ...
+
+    def resume(self, *, timeout_s: float) -> None: ...
+
+    def init_weight_transfer(self, fields: dict[str, Any], *, timeout_s: float) -> None: ...
+
+    def start_weight_update(self, *, timeout_s: float) -> None: ...
+
+    def update_weights(self, fields: dict[str, Any], *, timeout_s: float) -> None: ...
+
+    def finish_weight_update(self, version: int, *, timeout_s: float) -> None: ...
+
+
+class WeightTransport(BucketTransport, Protocol):
+    """What carries buckets to all servers: transport.WeightTransport."""
 
     bucket_bytes: int
 
-    def connect(self) -> None:
-        """Meet the server's workers. Raises WeightPushError."""
-
-    def announce(self, specs: list[ParameterSpec]) -> None:
-        """Tell the server what follows; returns when it has received and applied everything (runs in a thread)."""
-
-    def send(self, tensors: list[torch.Tensor]) -> None:
-        """Send one bucket of contiguous CPU tensors."""
-
-    def close(self) -> None: ...
+    def announce(self, target: PushTarget, specs: Sequence[ParameterSpec]) -> None:
+        """Tell a server what follows; returns when it has received and staged everything (runs in a thread)."""
 
 
-class PushControl(Protocol):
-    """The server's side of the order above."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushSettings:
+    """Of the section `weights`."""
 
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def finish_weight_update(self, version: int) -> None: ...
+    mode: PushMode
+    timeout_s: float
+    """Deadline of each phase."""
+    drain_timeout_s: float
+    """Deadline of the pause with mode drain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
-    """What one push cost, in seconds and bytes. `pause_s` is how long generation stood still."""
+    """What one push cost, in seconds and bytes."""
 
     version: int
+    num_servers: int
     num_bytes: int
-    pause_s: float
+    """Sent to each server."""
+    pausing_s: float
+    """Until every server had paused; with mode drain, until what was in flight had ended."""
+    start_s: float
+    transfer_s: float
+    """From the first gather until every server had staged everything. Gather and send overlap in it."""
     gather_s: float
+    """Gathering, casting and packing."""
     send_s: float
+    finish_s: float
+    resume_s: float
+    paused_s: float
+    """How long generation stood still: from pause (with mode drain: from its answer) until every server had resumed."""
     total_s: float
 
     def metrics(self) -> dict[str, float]:
+        """The figures under their names in the log; phases in milliseconds."""
+        phases = {
+            "pause": self.pausing_s,
+            "start": self.start_s,
+            "transfer": self.transfer_s,
+            "gather": self.gather_s,
+            "send": self.send_s,
+            "finish": self.finish_s,
+            "resume": self.resume_s,
+        }
         return {
             "sync/push_s": self.total_s,
-            "sync/pause_s": self.pause_s,
-            "sync/gather_s": self.gather_s,
-            "sync/send_s": self.send_s,
+            "sync/pause_s": self.paused_s,
+            **{f"sync/{name}_ms": 1000.0 * seconds for name, seconds in phases.items()},
             "sync/bytes": float(self.num_bytes),
+            "sync/bytes_per_s": self.num_bytes / max(self.transfer_s, 1e-9),
+            "sync/servers": float(self.num_servers),
         }
 
 
@@ -77,81 +140,191 @@ class GatheredParameters(Protocol):
     @property
     def specs(self) -> list[ParameterSpec]: ...
 
-    def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]: ...
+    def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+        """Contiguous tensors, one bucket at a time, in the order of `specs`."""
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Seconds of each phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds[phase] = time.monotonic() - began
 
 
 def push_weights(
     parameters: GatheredParameters,
     *,
     version: int,
-    control: PushControl,
+    targets: Sequence[PushTarget],
     transport: WeightTransport,
+    settings: PushSettings,
     before_gather: Callable[[], None] = lambda: None,
 ) -> PushReport:
-    """Rank 0: push all parameters and make `version` the server's policy version.
+    """Rank 0: push all parameters to all servers and make `version` their policy version.
 
     Args:
-        before_gather: called when the server is ready to receive; brings the other ranks into the gather.
+        transport: connected with `targets`.
+        before_gather: called when the servers are ready to receive; brings the other ranks into the gather.
 
     Raises:
-        WeightPushError: some phase failed; the server is not paused, and unless it was the last phase that failed it serves
-            the old weights.
+        PushFailedError: servers failed, or the broadcast to them did. No server is paused that still answers. Unless the phase
+            is finish or resume, all of them serve the old weights. After a failed update the transport is closed.
+        WeightPushError: the trainer itself failed.
     """
     began = time.monotonic()
+    clock = _Clock()
+    names = [target.name for target in targets]
+    mode, keep_cache = _PAUSES[settings.mode]
+    limit_s, pause_limit_s, pause_setting = settings.timeout_s, settings.timeout_s, _SETTING
+    if mode == "drain":
+        pause_limit_s, pause_setting = settings.drain_timeout_s, "weights.drain_timeout_s"
+
+    def on_all(phase: str, call: Callable[[PushTarget], None], *, deadline_s: float, setting: str = _SETTING) -> None:
+        with clock(phase):
+            errors = _call_each(targets, call, phase, deadline_s=deadline_s, setting=setting)
+        if errors:
+            done = tuple(name for name in names if name not in errors)
+            finished = {"finish": done, "resume": tuple(names)}.get(phase, ())
+            raise PushFailedError(
+                f"{phase} of the push of version {version}", phase=phase, failures=errors, finished=finished,
+                hint=f"deadline {deadline_s:.0f} s: {setting}",
+            )  # fmt: skip
+
     try:
-        control.pause()
-        control.start_weight_update()
+        on_all(
+            "pause",
+            lambda target: target.pause(mode=mode, keep_cache=keep_cache, timeout_s=pause_limit_s),
+            deadline_s=pause_limit_s,
+            setting=pause_setting,
+        )
+        stood_still = time.monotonic()
+        on_all("start", lambda target: target.start_weight_update(timeout_s=limit_s), deadline_s=limit_s)
         before_gather()
-        gather_s, send_s = _transfer(parameters, transport=transport)
-        control.finish_weight_update(version)
-    except Exception as error:
-        also = _try_to_resume(control)
-        raise WeightPushError(f"pushing version {version} failed: {type(error).__name__}: {error}{also}") from error
-    control.resume()
-    total_s = time.monotonic() - began
+        with clock("transfer"):
+            gather_s, send_s = _transfer(
+                parameters, version=version, targets=targets, transport=transport, settings=settings
+            )
+        on_all("finish", lambda target: target.finish_weight_update(version, timeout_s=limit_s), deadline_s=limit_s)
+        on_all("resume", lambda target: target.resume(timeout_s=limit_s), deadline_s=limit_s)
+    except PushFailedError as error:
+        if error.phase != "resume":
+            _resume_after(error, targets, timeout_s=limit_s)
+        raise
+    except BaseException as error:
+        _call_each(targets, lambda target: target.resume(timeout_s=limit_s), "resume", deadline_s=limit_s)
+        if not isinstance(error, Exception):
+            raise
+        raise WeightPushError(f"pushing version {version} failed: {type(error).__name__}: {error}") from error
+    ended = time.monotonic()
     return PushReport(
         version=version,
+        num_servers=len(targets),
         num_bytes=sum(spec.num_bytes for spec in parameters.specs),
-        pause_s=total_s,
+        pausing_s=clock.seconds["pause"],
+        start_s=clock.seconds["start"],
+        transfer_s=clock.seconds["transfer"],
         gather_s=gather_s,
         send_s=send_s,
-        total_s=total_s,
+        finish_s=clock.seconds["finish"],
+        resume_s=clock.seconds["resume"],
+        paused_s=ended - (began if mode != "drain" else stood_still),
+        total_s=ended - began,
     )
 
 
-def _try_to_resume(control: PushControl) -> str:
-    """After a failure, also one of pause(): the server may have paused before its answer was lost."""
+def _call_each(
+    targets: Sequence[PushTarget],
+    call: Callable[[PushTarget], None],
+    phase: str,
+    *,
+    deadline_s: float,
+    setting: str = _SETTING,
+) -> dict[str, Exception]:
+    """Call on all servers at once; the errors of those that failed."""
+    calls = start_each({target.name: partial(call, target) for target in targets}, what=f"push {phase}")
+    return failures_of(calls, what=phase, deadline_s=deadline_s + GRACE_S, setting=setting)
+
+
+def _resume_after(error: PushFailedError, targets: Sequence[PushTarget], *, timeout_s: float) -> None:
+    """Resume every server after a failure, also one that did not answer pause: it may have paused before its answer was lost.
+    One that cannot be resumed is added to those that failed, because it stands still."""
+    silent = {name for name, cause in error.failures.items() if not is_answer(cause)}
+    calls = start_each(
+        {
+            target.name: partial(
+                target.resume, timeout_s=min(timeout_s, _RESUME_BROKEN_S) if target.name in silent else timeout_s
+            )
+            for target in targets
+        },
+        what="push resume",
+    )
+    lively = {name: call for name, call in calls.items() if name not in silent}
+    failed = failures_of(lively, what="resume", deadline_s=timeout_s + GRACE_S, setting=_SETTING)
+    error.failures.update({name: cause for name, cause in failed.items() if name not in error.failures})
+    broken = {name: call for name, call in calls.items() if name in silent}
+    failures_of(broken, what="resume", deadline_s=_RESUME_BROKEN_S, setting=_SETTING)
+
+
+def _transfer(
+    parameters: GatheredParameters,
+    *,
+    version: int,
+    targets: Sequence[PushTarget],
+    transport: WeightTransport,
+    settings: PushSettings,
+) -> tuple[float, float]:
+    """Gather every bucket and send each while the next is gathered; (seconds gathering, seconds sending).
+
+    Raises:
+        PushFailedError: phase "update".
+    """
+    specs = parameters.specs
+    answers = start_each(
+        {target.name: partial(transport.announce, target, specs) for target in targets}, what="push update"
+    )
+    sender = BucketSender(transport, answers, timeout_s=settings.timeout_s)
+    gather_s = 0.0
     try:
-        control.resume()
-    except Exception as error:  # noqa: BLE001 - the first failure is the cause; this one is only told
-        return f" (nor could generation be resumed: {error})"
-    return ""
-
-
-def _transfer(parameters: GatheredParameters, *, transport: WeightTransport) -> tuple[float, float]:
-    """Gather and send every bucket while the server receives; (seconds gathering, seconds sending)."""
-    gather_s = send_s = 0.0
-    failure: Exception | None = None
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-update") as executor:
-        applied = executor.submit(transport.announce, parameters.specs)
         mark = time.monotonic()
         for tensors in parameters.buckets(transport.bucket_bytes):
+            buffer = None if sender.failure else transport.pack(tensors)
             gather_s += time.monotonic() - mark
+            if buffer is not None:
+                sender.hand_over(buffer)
             mark = time.monotonic()
-            if failure is None:
-                try:
-                    if applied.done():  # it can only be done this early if the server refused the update
-                        applied.result()
-                        raise WeightPushError("the server ended the update before all parameters were sent")
-                    transport.send(tensors)
-                except Exception as error:  # noqa: BLE001 - kept until every rank is through the gather, then raised
-                    failure = error
-            send_s += time.monotonic() - mark
-            mark = time.monotonic()
-        try:
-            applied.result()
-        except Exception as error:  # noqa: BLE001 - the server's own words explain more than our broken broadcast
-            failure = error
-    if failure is not None:
-        raise failure
-    return gather_s, send_s
+        sender.wait()
+    except BaseException:  # the trainer's own: the servers must not wait for more buckets
+        transport.close()
+        wait(answers.values(), timeout=GRACE_S)
+        raise
+    if sender.failure is not None:
+        transport.close()
+    # a server waits for a bucket as long as we wait for sending it, so all have ended by then that can
+    errors = failures_of(
+        answers,
+        what="update_weights",
+        deadline_s=max(0.0, sender.progress_at + settings.timeout_s - time.monotonic()) + GRACE_S,
+        setting=_SETTING,
+    )
+    errors = {**sender.early, **errors}
+    if sender.failure is None and not errors:
+        return gather_s, sender.send_s
+    transport.close()
+    to_blame, witnesses = split_blame(errors)
+    if sender.failure is None and not to_blame:
+        to_blame, witnesses = witnesses, {}  # everything left us, and nobody else failed
+    if not to_blame and sender.failure is not None:
+        witnesses = {**witnesses, "trainer": sender.failure}
+    raise PushFailedError(
+        f"update of the push of version {version}",
+        phase="update",
+        failures=to_blame,
+        witnesses=witnesses,
+        hint=f"deadline {settings.timeout_s:.0f} s for each bucket: {_SETTING}",
+    ) from sender.failure

@@ -23,6 +23,7 @@ from grpo_async.rundir import RunDir
 from grpo_async.training import checkpoint
 from grpo_async.training.parameters import ShardedParameters
 from grpo_async.training.policy import Policy, load_policy, shard_policy
+from grpo_async.training.score import score_sequences
 from grpo_async.training.step import StepResult, make_optimizer, train_step
 from tests.support.records import make_sample
 
@@ -147,6 +148,15 @@ def save_on_a_full_disk(model: str, run: str) -> dict[str, Any]:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             return {"error": str(error)}
     return {"error": None}
+
+
+def score_between_steps(model: str, sequences: list[list[int]]) -> dict[str, Any]:
+    policy, optimizer = build(model)
+    scores = [score_sequences(policy, sequences, device=torch.device("cpu"))]
+    one_step(policy, optimizer, random_samples())
+    scores.append(score_sequences(policy, sequences, device=torch.device("cpu")))
+    result = one_step(policy, optimizer, random_samples(seed=1))
+    return {"scores": scores, "loss": result.loss, "weights": fingerprint(policy)}
 
 
 def export(model: str, target: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A trainer's end of a weight push, against any server that serves `inference.surface`.
 
-`push_state_dict` does one whole push: pause, start, update, finish, resume. `WeightPusher` keeps the group and gives each
-phase a method, so that a test may break one.
+`push_state_dict` does one whole push: pause, start, update (the server receives and stages), finish (it applies), resume.
+`WeightPusher` keeps the group and gives each phase a method, so that a test may break one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any, Self
 import httpx
 import torch
 
-from grpo_async.inference.surface import INFO_PATH, GlooInitInfo, GlooUpdateInfo, ServerInfo
+from grpo_async.inference.surface import INFO_PATH, PauseMode, ServerInfo, WeightInitInfo, WeightUpdateInfo
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
-from grpo_async.weights.gloo import WeightGroup, listen, pack
+from grpo_async.weights.gloo import WeightGroup, listen
+from grpo_async.weights.packing import pack
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -50,6 +51,7 @@ class WeightPusher:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.client = httpx.Client(base_url=server_url, headers=headers, timeout=timeout_s + 30.0)
         self.timeout_s, self.address = timeout_s, address
+        self._answer_s = timeout_s + 60.0  # later than the client's own deadline, which names the path
         self.group: WeightGroup | None = None
 
     def __enter__(self) -> Self:
@@ -83,7 +85,8 @@ class WeightPusher:
         """Meet the server's workers in a new group with a new port and key."""
         num_workers = self.info().num_workers
         listener = listen(self.address)
-        init = GlooInitInfo(
+        init = WeightInitInfo(
+            transport="gloo",
             master_address=self.address,
             master_port=listener.getsockname()[1],
             rank_offset=1,
@@ -95,22 +98,34 @@ class WeightPusher:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(self.post, "/init_weight_transfer_engine", {"init_info": init.model_dump()})
             self.group = WeightGroup.host(listener, world_size=init.world_size, key=init.key, timeout_s=self.timeout_s)
-            answer.result()
+            answer.result(timeout=self._answer_s)
 
-    def push(self, named_tensors: NamedTensors, version: int, *, bucket_bytes: int = 8 << 20) -> None:
+    def push(
+        self,
+        named_tensors: NamedTensors,
+        version: int,
+        *,
+        bucket_bytes: int = 8 << 20,
+        mode: PauseMode = "keep",
+        keep_cache: bool = False,
+    ) -> None:
         """The whole order; a failed phase still resumes the server."""
-        self.post("/pause", mode="keep")
+        self.post("/pause", mode=mode, keep_cache=str(keep_cache).lower(), timeout_s=str(self.timeout_s))
         try:
             self.post("/start_weight_update")
             self.update(named_tensors, bucket_bytes=bucket_bytes)
-            self.post("/finish_weight_update", {"weight_version": str(version)})
+            self.finish(version)
         finally:
             self.post("/resume")
+
+    def finish(self, version: int) -> None:
+        """Apply what `update` staged."""
+        self.post("/finish_weight_update", {"weight_version": str(version)})
 
     def update(
         self, named_tensors: NamedTensors, *, bucket_bytes: int = 8 << 20, stop_after: int | None = None
     ) -> None:
-        """POST /update_weights beside the broadcast. `stop_after`: die after that many buckets."""
+        """POST /update_weights beside the broadcast; nothing serves before `finish`. `stop_after`: die after that many buckets."""
         assert self.group is not None, "connect first"
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in pairs}
@@ -118,7 +133,7 @@ class WeightPusher:
             ParameterSpec(name=name, dtype_name=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
             for name, tensor in tensors.items()
         ]
-        info = GlooUpdateInfo(
+        info = WeightUpdateInfo(
             names=[spec.name for spec in specs],
             dtype_names=[spec.dtype_name for spec in specs],
             shapes=[list(spec.shape) for spec in specs],
@@ -132,4 +147,4 @@ class WeightPusher:
                     self.group = None
                     break
                 self.group.broadcast(pack([tensors[spec.name] for spec in bucket]), timeout_s=self.timeout_s)
-            answer.result()
+            answer.result(timeout=self._answer_s)

@@ -1,0 +1,158 @@
+"""What carries buckets from the trainer (rank 0) to the servers' workers (ranks 1..N): gloo, nccl or ipc behind one protocol.
+
+Both ends of each kind are ours, so that every kind stages an update the same way: nothing is applied before it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from grpo_async.weights.blame import NOT_ARRIVED, NOT_FORMED
+from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
+from grpo_async.weights.choice import CarrierKind
+from grpo_async.weights.meeting import attend, device_identity
+from grpo_async.weights.packing import unpack
+
+
+class Carrier(Protocol):
+    """One end. A carrier that raised cannot be used again: close it and form a new group."""
+
+    device: torch.device
+    """Where the buckets that are sent have to be."""
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Rank 0: where to pack the next bucket, [num_bytes] uint8 on `device`. Two take turns, so that one may be filled while
+        the other is being sent."""
+
+    def send(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
+        """Rank 0: send one packed bucket, one that `buffer` returned; it may be reused when this returns.
+
+        Raises:
+            RuntimeError: a peer vanished or the deadline passed.
+        """
+
+    def expect(self, num_bytes: int) -> None:
+        """Other ranks: an update of so many bytes follows; decides where it is staged."""
+
+    def receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
+        """Other ranks: receive one packed bucket into memory of its own, [num_bytes] uint8.
+
+        Raises:
+            RuntimeError: the trainer vanished or the deadline passed.
+        """
+
+    def close(self) -> None:
+        """Leave the group. May be called more than once, and from another thread, which ends what waits where it can."""
+
+
+def join_carrier(
+    kind: CarrierKind,
+    *,
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    key: str,
+    timeout_s: float,
+    device: torch.device,
+) -> Carrier:
+    """A worker's end (rank >= 1): meet the trainer's store at `address`:`port`.
+
+    Args:
+        device: where the worker's model is.
+
+    Raises:
+        RuntimeError: the group did not form within `timeout_s`, or `kind` is impossible on `device`.
+    """
+    check_device(kind, device)
+    store = attend(
+        address,
+        port,
+        rank=rank,
+        world_size=world_size,
+        key=key,
+        timeout_s=timeout_s,
+        device=device_identity(device),
+    )
+    from grpo_async.weights.gloo import own_address_towards
+
+    try:
+        return build_carrier(
+            kind,
+            store,
+            rank=rank,
+            world_size=world_size,
+            address=own_address_towards(address, port),
+            timeout_s=timeout_s,
+            device=device,
+        )
+    except RuntimeError as error:  # another member is gone since
+        raise RuntimeError(f"{NOT_FORMED}: {error}") from error
+
+
+def check_device(kind: CarrierKind, device: torch.device) -> None:
+    """Raises RuntimeError when `kind` is impossible on `device`."""
+    if kind != "gloo" and device.type != "cuda":
+        raise RuntimeError(f"weights.transport: {kind} needs a GPU, this process has its weights on {device}; set gloo")
+    if kind == "nccl" and not dist.is_nccl_available():
+        raise RuntimeError("weights.transport: nccl is not part of this build of torch; set gloo")
+
+
+def build_carrier(
+    kind: CarrierKind,
+    store: dist.Store,
+    *,
+    rank: int,
+    world_size: int,
+    address: str,
+    timeout_s: float,
+    device: torch.device,
+) -> Carrier:
+    """Either end, over the store of a meeting that has begun.
+
+    Raises:
+        RuntimeError: the group did not form within `timeout_s`.
+    """
+    if kind == "nccl":
+        from grpo_async.weights.nccl import CudaQueue, NcclCarrier, make_nccl_group
+
+        nccl_group = make_nccl_group(store, rank=rank, world_size=world_size, timeout_s=timeout_s, device=device)
+        return NcclCarrier(nccl_group, device=device, queue=CudaQueue(device), timeout_s=timeout_s)
+    from grpo_async.weights.gloo import GlooCarrier, WeightGroup
+
+    group = WeightGroup(store, rank=rank, world_size=world_size, address=address, timeout_s=timeout_s)
+    if kind == "ipc":
+        from grpo_async.weights.ipc import CudaMemory, IpcCarrier
+
+        return IpcCarrier(group, memory=CudaMemory(device))
+    return GlooCarrier(group)
+
+
+def receive_parameters(
+    carrier: Carrier, specs: Sequence[ParameterSpec], *, bucket_bytes: int, timeout_s: float
+) -> list[tuple[str, torch.Tensor]]:
+    """Receive every parameter of `specs` (rank >= 1), each bucket into memory of its own so that views stay valid.
+
+    On an error the carrier is closed.
+
+    Raises:
+        RuntimeError: the trainer vanished or a bucket did not arrive within `timeout_s` (message: NOT_ARRIVED), or there was
+            no memory for it.
+    """
+    carrier.expect(sum(spec.num_bytes for spec in specs))
+    received: list[tuple[str, torch.Tensor]] = []
+    for number, bucket in enumerate(cut_into_buckets(specs, bucket_bytes)):
+        try:
+            buffer = carrier.receive(sum(spec.num_bytes for spec in bucket), timeout_s=timeout_s)
+        except torch.OutOfMemoryError:  # this worker's own failure
+            carrier.close()
+            raise
+        except RuntimeError as error:
+            carrier.close()  # the members behind this one must not wait for it
+            raise RuntimeError(f"{NOT_ARRIVED} (bucket {number}): {error}") from error
+        received.extend(unpack(buffer, bucket))
+    return received

@@ -1,0 +1,127 @@
+"""Do trainer and server hold the same weights? Compares the log-probabilities that both give to the same tokens. Pure.
+
+probes = probe_sequences(prompts, vocab_size=..., max_model_len=...)
+difference = compare_logprobs(trainer's scores of probes, server's scores of probes)
+same = difference.mean <= verify_limit(config)
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from grpo_async.config.experiment import ExperimentConfig
+
+_LENGTHS = (
+    16,
+    64,
+    300,
+)  # within a block of the server's cache, and over the border of two (vLLM: 16 tokens, on CPU 128)
+_PROMPT_SHARE = 0.5
+_FLOAT32_LIMIT = 1e-3
+_ROUNDED_LIMIT = 0.05
+_LARGEST_EXPONENT = 700.0  # math.exp overflows a little later
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far two sets of log-probabilities of the same tokens are apart, in nats. d = trainer - server, per token."""
+
+    mean: float
+    """Mean of |d|."""
+    max: float
+    """Largest |d|."""
+    k3: float
+    """Mean of exp(d) - d - 1 >= 0: an estimate of the KL divergence (J. Schulman, "Approximating KL divergence", k3)."""
+    num_tokens: int
+    worst: tuple[int, int]
+    """Sequence and entry of the largest |d|."""
+
+
+def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequence[float]]) -> Difference:
+    """Token by token; NaN on either side makes every figure NaN, which is within no limit.
+
+    Worked example: trainer [[-1.0, -2.0]], server [[-1.0, -2.5]] -> d = [0, 0.5]: mean 0.25, max 0.5,
+    k3 = (0 + exp(0.5) - 0.5 - 1) / 2 = 0.0744, worst (0, 1).
+
+    Args:
+        trainer, server: one list per sequence, of the same lengths.
+
+    Raises:
+        ValueError: the lengths differ, or there is nothing to compare.
+    """
+    if [len(scores) for scores in trainer] != [len(scores) for scores in server]:
+        raise ValueError(
+            f"log-probabilities of other numbers of tokens: trainer {[len(scores) for scores in trainer]}, "
+            f"server {[len(scores) for scores in server]}"
+        )
+    differences = [
+        (ours - theirs, (row, entry))
+        for row, (one, other) in enumerate(zip(trainer, server, strict=True))
+        for entry, (ours, theirs) in enumerate(zip(one, other, strict=True))
+    ]
+    if not differences:
+        raise ValueError("there are no log-probabilities to compare")
+    for difference, place in differences:
+        if math.isnan(difference):
+            nan = math.nan
+            return Difference(mean=nan, max=nan, k3=nan, num_tokens=len(differences), worst=place)
+    count = len(differences)
+    largest, worst = max(differences, key=lambda pair: abs(pair[0]))
+    return Difference(
+        mean=math.fsum(abs(difference) for difference, _ in differences) / count,
+        max=abs(largest),
+        k3=math.fsum(_k3(difference) for difference, _ in differences) / count,
+        num_tokens=count,
+        worst=worst,
+    )
+
+
+def verify_limit(config: ExperimentConfig, served_dtypes: Collection[str] = ()) -> float:
+    """Largest mean |d| that passes, in nats: `weights.verify_tolerance`, else 1e-3 where master weights, compute and served
+    weights are float32, else 0.05 (bfloat16 rounds to 8 bits: 0.01 is usual).
+
+    Args:
+        served_dtypes: what servers say they serve, beside `inference.dtype`.
+    """
+    if config.weights.verify_tolerance is not None:
+        return config.weights.verify_tolerance
+    dtypes = {
+        config.model.dtype,
+        config.model.compute_dtype or config.model.dtype,
+        config.inference.dtype,
+        *served_dtypes,
+    }
+    return _FLOAT32_LIMIT if dtypes == {"float32"} else _ROUNDED_LIMIT
+
+
+def probe_sequences(
+    prompt_ids: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, seed: int = 0
+) -> list[list[int]]:
+    """Token sequences to compare on: 16, 64 and 300 tokens, as far as one token less than `max_model_len` allows.
+
+    The first half (or less) of each is the run's own: prompt i of `prompt_ids` for sequence i, from the front. The rest is
+    pseudo-random, so that many rows of the embedding take part. The same arguments give the same sequences.
+
+    Worked example: prompts [[5, 6, 7]], vocab_size 10, max_model_len 17 -> one sequence of 16: 5, 6, 7 and 13 random ids.
+
+    Args:
+        vocab_size: random ids are below it; prompt ids must be.
+        max_model_len: of the server, which samples one token more than it scores; at least 3.
+    """
+    generator = random.Random(seed)
+    lengths = sorted({min(length, max_model_len - 1) for length in _LENGTHS})
+    sequences = []
+    for number, length in enumerate(lengths):
+        prompt = prompt_ids[number % len(prompt_ids)] if prompt_ids else ()
+        head = list(prompt[: int(length * _PROMPT_SHARE)])
+        sequences.append([*head, *(generator.randrange(vocab_size) for _ in range(length - len(head)))])
+    return sequences
+
+
+def _k3(difference: float) -> float:
+    if difference > _LARGEST_EXPONENT:
+        return math.inf
+    return math.expm1(difference) - difference  # expm1: exp(d) - 1 loses all digits of a small d

@@ -1,0 +1,145 @@
+"""Servers without HTTP: workers in threads of this process, or in a process of their own, that join real groups and stage."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from grpo_async.errors import ServerUnavailableError
+from grpo_async.weights.buckets import ParameterSpec
+from grpo_async.weights.carrier import Carrier, join_carrier, receive_parameters
+
+WAIT_S = 60.0
+
+
+class Workers:
+    """The workers of one server. What they raise comes out as the answer >= 500 that the server would give."""
+
+    def __init__(self, name: str, num_workers: int = 1) -> None:
+        self.name, self.num_workers = name, num_workers
+        self.staged: list[dict[str, torch.Tensor]] = []
+        self.served: list[dict[str, torch.Tensor]] = []
+        self.version = 0
+        self.calls: list[str] = []
+        self._carriers: list[Carrier] = []
+
+    def pause(self, *, mode: str, keep_cache: bool, timeout_s: float) -> None:
+        self.calls.append("pause")
+
+    def resume(self, *, timeout_s: float) -> None:
+        self.calls.append("resume")
+
+    def init_weight_transfer(self, fields: dict[str, Any], *, timeout_s: float) -> None:
+        def join(number: int) -> Carrier:
+            return join_carrier(
+                fields["transport"],
+                address=fields["master_address"],
+                port=fields["master_port"],
+                rank=fields["rank_offset"] + number,
+                world_size=fields["world_size"],
+                key=fields["key"],
+                timeout_s=fields["timeout_s"],
+                device=torch.device("cpu"),
+            )
+
+        self._carriers = []
+        self._carriers = self._in_threads(join)
+
+    def start_weight_update(self, *, timeout_s: float) -> None:
+        self.staged = []
+
+    def update_weights(self, fields: dict[str, Any], *, timeout_s: float) -> None:
+        specs = [
+            ParameterSpec(name=name, dtype_name=dtype, shape=tuple(shape))
+            for name, dtype, shape in zip(fields["names"], fields["dtype_names"], fields["shapes"], strict=True)
+        ]
+
+        def receive(number: int) -> dict[str, torch.Tensor]:
+            return dict(
+                receive_parameters(
+                    self._carriers[number], specs, bucket_bytes=fields["bucket_bytes"], timeout_s=fields["timeout_s"]
+                )
+            )
+
+        try:
+            self.staged = self._in_threads(receive)
+        except ServerUnavailableError:
+            self._carriers = []
+            raise
+
+    def finish_weight_update(self, version: int, *, timeout_s: float) -> None:
+        self.served, self.staged, self.version = self.staged, [], version
+
+    def _in_threads(self, work: Any) -> list[Any]:
+        with ThreadPoolExecutor(self.num_workers) as pool:
+            futures = [pool.submit(work, number) for number in range(self.num_workers)]
+            try:
+                return [future.result(WAIT_S) for future in futures]
+            except (RuntimeError, OSError) as error:
+                for carrier in self._carriers:
+                    carrier.close()
+                raise ServerUnavailableError(f"the inference server answered 500: {error}", answered=True) from error
+
+
+class ServerProcess:
+    """`Workers` in a process that can be killed or stopped; a broken pipe is the broken connection."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.num_workers = name, 1
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._lock = threading.Lock()
+        self.process = context.Process(target=_serve, args=(other, name), daemon=True)
+        self.process.start()
+        other.close()
+
+    def wait_until_up(self) -> None:
+        self._call("calls", WAIT_S)
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        def call(*positional: Any, timeout_s: float = WAIT_S, **arguments: Any) -> Any:
+            return self._call(method, timeout_s, *positional, **arguments)
+
+        return call
+
+    def _call(self, method: str, timeout_s: float, *positional: Any, **arguments: Any) -> Any:
+        with self._lock:
+            try:
+                self._pipe.send((method, positional, {**arguments, "timeout_s": timeout_s}))
+                if not self._pipe.poll(timeout_s):
+                    raise ServerUnavailableError(f"no answer to {method} within {timeout_s} s")
+                result = self._pipe.recv()
+            except (EOFError, OSError) as error:
+                raise ServerUnavailableError(f"{method}: {type(error).__name__}") from error
+        if isinstance(result, str):
+            raise ServerUnavailableError(result, answered=True)
+        return result
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(WAIT_S)
+
+
+def _serve(pipe: Connection, name: str) -> None:
+    torch.set_num_threads(1)
+    workers = Workers(name)
+    while True:
+        method, positional, arguments = pipe.recv()
+        if method == "calls":
+            pipe.send(list(workers.calls))
+        elif method == "totals":  # of what is served
+            pipe.send({key: float(tensor.sum()) for part in workers.served for key, tensor in part.items()})
+        else:
+            try:
+                getattr(workers, method)(*positional, **arguments)
+                pipe.send(None)
+            except ServerUnavailableError as error:
+                pipe.send(str(error))

@@ -1,0 +1,94 @@
+"""Comparing log-probabilities of trainer and server: figures worked out by hand, limits, probe sequences."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from grpo_async.weights.verify import compare_logprobs, probe_sequences, verify_limit
+from tests.launch.support import make_config
+
+
+def test_the_figures_are_those_of_the_formulas() -> None:
+    # d = 0, 0.5, -1: |d| mean 0.5, max 1; k3 = (0 + (e^0.5 - 1.5) + e^-1) / 3
+    found = compare_logprobs([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-2.0]])
+    assert found.mean == pytest.approx(0.5)
+    assert found.max == pytest.approx(1.0)
+    assert found.k3 == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1.0)) / 3)
+    assert (found.num_tokens, found.worst) == (3, (1, 0))
+
+
+def test_k3_of_a_rounding_error_is_half_its_square() -> None:
+    found = compare_logprobs([[-1.0]], [[-1.0 - 1e-8]])
+    assert found.k3 == pytest.approx(0.5e-16, rel=1e-3, abs=0.0)
+
+
+def test_equal_scores_differ_by_nothing() -> None:
+    found = compare_logprobs([[-1.0, -4.0]], [[-1.0, -4.0]])
+    assert (found.mean, found.max, found.k3) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("trainer", "server"), [(math.nan, -1.0), (-1.0, math.nan), (-math.inf, -math.inf)])
+def test_nan_is_within_no_limit(trainer: float, server: float) -> None:
+    found = compare_logprobs([[-1.0, trainer, -1.0]], [[-1.0, server, -1.0]])
+    assert not found.mean <= 1e9
+    assert not found.max <= 1e9
+    assert found.worst == (0, 1)
+
+
+def test_a_token_that_one_side_holds_impossible_is_an_infinite_difference() -> None:
+    found = compare_logprobs([[-1.0]], [[-math.inf]])
+    assert (found.mean, found.max, found.k3) == (math.inf, math.inf, math.inf)
+    assert compare_logprobs([[0.0]], [[-5000.0]]).k3 == math.inf
+
+
+@pytest.mark.parametrize(
+    ("trainer", "server"), [([[-1.0]], [[-1.0, -2.0]]), ([[-1.0]], []), ([[-1.0], []], [[-1.0], [-1.0]])]
+)
+def test_other_numbers_of_tokens_are_refused(trainer: list[list[float]], server: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="other numbers of tokens"):
+        compare_logprobs(trainer, server)
+
+
+def test_nothing_to_compare_is_refused() -> None:
+    with pytest.raises(ValueError, match="no log-probabilities"):
+        compare_logprobs([[]], [[]])
+
+
+def test_the_limit_is_tight_only_where_everything_is_float32(tmp_path: Path) -> None:
+    assert verify_limit(make_config(tmp_path)) == 1e-3
+    assert verify_limit(make_config(tmp_path), ["float32"]) == 1e-3
+    assert verify_limit(make_config(tmp_path), ["float32", "float16"]) == 0.05
+    assert verify_limit(make_config(tmp_path, inference={"engine": "embedded", "dtype": "bfloat16"})) == 0.05
+    assert verify_limit(make_config(tmp_path, model={"dtype": "bfloat16"})) == 0.05
+    assert verify_limit(make_config(tmp_path, model={"compute_dtype": "bfloat16"})) == 0.05
+
+
+def test_the_tolerance_of_the_config_goes_before_all_dtypes(tmp_path: Path) -> None:
+    config = make_config(tmp_path, weights={"verify_tolerance": 0.2}, inference={"dtype": "bfloat16"})
+    assert verify_limit(config, ["bfloat16"]) == 0.2
+
+
+def test_probes_begin_with_the_prompts_and_have_three_lengths() -> None:
+    prompts = [[7, 8, 9], [4] * 100, [5]]
+    probes = probe_sequences(prompts, vocab_size=300, max_model_len=2048)
+    assert [len(probe) for probe in probes] == [16, 64, 300]
+    assert probes[0][:3] == [7, 8, 9]
+    assert probes[1][:32] == [4] * 32
+    assert set(probes[1][32:]) != {4}
+    assert all(0 <= token < 300 for probe in probes for token in probe)
+    assert len(set(probes[2][1:])) > 100  # many rows of the embedding
+
+
+def test_probes_are_shorter_than_the_context_and_never_the_same_twice() -> None:
+    assert [len(p) for p in probe_sequences([[1]], vocab_size=9, max_model_len=128)] == [16, 64, 127]
+    assert [len(p) for p in probe_sequences([[1]], vocab_size=9, max_model_len=17)] == [16]
+    assert [len(p) for p in probe_sequences([], vocab_size=9, max_model_len=8)] == [7]
+
+
+def test_the_same_arguments_give_the_same_probes() -> None:
+    arguments = {"vocab_size": 1000, "max_model_len": 400}
+    assert probe_sequences([[1]], **arguments) == probe_sequences([[1]], **arguments)
+    assert probe_sequences([[1]], **arguments) != probe_sequences([[1]], **arguments, seed=1)
