@@ -1,4 +1,4 @@
-"""`serve-vllm`, `serve-embedded`: an inference server alone. `train` starts one by itself; several machines need this."""
+"""`serve-vllm`, `serve-embedded`: an inference server alone. `train` starts its own; several machines need this."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
-    """Serve the model with vLLM, for a trainer that names it in `inference.url`.
+    """Serve the model with vLLM, for a trainer that names it in `inference.urls`.
 
-    Listens on `inference.host`. Every request but /health needs the token of GRPO_ASYNC_TOKEN; where the variable is
-    not set, a token is made and printed (on loopback; any other address refuses to start without one).
+    Listens on `inference.host`, with HTTPS if `inference.tls` has a certificate. Every request but /health needs the
+    token of GRPO_ASYNC_TOKEN; where the variable is not set, a token is made and printed (on loopback; any other address
+    refuses to start without one).
 
     \b
     Examples:
@@ -32,6 +33,8 @@ def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOp
 
 def serve_embedded(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
     """Serve the model with the embedded engine, for machines without vLLM. The HTTP surface is the same.
+
+    Address, HTTPS and token: as with serve-vllm.
 
     \b
     Examples:

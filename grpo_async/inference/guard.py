@@ -18,7 +18,10 @@ _BODY = json.dumps({"error": "missing or wrong bearer token; the server's token 
 
 
 class TokenGuard:
-    """Wraps an ASGI app. Without $GRPO_ASYNC_TOKEN it lets everything through; servers allow that on loopback only."""
+    """Wraps an ASGI app: HTTP without the token is refused with 401, a WebSocket is not accepted.
+
+    Without $GRPO_ASYNC_TOKEN it lets everything through; servers allow that on loopback only.
+    """
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -28,12 +31,17 @@ class TokenGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._expected is None or self._is_open(scope):
             return await self._app(scope, receive, send)
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, self._expected):
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        # exactly one: of several, a proxy before us may have looked at another than we would
+        if len(given) == 1 and hmac.compare_digest(given[0], self._expected):
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(_BODY)).encode())]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(_BODY)).encode()),
+            (b"www-authenticate", b"Bearer"),
+        ]
         await send({"type": "http.response.start", "status": 401, "headers": headers})
         return await send({"type": "http.response.body", "body": _BODY})
 

@@ -5,16 +5,31 @@ which the servers allow on a loopback address only. Errors are JSON `{"error": "
 
     GET  /health                        200 once the server can generate, 503 when its engine is dead
     GET  /rollout/info                  ServerInfo
+    GET  /rollout/parameters            ServedParameters: what a weight update has to bring
     POST /rollout/generate              GenerateRequest -> NDJSON stream of GenerateChunk (application/x-ndjson)
-    POST /pause?mode=keep               freezes generation between two tokens; answers when it is frozen. Requests that
-                                        arrive while paused wait. In-flight requests go on after /resume, over a context
-                                        recomputed with whatever weights are then loaded
+    POST /rollout/score                 ScoreRequest -> ScoreAnswer: log-probabilities of given tokens
+    POST /pause?mode=M&keep_cache=B     freezes generation between two tokens; answers when it is frozen. Requests that arrive
+                                        from then on wait for /resume. What is in flight, by mode:
+                                          keep   stays and goes on after /resume
+                                          drain  runs to its end first (&timeout_s=S: 504 when it has not by then; not paused)
+                                          abort  ends at once with finish_reason "abort" and all tokens it has
+                                        keep_cache=false (default): what goes on recomputes its context with whatever weights
+                                        are then loaded. true: it goes on over the key/value cache it has
     POST /resume                        always allowed, also when not paused
     GET  /is_paused                     {"is_paused": bool}; goes through the engine, so it is the real liveness probe
-    POST /init_weight_transfer_engine   {"init_info": GlooInitInfo}: joins the weight group (again, after a trainer restart)
-    POST /start_weight_update           {} : begins an update
-    POST /update_weights                {"update_info": GlooUpdateInfo}: receives every bucket, then applies all or nothing
-    POST /finish_weight_update          {"weight_version": "17"}: the policy version of every token from now on
+    POST /init_weight_transfer_engine   {"init_info": WeightInitInfo}: joins the weight group (again, after a trainer restart)
+    POST /start_weight_update           {} : begins an update; what an earlier one left is dropped
+    POST /update_weights                {"update_info": WeightUpdateInfo}: receives every parameter and stages it; the old
+                                        weights go on serving
+    POST /finish_weight_update          {"weight_version": "17"}: loads what is staged, all or nothing; "17" is the policy
+                                        version of every token from now on
+
+    POST /sleep?level=1, /wake_up       (vLLM on a GPU) gives the GPU's memory back, and takes it again; no request runs meanwhile
+
+An update that was received and never finished changes nothing: a trainer may die at any moment before /finish_weight_update.
+
+Prefix caches: a server salts every request with its own policy version at the moment it takes it, so that no request ever
+starts from keys and values of another version's weights.
 
 The paths outside /rollout carry the names that vLLM gives them; both engines serve them as written here.
 
@@ -33,6 +48,11 @@ from pydantic import BaseModel, ConfigDict, Field
 TOKEN_VARIABLE = "GRPO_ASYNC_TOKEN"
 GENERATE_PATH = "/rollout/generate"
 INFO_PATH = "/rollout/info"
+PARAMETERS_PATH = "/rollout/parameters"
+SCORE_PATH = "/rollout/score"
+
+PauseMode = Literal["keep", "drain", "abort"]
+TransportKind = Literal["gloo", "nccl", "ipc"]
 
 
 def token_from_environment() -> str | None:
@@ -63,9 +83,10 @@ class GenerateRequest(Message):
     stop_token_ids: list[int] = Field(default_factory=list)
     """Generation ends after sampling one of these; the token is part of the output."""
     ignore_eos: bool = False
-    cache_salt: str = ""
-    """Requests with different salts never share prefix cache; the client sends the policy version."""
     flush_interval_s: float = Field(default=0.2, ge=0.0)
+    instance_id: str = ""
+    """The server this request is meant for (ServerInfo.instance_id); any other answers 503, as does one that has restarted
+    since: its weights are not those the caller counts on. Empty: any."""
 
 
 class GenerateChunk(Message):
@@ -86,10 +107,14 @@ class ServerInfo(Message):
 
     engine: Literal["vllm", "embedded"]
     engine_version: str
+    instance_id: str = ""
+    """Random, new for every start of a server."""
     model: str
     dtype: Literal["float32", "bfloat16", "float16"]
     """dtype of the weights as served."""
     max_model_len: int
+    vocab_size: int = 0
+    """Rows of the embedding; a token id is below it."""
     policy_version: int
     num_workers: int = 1
     """Processes that join the weight group (vLLM: tensor-parallel size)."""
@@ -102,25 +127,75 @@ class ServerInfo(Message):
     """Seconds since start in which at least one request was generating (not paused)."""
 
 
-class GlooInitInfo(Message):
+class ServedParameters(Message):
+    """The parameters that a weight update has to bring, all of them, under the names of the model's checkpoint."""
+
+    shapes: dict[str, list[int]]
+    """Empty when the server cannot know them (vLLM with --load-format dummy)."""
+    optional: list[str] = Field(default_factory=list)
+    """Names that may be left out or given: a head that is tied to the embedding."""
+
+
+class ScoreRequest(Message):
+    """A token sequence to be scored, on the weights that serve now."""
+
+    token_ids: list[int] = Field(min_length=2)
+
+
+class ScoreAnswer(Message):
+    """log softmax(logits) at temperature 1, natural log: entry i is of token_ids[i + 1] given those before it."""
+
+    logprobs: list[float]
+    policy_version: int
+
+
+class WeightInitInfo(Message):
     """Where a server's workers meet the trainer: a TCP store on the trainer, group rank 0 = trainer rank 0."""
 
+    transport: TransportKind = "gloo"
     master_address: str
     master_port: int
     rank_offset: int
     """Group rank of this server's first worker."""
     world_size: int
-    """1 + number of server workers."""
+    """1 + number of workers of all servers in the group."""
     timeout_s: float
     key: str
     """Prefix in the store, new for every connect."""
 
 
-class GlooUpdateInfo(Message):
-    """The parameters that follow, in the order of the broadcast; both sides cut them into buckets by the same rule."""
+class WeightUpdateInfo(Message):
+    """The parameters that follow, in the order they are sent; both sides cut them into buckets by the same rule."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     bucket_bytes: int
     timeout_s: float
+
+
+class PauseQuery(Message):
+    """Query of /pause."""
+
+    mode: PauseMode = "keep"
+    keep_cache: bool = False
+    timeout_s: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
+    """Longest wait for requests in flight with mode=drain, in seconds."""
+
+
+class InitBody(Message):
+    """Body of /init_weight_transfer_engine."""
+
+    init_info: WeightInitInfo
+
+
+class UpdateBody(Message):
+    """Body of /update_weights."""
+
+    update_info: WeightUpdateInfo
+
+
+class FinishBody(Message):
+    """Body of /finish_weight_update."""
+
+    weight_version: str = Field(pattern=r"^\d{1,18}$")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ def load(folder: Path) -> Any:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     return model.eval().requires_grad_(False)
+
+
+def with_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:
+    """The model of `folder` with other weights."""
+    model = load(folder)
+    model.load_state_dict(dict(weights), strict=False)
+    return model
 
 
 def perturbed(model: Any, seed: int) -> dict[str, torch.Tensor]:
@@ -104,6 +112,26 @@ def teacher_forced(model: Any, context: Sequence[int], output: Sequence[int], te
     return logprobs[len(context) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
 
 
+@torch.no_grad()
+def over_kept_cache(
+    models: Mapping[int, Any], context: Sequence[int], output: Sequence[int], versions: Sequence[int]
+) -> torch.Tensor:
+    """Logprob of each output token where each model goes on over the keys and values of those before it. [len(output)]
+
+    `versions` say which model drew which token: that model also computed keys and values of the token before it.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    tokens, cache = torch.tensor([[*context, *output]]), DynamicCache()
+    start, end, logits = 0, len(context) - 1, []
+    for version, drawn in groupby(versions):
+        end += len(list(drawn))
+        logits.append(models[version](tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0])
+        start = end
+    logprobs: torch.Tensor = torch.cat(logits)[len(context) - 1 :].log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
 def worst_error(model: Any, request: GenerateRequest, output: Output) -> float:
     expected = teacher_forced(model, request.token_ids, output.token_ids, request.temperature or 1.0)
     return float((expected - torch.tensor(output.logprobs)).abs().max())
@@ -126,6 +154,7 @@ class Live:
     client: httpx.Client
     failed: threading.Event
     stop: Callable[[], None]
+    service: EmbeddedService
 
     def info(self) -> ServerInfo:
         return ServerInfo.model_validate_json(self.client.get("/rollout/info").content)
@@ -143,8 +172,15 @@ class Live:
                 yield GenerateChunk.model_validate_json(line)
 
 
+def serves(server: Live, model: Any, version: int) -> bool:
+    """Whether a new request gets the tokens of `model`, stamped `version`."""
+    request = make_request(prompt(12), seed=3, max_tokens=10)
+    output = server.generate(request)
+    return set(output.versions) == {version} and worst_error(model, request, output) < 1e-5
+
+
 @contextmanager
-def live(model: Any, *, num_slots: int = 8, max_model_len: int = 512) -> Iterator[Live]:
+def live(model: Any, *, num_slots: int = 8, max_model_len: int = 512, engine_timeout_s: float = 60.0) -> Iterator[Live]:
     """Serve `model` over HTTP on a free port, with a real engine thread."""
     engine = SlotEngine(model, num_slots=num_slots, max_model_len=max_model_len)
     failed = threading.Event()
@@ -156,7 +192,7 @@ def live(model: Any, *, num_slots: int = 8, max_model_len: int = 512) -> Iterato
         max_model_len=max_model_len,
         policy_version=0,
     )
-    service = EmbeddedService(engine, info=info, on_failure=failed.set)
+    service = EmbeddedService(engine, info=info, on_failure=failed.set, engine_timeout_s=engine_timeout_s)
     listener = bind_listener("127.0.0.1", 0)
     started = threading.Event()
 
@@ -183,7 +219,7 @@ def live(model: Any, *, num_slots: int = 8, max_model_len: int = 512) -> Iterato
         assert started.wait(30.0), "the server did not start"
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
-            yield Live(url, engine, client, failed, stop)
+            yield Live(url, engine, client, failed, stop, service)
     finally:
         stop()
         thread.join(30.0)

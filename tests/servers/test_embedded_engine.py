@@ -18,11 +18,13 @@ from tests.servers.embedded_support import (
     hand_out,
     load,
     make_request,
+    over_kept_cache,
     perturbed,
     prompt,
     step,
     submit,
     teacher_forced,
+    with_weights,
     worst_error,
 )
 
@@ -87,9 +89,8 @@ def test_a_group_shares_its_prompt_and_each_completion_is_exact(model: Any) -> N
 
     model.forward = counting
     try:
-        requests = [make_request(prompt(30), seed=i, max_tokens=5, cache_salt="1") for i in range(8)]
-        other_salt = make_request(prompt(30), seed=99, max_tokens=5, cache_salt="2")
-        outputs = generate(engine, *requests, other_salt)
+        requests = [make_request(prompt(30), seed=i, max_tokens=5) for i in range(8)]
+        outputs = generate(engine, *requests)
         late = [submit(engine, make_request(prompt(30), seed=i, max_tokens=9))[1] for i in range(2)]
         step(engine, 3)
         late.append(submit(engine, make_request(prompt(30), seed=2, max_tokens=9))[1])  # while the others run
@@ -97,8 +98,8 @@ def test_a_group_shares_its_prompt_and_each_completion_is_exact(model: Any) -> N
             step(engine)
     finally:
         model.forward = forward
-    assert shapes == [(2, 29), (1, 29)]  # one row per salt, then one for both late ones and none for the third
-    for request, output in zip([*requests, other_salt], outputs, strict=True):
+    assert shapes == [(1, 29), (1, 29)]  # one for the group, then one for both late ones and none for the third
+    for request, output in zip(requests, outputs, strict=True):
         assert worst_error(model, request, output) < 1e-5
     for output in late:
         expected = teacher_forced(model, prompt(30), output.token_ids)
@@ -167,8 +168,7 @@ def test_new_weights_between_two_tokens_recompute_the_context_and_stamp_the_vers
     requests = [make_request(prompt(3 + 5 * i, start=i), seed=i, max_tokens=12 + i) for i in range(10)]
     outputs = [submit(engine, request)[1] for request in requests]
     step(engine, 6)
-    engine.set_version(17)
-    engine.load_weights(weights)
+    engine.load_weights(weights, policy_version=17)
     while engine.num_active:
         step(engine)
     num_mixed = 0
@@ -183,23 +183,146 @@ def test_new_weights_between_two_tokens_recompute_the_context_and_stamp_the_vers
     assert outputs[9].versions == [17] * 21  # waited for a slot
 
 
-def test_weights_that_are_not_finite_fail_the_requests_and_good_ones_repair_the_engine(tiny_model: Path) -> None:
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_weights_that_are_not_finite_fail_the_requests_and_good_ones_repair_the_engine(
+    tiny_model: Path, keep_cache: bool
+) -> None:
     model = load(tiny_model)
     engine = _engine(model)
     good = {name: tensor.clone() for name, tensor in engine.parameters().items()}
     running = submit(engine, make_request(prompt(6), max_tokens=50))[1]
     step(engine, 3)
-    engine.load_weights({name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()})
+    engine.load_weights({name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()}, policy_version=1)
     step(engine)
     assert running.error is not None
     assert "not finite" in running.error
     assert (len(running.token_ids), engine.num_active) == (3, 0)
-    engine.load_weights(good)
+    engine.load_weights(good, policy_version=2, keep_cache=keep_cache)
     # The one-token prompt gets the poisoned slot without a prefill that would overwrite it; the long one makes the step
     # look at positions beyond the short one's end.
     requests = [make_request(prompt(1), max_tokens=3), make_request(prompt(14), max_tokens=3)]
     for request, output in zip(requests, generate(engine, *requests), strict=True):
         assert worst_error(model, request, output) < 1e-5
+
+
+def test_with_a_kept_cache_running_rows_go_on_over_old_keys_and_values_and_share_them_with_nobody(
+    tiny_model: Path,
+) -> None:
+    old = load(tiny_model)
+    weights = {version: perturbed(old, seed=version) for version in (1, 2)}
+    models = {0: old} | {version: with_weights(tiny_model, tensors) for version, tensors in weights.items()}
+    engine = _engine(load(tiny_model), num_slots=6)
+    requests = [make_request(prompt(20 + 7 * (i // 2), start=i // 2), seed=i, max_tokens=25) for i in range(4)]
+    running = [submit(engine, request)[1] for request in requests]
+    step(engine, 6)
+    for version, tensors in weights.items():
+        # the same prompt, while rows with keys and values of older weights hold it; one arrives before the update
+        new_requests = [make_request(prompt(20), seed=50 + i, max_tokens=4) for i in range(2)]
+        outputs = [submit(engine, new_requests[0])[1]]
+        engine.load_weights(tensors, policy_version=version, keep_cache=True)
+        outputs.append(submit(engine, new_requests[1])[1])
+        step(engine, 6)
+        for request, output in zip(new_requests, outputs, strict=True):
+            assert output.versions == [version] * 4
+            assert worst_error(models[version], request, output) < 1e-5
+    while engine.num_active:
+        step(engine)
+    for request, output in zip(requests, running, strict=True):
+        assert output.versions == [0] * 6 + [1] * 6 + [2] * 13
+        expected = over_kept_cache(models, request.token_ids, output.token_ids, output.versions)
+        assert torch.allclose(expected, torch.tensor(output.logprobs), atol=1e-5)
+        recomputed = teacher_forced(models[2], request.token_ids, output.token_ids)[12:]
+        assert (recomputed - expected[12:]).abs().max() > 0.01  # the two ways can be told apart
+
+
+def test_rows_of_one_update_share_again_what_it_computed(tiny_model: Path) -> None:
+    """A version that comes again names other weights: what counts is the update."""
+    old = load(tiny_model)
+    weights = perturbed(old, seed=1)
+    new = with_weights(tiny_model, weights)
+    engine = _engine(load(tiny_model), num_slots=4)
+    first = submit(engine, make_request(prompt(20), seed=1, max_tokens=30))[1]
+    step(engine, 3)
+    engine.load_weights(weights, policy_version=0, keep_cache=True)  # a trainer that went back: the same number again
+    request = make_request(prompt(20), seed=2, max_tokens=8)
+    second = submit(engine, request)[1]
+    step(engine, 2)
+    third_request = make_request(prompt(20), seed=3, max_tokens=8)
+    prefills: list[int] = []
+    prefill = engine._prefill
+    engine._prefill = lambda sequences: (prefills.append(len(sequences)), prefill(sequences))[1]  # type: ignore[func-returns-value, method-assign]
+    third = submit(engine, third_request)[1]
+    while engine.num_active:
+        step(engine)
+    assert prefills == []  # copied from the second, not from the first
+    assert len(first.token_ids) == 30
+    assert worst_error(new, request, second) < 1e-5
+    assert worst_error(new, third_request, third) < 1e-5
+
+
+def test_what_is_held_enters_later_can_be_aborted_and_is_told_of_a_failure(model: Any) -> None:
+    engine = _engine(model)
+    _, early = submit(engine, make_request(prompt(4), max_tokens=3))
+    engine.hold_new()
+    engine.hold_new()  # once more changes nothing
+    held = [submit(engine, make_request(prompt(4), max_tokens=3)) for _ in range(3)]
+    assert (engine.num_active, engine.num_in_flight) == (4, 1)
+    engine.abort(held[0][0])
+    while engine.num_in_flight:
+        step(engine)
+    hand_out(engine)
+    assert (early.finish_reason, held[0][1].finish_reason) == ("length", "abort")
+    assert [output.token_ids for _, output in held] == [[], [], []]
+    engine.abort_in_flight()
+    hand_out(engine)
+    assert held[1][1].finish_reason is None  # it was not in flight
+    engine.admit_held()
+    while engine.num_active:
+        step(engine)
+    assert [output.finish_reason for _, output in held] == ["abort", "length", "length"]
+    engine.hold_new()
+    _, late = submit(engine, make_request(prompt(4)))
+    engine.fail_all("broken")
+    hand_out(engine)
+    assert late.error == "broken"
+
+
+@pytest.mark.parametrize("rows", [1, 7, 256])
+def test_scores_are_those_of_one_plain_forward_however_they_are_cut(
+    model: Any, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr("grpo_async.servers.embedded.scoring._ROWS", rows)
+    num_logits: list[int] = []
+    forward = model.forward
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        num_logits.append(output.logits.shape[1])
+        return output
+
+    engine = _engine(model)
+    running_request = make_request(prompt(9), max_tokens=12)
+    running = submit(engine, running_request)[1]
+    step(engine, 4)
+    model.forward = counting
+    try:
+        scores = {length: engine.score(prompt(length)) for length in (2, 8, 30)}
+    finally:
+        model.forward = forward
+    for length, given in scores.items():
+        expected = teacher_forced(model, prompt(length)[:1], prompt(length)[1:])
+        assert torch.allclose(expected, torch.tensor(given), atol=1e-5)
+    assert max(num_logits) <= rows
+    while engine.num_active:
+        step(engine)
+    assert worst_error(model, running_request, running) < 1e-5  # scoring touched no slot
+
+
+def test_problem_with_score_names_what_is_wrong(model: Any) -> None:
+    engine = _engine(model, max_model_len=16)
+    assert engine.problem_with_score(prompt(16)) is None
+    assert "17 tokens to score" in str(engine.problem_with_score(prompt(17)))
+    assert "[384]" in str(engine.problem_with_score([1, 384]))
 
 
 def test_long_and_short_prompts_are_filled_in_bounded_pieces(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -13,11 +16,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import GENERATE_PATH, TOKEN_VARIABLE, GenerateChunk
-from grpo_async.servers.embedded.main import bind_listener, load_engine
+from grpo_async.servers.embedded.main import bind_listener, check_certificate, load_engine, serve_embedded
 from tests.servers.embedded_support import make_request, prompt
 
 SERVE = """
@@ -59,9 +63,12 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _served(model: Path, folder: Path, patch: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+def _served(
+    model: Path, folder: Path, patch: str = "", **inference: object
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     config = folder / "config.json"
-    config.write_text(_config(model).model_dump_json())
+    config.write_text(_config(model, **inference).model_dump_json())
+    scheme = "https" if "tls" in inference else "http"
     port = _free_port()
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE.format(patch=patch), str(config), str(port)],
@@ -73,8 +80,8 @@ def _served(model: Path, folder: Path, patch: str = "") -> Iterator[tuple[subpro
     try:
         assert process.stdout is not None
         line = process.stdout.readline()  # ends at the latest when the process does
-        assert line == f"serving {model.name} on http://127.0.0.1:{port}\n"
-        yield process, f"http://127.0.0.1:{port}"
+        assert line == f"serving {model.name} on {scheme}://127.0.0.1:{port}\n"
+        yield process, f"{scheme}://127.0.0.1:{port}"
     finally:
         process.kill()
         process.communicate(timeout=20.0)
@@ -110,6 +117,91 @@ def test_a_server_whose_engine_fails_logs_the_traceback_and_exits_with_1(tiny_mo
         assert process.returncode == 1
         assert "Traceback" in errors
         assert "RuntimeError: out of luck" in errors
+
+
+@pytest.fixture(scope="module")
+def tls_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a certificate for 127.0.0.1, its key, another key, and the authority that signed it."""
+    import trustme
+
+    folder = tmp_path_factory.mktemp("tls")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "authority.pem")
+    for name in ("server", "other"):
+        issued = authority.issue_cert("127.0.0.1")
+        issued.private_key_pem.write_to_path(folder / f"{name}.key")
+        for blob in issued.cert_chain_pems:
+            blob.write_to_path(folder / f"{name}.pem", append=True)
+    return folder
+
+
+def _tls(folder: Path, certificate: str = "server.pem", key: str = "server.key") -> dict[str, str]:
+    return {"certificate": str(folder / certificate), "key": str(folder / key)}
+
+
+def test_a_server_with_a_certificate_speaks_https_only(tiny_model: Path, tmp_path: Path, tls_files: Path) -> None:
+    with _served(tiny_model, tmp_path, tls=_tls(tls_files)) as (_, url):
+        trusting = ssl.create_default_context(cafile=str(tls_files / "authority.pem"))
+        with httpx.Client(base_url=url, verify=trusting, timeout=60.0, trust_env=False) as client:
+            assert client.get("/health").status_code == 200
+            assert client.get("/rollout/info").status_code == 401
+            body = make_request(prompt(4), max_tokens=5).model_dump_json()
+            response = client.post(GENERATE_PATH, content=body, headers=HEADERS)
+            assert GenerateChunk.model_validate_json(response.text.splitlines()[-1]).finish_reason == "length"
+        with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
+            httpx.get(url + "/health", timeout=20.0, trust_env=False)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url.replace("https", "http") + "/health", timeout=20.0, trust_env=False)
+
+
+def test_tls_files_that_cannot_be_used_are_said_before_the_model_is_loaded(tmp_path: Path, tls_files: Path) -> None:
+    encrypted = tmp_path / "encrypted.key"
+    key = serialization.load_pem_private_key((tls_files / "server.key").read_bytes(), password=None)
+    encrypted.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"password"),
+        )
+    )
+    cases = [
+        (
+            _tls(tls_files, certificate="none.pem"),
+            r"inference\.tls\.certificate: .*none\.pem cannot be read: No such file",
+        ),
+        (_tls(tls_files, key="none.key"), r"inference\.tls\.key: .*none\.key cannot be read"),
+        ({**_tls(tls_files), "key": str(tmp_path)}, r"inference\.tls\.key: .* cannot be read: Is a directory"),
+        (_tls(tls_files, certificate="server.key"), "no PEM certificate"),
+        (_tls(tls_files, key="other.key"), "no PEM certificate with its private key"),
+        ({**_tls(tls_files), "key": str(encrypted)}, "without a password"),
+    ]
+    for tls, words in cases:
+        config = _config(tmp_path / "no model", tls=tls)
+        with pytest.raises(ConfigError, match=words):
+            serve_embedded(config, 0)
+    check_certificate(_config(tmp_path, tls=_tls(tls_files)).inference)
+    check_certificate(
+        _config(tmp_path, tls={"authority": str(tls_files / "authority.pem")}).inference
+    )  # none of its own
+
+
+def test_code_that_comes_with_a_model_runs_only_where_the_config_says_so(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"model_type": "tiny_own", "architectures": ["Own"]}
+    settings["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "own.py").write_text(
+        "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
+        "class OwnConfig(Qwen3Config):\n    model_type = 'tiny_own'\n"
+        "class Own(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        load_engine(_config(folder))
+    trusting = _config(folder).model_copy(
+        update={"model": _config(folder).model.model_copy(update={"trust_remote_code": True})}
+    )
+    assert "model.norm.weight" in load_engine(trusting).parameters()
 
 
 def test_an_address_that_others_reach_is_refused_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

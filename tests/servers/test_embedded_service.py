@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from grpo_async.inference.surface import GENERATE_PATH, TOKEN_VARIABLE
-from tests.servers.embedded_support import Live, live, load, make_request, prompt, wait_until, worst_error
+from grpo_async.inference.surface import GENERATE_PATH, PARAMETERS_PATH, SCORE_PATH, TOKEN_VARIABLE, ScoreAnswer
+from tests.servers.embedded_support import (
+    Live,
+    live,
+    load,
+    make_request,
+    prompt,
+    teacher_forced,
+    wait_until,
+    worst_error,
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,22 +106,123 @@ def test_a_wrong_request_is_answered_with_400_and_its_cause(server: Live, change
 def test_unusable_bodies_paths_and_modes_are_answered_with_an_error_object(server: Live) -> None:
     post = server.client.post
     assert post(GENERATE_PATH, content=b"{").status_code == 400
-    assert "keep" in post("/pause", params={"mode": "abort"}).json()["error"]
     assert post("/finish_weight_update", json={"weight_version": "new"}).status_code == 400
     assert post("/init_weight_transfer_engine", json={}).status_code == 400
     assert (post("/nothing").status_code, "error" in post("/nothing").json()) == (404, True)
     assert server.client.get(GENERATE_PATH).status_code == 405
 
 
-def test_every_path_but_health_asks_for_the_token(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+def test_a_request_for_another_instance_is_refused_with_503_and_words(server: Live, model: Any) -> None:
+    info = server.info()
+    assert len(info.instance_id) == 16
+    mine = make_request(prompt(4), max_tokens=2, instance_id=info.instance_id)
+    assert server.generate(mine).finish_reason == "length"
+    body = make_request(prompt(4), max_tokens=2, instance_id="0" * 16).model_dump()
+    response = server.client.post(GENERATE_PATH, json=body)
+    assert response.status_code == 503
+    assert "0" * 16 in response.json()["error"]
+    assert "restarted" in response.json()["error"]
+    with live(model) as again:
+        assert again.info().instance_id != info.instance_id
+
+
+def test_the_vocabulary_is_that_of_the_embedding(server: Live, model: Any) -> None:
+    assert server.info().vocab_size == model.get_input_embeddings().num_embeddings
+    last = server.info().vocab_size - 1
+    assert server.client.post(SCORE_PATH, json={"token_ids": [0, last]}).status_code == 200
+    assert server.client.post(SCORE_PATH, json={"token_ids": [0, last + 1]}).status_code == 400
+
+
+def test_scores_equal_a_plain_forward_also_while_others_generate_and_while_paused(server: Live, model: Any) -> None:
+    requests = [make_request(prompt(5, start=i), seed=i, max_tokens=300) for i in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(server.generate, request) for request in requests]
+        for length in (2, 90, 512):
+            if length == 512:
+                server.client.post("/pause")
+            response = server.client.post(SCORE_PATH, json={"token_ids": prompt(length)})
+            scored = ScoreAnswer.model_validate_json(response.content)
+            expected = teacher_forced(model, prompt(length)[:1], prompt(length)[1:])
+            assert scored.policy_version == 0
+            assert torch.allclose(expected, torch.tensor(scored.logprobs), atol=1e-5)
+        server.client.post("/resume")
+        for request, answer in zip(requests, answers, strict=True):
+            assert worst_error(model, request, answer.result(30.0)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "words"),
+    [(prompt(513), "max_model_len: 512"), ([1, 5000], "vocabulary"), ([1, -1], "vocabulary"), ([1], "token_ids")],
+)
+def test_a_wrong_score_is_answered_with_400_and_its_cause(server: Live, token_ids: list[int], words: str) -> None:
+    response = server.client.post(SCORE_PATH, json={"token_ids": token_ids})
+    assert (response.status_code, words in response.json()["error"]) == (400, True)
+
+
+def test_scores_of_broken_weights_are_an_error_and_no_end_of_the_server(tiny_model: Path) -> None:
+    model = load(tiny_model)
     with live(model) as server:
+        model.model.norm.weight.fill_(torch.nan)
+        response = server.client.post(SCORE_PATH, json={"token_ids": prompt(4)})
+        assert (response.status_code, "not finite" in response.json()["error"]) == (500, True)
         assert server.client.get("/health").status_code == 200
-        assert server.client.get("/rollout/info").status_code == 401
-        assert server.client.post(GENERATE_PATH, json={}).status_code == 401
-        assert server.client.post("/pause").status_code == 401
-        good = {"authorization": "Bearer secret"}
-        assert server.client.get("/rollout/info", headers=good).status_code == 200
+
+
+def test_a_stuck_engine_is_answered_with_503_within_the_engine_timeout_while_health_stays_200(model: Any) -> None:
+    with live(model, engine_timeout_s=1.0) as server, ThreadPoolExecutor(1) as pool:
+        stuck, go_on = threading.Event(), threading.Event()
+        step = server.engine.step
+
+        def hang() -> None:
+            stuck.set()
+            go_on.wait(60.0)
+            step()
+
+        server.engine.step = hang  # type: ignore[method-assign]
+        request = make_request(prompt(4), max_tokens=3)
+        answer = pool.submit(server.generate, request)
+        assert stuck.wait(20.0)
+        began = time.monotonic()
+        for method, path in (("GET", "/is_paused"), ("POST", "/resume"), ("GET", "/rollout/info"), ("POST", "/pause")):
+            response = server.client.request(method, path)
+            assert (response.status_code, "heartbeat_timeout_s" in response.json()["error"]) == (503, True)
+        assert 3.5 < time.monotonic() - began < 20.0
+        assert server.client.get("/health").status_code == 200  # which is why /is_paused is the probe
+        server.engine.step = step  # type: ignore[method-assign]
+        go_on.set()
+        assert worst_error(model, request, answer.result(20.0)) < 1e-5
+        assert server.client.get("/is_paused").json() == {"is_paused": False}  # the pause that was refused never came
+
+
+def test_every_route_asks_for_the_token_whatever_the_method(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    wrong_ones: list[list[tuple[str, str]]] = [
+        [],
+        [("authorization", "Bearer wrong")],
+        [("authorization", "secret")],
+        [("authorization", "Bearer secret"), ("authorization", "Bearer wrong")],
+    ]
+    right = {"authorization": "Bearer secret"}
+    methods = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
+    with live(model) as server:
+        routes = server.service.app._app.routes  # type: ignore[attr-defined]
+        paths = [route.path for route in routes]
+        assert len(paths) == 12
+        assert {GENERATE_PATH, SCORE_PATH, PARAMETERS_PATH, "/health", "/pause", "/finish_weight_update"} <= set(paths)
+        for path in [*paths, "/", "/nothing", "/docs", "/metrics", "/health/", "//health", "/rollout/"]:
+            for method in methods:
+                if (method, path) == ("GET", "/health"):
+                    continue
+                for headers in wrong_ones:
+                    response = server.client.request(method, path, headers=headers)
+                    assert response.status_code == 401, (method, path, headers)
+                    assert method == "HEAD" or "bearer token" in response.json()["error"]
+        assert server.client.get("/health").status_code == 200
+        for route in routes:
+            for method in route.methods:
+                response = server.client.request(method, route.path, headers=right)
+                assert response.status_code not in (401, 403, 404, 405), (method, route.path)
+        assert server.client.get("/nothing", headers=right).status_code == 404
 
 
 def test_an_engine_that_raises_ends_every_request_with_an_error_and_health_with_503(model: Any) -> None:

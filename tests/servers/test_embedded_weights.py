@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import select
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +16,8 @@ import httpx
 import pytest
 import torch
 
-from grpo_async.inference.surface import GlooUpdateInfo
+from grpo_async.inference.surface import PARAMETERS_PATH, ServedParameters, WeightInitInfo, WeightUpdateInfo
+from grpo_async.weights.gloo import listen
 from tests.servers.embedded_support import (
     Live,
     live,
@@ -19,8 +25,10 @@ from tests.servers.embedded_support import (
     make_request,
     perturbed,
     prompt,
+    serves,
     teacher_forced,
     wait_until,
+    with_weights,
     worst_error,
 )
 from tests.support.tiny_model import build_tiny_model
@@ -33,22 +41,10 @@ def server(tiny_model: Path) -> Iterator[Live]:
         yield served
 
 
-def _with_weights(folder: Path, weights: dict[str, torch.Tensor]) -> Any:
-    model = load(folder)
-    model.load_state_dict(weights, strict=False)
-    return model
-
-
-def _serves(server: Live, model: Any, version: int) -> bool:
-    request = make_request(prompt(12), seed=3, max_tokens=10)
-    output = server.generate(request)
-    return set(output.versions) == {version} and worst_error(model, request, output) < 1e-5
-
-
 def test_tokens_around_pushes_in_flight_are_of_the_version_they_carry(server: Live, tiny_model: Path) -> None:
     old = load(tiny_model)
     weights = {version: perturbed(old, seed=version) for version in (5, 6)}
-    models = {0: old} | {version: _with_weights(tiny_model, tensors) for version, tensors in weights.items()}
+    models = {0: old} | {version: with_weights(tiny_model, tensors) for version, tensors in weights.items()}
     requests = [make_request(prompt(3 + i, start=i), seed=i, max_tokens=300) for i in range(24)]
     with ThreadPoolExecutor(24) as pool, WeightPusher(server.url, None) as pusher:
         answers = [pool.submit(server.generate, request) for request in requests]
@@ -74,7 +70,27 @@ def test_a_model_with_its_own_lm_head_is_updated_too(tmp_path: Path) -> None:
         weights = perturbed(load(folder), seed=1)
         assert "lm_head.weight" in weights
         push_state_dict(server.url, None, weights, 1)
-        assert _serves(server, _with_weights(folder, weights), version=1)
+        assert serves(server, with_weights(folder, weights), version=1)
+
+
+def test_the_server_names_what_an_update_has_to_bring(server: Live, tiny_model: Path) -> None:
+    served = ServedParameters.model_validate_json(server.client.get(PARAMETERS_PATH).content)
+    assert served.shapes == {name: list(p.shape) for name, p in load(tiny_model).named_parameters()}
+    assert served.optional == ["lm_head.weight"]  # tied to the embedding
+
+
+def test_a_tied_head_may_be_sent_if_it_is_the_embedding(server: Live, tiny_model: Path) -> None:
+    old, head = load(tiny_model), "lm_head.weight"
+    weights = perturbed(old, seed=1)
+    embedding = weights["model.embed_tokens.weight"]
+    with WeightPusher(server.url, None, timeout_s=10.0) as pusher:
+        pusher.connect()
+        pusher.push({**weights, head: embedding}, 1)
+        assert serves(server, with_weights(tiny_model, weights), version=1)
+        pusher.connect()
+        with pytest.raises(httpx.HTTPStatusError, match=f"{head} is model.embed_tokens.weight"):
+            pusher.push({**perturbed(old, seed=2), head: embedding}, 2)
+    assert serves(server, with_weights(tiny_model, weights), version=1)
 
 
 def test_an_update_that_does_not_fit_is_refused_with_names_and_the_old_weights_stay(
@@ -84,10 +100,11 @@ def test_an_update_that_does_not_fit_is_refused_with_names_and_the_old_weights_s
     good = perturbed(old, seed=1)
     norm, head = "model.norm.weight", "lm_head.weight"
     cases = [
-        ({**good, head: good["model.embed_tokens.weight"]}, f"unknown parameters: {head}"),
-        ({name: tensor for name, tensor in good.items() if name != norm}, f"missing parameters: {norm}"),
-        ({**good, norm: good[norm][:-1]}, f"{norm} is float32 [64], got float32 [63]"),
-        ({**good, norm: good[norm].bfloat16()}, f"{norm} is float32 [64], got bfloat16 [64]"),
+        ({**good, "model.tail.weight": good[norm]}, "model.tail.weight is not a parameter"),
+        ({name: tensor for name, tensor in good.items() if name != norm}, f"{norm} is missing"),
+        ({**good, norm: good[norm][:-1]}, f"{norm} has the shape [63], the server's [64]"),
+        ({**good, norm: good[norm].bfloat16()}, f"{norm} has the dtype bfloat16, the server's float32"),
+        ({**good, head: good[norm]}, f"{head} has the shape [64]"),
     ]
     with WeightPusher(server.url, None) as pusher:
         for weights, words in cases:
@@ -98,15 +115,15 @@ def test_an_update_that_does_not_fit_is_refused_with_names_and_the_old_weights_s
             assert words in response.json()["error"]
             # nothing to finish: the new version must not name the old weights
             assert pusher.client.post("/finish_weight_update", json={"weight_version": "9"}).status_code == 400
-            assert _serves(server, old, version=0)
+            assert serves(server, old, version=0)
         assert pusher.client.post("/start_weight_update", json={}).status_code == 400  # the group is gone
         pusher.connect()
         pusher.push(good, 9)
-    assert _serves(server, _with_weights(tiny_model, good), version=9)
+    assert serves(server, with_weights(tiny_model, good), version=9)
 
 
 def _announcement(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return GlooUpdateInfo(
+    return WeightUpdateInfo(
         names=list(weights),
         dtype_names=[str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()],
         shapes=[list(tensor.shape) for tensor in weights.values()],
@@ -115,18 +132,161 @@ def _announcement(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     ).model_dump()
 
 
+def test_a_refused_update_ends_the_trainers_wait_at_once(server: Live, tiny_model: Path) -> None:
+    """It is already sending; the server leaves the group, which breaks the broadcast."""
+    wide = {
+        **perturbed(load(tiny_model), seed=1),
+        "model.more": torch.zeros(64 << 20, dtype=torch.uint8).view(torch.float32),
+    }
+    with WeightPusher(server.url, None, timeout_s=60.0) as pusher:
+        pusher.connect()
+        pusher.post("/start_weight_update")
+        began = time.monotonic()
+        with pytest.raises((RuntimeError, httpx.HTTPStatusError)):
+            pusher.update(wide)
+        assert time.monotonic() - began < 15.0
+
+
+def test_a_group_that_cannot_be_is_refused_at_once(server: Live) -> None:
+    began = time.monotonic()
+    cases = [
+        ({"rank_offset": 2}, 400, "rank_offset 2"),
+        ({"rank_offset": 0}, 400, "rank_offset 0"),
+        ({"timeout_s": -1.0}, 400, "timeout_s"),
+        ({"transport": "nccl"}, 500, "nccl"),
+        ({"transport": "pigeon"}, 400, "transport"),
+    ]
+    for change, status, words in cases:
+        info = _membership(timeout_s=60.0) | change
+        response = server.client.post("/init_weight_transfer_engine", json={"init_info": info})
+        assert (response.status_code, words in response.json()["error"]) == (status, True)
+    assert time.monotonic() - began < 15.0
+
+
+@pytest.mark.slow
+def test_a_new_trainer_does_not_wait_for_what_an_earlier_one_left(server: Live, tiny_model: Path) -> None:
+    """Its end may hang until its own deadline: its machine vanished, so no connection ever breaks."""
+    old = load(tiny_model)
+    weights = perturbed(old, seed=1)
+    with ThreadPoolExecutor(2) as pool, listen("127.0.0.1") as silent:
+        init = {"init_info": _membership(port=silent.getsockname()[1], timeout_s=12.0)}
+        gone = pool.submit(server.client.post, "/init_weight_transfer_engine", json=init, timeout=60.0)
+        wait_until(lambda: bool(select.select([silent], [], [], 0)[0]), "the server to connect")
+        with WeightPusher(server.url, None, timeout_s=15.0) as stuck, WeightPusher(server.url, None) as pusher:
+            began = time.monotonic()
+            stuck.connect()
+            stuck.post("/start_weight_update")
+            unsent = pool.submit(stuck.post, "/update_weights", {"update_info": _announcement(weights)})
+            wait_until(lambda: _is_receiving(server), "the server to wait for the first bucket")
+            pusher.connect()
+            pusher.push(weights, 5)
+            assert time.monotonic() - began < 10.0
+            assert not gone.done()
+            with pytest.raises(httpx.HTTPStatusError, match="409"):
+                unsent.result(30.0)
+        assert serves(server, with_weights(tiny_model, weights), version=5)
+        silent.close()
+        assert gone.result(40.0).status_code in (409, 500)
+        with WeightPusher(server.url, None) as pusher:
+            assert pusher.post("/finish_weight_update", {"weight_version": "5"})
+    assert serves(server, with_weights(tiny_model, weights), version=5)
+
+
+def test_the_engine_answers_and_generates_while_an_update_is_received(server: Live, tiny_model: Path) -> None:
+    old = load(tiny_model)
+    with WeightPusher(server.url, None, timeout_s=20.0) as pusher, ThreadPoolExecutor(1) as pool:
+        pusher.connect()
+        pusher.post("/start_weight_update")
+        update = {"update_info": _announcement(perturbed(old, seed=1)) | {"timeout_s": 20.0}}
+        answer = pool.submit(pusher.post, "/update_weights", update)
+        wait_until(lambda: _is_receiving(server), "the server to wait for the first bucket")
+        for _ in range(5):
+            assert server.client.get("/is_paused", timeout=5.0).json() == {"is_paused": False}
+            assert serves(server, old, version=0)
+        assert not answer.done()
+        pusher.group = None  # the trainer dies
+        with pytest.raises(httpx.HTTPStatusError, match="did not arrive"):
+            answer.result(15.0)
+    assert serves(server, old, version=0)
+
+
+def _is_receiving(server: Live) -> bool:
+    return any(thread.name == "weight-update" for thread in threading.enumerate())
+
+
 def test_a_trainer_that_dies_in_an_update_leaves_the_old_weights_serving(server: Live, tiny_model: Path) -> None:
     old = load(tiny_model)
     weights = perturbed(old, seed=1)
     with WeightPusher(server.url, None, timeout_s=5.0) as pusher:
         pusher.connect()
         pusher.post("/start_weight_update")
-        with pytest.raises(httpx.HTTPStatusError, match="500"):
+        with pytest.raises(httpx.HTTPStatusError, match=r"500.*did not arrive"):
             pusher.update(weights, bucket_bytes=50_000, stop_after=2)
-        assert _serves(server, old, version=0)
+        assert serves(server, old, version=0)
     # the trainer comes back with a new group
     push_state_dict(server.url, None, weights, 3)
-    assert _serves(server, _with_weights(tiny_model, weights), version=3)
+    assert serves(server, with_weights(tiny_model, weights), version=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["pause", "start", "broadcast", "update"])
+def test_a_trainer_that_is_killed_leaves_the_old_weights_and_the_next_one_goes_on(
+    server: Live, tiny_model: Path, moment: str
+) -> None:
+    old = load(tiny_model)
+    request = make_request(prompt(20), seed=1, max_tokens=400)
+    with ThreadPoolExecutor(1) as pool:
+        _dying_trainer(server.url, tiny_model, moment)
+        assert server.client.get("/is_paused", timeout=10.0).json() == {"is_paused": True}
+        answer = pool.submit(server.generate, request)
+        wait_until(lambda: server.info().active_requests == 1, "the request to arrive")
+        server.client.post("/resume")
+        output = answer.result(60.0)
+    assert set(output.versions) == {0}
+    assert worst_error(old, request, output) < 1e-5
+    weights = perturbed(old, seed=2)
+    push_state_dict(server.url, None, weights, 3)
+    assert serves(server, with_weights(tiny_model, weights), version=3)
+
+
+_TRAINER = """
+import signal, sys
+from pathlib import Path
+from tests.servers.embedded_support import load, perturbed
+from tests.support.weight_push import WeightPusher
+url, folder, moment = sys.argv[1:]
+def die_here(name):
+    if name == moment:
+        print("here", flush=True)
+        signal.pause()  # until killed
+with WeightPusher(url, None, timeout_s=20.0) as pusher:
+    weights = perturbed(load(Path(folder)), seed=1)
+    pusher.connect()
+    pusher.post("/pause", mode="keep")
+    die_here("pause")
+    pusher.post("/start_weight_update")
+    die_here("start")
+    broadcast, sent = pusher.group.broadcast, []
+    def counting(buffer, **kwargs):
+        broadcast(buffer, **kwargs)
+        sent.append(1)
+        if len(sent) == 3:
+            die_here("broadcast")
+    pusher.group.broadcast = counting
+    pusher.update(weights, bucket_bytes=50_000)
+    die_here("update")
+"""
+
+
+def _dying_trainer(url: str, folder: Path, moment: str) -> None:
+    """A process that pushes and is killed with SIGKILL when it has come to `moment`."""
+    command = [sys.executable, "-c", _TRAINER, url, str(folder), moment]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        try:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "here\n"  # ends at the latest with the process
+        finally:
+            trainer.kill()
 
 
 def test_received_weights_serve_only_once_the_update_is_finished(server: Live, tiny_model: Path) -> None:
@@ -136,9 +296,9 @@ def test_received_weights_serve_only_once_the_update_is_finished(server: Live, t
         pusher.connect()
         pusher.post("/start_weight_update")
         pusher.update(weights)
-        assert _serves(server, old, version=0)  # nobody paused: no token of new weights under the old version
+        assert serves(server, old, version=0)  # nobody paused: no token of new weights under the old version
         pusher.post("/finish_weight_update", {"weight_version": "4"})
-        assert _serves(server, _with_weights(tiny_model, weights), version=4)
+        assert serves(server, with_weights(tiny_model, weights), version=4)
         pusher.post("/finish_weight_update", {"weight_version": "4"})  # a retry after a lost answer
 
 
@@ -151,13 +311,12 @@ def test_an_update_out_of_order_is_refused(server: Live) -> None:
 
 
 def test_joining_a_group_that_nobody_hosts_fails_within_its_deadline(server: Live) -> None:
-    info = {
-        "master_address": "127.0.0.1",
-        "master_port": 1,
-        "rank_offset": 1,
-        "world_size": 2,
-        "timeout_s": 2.0,
-        "key": "k",
-    }
+    info = _membership(port=1, timeout_s=2.0)
     response = server.client.post("/init_weight_transfer_engine", json={"init_info": info})
     assert (response.status_code, "127.0.0.1:1" in response.json()["error"]) == (500, True)
+
+
+def _membership(*, port: int = 1, timeout_s: float) -> dict[str, Any]:
+    return WeightInitInfo(
+        master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, timeout_s=timeout_s, key="k"
+    ).model_dump()

@@ -3,6 +3,7 @@
 A step = fill the slots that need it (new requests; every request after new weights), then one decode over all rows.
 Filling leaves a sequence's last token to the decode, so all sampling happens in one place. Every change (admission,
 abort, weights, version) happens between two steps: each token is of exactly the weights whose version it carries.
+Computed prompts are shared among sequences that the same weights fill, never across an update.
 Running rows are dense: when one ends, the last row moves into its slot.
 """
 
@@ -21,6 +22,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import GenerateChunk, GenerateRequest
 from grpo_async.servers.embedded.kv_slots import SlotCache
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
+from grpo_async.servers.embedded.scoring import score_tokens
 from grpo_async.servers.embedded.sequence import RunningSequence
 
 _MIN_TEMPERATURE = 1e-4
@@ -42,7 +44,7 @@ class SlotEngine:
 
     def __init__(self, model: Any, *, num_slots: int, max_model_len: int) -> None:
         self._model = model
-        self._device: torch.device = model.device
+        self.device: torch.device = model.device
         self._num_slots = num_slots
         self.max_model_len = max_model_len
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
@@ -50,24 +52,31 @@ class SlotEngine:
         self.policy_version = 0
         self.num_generated_tokens = 0
         self._cache = _slot_cache(model, num_slots, max_model_len)
+        self._weights_number = 0  # of the weights that serve; versions may come again, this does not
+        self._held: deque[RunningSequence] | None = None  # set: what arrives now does not enter before `admit_held`
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []  # index = slot
         self._outbox: list[tuple[RunningSequence, GenerateChunk]] = []
         self._steps_since_admission = 0
         # The running rows as tensors; rebuilt when rows come or go, else moved on by the decode itself.
         self._rows_changed = True
-        self._tokens = torch.empty(0, dtype=torch.int64, device=self._device)  # [n] last token of each row
-        self._positions = torch.empty(0, dtype=torch.int64, device=self._device)  # [n] its position
+        self._tokens = torch.empty(0, dtype=torch.int64, device=self.device)  # [n] last token of each row
+        self._positions = torch.empty(0, dtype=torch.int64, device=self.device)  # [n] its position
         self._next_positions = np.empty(0, dtype=np.uint64)  # [n] position of the token to draw
         self._sampling: SamplingBatch | None = None
-        self._slot_starts = torch.arange(num_slots, device=self._device) * max_model_len  # [num_slots]
-        self._all_positions = torch.arange(max_model_len, device=self._device)  # [max_model_len]
-        self._visible = torch.zeros((), dtype=model.dtype, device=self._device)
-        self._hidden = torch.full((), -torch.inf, dtype=model.dtype, device=self._device)
+        self._slot_starts = torch.arange(num_slots, device=self.device) * max_model_len  # [num_slots]
+        self._all_positions = torch.arange(max_model_len, device=self.device)  # [max_model_len]
+        self._visible = torch.zeros((), dtype=model.dtype, device=self.device)
+        self._hidden = torch.full((), -torch.inf, dtype=model.dtype, device=self.device)
 
     @property
     def num_active(self) -> int:
         """Requests that were added and are not over."""
+        return self.num_in_flight + len(self._held or ())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Of those, the ones that are not held: with a slot or waiting for one."""
         return len(self._waiting) + len(self._running)
 
     def problem_with(self, request: GenerateRequest) -> str | None:
@@ -78,16 +87,35 @@ class SlotEngine:
                 f"{len(request.token_ids)} prompt tokens + max_tokens {request.max_tokens} = {length} is more than "
                 f"inference.max_model_len: {self.max_model_len}"
             )
-        if min(request.token_ids) < 0 or max(request.token_ids) >= self.vocab_size:
-            wrong = [token for token in request.token_ids if not 0 <= token < self.vocab_size]
-            return f"token ids {wrong[:5]} are outside the vocabulary [0, {self.vocab_size})"
+        if (wrong := self._outside(request.token_ids)) is not None:
+            return wrong
         if 0.0 < request.temperature < _MIN_TEMPERATURE:
             return f"temperature {request.temperature} is too small to divide by; use 0 for greedy decoding"
         return None
 
+    def problem_with_score(self, token_ids: Sequence[int]) -> str | None:
+        """Why these tokens cannot be scored, or None."""
+        if len(token_ids) > self.max_model_len:
+            return f"{len(token_ids)} tokens to score are more than inference.max_model_len: {self.max_model_len}"
+        return self._outside(token_ids)
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """log p(token_ids[i + 1] | those before it) at temperature 1 by the weights that serve. [len(token_ids) - 1]"""
+        return score_tokens(self._model, token_ids)
+
     def add(self, sequence: RunningSequence) -> None:
         """Queue a sequence; it starts when a slot is free."""
-        self._waiting.append(sequence)
+        (self._waiting if self._held is None else self._held).append(sequence)
+
+    def hold_new(self) -> None:
+        """What is added from now on waits for `admit_held`."""
+        if self._held is None:
+            self._held = deque()
+
+    def admit_held(self) -> None:
+        """Queue what was held, and hold nothing more."""
+        self._waiting.extend(self._held or ())
+        self._held = None
 
     def abort(self, sequence: RunningSequence) -> None:
         """End a sequence with reason "abort" and give its slot back. Does nothing when it is over already."""
@@ -95,23 +123,37 @@ class SlotEngine:
             return
         sequence.finish_reason = "abort"
         self._emit(sequence)
-        if sequence.slot < 0:
-            self._waiting.remove(sequence)
-        else:
+        if sequence.slot >= 0:
             self._retire([sequence.slot])
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        elif self._held is not None:
+            self._held.remove(sequence)
 
-    def abort_all(self) -> None:
-        """End every sequence with reason "abort"."""
+    def abort_in_flight(self) -> None:
+        """End every sequence with reason "abort", but those that are held."""
         for sequence in [*self._running, *self._waiting]:
             self.abort(sequence)
 
+    def abort_all(self) -> None:
+        """End every sequence with reason "abort"."""
+        self.admit_held()
+        self.abort_in_flight()
+
     def fail_all(self, error: str) -> None:
         """End every sequence with an error line; what was sampled before goes out with it. Touches no tensor."""
+        self.admit_held()
         for sequence in [*self._running, *self._waiting]:
             self._emit(sequence, error=error)
             sequence.slot = -1
         self._running.clear()
         self._waiting.clear()
+
+    def flush(self) -> None:
+        """Send what was sampled and not sent yet."""
+        for sequence in self._running:
+            if sequence.pending_ids:
+                self._emit(sequence)
 
     def drain(self) -> list[tuple[RunningSequence, GenerateChunk]]:
         """Chunks since the last call, in order."""
@@ -122,35 +164,54 @@ class SlotEngine:
         """Served parameters by name; tied ones once, so lm_head is absent where it is the embedding."""
         return dict(self._model.named_parameters())
 
+    def tied_names(self) -> dict[str, str]:
+        """Further names of served parameters -> the name in `parameters` (a head that is tied to the embedding)."""
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        everything = self._model.named_parameters(remove_duplicate=False)
+        return {name: names[id(parameter)] for name, parameter in everything if names[id(parameter)] != name}
+
     @torch.inference_mode()
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite parameters in place. Running sequences are refilled with them before their next token."""
+    def load_weights(
+        self, weights: Mapping[str, torch.Tensor], *, policy_version: int, keep_cache: bool = False
+    ) -> None:
+        """Overwrite parameters in place; every later token carries `policy_version`.
+
+        Args:
+            keep_cache: running sequences go on over the keys and values they have; else they are refilled with the new
+                weights before their next token. What has no slot yet starts on the new weights either way.
+        """
+        self.flush()  # under the version that sampled it
         parameters = self.parameters()
         for name, tensor in weights.items():
             parameters[name].copy_(tensor)
+        self.policy_version = policy_version
+        self._weights_number += 1
+        if keep_cache:
+            # the last token's keys and values are written by the decode that follows it
+            self._cache.clear(keep=[len(sequence.tokens) - 1 for sequence in self._running])
+            return
         self._cache.clear()
         for sequence in self._running:
-            sequence.filled = False
-
-    def set_version(self, policy_version: int) -> None:
-        """Stamp every later token with `policy_version`; what was sampled before goes out under the old one."""
-        for sequence in self._running:
-            if sequence.pending_ids:
-                self._emit(sequence)
-        self.policy_version = policy_version
+            sequence.filled_by = None
 
     @torch.inference_mode()
     def step(self) -> None:
         """Admit what fits, fill slots, and sample one token for every running sequence."""
         self._admit()
-        missing = [sequence for sequence in self._running if not sequence.filled]
+        missing = [sequence for sequence in self._running if sequence.filled_by is None]
         if missing:
             self._fill(missing)
         if self._running:
             self._decode()
 
     def _is_active(self, sequence: RunningSequence) -> bool:
-        return sequence.slot >= 0 or sequence in self._waiting
+        return sequence.slot >= 0 or sequence in self._waiting or sequence in (self._held or ())
+
+    def _outside(self, token_ids: Sequence[int]) -> str | None:
+        if min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
+            return None
+        wrong = [token for token in token_ids if not 0 <= token < self.vocab_size]
+        return f"token ids {wrong[:5]} are outside the vocabulary [0, {self.vocab_size})"
 
     def _emit(self, sequence: RunningSequence, error: str | None = None) -> None:
         self._outbox.append((sequence, sequence.take_chunk(self.policy_version, error)))
@@ -174,13 +235,14 @@ class SlotEngine:
 
     def _fill(self, missing: Sequence[RunningSequence]) -> None:
         """Compute keys and values of tokens[:-1], once for sequences that share them (the completions of one group)."""
-        computed = {sequence.prompt_key: sequence.slot for sequence in self._running if sequence.filled}
-        to_compute: dict[tuple[str, tuple[int, ...]], RunningSequence] = {}
-        copies: list[tuple[RunningSequence, tuple[str, tuple[int, ...]]]] = []
+        # not from rows that went on over keys and values of older weights
+        computed = {row.prompt_key: row.slot for row in self._running if row.filled_by == self._weights_number}
+        to_compute: dict[tuple[int, ...], RunningSequence] = {}
+        copies: list[tuple[RunningSequence, tuple[int, ...]]] = []
         for sequence in missing:
-            sequence.filled = True
+            sequence.filled_by = self._weights_number
             key = sequence.cache_key
-            if not key[1]:
+            if not key:
                 continue  # a prompt of one token: the decode does it all
             if key in computed or key in to_compute:
                 copies.append((sequence, key))
@@ -191,14 +253,14 @@ class SlotEngine:
         if copies:
             computed |= {key: sequence.slot for key, sequence in to_compute.items()}
             sources = [computed[key] for _, key in copies]
-            self._cache.copy_rows(sources, [s.slot for s, _ in copies], max(len(key[1]) for _, key in copies))
+            self._cache.copy_rows(sources, [s.slot for s, _ in copies], max(len(key) for _, key in copies))
 
     def _prefill(self, sequences: Sequence[RunningSequence]) -> None:
         contexts = [sequence.tokens[:-1] for sequence in sequences]
         longest = max(map(len, contexts))
         # Padding stands on the right, where causal attention cannot see it, so no mask is needed.
         padded = [context + [0] * (longest - len(context)) for context in contexts]
-        input_ids = torch.tensor(padded, device=self._device)  # [rows, longest]
+        input_ids = torch.tensor(padded, device=self.device)  # [rows, longest]
         self._cache.prefill([sequence.slot for sequence in sequences], longest)
         self._model(
             input_ids=input_ids,
@@ -267,11 +329,11 @@ class SlotEngine:
     def _rebuild_rows(self) -> None:
         rows = self._running
         lengths = [len(sequence.tokens) for sequence in rows]
-        self._tokens = torch.tensor([sequence.tokens[-1] for sequence in rows], device=self._device)
-        self._positions = torch.tensor(lengths, device=self._device) - 1
+        self._tokens = torch.tensor([sequence.tokens[-1] for sequence in rows], device=self.device)
+        self._positions = torch.tensor(lengths, device=self.device) - 1
         self._next_positions = np.array(lengths, dtype=np.uint64)
         requests = [sequence.request for sequence in rows]
-        self._sampling = SamplingBatch.of(requests, vocab_size=self.vocab_size, device=self._device)
+        self._sampling = SamplingBatch.of(requests, vocab_size=self.vocab_size, device=self.device)
         self._rows_changed = False
 
 

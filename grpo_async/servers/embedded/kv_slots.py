@@ -78,10 +78,16 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._mark_used(max(targets) + 1, length)
         self._buffer[:, :, targets, :length] = self._buffer[:, :, sources, :length]
 
-    def clear(self) -> None:
-        """Zero what was used: a masked entry still enters attention as 0 x value, so a NaN in it would spread for good."""
-        self._buffer[:, :, : self._used_rows, : self._used_len] = 0
-        self._used_rows = self._used_len = 0
+    def clear(self, keep: Sequence[int] = ()) -> None:
+        """Zero what was used: a masked entry still enters attention as 0 x value, so a NaN in it would spread for good.
+
+        Args:
+            keep: how many positions of each of the first rows stay as they are.
+        """
+        for row, length in enumerate(keep):
+            self._buffer[:, :, row, length : self._used_len] = 0
+        self._buffer[:, :, len(keep) : self._used_rows, : self._used_len] = 0
+        self._used_rows, self._used_len = len(keep), max(keep, default=0)
 
     def _mark_used(self, num_rows: int, length: int) -> None:
         self._used_rows, self._used_len = max(self._used_rows, num_rows), max(self._used_len, length)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+import ssl
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.server_sections import InferenceSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE, ServerInfo, token_from_environment
 from grpo_async.processes import die_with_launcher
@@ -29,12 +31,14 @@ def serve_embedded(config: ExperimentConfig, port: int) -> None:
     """Serve `config.model` on `config.inference.host`:`port` until the process is told to end.
 
     Raises:
-        ConfigError: host, port, device or model cannot be served.
+        ConfigError: host, port, certificate, device or model cannot be served.
         SystemExit: with 1, after the engine failed.
     """
     die_with_launcher()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    listener = bind_listener(config.inference.host, port)  # before the model is loaded: a taken port shows at once
+    # before the model is loaded: a taken port or a wrong certificate shows at once
+    check_certificate(config.inference)
+    listener = bind_listener(config.inference.host, port)
     engine = load_engine(config)
     if not _serve(engine, config, listener):
         raise SystemExit(1)
@@ -60,7 +64,10 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     transformers_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            config.model.path, dtype=getattr(torch, inference.dtype), attn_implementation="sdpa"
+            config.model.path,
+            dtype=getattr(torch, inference.dtype),
+            attn_implementation="sdpa",
+            trust_remote_code=config.model.trust_remote_code,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {config.model.path} cannot be loaded: {error}") from error
@@ -94,18 +101,20 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
         max_model_len=config.inference.max_model_len,
         policy_version=0,
     )
-    service = EmbeddedService(engine, info=info, on_failure=end_soon)
+    inference, tls = config.inference, config.inference.tls
+    service = EmbeddedService(engine, info=info, on_failure=end_soon, engine_timeout_s=inference.heartbeat_timeout_s)
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             service.start()
-            await super().startup(sockets)
+            await super().startup(sockets)  # waits: nothing but the loop
             host, port = listener.getsockname()[:2]
-            print(f"serving {Path(config.model.path).name} on http://{host}:{port}", flush=True)
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            print(f"serving {Path(config.model.path).name} on {inference.scheme}://{address}", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             await service.stop(timeout_s=_STOP_TIMEOUT_S)  # ends the open answers, which uvicorn then waits for
-            await super().shutdown(sockets)
+            await super().shutdown(sockets)  # waits: timeout_graceful_shutdown
 
     server = Server(
         uvicorn.Config(
@@ -118,10 +127,37 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
             date_header=False,
             timeout_keep_alive=600,  # clients pool connections; closing an idle one races with its next request
             timeout_graceful_shutdown=int(_STOP_TIMEOUT_S),
+            ssl_certfile=tls.certificate if tls is not None else None,
+            ssl_keyfile=tls.key if tls is not None else None,
         )
     )
     server.run(sockets=[listener])
     return not failed
+
+
+def check_certificate(inference: InferenceSection) -> None:
+    """Load the certificate of `inference.tls` and its key, if there is one.
+
+    Raises:
+        ConfigError: a file is missing, unreadable or no certificate or key, the key has a password, or they do not fit.
+    """
+    tls = inference.tls
+    if tls is None or tls.certificate is None or tls.key is None:
+        return
+    for setting, path in (("certificate", tls.certificate), ("key", tls.key)):
+        try:
+            path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"inference.tls.{setting}: {path} cannot be read: {error.strerror}") from error
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # a key with a password would make OpenSSL ask for it on the terminal
+        context.load_cert_chain(tls.certificate, tls.key, password=lambda: "")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"inference.tls: {tls.certificate} and {tls.key} are no PEM certificate with its private key (one without a "
+            f"password): {error}"
+        ) from error
 
 
 def bind_listener(host: str, port: int) -> socket.socket:

@@ -14,7 +14,7 @@ class RunningSequence:
     """State of one request. `tokens` is prompt + sampled; `sink` gets every chunk, the last has a reason or an error."""
 
     __slots__ = (
-        "filled",
+        "filled_by",
         "finish_reason",
         "flush_at",
         "limit",
@@ -38,20 +38,19 @@ class RunningSequence:
         self.prompt_len = len(self.tokens)
         self.limit = self.prompt_len + request.max_tokens
         self.stop_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(eos_ids))
-        self.prompt_key = (request.cache_salt, tuple(request.token_ids[:-1]))
+        self.prompt_key = tuple(request.token_ids[:-1])
         self.slot = -1  # -1: waiting or over
-        self.filled = False  # keys and values of tokens[:-1] are in the slot
+        # which weights (SlotEngine counts them) computed the keys and values of the prompt that are in the slot; None: none yet
+        self.filled_by: int | None = None
         self.flush_at = 0.0
         self.pending_ids: list[int] = []
         self.pending_logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
 
     @property
-    def cache_key(self) -> tuple[str, tuple[int, ...]]:
-        """Sequences of equal key have equal keys and values for tokens[:-1]."""
-        if len(self.tokens) == self.prompt_len:
-            return self.prompt_key
-        return self.request.cache_salt, tuple(self.tokens[:-1])
+    def cache_key(self) -> tuple[int, ...]:
+        """Sequences of equal key that the same weights fill have equal keys and values for tokens[:-1]."""
+        return self.prompt_key if len(self.tokens) == self.prompt_len else tuple(self.tokens[:-1])
 
     def append(self, token: int, logprob: float) -> bool:
         """Take one sampled token; True when it was the last."""

@@ -1,6 +1,7 @@
 """The thread that owns the engine. Everyone else hands it commands, which it runs between two steps.
 
 Waits on a condition for work or commands; unblocked by `call` and `stop`. Chunks go to `deliver`, one batch per step.
+Paused, it runs commands only. From the beginning of a pause, draining included, new requests are held until `resume`.
 When the engine raises, every request gets an error line, later commands fail with the cause, and `on_failure` is called.
 """
 
@@ -9,11 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from grpo_async.inference.surface import GenerateChunk
+import torch
+
+from grpo_async.inference.surface import GenerateChunk, PauseMode
 from grpo_async.servers.embedded.engine import SlotEngine
 from grpo_async.servers.embedded.sequence import RunningSequence
 
@@ -25,6 +28,10 @@ Chunks = Sequence[tuple[RunningSequence, GenerateChunk]]
 
 class EngineDeadError(RuntimeError):
     """The engine thread has ended; the message says why."""
+
+
+class SupersededError(RuntimeError):
+    """A later call of somebody else made this one pointless."""
 
 
 class EngineWorker:
@@ -46,7 +53,10 @@ class EngineWorker:
         self._commands: list[tuple[Callable[[], object], Future[object]]] = []
         self._end_reason: str | None = None  # set once, when no further command will run
         self._stopping = False
+        # These belong to the engine thread.
         self._paused = False
+        self._keeps_cache = False
+        self._drain: Future[None] | None = None  # resolved when nothing is in flight any more
         self._busy = BusyClock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -83,12 +93,28 @@ class EngineWorker:
         future.set_exception(EngineDeadError(self._end_reason))
         return future
 
-    def pause(self) -> Future[None]:
-        """Freeze; done when no step is running."""
-        return self.call(lambda: self._set_paused(True))
+    def pause(self, mode: PauseMode, *, keep_cache: bool) -> Future[Future[None]]:
+        """Begin to pause: new requests are held from the moment the result is there. What is in flight: see `surface`.
+
+        Returns (in the future):
+            A future that is done when no step will run before `resume`: at once, but with mode "drain". It raises
+            SupersededError when another pause or a resume came, EngineDeadError when the engine thread ended.
+        """
+        return self.call(lambda: self._begin_pause(mode, keep_cache))
+
+    def give_up_drain(self, frozen: Future[None]) -> Future[bool]:
+        """Go on instead of waiting for what is in flight; False when that pause is over, one way or the other."""
+        return self.call(lambda: self._give_up_drain(frozen))
 
     def resume(self) -> Future[None]:
-        return self.call(lambda: self._set_paused(False))
+        """Go on, with the requests that were held. Does nothing when nobody paused."""
+        return self.call(self._resume)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], *, policy_version: int) -> Future[None]:
+        """Serve `weights` as `policy_version` from the next step on, running sequences as the pause said."""
+        return self.call(
+            lambda: self._engine.load_weights(weights, policy_version=policy_version, keep_cache=self._keeps_cache)
+        )
 
     def stop(self, *, timeout_s: float) -> None:
         """Abort every request and end the thread; returns after `timeout_s` at the latest (the thread is a daemon)."""
@@ -97,11 +123,47 @@ class EngineWorker:
             self._wake.notify()
         self._thread.join(timeout_s)
 
-    def _set_paused(self, paused: bool) -> None:
-        self._paused = paused
+    def _begin_pause(self, mode: PauseMode, keep_cache: bool) -> Future[None]:
+        self._supersede_drain()
+        self._engine.hold_new()
+        self._keeps_cache = keep_cache
+        frozen: Future[None] = Future()
+        if mode == "drain":
+            self._paused = False  # what an earlier pause froze runs to its end too
+            self._drain = frozen
+            return frozen
+        if mode == "abort":
+            self._engine.abort_in_flight()
+        self._engine.flush()  # a client that is lost during the pause has what was sampled before it
+        self._paused = True
+        frozen.set_result(None)
+        return frozen
+
+    def _end_drain_when_empty(self) -> None:
+        if self._drain is not None and self._engine.num_in_flight == 0:
+            self._paused = True
+            drain, self._drain = self._drain, None
+            drain.set_result(None)
+
+    def _give_up_drain(self, frozen: Future[None]) -> bool:
+        if self._drain is not frozen:
+            return False
+        self._drain = None
+        self._resume()
+        return True
+
+    def _resume(self) -> None:
+        self._supersede_drain()
+        self._paused = self._keeps_cache = False
+        self._engine.admit_held()
+
+    def _supersede_drain(self) -> None:
+        if self._drain is not None:
+            drain, self._drain = self._drain, None
+            drain.set_exception(SupersededError("another /pause or /resume came while requests were draining"))
 
     def _has_work(self) -> bool:
-        return not self._paused and self._engine.num_active > 0
+        return not self._paused and self._engine.num_in_flight > 0
 
     def _run(self) -> None:
         try:
@@ -112,6 +174,7 @@ class EngineWorker:
                     self._engine.step()
                     self._busy.set(self._has_work())
                 self._send_chunks()
+                self._end_drain_when_empty()
             self._engine.abort_all()
             self._send_chunks()
             self._end("the server is shutting down")
@@ -126,7 +189,7 @@ class EngineWorker:
     def _take_commands(self) -> None:
         with self._wake:
             while not (self._commands or self._stopping or self._has_work()):
-                self._wake.wait()
+                self._wake.wait()  # waits: for a command, as long as the server lives; `stop` ends it
             commands, self._commands = self._commands, []
         for command, future in commands:
             if not future.set_running_or_notify_cancel():
@@ -147,6 +210,8 @@ class EngineWorker:
             self._end_reason = reason
             commands, self._commands = self._commands, []
         self._busy.set(False)
+        if self._drain is not None:
+            self._drain.set_exception(EngineDeadError(reason))
         for _, future in commands:
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineDeadError(reason))

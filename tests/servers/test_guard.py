@@ -1,0 +1,135 @@
+"""The token guard in front of any ASGI app: what it lets through, what it refuses, and how it compares."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from typing import Any
+
+import pytest
+
+from grpo_async.inference import guard
+from grpo_async.inference.guard import TokenGuard
+from grpo_async.inference.surface import TOKEN_VARIABLE
+
+Headers = list[tuple[bytes, bytes]]
+RIGHT = (b"authorization", b"Bearer secret")
+
+
+def _ask(scope: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
+    """Whether the app behind the guard was reached, and what the guard itself sent."""
+    reached, sent = [], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope)
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("the guard read a body")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(TokenGuard(app)(scope, receive, send))
+    return bool(reached), sent
+
+
+def _http(method: str = "POST", path: str = "/pause", headers: Headers | None = None) -> dict[str, Any]:
+    return {"type": "http", "method": method, "path": path, "headers": headers or []}
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+
+
+def test_the_right_token_and_get_health_pass() -> None:
+    assert _ask(_http(headers=[RIGHT])) == (True, [])
+    assert _ask(_http(headers=[(b"host", b"a"), RIGHT, (b"accept", b"*/*")])) == (True, [])
+    assert _ask(_http("GET", "/health")) == (True, [])
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"authorization", b"")],
+        [(b"authorization", b"Bearer ")],
+        [(b"authorization", b"Bearer wrong")],
+        [(b"authorization", b"Bearer secre")],
+        [(b"authorization", b"Bearer secretx")],
+        [(b"authorization", b"Basic secret")],
+        [(b"authorization", b"secret")],
+        [(b"authorization", "Bearer s\u00e9cret".encode())],
+        [(b"authorization", b"Bearer \xff\xfe")],
+        [(b"x-authorization", b"Bearer secret")],
+        [RIGHT, (b"authorization", b"Bearer wrong")],
+        [(b"authorization", b"Bearer wrong"), RIGHT],
+        [RIGHT, RIGHT],
+    ],
+)
+def test_anything_else_is_refused_with_401_before_its_body_is_read(headers: Headers) -> None:
+    reached, sent = _ask(_http(headers=headers))
+    assert not reached
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[0]["status"] == 401
+    assert (b"www-authenticate", b"Bearer") in sent[0]["headers"]
+    assert b"secret" not in sent[1]["body"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/health"),
+        ("HEAD", "/health"),
+        ("OPTIONS", "/health"),
+        ("GET", "/health/"),
+        ("GET", "//health"),
+        ("GET", "/healthx"),
+        ("GET", "/x/health"),
+        ("GET", "/Health"),
+        ("GET", ""),
+    ],
+)
+def test_only_get_health_is_open(method: str, path: str) -> None:
+    reached, sent = _ask(_http(method, path))
+    assert (reached, sent[0]["status"]) == (False, 401)
+
+
+def test_a_websocket_needs_the_token_too_even_for_health() -> None:
+    scope = {"type": "websocket", "path": "/health", "headers": []}
+    assert _ask(scope) == (False, [{"type": "websocket.close", "code": 1008}])
+    assert _ask({**scope, "headers": [RIGHT]}) == (True, [])
+
+
+def test_the_lifespan_of_the_app_is_none_of_its_business() -> None:
+    assert _ask({"type": "lifespan"}) == (True, [])
+
+
+def test_a_token_of_other_letters_is_compared_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "s\u00e9cret")
+    assert _ask(_http(headers=[(b"authorization", "Bearer s\u00e9cret".encode())])) == (True, [])
+    assert _ask(_http(headers=[RIGHT]))[0] is False
+
+
+def test_the_comparison_takes_as_long_whatever_the_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def compare(given: bytes, expected: bytes) -> bool:
+        compared.append((given, expected))
+        return hmac.compare_digest(given, expected)
+
+    class Hmac:
+        compare_digest = staticmethod(compare)
+
+    monkeypatch.setattr(guard, "hmac", Hmac)
+    assert _ask(_http(headers=[(b"authorization", b"Bearer sXcret")]))[0] is False
+    assert compared == [(b"Bearer sXcret", b"Bearer secret")]
+
+
+def test_without_a_token_everything_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers allow that on loopback only; see their own tests."""
+    for value in (None, ""):
+        monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+        if value is not None:
+            monkeypatch.setenv(TOKEN_VARIABLE, value)
+        assert _ask(_http()) == (True, [])
