@@ -16,6 +16,7 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         from transformers import Qwen3ForCausalLM
 
+        self.folder = folder
         self.module = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -28,6 +29,22 @@ class Reference:
         logits = self.module(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
         table = torch.log_softmax(logits / temperature, dim=-1)
         return table[torch.arange(len(output)), torch.tensor(output)].tolist()
+
+    @torch.no_grad()
+    def logprobs_over_cache_of(
+        self, older: Reference, prompt: list[int], output: list[int], *, num_older: int, temperature: float
+    ) -> list[float]:
+        """Of output[num_older:], when keys and values of all before output[num_older - 1] are those of `older`, and this model
+        goes on from there without recomputing them: [num_output_tokens - num_older]."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        sequence = prompt + output
+        num_cached = len(prompt) + num_older - 1  # the newest token is fed to the model that goes on
+        older.module(torch.tensor([sequence[:num_cached]]), past_key_values=cache, use_cache=True)
+        logits = self.module(torch.tensor([sequence[num_cached:]]), past_key_values=cache).logits[0, :-1]
+        table = torch.log_softmax(logits / temperature, dim=-1)
+        return table[torch.arange(len(output) - num_older), torch.tensor(output[num_older:])].tolist()
 
     @torch.no_grad()
     def greedy(self, prompt: list[int], output: list[int]) -> list[int]:

@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -19,10 +20,19 @@ from typing import Any
 import httpx
 import psutil
 
-from grpo_async.inference.surface import GENERATE_PATH, INFO_PATH, GenerateChunk, ServerInfo
+from grpo_async.inference.surface import (
+    GENERATE_PATH,
+    INFO_PATH,
+    SCORE_PATH,
+    GenerateChunk,
+    ScoreAnswer,
+    ServerInfo,
+)
 
-START_TIMEOUT_S = 200.0
+START_TIMEOUT_S = 300.0
 MAX_MODEL_LEN = 1024
+MAX_NUM_SEQS = 4
+"""Requests that the shared server runs at once; more wait in vLLM's queue."""
 
 _MAIN = """
 import json, sys
@@ -64,11 +74,20 @@ class VllmServer:
     url: str
     token: str
     log: Path
+    authority: str | None = None
+    """PEM file of the certificates to trust; None over plain HTTP."""
     started_s: float = 0.0
     client: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        self.client = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"}, timeout=60.0)
+        self.client = httpx.Client(
+            base_url=self.url, headers={"Authorization": f"Bearer {self.token}"}, timeout=60.0, verify=self.verify
+        )
+
+    @property
+    def verify(self) -> ssl.SSLContext | bool:
+        """For httpx."""
+        return True if self.authority is None else ssl.create_default_context(cafile=self.authority)
 
     def info(self) -> ServerInfo:
         response = self.client.get(INFO_PATH)
@@ -88,6 +107,16 @@ class VllmServer:
 
     def generate(self, token_ids: list[int], **fields: Any) -> Completion:
         return join(self.chunks(token_ids, **fields))
+
+    def score(self, token_ids: list[int]) -> ScoreAnswer:
+        response = self.client.post(SCORE_PATH, json={"token_ids": token_ids})
+        response.raise_for_status()
+        return ScoreAnswer.model_validate_json(response.content)
+
+    def engine_core(self) -> psutil.Process:
+        """The process that runs the model's steps (with one worker, also the worker)."""
+        (engine,) = [process for process in self.processes() if "EngineCore" in " ".join(process.cmdline())]
+        return engine
 
     def processes(self) -> list[psutil.Process]:
         """The server's process and all below it."""
@@ -138,7 +167,15 @@ def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServ
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    server = VllmServer(process=process, url=f"http://127.0.0.1:{port}", token=token, log=log)
+    tls = config["inference"].get("tls")
+    scheme = "https" if tls else "http"
+    server = VllmServer(
+        process=process,
+        url=f"{scheme}://127.0.0.1:{port}",
+        token=token,
+        log=log,
+        authority=tls["authority"] if tls else None,
+    )
     below: list[psutil.Process] = []
     try:
         _wait_until_healthy(server)

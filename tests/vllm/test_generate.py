@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from grpo_async.inference.surface import GENERATE_PATH
-from tests.support.weight_push import push_state_dict
 from tests.vllm.reference import TOLERANCE, Reference, largest_difference
 from tests.vllm.server import MAX_MODEL_LEN, VllmServer, request_body
 
@@ -17,14 +16,6 @@ pytestmark = pytest.mark.vllm
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 NOT_JSON = b"{"
-
-
-@pytest.fixture
-def version(vllm_server: VllmServer, model_a: Reference) -> int:
-    """Model A is served, under the version that is returned."""
-    version = vllm_server.info().policy_version + 1
-    push_state_dict(vllm_server.url, vllm_server.token, model_a.parameters(), version)
-    return version
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -69,8 +60,8 @@ def test_a_prompt_in_the_prefix_cache_gives_the_same_logprobs(
     vllm_server: VllmServer, model_a: Reference, version: int
 ) -> None:
     prompt = [20 + position % 200 for position in range(400)]  # more than two cache blocks of 128
-    for salt in ("", "", "other"):
-        completion = vllm_server.generate(prompt, max_tokens=8, cache_salt=salt)
+    for _ in range(3):
+        completion = vllm_server.generate(prompt, max_tokens=8)
         expected = model_a.logprobs(prompt, completion.token_ids, temperature=1.0)
         assert largest_difference(completion.logprobs, expected) < TOLERANCE
 

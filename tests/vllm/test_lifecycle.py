@@ -1,16 +1,20 @@
-"""Servers of their own: two workers, and what is left when a process is killed."""
+"""Servers of their own: two workers behind HTTPS, and what is left when a process is killed."""
 
 from __future__ import annotations
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
+import trustme
 
-from tests.support.weight_push import push_state_dict
+from grpo_async.inference.surface import GENERATE_PATH, PARAMETERS_PATH, SCORE_PATH, ServedParameters
+from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import TOLERANCE, Reference, largest_difference
-from tests.vllm.server import VllmServer, experiment, join, running_server
+from tests.vllm.server import VllmServer, experiment, join, request_body, running_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -27,10 +31,31 @@ def _assert_serves(server: VllmServer, model: Reference, version: int) -> None:
 def test_two_workers_serve_pushed_weights_and_a_killed_server_leaves_no_process(
     needs_vllm: None, tiny_model: Path, model_a: Reference, model_b: Reference, tmp_path: Path
 ) -> None:
-    with running_server(experiment(str(tiny_model), tensor_parallel_size=2), tmp_path) as server:
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    for name, blobs in {
+        "certificate": certificate.cert_chain_pems,
+        "key": [certificate.private_key_pem],
+        "authority": [authority.cert_pem],
+    }.items():
+        (tmp_path / f"{name}.pem").write_bytes(b"".join(blob.bytes() for blob in blobs))
+    config = experiment(str(tiny_model), tensor_parallel_size=2)
+    config["inference"]["tls"] = {name: str(tmp_path / f"{name}.pem") for name in ("certificate", "key", "authority")}
+    with running_server(config, tmp_path) as server:
+        assert server.url.startswith("https://")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{server.url.replace('https', 'http')}/health")
+        with pytest.raises(httpx.ConnectError, match="certificate"):
+            httpx.get(f"{server.url}/health")  # only who trusts the authority may believe it
         assert server.info().num_workers == 2
+        served = ServedParameters.model_validate_json(server.client.get(PARAMETERS_PATH).content)
+        assert served.shapes == {name: list(tensor.shape) for name, tensor in model_a.parameters().items()}
         _assert_serves(server, model_a, 0)  # as loaded from disk
-        push_state_dict(server.url, server.token, model_b.parameters(), 1)
+        with WeightPusher(server.url, server.token) as pusher:
+            pusher.client = server.client  # which trusts its certificate
+            pusher.connect()
+            pusher.push(model_b.parameters(), 1)
+            pusher.client = httpx.Client()  # leaving closes it, and the server's is still needed
         _assert_serves(server, model_b, 1)
 
         processes = server.processes()
@@ -47,11 +72,20 @@ def test_a_dead_engine_ends_streams_with_an_error_and_then_the_server(
     with running_server(experiment(str(tiny_model)), tmp_path) as server:
         stream = server.chunks(PROMPT, max_tokens=900, flush_interval_s=0.0)
         first = next(stream)
-        (engine,) = [process for process in server.processes() if "EngineCore" in " ".join(process.cmdline())]
-        engine.send_signal(signal.SIGKILL)
-        rest = join(stream)
-        assert first.token_ids
-        assert rest.finish_reason is None
-        assert "engine" in (rest.error or "")
+        engine = server.engine_core()
+        with ThreadPoolExecutor(2) as pool:
+            server.client.post("/pause")
+            held = pool.submit(server.client.post, GENERATE_PATH, json=request_body(PROMPT))
+            scored = pool.submit(server.client.post, SCORE_PATH, json={"token_ids": PROMPT})
+            while server.info().active_requests < 3:
+                pass
+            engine.send_signal(signal.SIGKILL)
+            rest = join(stream)
+            assert first.token_ids
+            assert rest.finish_reason is None
+            assert "engine" in (rest.error or "")
+            for refused in (held, scored):  # they must not hold the server's end up
+                assert refused.result(20).status_code == 503
+                assert "dead" in refused.result().json()["error"]
         server.process.wait(20)  # the launcher sees its child end
         assert psutil.wait_procs([engine], timeout=10)[1] == []

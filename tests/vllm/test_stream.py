@@ -10,10 +10,9 @@ import pytest
 
 from grpo_async.inference.surface import GenerateChunk
 from grpo_async.servers.vllm.drain import mark_asking, wait_until_handed_out
-from grpo_async.servers.vllm.mismatch import find_mismatches
+from grpo_async.servers.vllm.in_flight import InFlight
 from grpo_async.servers.vllm.state import ServerState
 from grpo_async.servers.vllm.stream import TokenStream
-from grpo_async.weights.buckets import ParameterSpec
 
 
 async def _all(stream: TokenStream) -> list[GenerateChunk]:
@@ -64,7 +63,7 @@ def test_a_version_change_sends_what_was_sampled_before_it_at_once() -> None:
     async def run() -> GenerateChunk:
         state = ServerState()
         stream = TokenStream(flush_interval_s=60.0)
-        with state.running(stream):
+        with state.streaming(_in_flight(), stream):
             stream.add([5], [-0.5], version=state.version, finish=None)
             state.change_version(1)
             async with asyncio.timeout(5):
@@ -73,14 +72,21 @@ def test_a_version_change_sends_what_was_sampled_before_it_at_once() -> None:
     assert asyncio.run(run()) == GenerateChunk(token_ids=[5], logprobs=[-0.5], policy_version=0)
 
 
+def _in_flight() -> InFlight:
+    async def submit(_: Any) -> Any:
+        raise NotImplementedError
+
+    return InFlight(submit, lambda _: None)
+
+
 def test_busy_time_is_the_union_of_running_requests_without_pauses() -> None:
     now = 0.0
     state = ServerState(clock=lambda: now)
     first, second = TokenStream(flush_interval_s=1.0), TokenStream(flush_interval_s=1.0)
-    with state.running(first):  # 0 .. 10
+    with state.streaming(_in_flight(), first):  # 0 .. 10
         now = 2.0
-        with state.running(second):  # 2 .. 5
-            assert state.active_requests == 2
+        with state.streaming(_in_flight(), second):  # 2 .. 5
+            assert len(state.in_flight) == 2
             now = 5.0
         now = 6.0
         state.set_paused(True)  # 6 .. 9
@@ -90,7 +96,17 @@ def test_busy_time_is_the_union_of_running_requests_without_pauses() -> None:
         now = 10.0
     now = 20.0
     assert state.busy_s == 7.0  # 0..6 and 9..10
-    assert state.active_requests == 0
+    assert len(state.in_flight) == 0
+
+
+def test_each_update_has_a_salt_of_its_own_also_when_its_version_comes_again() -> None:
+    state = ServerState()
+    salts = [state.salt]
+    for version in (0, 1, 1, 0):
+        state.change_version(version)
+        assert state.version == version
+        salts.append(state.salt)
+    assert len(set(salts)) == 5
 
 
 class _Client:
@@ -151,27 +167,3 @@ def test_waiting_for_outputs_has_a_deadline() -> None:
             await wait_until_handed_out(client, timeout_s=0.05)
 
     asyncio.run(run())
-
-
-def _spec(name: str, *shape: int) -> ParameterSpec:
-    return ParameterSpec(name=name, dtype_name="float32", shape=shape)
-
-
-def test_an_update_must_hold_each_parameter_once_with_its_shape() -> None:
-    expected = {"a": (2, 3), "b": (4,)}
-    assert list(find_mismatches([_spec("a", 2, 3), _spec("b", 4)], expected, tied=False)) == []
-    wrong = [_spec("a", 2, 2), _spec("a", 2, 3), _spec("c", 1)]
-    assert list(find_mismatches(wrong, expected, tied=False)) == [
-        "a has shape [2, 2], the model [2, 3]",
-        "c is not a parameter of the model",
-        "a parameter is given twice",
-        "b is missing",
-    ]
-
-
-@pytest.mark.parametrize(("tied", "complete"), [(True, True), (False, False)])
-def test_a_tied_head_may_be_on_either_side(tied: bool, complete: bool) -> None:
-    alone, both = {"a": (1,)}, {"a": (1,), "lm_head.weight": (1,)}
-    specs = [_spec("a", 1)]
-    assert (list(find_mismatches(specs, both, tied=tied)) == []) is complete
-    assert (list(find_mismatches([*specs, _spec("lm_head.weight", 1)], alone, tied=tied)) == []) is complete

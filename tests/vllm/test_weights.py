@@ -1,10 +1,15 @@
-"""Weight updates of the real vLLM: exact, all or nothing, each token stamped with the version that sampled it."""
+"""Weight updates of the real vLLM: exact, staged, all or nothing, each token stamped with the version that sampled it."""
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,31 +21,15 @@ from tests.vllm.server import VllmServer, join
 
 pytestmark = pytest.mark.vllm
 
-PROMPT = [5, 6, 7, 8, 9, 10]
 NUM_STREAMS = 4
-
-
-@pytest.fixture
-def version(vllm_server: VllmServer, model_a: Reference) -> int:
-    """Model A is served, under the version that is returned."""
-    version = vllm_server.info().policy_version + 1
-    push_state_dict(vllm_server.url, vllm_server.token, model_a.parameters(), version)
-    return version
-
-
-@pytest.fixture
-def pusher(vllm_server: VllmServer) -> Iterator[WeightPusher]:
-    with WeightPusher(vllm_server.url, vllm_server.token, timeout_s=10.0) as pusher:
-        pusher.connect()
-        yield pusher
+LONG_PROMPT = [20 + position % 200 for position in range(300)]  # more than two cache blocks of 128
 
 
 def _assert_serves(server: VllmServer, model: Reference, version: int) -> None:
-    """Long enough a prompt that stale prefix cache would show (block size 128)."""
-    prompt = [20 + position % 200 for position in range(300)]
-    completion = server.generate(prompt, max_tokens=24)
+    """Long enough a prompt that stale prefix cache would show."""
+    completion = server.generate(LONG_PROMPT, max_tokens=24)
     assert set(completion.versions) == {version}
-    expected = model.logprobs(prompt, completion.token_ids, temperature=1.0)
+    expected = model.logprobs(LONG_PROMPT, completion.token_ids, temperature=1.0)
     assert largest_difference(completion.logprobs, expected) < TOLERANCE
 
 
@@ -59,10 +48,19 @@ def test_a_push_serves_the_new_model_under_the_new_version(
     assert vllm_server.info().policy_version == version + 1
 
 
-def test_the_versions_of_a_push_may_jump(vllm_server: VllmServer, model_b: Reference, pusher: WeightPusher) -> None:
-    version = vllm_server.info().policy_version + 40
-    pusher.push(model_b.parameters(), version)
-    _assert_serves(vllm_server, model_b, version)
+def test_the_versions_of_a_push_may_jump_and_come_again(
+    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher
+) -> None:
+    pusher.push(model_b.parameters(), version + 40)
+    _assert_serves(vllm_server, model_b, version + 40)
+    # a trainer that went back to a checkpoint counts its versions again; keep_cache leaves all old blocks where they are
+    for model, again in ((model_a, version), (model_b, version + 40), (model_a, version + 40)):
+        pusher.post("/pause", keep_cache="true")
+        pusher.post("/start_weight_update")
+        pusher.update(model.parameters())
+        pusher.post("/finish_weight_update", {"weight_version": str(again)})
+        pusher.post("/resume")
+        _assert_serves(vllm_server, model, again)
 
 
 def test_during_a_push_every_token_has_the_logprob_of_the_version_it_is_stamped_with(
@@ -101,6 +99,44 @@ def test_during_a_push_every_token_has_the_logprob_of_the_version_it_is_stamped_
         assert largest_difference(completion.logprobs, expected[version + 1]) > 100 * TOLERANCE
 
 
+def test_an_update_is_received_while_the_server_generates_and_answers_heartbeats(
+    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher
+) -> None:
+    half_sent, go_on = threading.Event(), threading.Event()
+
+    def slowly() -> Iterator[tuple[str, object]]:
+        yield from model_b.parameters().items()
+
+    def update() -> None:
+        assert pusher.group is not None
+        broadcast = pusher.group.broadcast
+
+        def broadcast_slowly(buffer: object, *, timeout_s: float) -> None:
+            broadcast(buffer, timeout_s=timeout_s)  # type: ignore[arg-type]
+            half_sent.set()
+            assert go_on.wait(30)
+
+        pusher.group.broadcast = broadcast_slowly  # type: ignore[assignment]
+        pusher.update(model_b.parameters(), bucket_bytes=100_000)
+
+    pusher.post("/start_weight_update")
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(update)
+        try:
+            assert half_sent.wait(30)
+            assert vllm_server.client.get("/is_paused", timeout=5.0).json() == {"is_paused": False}
+            _assert_serves(vllm_server, model_a, version)
+            assert not updating.done()
+        finally:
+            go_on.set()
+        updating.result(30)
+    _assert_serves(vllm_server, model_a, version)  # received is not applied
+    pusher.post("/pause")
+    pusher.post("/finish_weight_update", {"weight_version": str(version + 1)})
+    pusher.post("/resume")
+    _assert_serves(vllm_server, model_b, version + 1)
+
+
 @pytest.mark.parametrize("fault", ["bad name", "bad shape", "missing parameter", "transposed parameter"])
 def test_an_update_that_does_not_fit_leaves_the_old_weights_serving(
     vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher, fault: str
@@ -113,7 +149,7 @@ def test_an_update_that_does_not_fit_leaves_the_old_weights_serving(
         words = "no_such"
     elif fault == "bad shape":
         parameters[name] = parameters[name][:, :-1]
-        words = "has shape [64, 127], the model [64, 128]"
+        words = "has the shape [64, 127], the server's [64, 128]"
     elif fault == "missing parameter":
         del parameters[name]
         words = f"{name} is missing"
@@ -121,9 +157,12 @@ def test_an_update_that_does_not_fit_leaves_the_old_weights_serving(
         parameters[name] = parameters[name].T
     with pytest.raises(httpx.HTTPStatusError) as failure:
         pusher.push(parameters, version + 1)
+    assert failure.value.response.status_code == 400
     assert words in failure.value.response.json()["error"]
     assert not vllm_server.client.get("/is_paused").json()["is_paused"]
     _assert_serves(vllm_server, model_a, version)
+    refused = pusher.client.post("/finish_weight_update", json={"weight_version": str(version + 1)})
+    assert refused.status_code == 409
 
     pusher.push(model_b.parameters(), version + 2)  # the same trainer goes on
     _assert_serves(vllm_server, model_b, version + 2)
@@ -131,101 +170,141 @@ def test_an_update_that_does_not_fit_leaves_the_old_weights_serving(
 
 def test_an_unknown_dtype_or_missing_shape_is_refused_at_once(vllm_server: VllmServer, version: int) -> None:
     good = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "bucket_bytes": 1, "timeout_s": 1.0}
-    faults: list[dict[str, list[str]]] = [{"dtype_names": ["float64"]}, {"shapes": []}]
+    faults: list[dict[str, list[str]]] = [{"dtype_names": ["complex64"]}, {"shapes": []}]
     for bad in faults:
         response = vllm_server.client.post("/update_weights", json={"update_info": good | bad})
         assert response.status_code == 400
         assert "an update needs" in response.json()["error"]
+    response = vllm_server.client.post("/update_weights", json={"update_info": good})
+    assert response.status_code == 409
+    assert "/start_weight_update" in response.json()["error"]
 
 
-def test_a_trainer_that_dies_while_sending_leaves_the_old_weights_serving(
-    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int
+_TRAINER = """
+import json, sys, threading
+from pathlib import Path
+from transformers import Qwen3ForCausalLM
+from tests.support.weight_push import WeightPusher
+
+url, token, folder, moment = json.loads(sys.argv[1])
+parameters = dict(Qwen3ForCausalLM.from_pretrained(folder).named_parameters())
+pusher = WeightPusher(url, token, timeout_s=60.0)
+
+def die_here():
+    print("now", flush=True)
+    threading.Event().wait(60)
+
+pusher.connect()
+pusher.post("/pause")
+if moment == "after pause":
+    die_here()
+pusher.post("/start_weight_update")
+if moment == "after start":
+    die_here()
+if moment == "mid-broadcast":
+    broadcast, count = pusher.group.broadcast, []
+    def broadcast_three(buffer, *, timeout_s):
+        if len(count) == 3:
+            die_here()
+        count.append(buffer)
+        broadcast(buffer, timeout_s=timeout_s)
+    pusher.group.broadcast = broadcast_three
+pusher.update(parameters, bucket_bytes=20_000)
+die_here()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["after pause", "after start", "mid-broadcast", "before finish"])
+def test_a_trainer_that_is_killed_before_finish_leaves_the_old_weights_serving_exactly(
+    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, moment: str
 ) -> None:
-    with WeightPusher(vllm_server.url, vllm_server.token, timeout_s=10.0) as dying:
-        dying.connect()
-        dying.post("/pause", mode="keep")
-        dying.post("/start_weight_update")
-        with pytest.raises(httpx.HTTPStatusError):
-            dying.update(model_b.parameters(), bucket_bytes=20_000, stop_after=3)
-    # a restarted trainer: it finds the server paused and the update open
+    before = vllm_server.score(LONG_PROMPT)
+    arguments = json.dumps([vllm_server.url, vllm_server.token, str(model_b.folder), moment])
+    command = [sys.executable, "-c", _TRAINER, arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline().strip() == "now"
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait(10)
+    # the next trainer finds the server paused, the update open, the group broken
     with WeightPusher(vllm_server.url, vllm_server.token, timeout_s=10.0) as restarted:
+        assert vllm_server.client.get("/is_paused").json() == {"is_paused": True}
         restarted.post("/resume")
+        after = vllm_server.score(LONG_PROMPT)
+        assert after.policy_version == version
+        assert after.logprobs == before.logprobs  # to the last bit
         _assert_serves(vllm_server, model_a, version)
         restarted.connect()
+        restarted.post("/pause")
+        restarted.post("/start_weight_update")
+        refused = restarted.client.post("/finish_weight_update", json={"weight_version": str(version + 1)})
+        assert refused.status_code == 409  # what the dead trainer staged is gone
+        restarted.post("/resume")
+        assert vllm_server.score(LONG_PROMPT).logprobs == before.logprobs
         restarted.push(model_b.parameters(), version + 1)
     _assert_serves(vllm_server, model_b, version + 1)
 
 
-def test_a_trainer_that_dies_between_start_and_update_does_not_block_the_next(
-    vllm_server: VllmServer, model_b: Reference, version: int
+def test_the_next_start_does_not_wait_for_an_update_that_hangs(
+    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int
 ) -> None:
-    with WeightPusher(vllm_server.url, vllm_server.token) as dying:
-        dying.connect()
-        dying.post("/pause", mode="keep")
-        dying.post("/start_weight_update")
-    push_state_dict(vllm_server.url, vllm_server.token, model_b.parameters(), version + 1)
+    with ThreadPoolExecutor(1) as pool, WeightPusher(vllm_server.url, vllm_server.token, timeout_s=60.0) as silent:
+        silent.connect()
+        silent.post("/start_weight_update")
+        info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "bucket_bytes": 1, "timeout_s": 60.0}
+        hanging = pool.submit(silent.client.post, "/update_weights", json={"update_info": info})
+        with WeightPusher(vllm_server.url, vllm_server.token, timeout_s=10.0) as newer:
+            newer.connect()
+            answer = hanging.result(10)
+            assert answer.status_code == 409
+            assert "another weight update began" in answer.json()["error"]
+            newer.push(model_b.parameters(), version + 1)
     _assert_serves(vllm_server, model_b, version + 1)
 
 
-def test_an_update_of_a_server_that_is_not_paused_is_refused(
-    vllm_server: VllmServer, model_a: Reference, version: int, pusher: WeightPusher
+def test_finishing_an_update_of_a_server_that_is_not_paused_is_refused(
+    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher
 ) -> None:
     pusher.post("/start_weight_update")
+    pusher.update(model_b.parameters())
     response = pusher.client.post("/finish_weight_update", json={"weight_version": str(version + 1)})
     assert response.status_code == 409
     assert "/pause" in response.json()["error"]
     _assert_serves(vllm_server, model_a, version)
 
 
-def test_finishing_twice_is_the_same_as_once(vllm_server: VllmServer, version: int, pusher: WeightPusher) -> None:
+def test_finishing_twice_is_the_same_as_once_and_finishing_nothing_is_refused(
+    vllm_server: VllmServer, model_b: Reference, version: int, pusher: WeightPusher
+) -> None:
     pusher.post("/finish_weight_update", {"weight_version": str(version)})  # a client that lost the first answer
     assert vllm_server.info().policy_version == version
-    response = pusher.client.post("/finish_weight_update", json={"weight_version": "latest"})
-    assert response.status_code == 400
+    for words, status in (("latest", 400), (str(version + 1), 409)):
+        response = pusher.client.post("/finish_weight_update", json={"weight_version": words})
+        assert response.status_code == status
+    # the same version again with weights of its own is an update like any other
+    pusher.push(model_b.parameters(), version)
+    _assert_serves(vllm_server, model_b, version)
 
 
-def test_joining_a_group_that_nobody_hosts_ends_at_its_deadline(vllm_server: VllmServer, version: int) -> None:
+def test_joining_a_group_that_nobody_hosts_ends_at_its_deadline_and_holds_nobody_up(
+    vllm_server: VllmServer, model_a: Reference, version: int
+) -> None:
     info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "key": "k"}
-    response = vllm_server.client.post("/init_weight_transfer_engine", json={"init_info": info | {"timeout_s": 1.0}})
+    body = {"init_info": info | {"timeout_s": 3.0}}
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(vllm_server.client.post, "/init_weight_transfer_engine", json=body)
+        _assert_serves(vllm_server, model_a, version)
+        assert not joining.done()
+        response = joining.result(30)
     assert response.status_code == 500
-    assert response.json()["error"]
+    assert "worker 0" in response.json()["error"]
     assert vllm_server.client.get("/health").status_code == 200
 
 
-def test_requests_wait_while_paused_and_go_on_after_resume(vllm_server: VllmServer, version: int) -> None:
-    """R6.3: a pause stops dispatch."""
-    control = vllm_server.client
-    assert control.post("/resume").status_code == 200  # allowed also when not paused
-    assert control.post("/pause", params={"mode": "keep"}).status_code == 200
-    assert control.get("/is_paused").json() == {"is_paused": True}
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            waiting = pool.submit(vllm_server.generate, PROMPT, max_tokens=4)
-            while vllm_server.info().active_requests == 0:
-                assert not waiting.done()
-            busy_s = vllm_server.info().busy_s
-            assert vllm_server.info().busy_s == busy_s  # paused time is not busy time
-            assert not waiting.done()
-        finally:
-            control.post("/resume")
-        assert waiting.result(30).finish_reason == "length"
-    assert control.get("/is_paused").json() == {"is_paused": False}
-
-
-def test_pause_abort_ends_requests_with_what_they_have(vllm_server: VllmServer, version: int) -> None:
-    first = threading.Event()
-
-    def watched() -> Iterator[GenerateChunk]:
-        for chunk in vllm_server.chunks(PROMPT, max_tokens=900, flush_interval_s=0.0):
-            first.set()
-            yield chunk
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(join, watched())
-        assert first.wait(30)
-        vllm_server.client.post("/pause", params={"mode": "abort"})
-        vllm_server.client.post("/resume")
-        completion = running.result(30)
-    assert completion.finish_reason == "abort"
-    assert 0 < len(completion.token_ids) < 900
-    assert len(completion.logprobs) == len(completion.token_ids)
+def test_a_push_from_a_fresh_trainer_needs_nothing_from_the_one_before(
+    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int
+) -> None:
+    for offset, model in ((1, model_b), (2, model_a)):
+        push_state_dict(vllm_server.url, vllm_server.token, model.parameters(), version + offset)
+        _assert_serves(vllm_server, model, version + offset)

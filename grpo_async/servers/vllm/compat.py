@@ -1,13 +1,17 @@
-"""The one module that depends on vLLM's version: written for 0.27. Imported inside vLLM's processes only.
+"""The one module that depends on vLLM's version: written for those of `versions`. Imported inside vLLM's processes only.
 
 Every function says which behaviour of vLLM it relies on; a new vLLM version is supported when this file fits it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import os
+import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -16,14 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import vllm
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitRequest,
-    WeightTransferUpdateRequest,
-)
-from vllm.exceptions import VLLMClientError
+from vllm.config import set_current_vllm_config
 from vllm.inputs import tokens_input
+from vllm.logger import init_logger
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.outputs import RequestOutput
@@ -32,23 +32,24 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from grpo_async.inference.surface import GenerateRequest, GlooInitInfo, GlooUpdateInfo, ServerInfo
+from grpo_async.inference.surface import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
 from grpo_async.servers.vllm.drain import mark_asking, wait_until_handed_out
+from grpo_async.servers.vllm.receiver import WeightReceiver
+from grpo_async.servers.vllm.versions import release
 
-WEIGHT_BACKEND = "gloo"
+logger = init_logger("vllm.grpo_async")
 
-__all__ = ["EngineDeadError", "VLLMClientError", "WeightTransferEngine"]
+__all__ = ["EngineDeadError", "VLLMClientError"]
+
+# What came with which release. The only differences between those of `versions` that this module meets.
+_RELEASE = release(vllm.__version__)
+if _RELEASE >= (0, 27):
+    from vllm.exceptions import VLLMClientError
+else:
+    VLLMClientError = ValueError  # of a wrong request
 
 
 # ---- all processes ----
-
-
-def register_weight_engine() -> None:
-    """Make `--weight-transfer-config '{"backend": "gloo"}'` mean our engine."""
-    if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:  # plugins are loaded more than once
-        WeightTransferEngineFactory.register_engine(
-            WEIGHT_BACKEND, "grpo_async.servers.vllm.weight_engine", "StagedGlooEngine"
-        )
 
 
 def bind_rendezvous_to_its_own_address() -> None:
@@ -79,7 +80,7 @@ _checkpoint_shapes: dict[str, tuple[int, ...]] = {}
 
 
 def record_checkpoint_parameters() -> None:
-    """Remember name and shape of everything that the model is loaded from at start; see `checkpoint_shapes`."""
+    """Remember name and shape of everything that the model is loaded from at start."""
     original = DefaultModelLoader.get_all_weights
     if hasattr(original, "__wrapped__"):
         return
@@ -93,9 +94,55 @@ def record_checkpoint_parameters() -> None:
     DefaultModelLoader.get_all_weights = get_all_weights
 
 
-def checkpoint_shapes() -> Mapping[str, tuple[int, ...]]:
-    """Name -> shape of the checkpoint's tensors; empty when vLLM did not load one (`--load-format dummy`)."""
-    return _checkpoint_shapes
+class WorkerExtension:
+    """Mixed into vLLM's worker class (`--worker-extension-cls`); its methods are called by collective_rpc, one at a time.
+
+    vLLM's own weight-transfer engines are not used: they receive inside such a call, which holds up the engine core, and
+    apply while they receive.
+    """
+
+    device: torch.device
+    model_runner: Any
+    rank: int
+    vllm_config: Any
+    _weight_receiver: WeightReceiver
+
+    def recorded_parameters(self) -> dict[str, list[int]]:
+        """Name -> shape of what this worker's model was loaded from; empty when vLLM loaded nothing (`--load-format dummy`)."""
+        return {name: list(shape) for name, shape in _checkpoint_shapes.items()}
+
+    def join_weight_group(self, init_info: dict[str, Any], report_to: str) -> None:
+        """Begin to join; see `WeightReceiver.join`."""
+        self.get_weight_receiver().join(WeightInitInfo.model_validate(init_info), report_to=report_to)
+
+    def drop_staged_weights(self) -> None:
+        self.get_weight_receiver().drop()
+
+    def stage_weights(self, update_info: dict[str, Any], report_to: str) -> None:
+        """Begin to receive; see `WeightReceiver.receive`."""
+        self.get_weight_receiver().receive(WeightUpdateInfo.model_validate(update_info), report_to=report_to)
+
+    def apply_staged_weights(self) -> None:
+        """Replace the weights by the staged ones. A worker that cannot ends itself, and vLLM the whole server: serving on
+        would answer with garbage, or with other weights than the other workers."""
+        try:
+            weights = self.get_weight_receiver().take()
+            if weights is None:
+                raise RuntimeError("this worker has no staged update")
+            with set_current_vllm_config(self.vllm_config):
+                load_weights(self.model_runner.get_model(), self.vllm_config.model_config, weights)
+        except Exception:
+            logger.exception("replacing the weights failed: ending this server")
+            for handler in logger.handlers:
+                handler.flush()
+            os._exit(1)
+
+    def get_weight_receiver(self) -> WeightReceiver:
+        if "_weight_receiver" not in self.__dict__:
+            parallel = self.vllm_config.parallel_config
+            rank = parallel.data_parallel_index * parallel.world_size + self.rank
+            self._weight_receiver = WeightReceiver(rank=rank, device=torch.device(self.device))
+        return self._weight_receiver
 
 
 def load_weights(model: Any, model_config: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -108,19 +155,18 @@ def load_weights(model: Any, model_config: Any, weights: Sequence[tuple[str, tor
             model.load_weights(iter(weights))
         finally:
             finalize_layerwise_reload(model, model_config)
+        _repack_tied_heads(model)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # waits: copies of what is freed after this
 
 
-class WorkerExtension:
-    """Mixed into vLLM's worker class (`--worker-extension-cls`); its methods are called by collective_rpc."""
-
-    _weight_update_active: bool
-    weight_transfer_engine: Any
-
-    def abandon_weight_update(self) -> None:
-        """Forget an update that a dead trainer began; vLLM would refuse the next one."""
-        if self._weight_update_active:
-            self.weight_transfer_engine.reset_weight_update_target()
-            self._weight_update_active = False
+def _repack_tied_heads(model: Any) -> None:
+    """A tied head shares the parameter of the embeddings but, on CPU, computes with a packed copy of its own. The reload
+    renews the parameter; without this the head would go on with the old weights (Llama; Qwen from 0.28)."""
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and uses[id(module.weight)] > 1:
+            module.quant_method.process_weights_after_loading(module)
 
 
 # ---- API server ----
@@ -137,6 +183,26 @@ async def wait_until_outputs_are_handed_out(engine: Any, *, timeout_s: float) ->
     await wait_until_handed_out(engine.engine_core, timeout_s=timeout_s)
 
 
+def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
+    """Make every request, also those of vLLM's own routes, carry `salt()` of the moment in which it is sent to the engine
+    core. A salt that it has already is kept behind ours."""
+    client = engine.engine_core
+    send = client.add_request_async
+
+    async def add_request_async(request: Any) -> None:
+        request.cache_salt = f"{salt()}/{request.cache_salt or ''}"
+        await send(request)  # waits: the engine core, which heartbeats watch
+
+    client.add_request_async = add_request_async
+
+
+def on_engine_death(engine: Any, callback: Callable[[], None]) -> None:
+    """Call `callback` in the event loop when the engine core has died."""
+    handler: asyncio.Task[Any] | None = engine.output_handler
+    assert handler is not None, "AsyncLLM starts its output task when it is made inside an event loop"
+    handler.add_done_callback(lambda _: callback())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
     """Tokens that one request just got; `logprobs` is short when vLLM left some out. A `finish_reason` ends the request."""
@@ -144,6 +210,8 @@ class EngineOutput:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str | None
+    scores: Sequence[float] = ()
+    """Of a score request only."""
 
 
 Deliver = Callable[[EngineOutput | Exception], None]
@@ -166,17 +234,43 @@ async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> Run
     Raises:
         VLLMClientError: the request is wrong. EngineDeadError: the engine is gone.
     """
-    queue = await engine.add_request(
-        request.request_id,
-        tokens_input(list(request.token_ids), cache_salt=request.cache_salt or None),  # vLLM refuses an empty salt
-        _sampling_params(request),
+    prompt = tokens_input(list(request.token_ids))
+    return await _submit(
+        engine, request.request_id, prompt, _sampling_params(request), lambda output: deliver(_engine_output(output))
     )
+
+
+async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) -> RunningRequest:
+    """Start scoring: `deliver` gets one EngineOutput with `scores`, [num_tokens - 1], or an exception.
+
+    The last token is not part of the prompt but asked for by its id, so that max_model_len tokens fit. vLLM does not read
+    its prefix cache for prompt logprobs; a salt that nobody shares keeps it from being read for others.
+
+    Raises:
+        VLLMClientError, EngineDeadError: as `submit`.
+    """
+    last = token_ids[-1]
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=1.0,
+        prompt_logprobs=0,  # of the prompt's own tokens only
+        logprob_token_ids=[last],
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    name = f"score-{secrets.token_hex(8)}"
+    prompt = tokens_input(list(token_ids[:-1]), cache_salt=name)
+    return await _submit(engine, name, prompt, params, lambda output: deliver(_score_output(output, last)))
+
+
+async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: Callable[[Any], None]) -> RunningRequest:
+    queue = await engine.add_request(request_id, prompt, params)  # waits: the engine core, which heartbeats watch
     # From here the output task calls us instead of filling the queue, so each token is seen at the moment it arrives,
     # whatever the HTTP client does. What came before this line waits in the queue.
     early = queue.output
-    queue.put = lambda output: deliver(_engine_output(output))
+    queue.put = put
     if early is not None:
-        deliver(_engine_output(early))
+        put(early)
     return RunningRequest(engine, queue.request_id)
 
 
@@ -204,11 +298,7 @@ def _sampling_params(request: GenerateRequest) -> Any:
 
 def _engine_output(output: Any) -> EngineOutput | Exception:
     if not isinstance(output, RequestOutput):
-        return (
-            output
-            if isinstance(output, Exception)
-            else TypeError(f"unexpected output of vLLM: {type(output).__name__}")
-        )
+        return _error(output)
     (completion,) = output.outputs
     token_ids = list(completion.token_ids)
     entries = (completion.logprobs or [])[: len(token_ids)]  # an end without tokens repeats older logprobs
@@ -216,6 +306,23 @@ def _engine_output(output: Any) -> EngineOutput | Exception:
         entry[token_id].logprob for token_id, entry in zip(token_ids, entries, strict=False) if token_id in entry
     ]
     return EngineOutput(token_ids=token_ids, logprobs=logprobs, finish_reason=completion.finish_reason)
+
+
+def _score_output(output: Any, last: int) -> EngineOutput | Exception:
+    if not isinstance(output, RequestOutput):
+        return _error(output)
+    (completion,) = output.outputs
+    reason = completion.finish_reason
+    if reason == "abort":
+        return EngineOutput(token_ids=[], logprobs=[], finish_reason=reason)
+    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)  # the first has none
+    scores = [entry[token_id].logprob for token_id, entry in pairs]
+    scores.append(completion.logprobs[0][last].logprob)
+    return EngineOutput(token_ids=[], logprobs=[], finish_reason=reason, scores=scores)
+
+
+def _error(output: Any) -> Exception:
+    return output if isinstance(output, Exception) else TypeError(f"unexpected output of vLLM: {type(output).__name__}")
 
 
 def describe(engine: Any) -> ServerInfo:
@@ -227,6 +334,7 @@ def describe(engine: Any) -> ServerInfo:
         model=str(config.model_config.model),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         max_model_len=config.model_config.max_model_len,
+        vocab_size=vocabulary_size(engine),
         policy_version=0,
         num_workers=config.parallel_config.world_size_across_dp,
         per_request_seed=honours_seed(),
@@ -237,20 +345,54 @@ def vocabulary_size(engine: Any) -> int:
     return int(engine.vllm_config.model_config.get_vocab_size())
 
 
-async def pause(engine: Any, mode: str) -> None:
-    """keep: frozen between two tokens when this returns, and every token sampled until then is in this process. Caches are
-    cleared, so requests that go on recompute their context."""
-    await engine.pause_generation(mode=mode, clear_cache=True)
+async def served_parameters(engine: Any) -> ServedParameters:
+    """What the workers' models were loaded from, all workers together: with expert parallelism each reads some experts."""
+    shapes: dict[str, list[int]] = {}
+    for recorded in await engine.collective_rpc(
+        "recorded_parameters"
+    ):  # waits: the engine core, which heartbeats watch
+        shapes |= recorded
+    # some old checkpoints hold rotary tables, which are not parameters
+    shapes = {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
+    if not getattr(engine.vllm_config.model_config.hf_text_config, "tie_word_embeddings", False):
+        return ServedParameters(shapes=shapes)
+    heads = [name for name in shapes if name.endswith("lm_head.weight")]
+    return ServedParameters(shapes=shapes, optional=heads or ["lm_head.weight"])
 
 
-async def init_weight_transfer(engine: Any, info: GlooInitInfo) -> None:
-    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info.model_dump()))
+async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:
+    """Frozen between two tokens when this returns, and every token sampled until then is on its way to this process. Without
+    `keep_cache`, requests that go on recompute their context. (vLLM's words on clear_cache are wrong for mode=keep.)"""
+    await engine.pause_generation(
+        mode="abort" if abort else "keep", clear_cache=not keep_cache
+    )  # waits: the engine core, which heartbeats watch
 
 
-async def start_weight_update(engine: Any) -> None:
-    await engine.collective_rpc("abandon_weight_update")
-    await engine.start_weight_update()
+def can_sleep(engine: Any) -> bool:
+    return bool(engine.vllm_config.model_config.enable_sleep_mode)
 
 
-async def update_weights(engine: Any, info: GlooUpdateInfo) -> None:
-    await engine.update_weights(WeightTransferUpdateRequest(update_info=info.model_dump()))
+async def put_to_sleep(engine: Any) -> None:
+    """Level 1: weights go to host memory and come back, so a trainer that dies meanwhile costs nothing."""
+    await engine.sleep(level=1, mode="keep")  # waits: no back-off, but the engine core, which heartbeats watch
+
+
+async def join_weight_group(engine: Any, info: WeightInitInfo, report_to: str) -> None:
+    await engine.collective_rpc(
+        "join_weight_group", args=(info.model_dump(), report_to)
+    )  # waits: the engine core, which heartbeats watch
+
+
+async def drop_staged_weights(engine: Any) -> None:
+    await engine.collective_rpc("drop_staged_weights")  # waits: the engine core, which heartbeats watch
+
+
+async def stage_weights(engine: Any, info: WeightUpdateInfo, report_to: str) -> None:
+    await engine.collective_rpc(
+        "stage_weights", args=(info.model_dump(), report_to)
+    )  # waits: the engine core, which heartbeats watch
+
+
+async def apply_staged_weights(engine: Any) -> None:
+    """One call of the engine core: no step runs between its first and its last parameter."""
+    await engine.collective_rpc("apply_staged_weights")  # waits: the engine core, which heartbeats watch

@@ -19,7 +19,6 @@ def register() -> None:
     _die_with_vllm_parent()
     from grpo_async.servers.vllm import compat
 
-    compat.register_weight_engine()
     compat.record_checkpoint_parameters()
     compat.mark_handled_outputs()
     compat.bind_rendezvous_to_its_own_address()

@@ -1,0 +1,311 @@
+"""What becomes of requests in flight, by mode of a push: every token has the logprob of the weights that its stamp names."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from grpo_async.inference.surface import GENERATE_PATH, GenerateChunk
+from tests.support.weight_push import WeightPusher
+from tests.vllm.reference import TOLERANCE, Reference, largest_difference
+from tests.vllm.server import MAX_NUM_SEQS, Completion, VllmServer, join, request_body
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+LONG_PROMPT = [20 + position % 200 for position in range(300)]  # more than two cache blocks of 128
+
+
+@dataclass
+class _Stream:
+    """A request in a thread of its own; `began` is set with its first tokens."""
+
+    prompt: list[int]
+    began: threading.Event = field(default_factory=threading.Event)
+    done: Future[Completion] = field(default_factory=Future)
+
+
+@contextmanager
+def _streams(server: VllmServer) -> Iterator[Callable[..., _Stream]]:
+    """A function that starts streams. Whatever happens, the server goes on in the end."""
+    with ThreadPoolExecutor(2 * MAX_NUM_SEQS) as pool:
+
+        def start(prompt: list[int], max_tokens: int) -> _Stream:
+            stream = _Stream(prompt)
+
+            def watched() -> Iterator[GenerateChunk]:
+                for chunk in server.chunks(prompt, max_tokens=max_tokens, flush_interval_s=0.01):
+                    stream.began.set()
+                    yield chunk
+
+            stream.done = pool.submit(lambda: join(watched()))
+            return stream
+
+        try:
+            yield start
+        finally:
+            server.client.post("/resume")
+
+
+def _exchange_weights(pusher: WeightPusher, model: Reference, version: int) -> None:
+    """The phases between /pause and /resume."""
+    pusher.post("/start_weight_update")
+    pusher.update(model.parameters())
+    pusher.post("/finish_weight_update", {"weight_version": str(version)})
+
+
+def _assert_exact(model: Reference, prompt: list[int], completion: Completion, version: int) -> None:
+    assert set(completion.versions) == {version}
+    expected = model.logprobs(prompt, completion.token_ids, temperature=1.0)
+    assert largest_difference(completion.logprobs, expected) < TOLERANCE
+
+
+def _begin_pause(pool: ThreadPoolExecutor, server: VllmServer, **params: str) -> Future[httpx.Response]:
+    """POST /pause in a thread; returns when the server has begun with it, so that requests sent from now on are held."""
+    sent = threading.Event()
+
+    def trace(event: str, _: object) -> None:
+        if event == "http11.send_request_body.complete":
+            sent.set()
+
+    pausing = pool.submit(server.client.post, "/pause", params=params, extensions={"trace": trace})
+    assert sent.wait(10)
+    for _ in range(2):  # the server's loop has seen our bytes before it answers what came later, twice to be sure
+        server.info()
+    return pausing
+
+
+def _wait_for_active(server: VllmServer, number: int) -> None:
+    while server.info().active_requests < number:
+        pass
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep_kv"])
+def test_requests_in_flight_go_on_with_the_new_weights_and_queued_ones_start_with_them(
+    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher, mode: str
+) -> None:
+    vllm_server.generate(LONG_PROMPT, max_tokens=1)  # its blocks are cached now, made by A
+    with _streams(vllm_server) as start:
+        running = [start([*PROMPT, 30 + number], 700) for number in range(MAX_NUM_SEQS)]
+        assert all(stream.began.wait(30) for stream in running)
+        queued = start(LONG_PROMPT, 24)  # vLLM runs no more at once, so it has no token when the weights change
+        scored_prompt = [*PROMPT, *LONG_PROMPT]
+        _wait_for_active(vllm_server, MAX_NUM_SEQS + 1)
+        pusher.post("/pause", mode="keep", keep_cache="true" if mode == "keep_kv" else "false")
+        assert not queued.began.is_set()
+        held = start(LONG_PROMPT, 24)  # arrives during the pause
+        _wait_for_active(vllm_server, MAX_NUM_SEQS + 2)
+        _exchange_weights(pusher, model_b, version + 1)
+        assert not held.done.done()
+        pusher.post("/resume")
+        for stream in (queued, held):
+            _assert_exact(model_b, LONG_PROMPT, stream.done.result(60), version + 1)
+        _assert_exact(model_b, LONG_PROMPT, vllm_server.generate(LONG_PROMPT, max_tokens=24), version + 1)
+        score = vllm_server.score(scored_prompt)
+        expected = model_b.logprobs(scored_prompt[:1], scored_prompt[1:], temperature=1.0)
+        assert largest_difference(score.logprobs, expected) < TOLERANCE
+        for stream in running:
+            completion = stream.done.result(60)
+            assert completion.finish_reason == "length"
+            assert len(completion.token_ids) == 700
+            assert completion.versions == sorted(completion.versions)
+            assert set(completion.versions) == {version, version + 1}, "the push did not fall into this request"
+            num_old = completion.versions.count(version)
+            old = model_a.logprobs(stream.prompt, completion.token_ids, temperature=1.0)[:num_old]
+            assert largest_difference(completion.logprobs[:num_old], old) < TOLERANCE
+            recomputed = model_b.logprobs(stream.prompt, completion.token_ids, temperature=1.0)[num_old:]
+            over_old = model_b.logprobs_over_cache_of(
+                model_a, stream.prompt, completion.token_ids, num_older=num_old, temperature=1.0
+            )
+            new = completion.logprobs[num_old:]
+            right, wrong = (recomputed, over_old) if mode == "recompute" else (over_old, recomputed)
+            assert largest_difference(new, right) < TOLERANCE
+            assert largest_difference(new, wrong) > 100 * TOLERANCE
+
+
+def test_a_score_that_waits_in_the_queue_is_of_the_new_weights_alone(
+    vllm_server: VllmServer, model_b: Reference, version: int, pusher: WeightPusher
+) -> None:
+    with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
+        running = [start([*PROMPT, 30 + number], 700) for number in range(MAX_NUM_SEQS)]
+        assert all(stream.began.wait(30) for stream in running)
+        scoring = pool.submit(vllm_server.score, LONG_PROMPT)
+        _wait_for_active(vllm_server, MAX_NUM_SEQS + 1)
+        for offset, mode in ((1, "keep"), (2, "abort")):
+            pusher.post("/pause", mode=mode, keep_cache="true")
+            assert not scoring.done()
+            if mode == "keep":
+                _exchange_weights(pusher, model_b, version + offset)
+                continue
+        pusher.post("/resume")
+        answer = scoring.result(60)
+    assert answer.policy_version == version + 1
+    expected = model_b.logprobs(LONG_PROMPT[:1], LONG_PROMPT[1:], temperature=1.0)
+    assert largest_difference(answer.logprobs, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("keep_cache", ["true", "false"])
+def test_drain_lets_requests_end_with_the_old_weights_and_holds_new_ones_for_the_new(
+    vllm_server: VllmServer,
+    model_a: Reference,
+    model_b: Reference,
+    version: int,
+    pusher: WeightPusher,
+    keep_cache: str,
+) -> None:
+    with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
+        prompts = [[*LONG_PROMPT, 30 + number] for number in range(MAX_NUM_SEQS + 1)]  # one of them queued in vLLM
+        running = [start(prompt, 200) for prompt in prompts]
+        assert all(stream.began.wait(30) for stream in running[:1])
+        _wait_for_active(vllm_server, len(prompts))
+        pausing = _begin_pause(pool, vllm_server, mode="drain", keep_cache=keep_cache, timeout_s="60")
+        held = start(LONG_PROMPT, 24)
+        assert pausing.result(60).status_code == 200
+        assert all(stream.done.result(5).finish_reason == "length" for stream in running)
+        assert vllm_server.client.get("/is_paused").json() == {"is_paused": True}
+        assert not held.began.is_set()
+        _exchange_weights(pusher, model_b, version + 1)
+        pusher.post("/resume")
+        for stream in running:
+            _assert_exact(model_a, stream.prompt, stream.done.result(), version)
+        _assert_exact(model_b, LONG_PROMPT, held.done.result(30), version + 1)
+
+
+def test_a_drain_that_takes_too_long_is_refused_and_does_not_pause(
+    vllm_server: VllmServer, model_a: Reference, version: int
+) -> None:
+    with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
+        running = start(PROMPT, 900)
+        assert running.began.wait(30)
+        pausing = _begin_pause(pool, vllm_server, mode="drain", timeout_s="0.3")  # about 100 tokens
+        held = start(LONG_PROMPT, 24)
+        response = pausing.result(30)
+        assert response.status_code == 504
+        assert "weights.drain_timeout_s" in response.json()["error"]
+        assert vllm_server.client.get("/is_paused").json() == {"is_paused": False}
+        _assert_exact(model_a, LONG_PROMPT, held.done.result(30), version)  # nobody holds it any more
+        assert running.done.result(60).finish_reason == "length"
+
+
+def test_a_resume_ends_a_drain(vllm_server: VllmServer, version: int) -> None:
+    with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
+        running = start(PROMPT, 900)
+        assert running.began.wait(30)
+        pausing = _begin_pause(pool, vllm_server, mode="drain", timeout_s="60")
+        vllm_server.client.post("/resume")
+        assert pausing.result(30).status_code == 409
+        assert not running.done.done()
+        assert vllm_server.generate(PROMPT, max_tokens=2).finish_reason == "length"
+        assert running.done.result(60).finish_reason == "length"
+
+
+def test_a_drain_of_a_paused_server_lets_frozen_requests_end_first(
+    vllm_server: VllmServer, model_a: Reference, version: int, pusher: WeightPusher
+) -> None:
+    with _streams(vllm_server) as start:
+        running = start(PROMPT, 300)
+        assert running.began.wait(30)
+        pusher.post("/pause", mode="keep")  # by a trainer that died
+        pusher.post("/pause", mode="drain", timeout_s="60")
+        _assert_exact(model_a, PROMPT, running.done.result(5), version)
+        assert vllm_server.client.get("/is_paused").json() == {"is_paused": True}
+
+
+def test_abort_ends_requests_with_what_they_have_and_a_client_goes_on_exactly(
+    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher
+) -> None:
+    with _streams(vllm_server) as start:
+        prompts = [[*LONG_PROMPT, 30 + number] for number in range(MAX_NUM_SEQS + 1)]
+        running = [start(prompt, 600) for prompt in prompts[:-1]]
+        assert all(stream.began.wait(30) for stream in running)
+        queued = start(prompts[-1], 600)
+        _wait_for_active(vllm_server, len(prompts))
+        pusher.post("/pause", mode="abort", keep_cache="true")
+        partial = [stream.done.result(30) for stream in [*running, queued]]
+        again = [
+            start(prompt + part.token_ids, 600 - len(part.token_ids))
+            for prompt, part in zip(prompts, partial, strict=True)
+        ]  # as the client does, at once
+        _exchange_weights(pusher, model_b, version + 1)
+        pusher.post("/resume")
+        assert partial[-1].token_ids == []  # it had not begun
+        for prompt, part, rest in zip(prompts, partial, again, strict=True):
+            assert part.finish_reason == "abort"
+            assert len(part.token_ids) < 600
+            if part.token_ids:
+                _assert_exact(model_a, prompt, part, version)
+            _assert_exact(model_b, prompt + part.token_ids, rest.done.result(60), version + 1)
+
+
+def test_requests_wait_while_paused_and_go_on_after_resume(vllm_server: VllmServer, version: int) -> None:
+    """R6.3: a pause stops dispatch."""
+    control = vllm_server.client
+    assert control.post("/resume").status_code == 200  # allowed also when not paused
+    assert control.post("/pause").status_code == 200
+    assert control.get("/is_paused").json() == {"is_paused": True}
+    with _streams(vllm_server) as start:
+        waiting = start(PROMPT, 4)
+        _wait_for_active(vllm_server, 1)
+        busy_s = vllm_server.info().busy_s
+        assert vllm_server.info().busy_s == busy_s  # paused time is not busy time
+        assert not waiting.done.done()
+        control.post("/resume")
+        assert waiting.done.result(30).finish_reason == "length"
+    assert control.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_a_client_that_leaves_while_it_is_held_is_forgotten(vllm_server: VllmServer, version: int) -> None:
+    before = vllm_server.info().generated_tokens
+    vllm_server.client.post("/pause")
+    try:
+        with pytest.raises(Exception, match="timed out"):
+            vllm_server.client.post(GENERATE_PATH, json=request_body(PROMPT, max_tokens=900), timeout=0.5)
+        while vllm_server.info().active_requests:
+            pass
+    finally:
+        vllm_server.client.post("/resume")
+    assert vllm_server.generate(PROMPT, max_tokens=2).finish_reason == "length"
+    assert vllm_server.info().generated_tokens == before + 2
+
+
+def test_vllms_own_routes_wait_too_and_never_see_the_cache_of_older_weights(
+    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher
+) -> None:
+    model = vllm_server.info().model
+    body = {"model": model, "prompt": LONG_PROMPT, "max_tokens": 4, "temperature": 0.0, "logprobs": 0}
+    body["return_token_ids"] = True
+
+    def complete() -> tuple[list[int], list[float]]:
+        (choice,) = vllm_server.client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+    tokens, logprobs = complete()  # fills the cache
+    expected = model_a.logprobs(LONG_PROMPT, tokens, temperature=1.0)
+    assert largest_difference(logprobs, expected) < TOLERANCE
+    with ThreadPoolExecutor(1) as pool:
+        pusher.post("/pause", keep_cache="true")
+        try:
+            held = pool.submit(complete)
+            _exchange_weights(pusher, model_b, version + 1)
+            assert not held.done()
+        finally:
+            pusher.post("/resume")
+        for tokens, logprobs in (held.result(30), complete()):
+            expected = model_b.logprobs(LONG_PROMPT, tokens, temperature=1.0)
+            assert largest_difference(logprobs, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("query", [{"mode": "wait"}, {"keep_cache": "maybe"}, {"timeout_s": "0"}, {"clear": "1"}])
+def test_a_pause_that_is_not_understood_is_refused_and_holds_nobody(
+    vllm_server: VllmServer, query: dict[str, str]
+) -> None:
+    response = vllm_server.client.post("/pause", params=query)
+    assert response.status_code == 400
+    assert next(iter(query)) in response.json()["error"]
+    assert vllm_server.generate(PROMPT, max_tokens=2).finish_reason == "length"

