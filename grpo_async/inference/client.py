@@ -1,7 +1,15 @@
 """Asynchronous client of the rollout surface: token ids in, token ids + logprobs + policy versions out.
 
-Invariant: what a server has streamed is never lost. When a connection breaks in the middle, the request goes on from
-prompt + tokens received so far, and those tokens keep the logprobs and versions they were sampled with.
+Invariant: what a server has streamed is never lost. When a request breaks in the middle, it goes on from prompt + tokens received
+so far, there or on another server, and those tokens keep the logprobs and versions they were sampled with.
+
+    the server is fenced                 on another one, or when there is one again; not an attempt
+    the server aborts the request        again at once; not an attempt, unless it has aborted 4 times in a row without a token
+    the connection breaks, or >= 500     an attempt: again after a delay, on another server if there is one; and the server is
+                                         reported, so that it is fenced before the next attempt if it is dead
+    4xx, an answer that cannot be used   raised at once
+
+`max_retries` bounds the attempts in a row without a token.
 """
 
 from __future__ import annotations
@@ -10,9 +18,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -20,14 +28,18 @@ import httpx
 from pydantic import ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
+from grpo_async.inference.connect import trusted_certificates
+from grpo_async.inference.pools import ConnectionPools
 from grpo_async.inference.retry import error_for_status, is_retriable
-from grpo_async.inference.surface import GENERATE_PATH, GenerateChunk, GenerateRequest
+from grpo_async.inference.router import Endpoint, FencedError, Route, Router, ServingServers
+from grpo_async.inference.surface import GenerateChunk, GenerateRequest
 from grpo_async.records import FinishReason
 from grpo_async.retry import RetryPolicy
 
 logger = logging.getLogger(__name__)
 
-_CONNECTIONS_PER_POOL = 8
+_FREE_ABORTS = 3
+"""Aborts in a row without a token that are not attempts: several pushes may follow each other while a request waits."""
 
 OnTokens = Callable[[int, int], None]
 """Called with (number of new tokens, policy version that sampled them) as they arrive."""
@@ -62,62 +74,50 @@ class Generation:
             self.finish_reason = FinishReason(chunk.finish_reason)
 
 
-class _Pool:
-    """A few connections. httpx looks at every connection of a pool for every request, which is quadratic in the number of
-    requests in flight (256 of them cost a third of the trainer's CPU), so many small pools stand beside each other."""
-
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self.http = http
-        self.num_requests = 0
-
-    @asynccontextmanager
-    async def stream(self, body: bytes, headers: dict[str, str]) -> AsyncIterator[httpx.Response]:
-        self.num_requests += 1
-        try:
-            async with self.http.stream("POST", GENERATE_PATH, content=body, headers=headers) as response:
-                yield response
-        finally:
-            self.num_requests -= 1
+class _AbortedError(ServerUnavailableError):
+    """The server ended the request before its end; never leaves the client."""
 
 
 class InferenceClient:
     """Use as an async context manager inside the loop that calls it.
 
     Args:
-        url: base address of the server, such as http://127.0.0.1:8000.
+        servers: where requests may go.
         token: bearer token, or None.
-        max_connections: requests expected in flight at once; more are possible.
-        request_timeout_s: longest silence of the server within a request.
+        max_connections: requests expected in flight at once, to all servers together; more are possible.
+        request_timeout_s: longest silence of a server within a request.
+        wait_timeout_s: longest wait of a request while no server serves.
         retry: the retry rule.
+        authority: PEM file of trusted certificates; None: those of the system.
         transport: replaces the network (tests).
     """
 
     def __init__(
         self,
-        url: str,
+        servers: ServingServers,
         *,
         token: str | None,
         max_connections: int,
         request_timeout_s: float,
+        wait_timeout_s: float,
         retry: RetryPolicy | None = None,
+        authority: Path | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._retry = retry or RetryPolicy()
-        certificates = httpx.create_ssl_context(trust_env=False)  # loading them takes longer than all the rest
-        self._pools = [
-            _Pool(
-                httpx.AsyncClient(
-                    base_url=url,
-                    headers={"authorization": f"Bearer {token}"} if token else {},
-                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-                    timeout=httpx.Timeout(request_timeout_s, connect=min(30.0, request_timeout_s)),
-                    verify=certificates,
-                    transport=transport,
-                    trust_env=False,  # a proxy variable must not see prompts and tokens
-                )
-            )
-            for _ in range(-(-max_connections // _CONNECTIONS_PER_POOL))
-        ]
+        self._servers = servers
+        self._router = Router(servers, wait_timeout_s=wait_timeout_s, on_unused=self._close_pools)
+        self._pools: dict[Route, ConnectionPools] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        certificates = trusted_certificates(authority)
+        self._connect: Callable[[str], ConnectionPools] = lambda url: ConnectionPools(
+            url,
+            token=token,
+            max_connections=max_connections,
+            request_timeout_s=request_timeout_s,
+            certificates=certificates,
+            transport=transport,
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -129,80 +129,121 @@ class InferenceClient:
 
     async def aclose(self) -> None:
         """Close every connection."""
-        for pool in self._pools:
-            await pool.http.aclose()
+        for route in list(self._pools):
+            self._close_pools(route)
+        await asyncio.gather(*self._closing)  # waits: closing asks nobody anything
 
-    async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Generation:
+    def _pools_of(self, route: Route) -> ConnectionPools:
+        pools = self._pools.get(route)
+        if pools is None:
+            pools = self._pools[route] = self._connect(route.server.url)
+        return pools
+
+    def _close_pools(self, route: Route) -> None:
+        pools = self._pools.pop(route, None)
+        if pools is not None:
+            task = asyncio.get_running_loop().create_task(pools.aclose())  # waits: closing asks nobody anything
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def generate(
+        self, request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = ""
+    ) -> Generation:
         """Run one request to its end.
+
+        Args:
+            request: its `instance_id` is set to that of the server it goes to.
+            on_tokens: called as tokens arrive.
+            affinity: what requests with a common context share, such as "group/rollout"; see `router`.
 
         Raises:
             RequestRejectedError: 4xx, at once.
             ServerUnavailableError: connection errors or >= 500 until the last retry.
             BadResponseError: an answer that cannot be used.
+            DeadlineError: no server served within `wait_timeout_s`.
         """
         generation = Generation()
         began = time.monotonic()
-        attempt = 0
+        attempt = num_aborts = 0
+        route: Route | None = None
+        avoid: int | None = None
         while True:
             received = len(generation.token_ids)
             try:
-                await self._stream(self._continuation(request, generation), generation, on_tokens)
+                async with self._router.lease(affinity, avoid=avoid) as route:
+                    continuation = self._continuation(request, generation, route.server)
+                    await self._stream(route, continuation, generation, on_tokens)
                 break
             except Exception as error:
                 if generation.finish_reason is not None:
                     break  # everything had arrived; only the end of the stream was lost
                 if not is_retriable(error):
                     raise
+                generation.finish_reason = _reason_to_end(request, generation)
+                if generation.finish_reason is not None:
+                    break
                 if len(generation.token_ids) > received:
-                    attempt = 0  # it made progress: this is a new failure, not the same one again
+                    attempt = num_aborts = 0  # it made progress: this is a new failure, not the same one again
+                avoid = None
+                if isinstance(error, FencedError):
+                    continue
+                if isinstance(error, _AbortedError):
+                    num_aborts += 1
+                    if num_aborts <= _FREE_ABORTS:
+                        continue
+                elif route is not None:
+                    avoid = route.server.index
+                    self._servers.suspect(avoid)
                 if attempt >= self._retry.max_retries:
                     raise ServerUnavailableError(
                         f"request {request.request_id} failed {attempt + 1} times in a row; the last error was "
                         f"{type(error).__name__}: {error}"
                     ) from error
-                if generation.token_ids and generation.token_ids[-1] in request.stop_token_ids:
-                    generation.finish_reason = FinishReason.STOP
-                    break
-                if len(generation.token_ids) >= request.max_tokens:
-                    generation.finish_reason = FinishReason.LENGTH
-                    break
-                await asyncio.sleep(self._retry.delay_s(attempt))
+                await asyncio.sleep(self._retry.delay_s(attempt))  # waits: back-off between attempts
                 attempt += 1
         generation.duration_s = time.monotonic() - began
         return generation
 
     @staticmethod
-    def _continuation(request: GenerateRequest, generation: Generation) -> GenerateRequest:
-        if not generation.token_ids:
-            return request
-        return request.model_copy(
-            update={
-                "token_ids": [*request.token_ids, *generation.token_ids],
-                "max_tokens": request.max_tokens - len(generation.token_ids),
-            }
-        )
+    def _continuation(request: GenerateRequest, generation: Generation, server: Endpoint) -> GenerateRequest:
+        update: dict[str, object] = {}
+        if server.instance_id:
+            update["instance_id"] = server.instance_id
+        if generation.token_ids:
+            update["token_ids"] = [*request.token_ids, *generation.token_ids]
+            update["max_tokens"] = request.max_tokens - len(generation.token_ids)
+        return request.model_copy(update=update) if update else request
 
-    async def _stream(self, request: GenerateRequest, generation: Generation, on_tokens: OnTokens | None) -> None:
-        body = request.model_dump_json().encode()
-        headers = {"content-type": "application/json"}
-        pool = min(self._pools, key=lambda pool: pool.num_requests)
-        async with pool.stream(body, headers) as response:
+    async def _stream(
+        self, route: Route, request: GenerateRequest, generation: Generation, on_tokens: OnTokens | None
+    ) -> None:
+        async with self._pools_of(route).post(request.model_dump_json().encode()) as response:
             if response.status_code >= 400:
-                raise error_for_status(response.status_code, await response.aread())
-            async for line in response.aiter_lines():
+                words = await response.aread()  # waits: request_timeout_s of the pools
+                raise error_for_status(response.status_code, words)
+            async for line in response.aiter_lines():  # waits: request_timeout_s of the pools
                 if not line:
                     continue
                 chunk = _parse_chunk(line)
                 generation.add(chunk)
                 if on_tokens is not None and chunk.token_ids:
                     on_tokens(len(chunk.token_ids), chunk.policy_version)
-                if chunk.finish_reason == "abort":  # the server is going away: go on elsewhere or later
+                if chunk.finish_reason == "abort":
                     generation.finish_reason = None
-                    raise ServerUnavailableError("the inference server aborted the request")
+                    raise _AbortedError("the inference server aborted the request")
                 if chunk.error is not None:
                     raise ServerUnavailableError(f"the inference server failed while generating: {chunk.error}")
         if generation.finish_reason is None:
             raise ServerUnavailableError("the inference server ended the answer without a finish reason")
+
+
+def _reason_to_end(request: GenerateRequest, generation: Generation) -> FinishReason | None:
+    """Why a generation whose last line was lost is complete, or None."""
+    if generation.token_ids and generation.token_ids[-1] in request.stop_token_ids:
+        return FinishReason.STOP
+    if len(generation.token_ids) >= request.max_tokens:
+        return FinishReason.LENGTH
+    return None
 
 
 def _parse_chunk(line: str) -> GenerateChunk:

@@ -1,35 +1,83 @@
-"""Synchronous control of one inference server: readiness, pause and resume, weight updates.
+"""Synchronous control of one inference server: pause and resume, weight updates, scores.
 
-Used from the trainer's main thread, on connections of its own, so that no load of the rollout thread delays a weight push.
+On connections of its own, so that no load of the rollout thread delays a weight push. May be used from several threads at once.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
-from grpo_async.errors import DeadlineError, ServerUnavailableError
-from grpo_async.inference.retry import error_for_status, is_retriable
-from grpo_async.inference.surface import INFO_PATH, GlooInitInfo, GlooUpdateInfo, ServerInfo
+from grpo_async.errors import BadResponseError, ServerUnavailableError
+from grpo_async.inference.connect import authorization, trusted_certificates
+from grpo_async.inference.retry import error_for_status
+from grpo_async.inference.surface import (
+    INFO_PATH,
+    PARAMETERS_PATH,
+    SCORE_PATH,
+    PauseMode,
+    ScoreAnswer,
+    ScoreRequest,
+    ServedParameters,
+    ServerInfo,
+    WeightInitInfo,
+    WeightUpdateInfo,
+)
 from grpo_async.retry import RetryPolicy
+
+_DRAIN_MARGIN_S = 10.0
+"""A server that drains has this long to say that it could not."""
+_GATEWAY_TIMEOUT = 504  # "not drained in time": asking again would wait for as long again
+
+Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class ServerControl:
-    """Control calls. Each raises RequestRejectedError on 4xx and ServerUnavailableError when the retries are spent."""
+    """Control calls of one server. `timeout_s` of a call bounds it with all its retries; without one that of the constructor does.
 
-    def __init__(self, url: str, *, token: str | None, timeout_s: float, retry: RetryPolicy | None = None) -> None:
+    Every call raises RequestRejectedError on 4xx, ServerUnavailableError when the retries are spent (`answered` says whether the
+    server answered at all), BadResponseError when the answer cannot be used.
+
+    Args:
+        url: base address, such as http://127.0.0.1:8000.
+        token: bearer token, or None.
+        timeout_s: of a call that names none.
+        name: how messages call the server; the address if None.
+        retry: the retry rule.
+        authority: PEM file of trusted certificates; None: those of the system.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None,
+        timeout_s: float,
+        name: str | None = None,
+        retry: RetryPolicy | None = None,
+        authority: Path | None = None,
+    ) -> None:
         self.url = url
+        self.name = name or url
+        self.num_workers = 1
+        """Processes that join the weight group, as the server last said."""
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
         self._never = threading.Event()
         self._http = httpx.Client(
             base_url=url,
-            headers={"authorization": f"Bearer {token}"} if token else {},
-            timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
+            headers=authorization(token),
+            verify=trusted_certificates(authority),
+            timeout=timeout_s,
+            # a new connection for each call: one that was kept may be broken, and an update cannot be asked for twice
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
         )
 
@@ -39,59 +87,79 @@ class ServerControl:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
         self._http.close()
 
-    def wait_until_ready(self, *, deadline_s: float, setting: str, stop: threading.Event) -> ServerInfo | None:
-        """Ask /health until it answers 200, then return the server's description; None when `stop` is set meanwhile.
+    def info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """What the server says of itself; its number of workers is remembered."""
+        info = _read(ServerInfo, self._request("GET", INFO_PATH, timeout_s=timeout_s))
+        self.num_workers = info.num_workers
+        return info
 
-        Raises:
-            DeadlineError: not ready within `deadline_s` seconds.
+    def parameters(self, *, timeout_s: float | None = None) -> ServedParameters:
+        """The parameters that a weight update has to bring."""
+        return _read(ServedParameters, self._request("GET", PARAMETERS_PATH, timeout_s=timeout_s))
+
+    def score(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> ScoreAnswer:
+        """Log-probabilities of the tokens, by the weights that serve now."""
+        body = ScoreRequest(token_ids=list(token_ids)).model_dump()
+        return _read(ScoreAnswer, self._request("POST", SCORE_PATH, body, timeout_s=timeout_s))
+
+    def is_paused(self, *, timeout_s: float | None = None) -> bool:
+        """Goes through the engine: answers only where that runs."""
+        answer = self._request("GET", "/is_paused", timeout_s=timeout_s)
+        try:
+            return bool(answer["is_paused"])
+        except (KeyError, TypeError) as error:
+            raise BadResponseError(f"the answer to /is_paused does not say it: {str(answer)[:200]}") from error
+
+    def pause(self, *, mode: PauseMode = "keep", keep_cache: bool = False, timeout_s: float | None = None) -> None:
+        """Freeze generation between two tokens; `surface` says what becomes of requests in flight.
+
+        With mode "drain" `timeout_s` is what they have to end; a server that is not drained by then is not paused.
         """
-        began = time.monotonic()
-        while not stop.is_set():
-            try:
-                if self._http.get("/health", timeout=5.0).status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass  # not listening yet: the deadline below bounds the wait
-            if time.monotonic() - began > deadline_s:
-                raise DeadlineError(
-                    f"the inference server at {self.url} to become healthy",
-                    waited_s=time.monotonic() - began,
-                    setting=setting,
-                    hint="Look into server.log of this attempt.",
-                )
-            stop.wait(0.1)  # HTTP offers nothing to await for "not listening yet"
-        else:
-            return None
-        return self.info()
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        query = {"mode": mode, "keep_cache": "true" if keep_cache else "false"}
+        if mode == "drain":
+            query["timeout_s"] = f"{limit_s:g}"
+            limit_s += _DRAIN_MARGIN_S
+        self._request("POST", "/pause", query=query, timeout_s=limit_s)
 
-    def info(self) -> ServerInfo:
-        return ServerInfo.model_validate(self._request("GET", INFO_PATH))
+    def resume(self, *, timeout_s: float | None = None) -> None:
+        """Go on generating; allowed when not paused."""
+        self._request("POST", "/resume", timeout_s=timeout_s)
 
-    def pause(self) -> None:
-        """Freeze generation between two tokens; in-flight requests stay and go on after `resume`."""
-        self._request("POST", "/pause?mode=keep")
+    def init_weight_transfer(self, fields: dict[str, Any], *, timeout_s: float | None = None) -> None:
+        """Make the server's workers join the weight group; `fields` are those of WeightInitInfo. Never retried."""
+        body = {"init_info": WeightInitInfo.model_validate(fields).model_dump()}
+        self._request("POST", "/init_weight_transfer_engine", body, retries=0, timeout_s=timeout_s)
 
-    def resume(self) -> None:
-        self._request("POST", "/resume")
+    def start_weight_update(self, *, timeout_s: float | None = None) -> None:
+        """Begin an update; what an earlier one left is dropped."""
+        self._request("POST", "/start_weight_update", {}, timeout_s=timeout_s)
 
-    def init_weight_transfer(self, fields: dict[str, Any]) -> None:
-        """Make the server's workers join the weight group; `fields` are those of GlooInitInfo."""
-        info = GlooInitInfo.model_validate(fields)
-        self._request("POST", "/init_weight_transfer_engine", {"init_info": info.model_dump()}, retries=0)
+    def update_weights(self, fields: dict[str, Any], *, timeout_s: float | None = None) -> None:
+        """Announce parameters; answers when all are received and staged. `fields` are those of WeightUpdateInfo.
 
-    def start_weight_update(self) -> None:
-        self._request("POST", "/start_weight_update", {})
+        Never retried: the broadcast that goes with it cannot be repeated.
+        """
+        body = {"update_info": WeightUpdateInfo.model_validate(fields).model_dump()}
+        self._request("POST", "/update_weights", body, retries=0, timeout_s=timeout_s)
 
-    def update_weights(self, fields: dict[str, Any], *, timeout_s: float) -> None:
-        """Announce parameters; answers when all are received and applied. `fields` are those of GlooUpdateInfo."""
-        info = GlooUpdateInfo.model_validate(fields)
-        # never retried: the broadcast that goes with it cannot be repeated
-        self._request("POST", "/update_weights", {"update_info": info.model_dump()}, retries=0, timeout_s=timeout_s)
+    def finish_weight_update(self, version: int, *, timeout_s: float | None = None) -> None:
+        """Load what is staged; `version` is the policy version of every token from now on."""
+        self._request("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s=timeout_s)
 
-    def finish_weight_update(self, version: int) -> None:
-        self._request("POST", "/finish_weight_update", {"weight_version": str(version)})
+    def sleep(self, *, timeout_s: float | None = None) -> None:
+        """Give the memory of weights and cache back until `wake_up` (vLLM's level 1); must not be generating."""
+        self._request("POST", "/sleep", query={"level": "1"}, timeout_s=timeout_s)
+
+    def wake_up(self, *, timeout_s: float | None = None) -> None:
+        """Take the memory back; the weights are those from before."""
+        self._request("POST", "/wake_up", timeout_s=timeout_s)
 
     def _request(
         self,
@@ -99,24 +167,41 @@ class ServerControl:
         path: str,
         body: dict[str, Any] | None = None,
         *,
+        query: Mapping[str, str] | None = None,
         retries: int | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        limit = self._retry.max_retries if retries is None else retries
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        ends_at = time.monotonic() + limit_s
+        max_retries = self._retry.max_retries if retries is None else retries
         attempt = 0
         while True:
+            may_retry, answered = True, False
             try:
-                response = self._http.request(method, path, json=body, timeout=timeout_s or self._timeout_s)
+                left_s = max(0.001, ends_at - time.monotonic())
+                timeout = httpx.Timeout(left_s, connect=min(10.0, left_s))
+                response = self._http.request(method, path, params=query, json=body, timeout=timeout)
                 if response.status_code >= 400:
+                    may_retry, answered = response.status_code != _GATEWAY_TIMEOUT, True
                     raise error_for_status(response.status_code, response.content)
                 return response.json() if response.content else None
             except (httpx.TransportError, ServerUnavailableError) as error:
-                # silence for the whole time-out is not asked again: a hung server would be waited for many times over
-                is_silent = isinstance(error, httpx.ReadTimeout)
-                if is_silent or not is_retriable(error) or attempt >= limit:
+                delay_s = self._retry.delay_s(attempt)
+                # the retries share the time of the call, and silence takes all of it: a hung server is waited for once
+                if not may_retry or attempt >= max_retries or time.monotonic() + delay_s >= ends_at:
                     raise ServerUnavailableError(
-                        f"{method} {self.url}{path} failed {attempt + 1} times; the last error was "
-                        f"{type(error).__name__}: {error}"
+                        f"{method} {self.url}{path} failed {attempt + 1} times within {limit_s:g} s; the last error was "
+                        f"{type(error).__name__}: {error}",
+                        answered=answered,
                     ) from error
-                self._never.wait(self._retry.delay_s(attempt))
+                self._never.wait(delay_s)
                 attempt += 1
+            except ValueError as error:
+                raise BadResponseError(f"{method} {self.url}{path} was answered with broken JSON: {error}") from error
+
+
+def _read(kind: type[Answer], answer: Any) -> Answer:
+    try:
+        return kind.model_validate(answer)
+    except ValidationError as error:
+        raise BadResponseError(f"the server sent something that is no {kind.__name__}: {error}") from error

@@ -17,5 +17,5 @@ def error_for_status(status: int, body: bytes) -> InferenceError:
     """The error for an answer >= 400, with the server's own message."""
     message = server_message(body)
     if status >= 500:
-        return ServerUnavailableError(f"the inference server answered {status}: {message}")
+        return ServerUnavailableError(f"the inference server answered {status}: {message}", answered=True)
     return RequestRejectedError(status, message)

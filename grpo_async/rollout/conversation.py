@@ -17,7 +17,7 @@ How a rollout ends (R2.5, R2.6, R3.2):
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,7 +40,9 @@ from grpo_async.rollout.seeds import seed_of
 class Generator(Protocol):
     """The inference client, as far as a conversation needs it."""
 
-    async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Generation: ...
+    async def generate(
+        self, request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = ""
+    ) -> Generation: ...
 
 
 class ToolUse(Protocol):
@@ -81,15 +83,13 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStart:
-    """What one rollout begins with. `tools` None: a single turn. `prompt_messages`: see RolloutCompletion.
-
-    `served_version` is asked before every turn: a prefix cached under one version is never used under another.
-    """
+    """What one rollout begins with. `tools` None: a single turn. `prompt_messages`: see RolloutCompletion. `affinity`: what its
+    requests share with others, such as "group/rollout"; see inference.router."""
 
     rollout_id: str
     prompt_ids: Sequence[int]
     seed: int
-    served_version: Callable[[], int]
+    affinity: str = ""
     tools: ToolUse | None = None
     tool_names: Sequence[str] = ()
     world: World | None = None
@@ -160,7 +160,8 @@ class Conversation:
             if budget < 1:
                 progress.truncated = True
                 break
-            generation = await self._client.generate(self._request(start, progress, budget), on_tokens=on_tokens)
+            request = self._request(start, progress, budget)
+            generation = await self._client.generate(request, on_tokens=on_tokens, affinity=start.affinity)
             ended = await self._after_generation(start, progress, generation)
         return RolloutCompletion(
             rollout_id=start.rollout_id,
@@ -183,7 +184,6 @@ class Conversation:
             temperature=self._settings.temperature,
             seed=seed_of(start.seed, number),
             stop_token_ids=list(self._settings.stop_token_ids),
-            cache_salt=str(start.served_version()),
         )
 
     async def _after_generation(self, start: RolloutStart, progress: _Progress, generation: Generation) -> bool:

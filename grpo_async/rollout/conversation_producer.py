@@ -88,7 +88,8 @@ class ConversationProducer:
         turns: list[TurnRecord] = []
         began = time.monotonic()
         try:
-            async with self._slots, asyncio.timeout(self._limits.rollout_timeout_s):
+            # Those in the slots have that limit too.
+            async with self._slots, asyncio.timeout(self._limits.rollout_timeout_s):  # waits: for rollouts with limits
                 began = time.monotonic()
                 messages = None if environment is None else await _reset(environment, group.request.prompt)
                 prompt_ids = group.prompt_ids(messages)
@@ -131,7 +132,7 @@ class ConversationProducer:
                 rollout_id=rollout_id,
                 prompt_ids=prompt_ids,
                 seed=seed_of(request.seed, index),
-                served_version=request.served_version,
+                affinity=f"{request.name}/{index}",
                 tools=ToolExecutor(tools, max_result_chars=self._limits.max_result_chars) if tools else None,
                 tool_names=[tool.name for tool in tools],
                 world=environment,

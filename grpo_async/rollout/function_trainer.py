@@ -196,9 +196,8 @@ class FunctionTrainer:
             min_p=float(overrides.get("min_p", args.min_p)),
             seed=seed_of(overrides.get("seed", self._seed), number),
             stop_token_ids=list(self._settings.stop_token_ids),
-            cache_salt=str(self._served_version()),
         )
-        generation = await self._client.generate(request)
+        generation = await self._client.generate(request, affinity=f"function-{self._seed}")
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": generation.token_ids,

@@ -12,6 +12,7 @@ import pytest
 
 from grpo_async.errors import BadResponseError, RequestRejectedError, ServerUnavailableError
 from grpo_async.inference.client import Generation, InferenceClient
+from grpo_async.inference.router import FixedServers
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import FinishReason
 from grpo_async.retry import RetryPolicy
@@ -64,10 +65,11 @@ def _generate(
     async def run() -> Generation:
         retry = RetryPolicy(max_retries=max_retries, base_s=0.001, rng=random.Random(0))
         client = InferenceClient(
-            "http://server",
+            FixedServers(["http://server"]),
             token="t",
             max_connections=4,
             request_timeout_s=5.0,
+            wait_timeout_s=5.0,
             retry=retry,
             transport=httpx.MockTransport(server),
         )
@@ -130,6 +132,22 @@ def test_an_aborted_request_goes_on_from_its_partial_tokens() -> None:
     assert generation.finish_reason is FinishReason.STOP
     assert sum(count for count, _ in seen) == 2
     assert server.requests[1]["token_ids"] == [1, 2, 5]
+
+
+@pytest.mark.parametrize("max_retries", [0, 2])
+def test_aborts_with_tokens_are_no_attempts_and_those_without_are_bounded(max_retries: int) -> None:
+    """A push in mode abort ends what is in flight, and several may follow each other."""
+    aborts = [_stream(_chunk([5], version=version, finish="abort")) for version in range(6)]
+    server = _Server(*aborts, _stream(_chunk([6], version=6, finish="stop")))
+    generation, _ = _generate(server, max_retries=max_retries)
+    assert generation.token_ids == [5] * 6 + [6]
+    assert generation.policy_versions == list(range(7))
+    assert [len(request["token_ids"]) for request in server.requests] == [2, 3, 4, 5, 6, 7, 8]  # type: ignore[arg-type]
+    assert [request["max_tokens"] for request in server.requests] == [8, 7, 6, 5, 4, 3, 2]
+    server = _Server(_stream(_chunk([], finish="abort")))
+    with pytest.raises(ServerUnavailableError, match="aborted the request"):
+        _generate(server, max_retries=max_retries)
+    assert len(server.requests) == 4 + max_retries  # 3 for nothing, then 1 attempt and its retries
 
 
 def test_4xx_raises_at_once_with_the_servers_words() -> None:

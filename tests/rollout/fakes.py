@@ -32,7 +32,9 @@ class ScriptedClient:
         self._turns = turns
         self.requests: list[GenerateRequest] = []
 
-    async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Generation:
+    async def generate(
+        self, request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = ""
+    ) -> Generation:
         self.requests.append(request)
         number = int(request.request_id.rpartition("-t")[2])
         ids, reason = self._turns[number]

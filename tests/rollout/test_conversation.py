@@ -25,9 +25,8 @@ def _run(
         **{"temperature": 1.0, "max_completion_tokens": 100, "max_model_len": 200, **limits},
         stop_token_ids=[EOS],
     )
-    versions = iter(range(3, 100))
     start = RolloutStart(
-        rollout_id="r", prompt_ids=prompt, seed=5, served_version=lambda: next(versions), tools=tools, world=world,
+        rollout_id="r", prompt_ids=prompt, seed=5, tools=tools, world=world,
         tool_names=["add"] if tools else [],
     )  # fmt: skip
     conversation = Conversation(client, FakeRenderer(), settings)  # type: ignore[arg-type]
@@ -170,12 +169,6 @@ def test_calls_of_one_turn_are_answered_in_their_order_in_one_suffix() -> None:
     completion = _run(ScriptedClient(stop(CALL, CALL, EOS), stop(6, EOS)), FakeTools())
     assert completion.turns[0].tool_response_ids == [70, 71, 79]
     assert [call.tool_call_id for call in completion.turns[0].tool_calls] == ["t0c0", "t0c1"]
-
-
-def test_every_turn_asks_for_the_prefix_cache_of_the_version_that_is_served_then() -> None:
-    client = ScriptedClient(stop(CALL, EOS), stop(6, EOS))
-    _run(client, FakeTools())
-    assert [request.cache_salt for request in client.requests] == ["3", "4"]
 
 
 def test_arguments_failure_and_durations_of_every_call_are_kept() -> None:

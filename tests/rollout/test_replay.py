@@ -20,6 +20,7 @@ from grpo_async.batching.plan import plan_batch
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.sections import ModelSection
 from grpo_async.inference.client import InferenceClient
+from grpo_async.inference.router import FixedServers
 from grpo_async.records import FinishReason, RolloutCompletion, RolloutGroup, RolloutSample
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import Conversation, SamplingSettings
@@ -84,7 +85,10 @@ async def _converse(renderer: ChatRenderer, url: str, token: str | None, tempera
         max_turns=MAX_TURNS,
         stop_token_ids=ends,
     )
-    async with InferenceClient(url, token=token, max_connections=16, request_timeout_s=60.0) as client:
+    servers = FixedServers([url])
+    async with InferenceClient(
+        servers, token=token, max_connections=16, request_timeout_s=60.0, wait_timeout_s=60.0
+    ) as client:
         producer = ConversationProducer(
             Conversation(client, renderer, settings),
             renderer,

@@ -50,7 +50,9 @@ class _Client:
     tokens_before_failure: int = 0
     names: list[str] = field(default_factory=list)
 
-    async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Generation:
+    async def generate(
+        self, request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = ""
+    ) -> Generation:
         name = request.request_id.rpartition("-")[0]
         self.names.append(name)
         answer = self.script(name)
@@ -485,7 +487,9 @@ def test_a_failed_rollout_keeps_the_turns_that_led_to_it_in_the_store(tmp_path: 
     turns: list[Any] = []
 
     class Client:
-        async def generate(self, request: GenerateRequest, *, on_tokens: OnTokens | None = None) -> Generation:
+        async def generate(
+            self, request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = ""
+        ) -> Generation:
             if request.request_id.endswith("t1"):
                 raise RequestRejectedError(400, "too long")
             return Generation(
@@ -494,7 +498,7 @@ def test_a_failed_rollout_keeps_the_turns_that_led_to_it_in_the_store(tmp_path: 
 
     async def main() -> None:
         settings = SamplingSettings(temperature=1.0, max_completion_tokens=50, max_model_len=100)
-        start = RolloutStart(rollout_id="r", prompt_ids=[1], seed=0, served_version=lambda: 0, tools=FakeTools("9"))
+        start = RolloutStart(rollout_id="r", prompt_ids=[1], seed=0, tools=FakeTools("9"))
         with pytest.raises(RequestRejectedError):
             await Conversation(Client(), renderer, settings).run(start, turns=turns)
 

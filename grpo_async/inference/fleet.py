@@ -1,0 +1,386 @@
+"""The inference servers of a run: which of them are up, which serve the current weights, how those that fail come back.
+
+    STARTING --healthy--> READY --weights pushed: mark_serving--> SERVING
+       any of them --dead, hung, a push failed: fence--> DOWN --healthy again, in a new life--> READY
+                                                  '--the launcher gave it up--> GONE
+
+Invariant: only a server that was pushed the current weights in its present life is SERVING. A life has an `instance_id`; a record
+(`Server`) is of one life, and what is said of a record that is not the current one any more changes nothing.
+
+A server that this run has started is restarted when it is fenced (`ask_restart`), and counts as up again only in a new life: one
+that hung and wakes before it is killed must not come back. One that others run is looked for until it answers again.
+
+All methods may be called from any thread. Listeners are called outside the lock, after every change of state.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_async.errors import DeadlineError, RunError
+from grpo_async.inference.control import ServerControl
+from grpo_async.inference.counters import CounterSums, ServerCounters
+from grpo_async.inference.monitor import Monitor
+from grpo_async.inference.server import FleetSettings, Server, ServerFailure, ServerState
+from grpo_async.inference.surface import ServerInfo
+
+__all__ = ["Fleet", "FleetSettings", "Server", "ServerCounters", "ServerFailure", "ServerState"]
+
+logger = logging.getLogger(__name__)
+
+_READ_TIMEOUT_S = 2.0
+_STOP_INTERVAL_S = 0.2
+_LONGEST_RESTART_DELAY_S = 60.0
+"""Between a restart that was asked for and the start, see `inference.restart_delay_s`."""
+
+
+@dataclass(slots=True)
+class _Past:
+    """What is kept of a server over its lives."""
+
+    last_life: str = ""
+    last_words: str = "never answered"
+    failed_at: float = 0.0
+    open_failure: int | None = None  # position in `failures`
+    exit_words: str = ""  # of the launcher, when the process has ended; it starts it again by itself
+    num_restarts: int = 0
+
+
+class Fleet:
+    """See the module's docstring; implements monitor.Watched and router.ServingServers.
+
+    Args:
+        urls: addresses, one for each server; kept over restarts.
+        token: bearer token, or None.
+        settings: how servers are watched.
+        control_timeout_s: of control calls that name none.
+        authority: PEM file of trusted certificates; None: those of the system.
+        ask_restart: called with index and reason for a server to be restarted; None: the servers are run by others.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str | None,
+        settings: FleetSettings,
+        control_timeout_s: float,
+        authority: Path | None = None,
+        ask_restart: Callable[[int, str], None] | None = None,
+    ) -> None:
+        now = time.monotonic()
+        names = [f"server {index} ({url})" for index, url in enumerate(urls)]
+        self._servers = [
+            Server(
+                index=index,
+                name=name,
+                url=url,
+                control=ServerControl(
+                    url, token=token, timeout_s=control_timeout_s, name=name, authority=authority
+                ),
+                state=ServerState.STARTING,
+                since=now,
+            )
+            for index, (name, url) in enumerate(zip(names, urls, strict=True))
+        ]  # fmt: skip
+        self._past = [_Past() for _ in urls]
+        self._settings = settings
+        self._ask_restart = ask_restart
+        self._failures: list[ServerFailure] = []
+        self._last_recovery_s: float | None = None
+        self._counters = CounterSums(num_servers=len(urls))
+        self._listeners: list[Callable[[], None]] = []
+        self._num_events = 0
+        self._num_pushing = 0
+        self._num_pushes = 0
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._monitor = Monitor(self, urls, token=token, settings=settings, authority=authority)
+
+    def start(self) -> None:
+        """Begin to watch the servers."""
+        now = time.monotonic()
+        with self._lock:
+            self._servers = [replace(server, since=now) for server in self._servers]
+        self._monitor.start()
+
+    def close(self) -> None:
+        """Stop watching and close every connection; takes 10 s at most."""
+        self._monitor.close()
+        for server in self._servers:
+            server.control.close()
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after every change of state, from whichever thread made it; it must be quick and not raise."""
+        self._listeners.append(listener)
+
+    # What is there.
+
+    def server(self, index: int) -> Server:
+        with self._lock:
+            return self._servers[index]
+
+    def members(self) -> list[Server]:
+        """Servers that are up: weights can be pushed to them."""
+        with self._lock:
+            return [server for server in self._servers if server.state.is_member]
+
+    def serving(self) -> list[Server]:
+        """Servers that have the current weights: requests go to them."""
+        with self._lock:
+            return [server for server in self._servers if server.state is ServerState.SERVING]
+
+    @property
+    def has_joiners(self) -> bool:
+        """Whether some server is up that has not got the current weights."""
+        with self._lock:
+            return any(server.state is ServerState.READY for server in self._servers)
+
+    @property
+    def num_events(self) -> int:
+        """Grows with every change of state."""
+        with self._lock:
+            return self._num_events
+
+    @property
+    def failures(self) -> list[ServerFailure]:
+        """Every failure so far, in order. What happens to a server until it serves again is one failure."""
+        with self._lock:
+            return list(self._failures)
+
+    def metrics(self) -> dict[str, float]:
+        """`servers/recovery_s` is the last failure's that is over; absent before."""
+        with self._lock:
+            metrics = {
+                "servers/serving": float(sum(server.state is ServerState.SERVING for server in self._servers)),
+                "servers/failures": float(len(self._failures)),
+                "servers/restarts": float(sum(past.num_restarts for past in self._past)),
+            }
+            if self._last_recovery_s is not None:
+                metrics["servers/recovery_s"] = self._last_recovery_s
+        return metrics
+
+    def read(self) -> ServerCounters:
+        """What the servers have done since the fleet was started. Asks those that are up, 2 s at most; what is not answered
+        counts as it was when it was last heard."""
+        members = {server.index: server for server in self.members()}
+        for index, info in self._monitor.infos(list(members), timeout_s=_READ_TIMEOUT_S).items():
+            self._counters.note(index, info)
+        return self._counters.total()
+
+    def wait_for_members(self, *, stop: threading.Event, deadline_s: float, setting: str) -> bool:
+        """Until a server is up; False when `stop` was set meanwhile.
+
+        Raises:
+            DeadlineError: none within `deadline_s` seconds.
+            RunError: all were given up.
+        """
+        ends_at = time.monotonic() + deadline_s
+        with self._lock:
+            while not stop.is_set():
+                if any(server.state.is_member for server in self._servers):
+                    return True
+                if all(server.state is ServerState.GONE for server in self._servers):
+                    raise RunError("every inference server was given up: " + self._describe())
+                left_s = ends_at - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineError(
+                        f"an inference server to be up ({self._describe()})",
+                        waited_s=deadline_s,
+                        setting=setting,
+                        hint="Look into the servers' logs.",
+                    )
+                self._changed.wait(min(left_s, _STOP_INTERVAL_S))  # two things end it, and a wait can be for one only
+        return False
+
+    def _describe(self) -> str:
+        return "; ".join(
+            f"{server.name} is {server.state}: {past.last_words}"
+            for server, past in zip(self._servers, self._past, strict=True)
+        )
+
+    # What the trainer does.
+
+    @contextmanager
+    def pushing(self) -> Iterator[None]:
+        """While weights are pushed, an engine that is silent is not fenced for that; a refused connection counts as ever."""
+        with self._lock:
+            self._num_pushing += 1
+            self._num_pushes += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_pushing -= 1
+
+    def push_mark(self) -> int:
+        with self._lock:
+            return -1 if self._num_pushing else self._num_pushes
+
+    def pushed_since(self, mark: int) -> bool:
+        with self._lock:
+            return self._num_pushing > 0 or self._num_pushes != mark
+
+    def mark_serving(self, servers: Sequence[Server], *, version: int) -> None:
+        """These have the weights of `version`, in the lives that their records are of; requests may go to them."""
+        now = time.monotonic()
+        with self._changing() as changed:
+            for server in servers:
+                current, past = self._servers[server.index], self._past[server.index]
+                if current.state is not ServerState.READY or current.instance_id != server.instance_id:
+                    continue
+                self._set(current, changed, state=ServerState.SERVING)
+                if past.open_failure is None:
+                    logger.info("%s serves version %d", current.name, version)
+                    continue
+                recovery_s = self._last_recovery_s = now - past.failed_at
+                failure = self._failures[past.open_failure]
+                self._failures[past.open_failure] = replace(failure, recovery_s=recovery_s)
+                past.open_failure = None
+                logger.info("%s serves version %d, %.1f s after it failed", current.name, version, recovery_s)
+
+    def fence(self, server: Server, reason: str) -> None:
+        """Take a server out: it gets no requests, those that it has go elsewhere, and it is restarted or looked for."""
+        current = self.server(server.index)
+        if current.instance_id == server.instance_id:
+            self.lost(current, reason)
+
+    def give_up(self, server: Server, reason: str) -> None:
+        """Never use this server again."""
+        with self._changing() as changed:
+            current = self._servers[server.index]
+            if current.state is not ServerState.GONE:
+                self._past[server.index].last_words = reason
+                self._set(current, changed, state=ServerState.GONE)
+
+    def suspect(self, index: int) -> None:
+        """A request to this server failed: look at it now, not only at its next heartbeat."""
+        self._monitor.nudge(index)
+
+    def on_launcher_message(self, message: Mapping[str, Any]) -> None:
+        """{"kind": "server", "index": 0, "event": "exited" | "starting" | "given_up", "detail": "..."}
+
+        Only "starting" and "given_up" change what is known by themselves. "exited" makes the monitor look at once: the server may
+        have ended and be up again before the message is read.
+        """
+        index, event, detail = int(message["index"]), message["event"], str(message.get("detail", ""))
+        server, past = self.server(index), self._past[index]
+        if event == "given_up":
+            self.give_up(server, detail)
+        elif event == "exited":
+            with self._lock:
+                past.exit_words = past.last_words = detail or "its process ended"
+            self.suspect(index)
+        elif event == "starting":
+            with self._changing() as changed:
+                past.exit_words = ""
+                current = self._servers[index]
+                if current.state in (ServerState.DOWN, ServerState.STARTING):
+                    self._set(current, changed, state=ServerState.STARTING, info=None, instance_id="")
+            self.suspect(index)
+        else:
+            raise ValueError(f"the launcher said {event!r} of a server; known are exited, starting, given_up")
+
+    # What the monitor finds. A record that is not the current one any more is ignored.
+
+    def note(self, server: Server, info: ServerInfo) -> None:
+        self._counters.note(server.index, info)
+
+    def found(self, server: Server, info: ServerInfo) -> None:
+        if not self._may_return(server, info.instance_id):
+            self.not_found(server, "it is still in the life that failed")
+            return
+        with self._changing() as changed:
+            past = self._past[server.index]
+            if server is not self._servers[server.index]:
+                return
+            server.control.num_workers = info.num_workers
+            past.num_restarts += past.last_life not in ("", info.instance_id)
+            past.last_life, past.last_words = info.instance_id, "up"
+            past.exit_words = ""
+            self._set(server, changed, state=ServerState.READY, info=info, instance_id=info.instance_id)
+            logger.info("%s is up", server.name)
+        self._counters.note(server.index, info)
+
+    def _may_return(self, server: Server, life: str) -> bool:
+        """Whether a server that was looked for and answers is up: see the module's docstring."""
+        if self._ask_restart is None:
+            return True
+        with self._lock:
+            last_life = self._past[server.index].last_life
+        if server.state is ServerState.STARTING:  # the launcher has just started it
+            return life != last_life or not life
+        return bool(last_life and life) and life != last_life
+
+    def not_found(self, server: Server, reason: str) -> None:
+        age_s = time.monotonic() - server.since
+        with self._lock:
+            if server is not self._servers[server.index]:
+                return
+            self._past[server.index].last_words = reason
+        if server.state is ServerState.STARTING:
+            if age_s > self._settings.startup_timeout_s:
+                limit = f"inference.startup_timeout_s = {self._settings.startup_timeout_s:g} s"
+                self.lost(server, f"it is not up within {limit}: {reason}")
+        elif age_s > self._settings.startup_timeout_s + _LONGEST_RESTART_DELAY_S:
+            self._ask_again(server, reason)
+
+    def _ask_again(self, server: Server, reason: str) -> None:
+        """A restart was asked for and nothing came of it."""
+        with self._lock:
+            if self._ask_restart is None or server is not self._servers[server.index]:
+                return
+            self._servers[server.index] = replace(server, since=time.monotonic())
+        self._ask_restart(server.index, reason)
+
+    def restarted(self, server: Server, info: ServerInfo) -> None:
+        self._lose(server, "it was restarted", ask=False)
+        self.found(self.server(server.index), info)
+
+    def lost(self, server: Server, reason: str) -> None:
+        self._lose(server, reason, ask=True)
+
+    def _lose(self, server: Server, reason: str, *, ask: bool) -> None:
+        with self._changing() as changed:
+            past = self._past[server.index]
+            if server is not self._servers[server.index] or server.state in (ServerState.DOWN, ServerState.GONE):
+                return
+            if past.exit_words:
+                reason = f"{past.exit_words} ({reason})"
+                ask = False
+            past.last_words = reason
+            if past.open_failure is None:
+                past.failed_at, past.open_failure = time.monotonic(), len(self._failures)
+                self._failures.append(ServerFailure(index=server.index, name=server.name, reason=reason))
+            self._set(server, changed, state=ServerState.DOWN)
+        logger.warning("%s is taken out: %s", server.name, reason)
+        if ask and self._ask_restart is not None:
+            self._ask_restart(server.index, reason)
+
+    # Changes of state.
+
+    @contextmanager
+    def _changing(self) -> Iterator[list[int]]:
+        """Holds the lock; afterwards, and without it, everybody is told of the servers in the list."""
+        changed: list[int] = []
+        with self._lock:
+            yield changed
+        if changed:
+            for index in changed:
+                self._monitor.nudge(index)
+            for listener in self._listeners:
+                listener()
+
+    def _set(self, server: Server, changed: list[int], **fields: Any) -> None:
+        """The one place where a server's state changes; with the lock held."""
+        self._servers[server.index] = replace(server, since=time.monotonic(), **fields)
+        self._num_events += 1
+        changed.append(server.index)
+        self._changed.notify_all()

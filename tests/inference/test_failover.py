@@ -1,0 +1,189 @@
+"""Two real servers, one hangs and one is killed: every request finishes with the very tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.inference.client import Generation, InferenceClient
+from grpo_async.inference.fleet import ServerState
+from grpo_async.inference.router import FixedServers, ServingServers
+from grpo_async.inference.surface import TOKEN_VARIABLE, GenerateRequest
+from grpo_async.servers.embedded.main import bind_listener
+from tests.inference.fleet_support import Watch, watched
+
+pytestmark = pytest.mark.slow
+
+SERVE = """
+import sys
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.servers.embedded.main import serve_embedded
+with open(sys.argv[1]) as file:
+    config = ExperimentConfig.model_validate_json(file.read())
+serve_embedded(config, int(sys.argv[2]))
+"""
+TOKEN = "secret"
+NUM_REQUESTS, NUM_TOKENS = 24, 300
+LIMIT_S = 300.0
+
+
+class _Process:
+    """An embedded server that is started again on the same port."""
+
+    def __init__(self, config: Path) -> None:
+        with bind_listener("127.0.0.1", 0) as listener:
+            self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._config = config
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(self._config), str(self.port)],
+            env={**os.environ, TOKEN_VARIABLE: TOKEN},
+            stdout=subprocess.DEVNULL,
+        )
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(20.0)
+
+
+@contextmanager
+def _processes(model: Path, folder: Path, number: int) -> Iterator[list[_Process]]:
+    config = folder / "config.json"
+    content = {
+        "run": {"name": "test"},
+        "model": {"path": str(model)},
+        "data": {"train": {"type": "jsonl", "path": "none.jsonl"}},
+        "rewards": [{"function": "module:function"}],
+        "inference": {"engine": "embedded"},
+    }
+    config.write_text(ExperimentConfig.model_validate(content).model_dump_json())
+    processes = [_Process(config) for _ in range(number)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+
+
+class _Load:
+    """Requests in flight; `wait_for` a number of tokens of all of them together."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._more = asyncio.Event()
+
+    def count(self, number: int, version: int) -> None:
+        self.num_tokens += number
+        self._more.set()
+
+    async def wait_for(self, number: int) -> None:
+        while self.num_tokens < number:
+            self._more.clear()
+            await self._more.wait()
+
+    async def run(self, servers: ServingServers) -> list[Generation]:
+        async with InferenceClient(
+            servers, token=TOKEN, max_connections=NUM_REQUESTS, request_timeout_s=LIMIT_S, wait_timeout_s=LIMIT_S
+        ) as client:
+            requests = [
+                GenerateRequest(
+                    request_id=f"r{number}", token_ids=[(7 * number + i * i) % 300 for i in range(20)], temperature=1.0,
+                    max_tokens=NUM_TOKENS, seed=number, ignore_eos=True, flush_interval_s=0.02,
+                )
+                for number in range(NUM_REQUESTS)
+            ]  # fmt: skip
+            work = [
+                client.generate(request, on_tokens=self.count, affinity=f"g{number // 4}/{number % 4}")
+                for number, request in enumerate(requests)
+            ]
+            return await asyncio.gather(*work)
+
+
+def _assert_same(found: Sequence[Generation], expected: Sequence[Generation]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert len(one.token_ids) == len(one.logprobs) == len(one.policy_versions) == NUM_TOKENS
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert set(one.policy_versions) == {0}
+        assert one.finish_reason is other.finish_reason
+
+
+async def _restart(watch: Watch, process: _Process, index: int) -> None:
+    """What the launcher does, and the push that follows."""
+    asked = [index for index, _ in watch.restarts]
+    assert asked.count(index) == 1, watch.restarts
+    watch.restarts = [one for one in watch.restarts if one[0] != index]
+    process.kill()
+    process.start()
+    watch.tell("starting", index=index)
+    await asyncio.to_thread(watch.wait_state, ServerState.READY, index)
+    watch.fleet.mark_serving(watch.fleet.members(), version=0)
+
+
+def test_a_hung_and_a_killed_server_cost_no_token_and_double_none(tiny_model: Path, tmp_path: Path) -> None:
+    async def disturbed(watch: Watch, processes: Sequence[_Process]) -> list[Generation]:
+        load, at_most = _Load(), NUM_REQUESTS * NUM_TOKENS
+        async with asyncio.timeout(LIMIT_S):
+            running = asyncio.create_task(load.run(watch.fleet))
+            await load.wait_for(800)
+            processes[0].send(signal.SIGSTOP)
+            await asyncio.to_thread(watch.wait_state, ServerState.DOWN, 0)
+            assert not running.done()
+            await load.wait_for(min(load.num_tokens + 500, at_most - 500))
+            processes[1].send(signal.SIGKILL)
+            await asyncio.to_thread(watch.wait_state, ServerState.DOWN, 1)
+            assert not running.done()  # nobody serves: they wait
+            await _restart(watch, processes[0], 0)
+            await _restart(watch, processes[1], 1)
+            found = await running
+            assert load.num_tokens == at_most
+            return found
+
+    with (
+        _processes(tiny_model, tmp_path, 2) as processes,
+        watched([process.url for process in processes], token=TOKEN, timeout_s=6.0) as watch,
+    ):
+        watch.serve_all(version=0)
+        expected = asyncio.run(_Load().run(FixedServers([processes[0].url])))
+        found = asyncio.run(disturbed(watch, processes))
+        failures, metrics = watch.fleet.failures, watch.fleet.metrics()
+        counters = watch.fleet.read()
+    _assert_same(found, expected)
+    assert [failure.index for failure in failures] == [0, 1]
+    assert all(failure.recovery_s is not None and failure.recovery_s > 0.0 for failure in failures)
+    assert (metrics["servers/serving"], metrics["servers/restarts"]) == (2.0, 2.0)
+    assert counters.generated_tokens > NUM_REQUESTS * NUM_TOKENS
+
+
+def test_with_one_server_that_is_killed_all_requests_wait_for_its_next_life(tiny_model: Path, tmp_path: Path) -> None:
+    async def disturbed(watch: Watch, process: _Process) -> list[Generation]:
+        load = _Load()
+        async with asyncio.timeout(LIMIT_S):
+            running = asyncio.create_task(load.run(watch.fleet))
+            for number in (500, 2500):
+                await load.wait_for(number)
+                process.send(signal.SIGKILL)
+                await asyncio.to_thread(watch.wait_state, ServerState.DOWN)
+                await _restart(watch, process, 0)
+            return await running
+
+    with _processes(tiny_model, tmp_path, 1) as (process,), watched([process.url], token=TOKEN) as watch:
+        watch.serve_all(version=0)
+        expected = asyncio.run(_Load().run(FixedServers([process.url])))
+        _assert_same(asyncio.run(disturbed(watch, process)), expected)
+        assert len(watch.fleet.failures) == 2
