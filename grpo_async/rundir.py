@@ -2,7 +2,9 @@
 
 runs/NAME/
 |- config.yaml              the resolved config
+|- token                    what the servers ask for (mode 0600), while the run goes; see `new_token`
 |- plan.txt                 the processes that were planned
+|- preflight.json           what the checks before step 1 found
 |- summary.json             what the run reached (written at the end)
 |- metrics.jsonl            one line per optimizer step
 |- trackers/                files of TensorBoard and Weights & Biases
@@ -14,7 +16,10 @@ runs/NAME/
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +35,16 @@ class RunDir:
         return self.root / "config.yaml"
 
     @property
+    def token(self) -> Path:
+        return self.root / "token"
+
+    @property
     def plan(self) -> Path:
         return self.root / "plan.txt"
+
+    @property
+    def preflight(self) -> Path:
+        return self.root / "preflight.json"
 
     @property
     def summary(self) -> Path:
@@ -81,6 +94,22 @@ class RunDir:
         self.rollouts.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)
+
+    @contextlib.contextmanager
+    def new_token(self) -> Iterator[str]:
+        """A new secret, which is in the file `token` too while the context is open: for the user's own requests to the
+        servers, `curl -H "Authorization: Bearer $(cat runs/NAME/token)"`. A file that a killed launcher left is replaced.
+        """
+        token = secrets.token_urlsafe(32)
+        self.token.unlink(missing_ok=True)
+        # never open to others, not even for a moment, and never through a link that somebody put there
+        descriptor = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(token)
+            yield token
+        finally:
+            self.token.unlink(missing_ok=True)
 
     def new_attempt(self) -> Path:
         """Make logs/attempt_N for the next N and point logs/latest at it."""

@@ -54,7 +54,7 @@ class Admission:
                 if self._capacity() > 0:
                     self._admitted += 1
                     return
-            await self._changed.wait()
+            await self._changed.wait()  # waits: cancelled with the run
 
     def release(self, num_groups: int = 1) -> None:
         """Give back the places of groups that will not be trained."""

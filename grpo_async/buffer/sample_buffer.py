@@ -32,6 +32,7 @@ class Watch:
         setting: path of the setting that holds `timeout_s`.
         progress: a counter that grows while generation is alive (generated tokens).
         heartbeat: called about every `heartbeat_s` seconds of waiting.
+        attend: called after `wake`, in the waiting thread.
         describe: what is going on, for the error.
     """
 
@@ -39,6 +40,7 @@ class Watch:
     setting: str
     progress: Callable[[], int]
     heartbeat: Callable[[], None] = _nothing
+    attend: Callable[[], None] = _nothing
     heartbeat_s: float = 20.0
     describe: Callable[[], str] = str
 
@@ -67,6 +69,7 @@ class SampleBuffer:
         self._condition = threading.Condition()
         self._failure: BaseException | None = None
         self._interrupted = False
+        self._woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._room: asyncio.Event | None = None
 
@@ -86,7 +89,7 @@ class SampleBuffer:
                 if self._room is None or self._room.is_set():
                     self._room = asyncio.Event()
                 room = self._room
-            await room.wait()
+            await room.wait()  # waits: cancelled with the run
 
     def note_filtered(self, scored: ScoredGroup) -> None:
         """Remember a group that was scored but will be replaced, so that the metrics of the next step see its rewards."""
@@ -134,10 +137,15 @@ class SampleBuffer:
                 if popped:
                     return popped
                 left = last_change + watch.timeout_s - time.monotonic()
-                self._condition.wait(timeout=max(0.0, min(left, watch.heartbeat_s)))
-                popped = self._pop_now(most)
+                if not self._woken:
+                    self._condition.wait(timeout=max(0.0, min(left, watch.heartbeat_s)))
+                woken, self._woken = self._woken, False
+                popped = [] if woken else self._pop_now(most)
             if popped:
                 return popped
+            if woken:
+                watch.attend()
+                continue
             now, progress = time.monotonic(), watch.progress()
             if progress != seen:
                 seen, last_change = progress, now
@@ -189,6 +197,12 @@ class SampleBuffer:
         """Make the waiting and every later `take` raise `error`. The first failure wins."""
         with self._condition:
             self._failure = self._failure or error
+            self._condition.notify_all()
+
+    def wake(self) -> None:
+        """Make the waiting `take`, or the next one that waits, call its `attend`."""
+        with self._condition:
+            self._woken = True
             self._condition.notify_all()
 
     def interrupt(self) -> None:

@@ -81,8 +81,12 @@ class ChatRenderer:
         template_arguments: Mapping[str, Any] | None = None,
         end_of_turn_tokens: Sequence[str] = (),
         parser: str = "auto",
+        trust_remote_code: bool = False,
     ) -> ChatRenderer:
         """Load the tokenizer of a model folder (or hub name), and the end-of-turn tokens of its generation_config.json.
+
+        Args:
+            trust_remote_code: run Python code that comes with the tokenizer.
 
         Raises:
             ConfigError: no tokenizer there, or the template file cannot be read.
@@ -90,7 +94,7 @@ class ChatRenderer:
         from transformers import AutoTokenizer  # slow import, needed by the trainer only
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model_path)
+            tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path: cannot load a tokenizer from {model_path!r}: {error}") from error
         template = None

@@ -11,8 +11,10 @@ import typer
 
 from grpo_async.cli.check_reward import check_reward
 from grpo_async.cli.configs import schema, validate
+from grpo_async.cli.doctor import doctor
 from grpo_async.cli.errors import ReportingGroup
 from grpo_async.cli.inspect_rollouts import inspect_rollouts
+from grpo_async.cli.preflight import preflight
 from grpo_async.cli.quickstart import prepare_quickstart
 from grpo_async.cli.serve import serve_embedded, serve_vllm
 from grpo_async.cli.train import TrainCommand, train
@@ -54,6 +56,8 @@ def _root(
 
 app.command("train", cls=TrainCommand, short_help="Run an experiment: server, trainer, progress.")(train)
 app.command("validate", short_help="Check a configuration; print it and the plan.")(validate)
+app.command("preflight", short_help="Start everything, check it against each other, end it.")(preflight)
+app.command("doctor", short_help="Look at the machine: versions, GPUs, limits, disk.")(doctor)
 app.command("check-reward", short_help="Try the reward functions on good and bad completions.")(check_reward)
 app.command("schema", short_help="Print the JSON schema of configurations.")(schema)
 app.command("serve-vllm", short_help="Serve the model with vLLM.")(serve_vllm)

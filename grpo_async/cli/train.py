@@ -48,10 +48,11 @@ def train(
         bool, typer.Option("--dry-run", help="Check everything and print the plan; start and write nothing.")
     ] = False,
 ) -> None:
-    """Train: start the inference server and the trainer, show progress, and end both.
+    """Train: start the inference servers and the trainer, show progress, and end all of them.
 
-    Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once. Exit code: 0 finished, 1 failed, 2 the
-    configuration is wrong, 130 or 143 stopped by SIGINT or SIGTERM.
+    A server that dies or hangs is started again (inference.max_restarts) while training goes on. Ctrl-C saves a
+    checkpoint and stops; a second Ctrl-C stops at once. Exit code: 0 finished, 1 failed, 2 the configuration is wrong,
+    130 or 143 stopped by SIGINT or SIGTERM.
 
     \b
     Examples:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast, get_args
 
 from grpo_async.errors import ConfigError
-from grpo_async.launch.plan import RESUME_VARIABLE, RUN_DIR_VARIABLE, SERVER_URL_VARIABLE, STORE_VARIABLE
+from grpo_async.inference.surface import TransportKind
+from grpo_async.launch.plan import (
+    PREFLIGHT_VARIABLE,
+    RESUME_VARIABLE,
+    RUN_DIR_VARIABLE,
+    SERVER_URLS_VARIABLE,
+    STORE_VARIABLE,
+    TRANSPORT_VARIABLE,
+)
 from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE
 from grpo_async.rundir import RunDir
 
@@ -18,37 +28,53 @@ class Assignment:
 
     rundir: RunDir
     attempt_dir: Path
-    server_url: str
+    server_urls: tuple[str, ...]
+    """A server's index is its place in here; it keeps its URL over restarts."""
+    transport: TransportKind = "gloo"
+    """How weights travel, as planned from `weights.transport` and the devices."""
     rank: int
     local_rank: int
     world_size: int
     store_file: Path | None
     resume_step: int | None
+    preflight_only: bool = False
+    """Make the checks of `grpo-async preflight`, report them and end: exit code 0 when none failed, else 1."""
 
     @classmethod
     def from_environment(cls) -> Assignment:
         """Read the variables.
 
         Raises:
-            ConfigError: one is missing (the trainer was started by hand).
+            ConfigError: one is missing or is nonsense (the trainer was started by hand).
         """
         env = os.environ
         try:
             rundir = RunDir(Path(env[RUN_DIR_VARIABLE]))
-            server_url = env[SERVER_URL_VARIABLE]
+            urls = json.loads(env[SERVER_URLS_VARIABLE])
+            transport = env[TRANSPORT_VARIABLE]
             rank, local_rank, world_size = int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
         except KeyError as error:
             raise ConfigError(
                 f"${error.args[0]} is not set; start the trainer with `grpo-async train CONFIG`"
             ) from error
+        except ValueError as error:
+            raise ConfigError(
+                f"the launcher's variables are broken ({error}); start with `grpo-async train`"
+            ) from error
+        if not isinstance(urls, list) or transport not in get_args(TransportKind):
+            raise ConfigError(
+                f"${SERVER_URLS_VARIABLE} or ${TRANSPORT_VARIABLE} is broken; start with `grpo-async train`"
+            )
         resume, store = env.get(RESUME_VARIABLE), env.get(STORE_VARIABLE)
         return cls(
             rundir=rundir,
             attempt_dir=Path(env.get(ATTEMPT_VARIABLE, str(rundir.latest_logs))),
-            server_url=server_url,
+            server_urls=tuple(str(url) for url in urls),
+            transport=cast(TransportKind, transport),
             rank=rank,
             local_rank=local_rank,
             world_size=world_size,
             store_file=Path(store) if store else None,
             resume_step=int(resume) if resume else None,
+            preflight_only=bool(env.get(PREFLIGHT_VARIABLE)),
         )

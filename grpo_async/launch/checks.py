@@ -7,6 +7,7 @@ problem goes into one error.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -49,11 +50,24 @@ def check_inputs(config: ExperimentConfig) -> list[str]:
     _check_rewards(config, participants, train_rows, problems, notes)
     if participants is not None:
         asyncio.run(participants.aclose())
-    if config.inference.url is not None and token_from_environment() is None:
-        notes.append("inference.url is set and $GRPO_ASYNC_TOKEN is not: the server must be one that asks for no token")
+    _check_tls(config, problems)
+    if config.inference.urls and token_from_environment() is None:
+        notes.append(
+            "inference.urls is set and $GRPO_ASYNC_TOKEN is not: the server must be one that asks for no token"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     return notes
+
+
+def _check_tls(config: ExperimentConfig, problems: list[str]) -> None:
+    tls = config.inference.tls
+    if tls is None:
+        return
+    for name in ("certificate", "key", "authority"):
+        path: Path | None = getattr(tls, name)
+        if path is not None and not os.access(path, os.R_OK):
+            problems.append(f"inference.tls.{name}: {path} cannot be read (working directory: {Path.cwd()})")
 
 
 def _check_model(config: ExperimentConfig, problems: list[str], notes: list[str]) -> None:

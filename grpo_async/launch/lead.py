@@ -1,6 +1,6 @@
 """Rank 0 from the first connection to the summary.
 
-connect -> push the first weights -> evaluate -> generate and train -> push, save, export -> evaluate -> summary
+connect -> push the first weights -> preflight -> evaluate -> generate and train -> push, save, export -> evaluate -> summary
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.inference.control import ServerControl
-from grpo_async.inference.surface import ServerInfo, token_from_environment
+from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
+from grpo_async.inference.fleet import Fleet, FleetSettings, Server
+from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
+from grpo_async.launch.preflight import run_preflight
+from grpo_async.launch.preflight_context import PreflightContext
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
+from grpo_async.launch.weight_sync import FleetSync
 from grpo_async.rundir import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, open_trackers
@@ -29,12 +33,13 @@ from grpo_async.training.checkpoint import load_state, load_tensors, set_aside_l
 from grpo_async.training.loop import LeaderLoop, Workplace
 from grpo_async.training.meter import PipelineMeter, Reading, Totals
 from grpo_async.training.ranks import StopCommand
-from grpo_async.weights.gloo_transport import GlooTransport
-from grpo_async.weights.push import push_weights
+from grpo_async.weights.transport import WeightTransport
+from grpo_async.weights.verify import probe_sequences
 
 logger = logging.getLogger(__name__)
 
-_PUSH_MARGIN_S = 30.0
+_NUM_PROBES = 4
+_WAIT_SLICE_S = 20.0
 
 
 def lead(
@@ -63,11 +68,29 @@ class _Leader:
         self._stack = stack
         self._state = load_state(place.rundir, place.resume_step) if place.resume_step is not None else None
         self._progress: dict[str, Any] = dict(self._state.progress) if self._state else {}
-        self._server = stack.enter_context(
-            ServerControl(
-                place.server_url, token=token_from_environment(), timeout_s=config.weights.timeout_s + _PUSH_MARGIN_S
-            )
+        self._fleet = self._build_fleet()
+
+    def _build_fleet(self) -> Fleet:
+        config = self._config
+        inference = config.inference
+        fleet = Fleet(
+            self._place.server_urls,
+            token=token_from_environment(),
+            settings=FleetSettings(
+                heartbeat_interval_s=inference.heartbeat_interval_s,
+                heartbeat_timeout_s=inference.heartbeat_timeout_s,
+                startup_timeout_s=inference.startup_timeout_s,
+            ),
+            control_timeout_s=config.weights.timeout_s,
+            authority=inference.tls.trusted if inference.tls else None,
+            ask_restart=None if inference.urls else self._ask_restart,
         )
+        self._stack.callback(fleet.close)
+        self._control.on_server = fleet.on_launcher_message
+        return fleet
+
+    def _ask_restart(self, index: int, reason: str) -> None:
+        self._control.send("restart_server", index=index, reason=reason)
 
     def run(self) -> None:
         config, control = self._config, self._control
@@ -77,33 +100,39 @@ class _Leader:
             load_tensors(self._place.rundir, self._place.resume_step, workplace.policy, workplace.optimizer)
             set_aside_later_checkpoints(self._place.rundir, self._place.resume_step)
         control.send("phase", name="waiting for the server")
-        info = self._server.wait_until_ready(
+        self._fleet.start()
+        is_ready = self._fleet.wait_for_members(
             deadline_s=config.inference.startup_timeout_s,
             setting="inference.startup_timeout_s",
             stop=control.stop_requested,
         )
-        if info is None:  # stopped before anything was trained: there is nothing to save
+        if not is_ready:  # stopped before anything was trained: there is nothing to save
             self._workplace.channel.send([StopCommand()] * self._place.world_size)
             return
-        _check_server(info, config)
+        self._engine = next(server.info.engine for server in self._fleet.members() if server.info)
         start = self._state.step if self._state else 0
         totals = self._progress.pop("totals", None)
         meter = PipelineMeter(self._read(), Totals(**totals) if totals else None)
-        loop = self._build_loop(side, meter, info, start)
+        loop = self._build_loop(side, meter, start)
         control.send("phase", name="pushing the first weights")
-        loop.push(start)  # also proves the transport before anything is generated
+        first_push = self._push_first(loop, start)  # also proves the transport before anything is generated
+        self._check_before_training(side, loop, start, first_push)
+        if self._place.preflight_only:
+            loop.stop_followers()
+            return
+        self._fleet.subscribe(side.source.wake)
         _call_when_set(control.stop_requested, side.source.interrupt)
         if "evaluation_before" not in self._progress:
             self._evaluate("before", side, start, loop)
         finished = self._train(side, loop, meter, start)
-        self._write_summary(side, meter, info, finished)
+        self._write_summary(side, meter, finished)
 
     def _build_rollout_side(self) -> RolloutSide:
         store = RolloutStore(self._place.rundir.rollouts)
         self._stack.callback(store.close)
         side = build_rollout_side(
             self._config,
-            server_url=self._place.server_url,
+            fleet=self._fleet,
             renderer=self._renderer,
             store=store,
             state=self._state,
@@ -111,34 +140,31 @@ class _Leader:
         self._stack.callback(side.source.close)
         return side
 
-    def _build_loop(self, side: RolloutSide, meter: PipelineMeter, info: ServerInfo, start: int) -> LeaderLoop:
+    def _build_loop(self, side: RolloutSide, meter: PipelineMeter, start: int) -> LeaderLoop:
         config, workplace = self._config, self._workplace
         log = MetricsLog(self._place.rundir.metrics, first_step=start + 1)
         self._stack.callback(log.close)
-        transport = GlooTransport(
-            self._server,
+        transport = WeightTransport(
+            self._place.transport,
             host=config.weights.host,
-            num_workers=info.num_workers,
             bucket_bytes=config.weights.bucket_mb << 20,
             timeout_s=config.weights.timeout_s,
+            device=workplace.device,
         )
         self._stack.callback(transport.close)
-        transport.connect()
-
-        def push(version: int, before_gather: Callable[[], None]) -> dict[str, float]:
-            report = push_weights(
-                workplace.parameters,
-                version=version,
-                control=self._server,
-                transport=transport,
-                before_gather=before_gather,
-            )
-            return report.metrics()
-
+        sync = FleetSync(
+            config,
+            self._fleet,
+            transport,
+            workplace.parameters,
+            probes=self._probes(side),
+            on_serving=self._tell_serving,
+        )
         trackers = open_trackers(config, self._place.rundir)
         self._stack.callback(trackers.close)
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
+            metrics |= self._fleet.metrics()
             log.write(step, metrics)
             trackers.log(step, metrics)
             self._control.send("step", step=step, max_steps=config.training.max_steps, metrics=metrics)
@@ -146,13 +172,90 @@ class _Leader:
         return LeaderLoop(
             workplace,
             source=side.source,
-            push=push,
+            sync=sync,
             read=self._read,
             on_step=on_step,
             meter=meter,
             progress=self._progress,
             saved_step=self._place.resume_step,
         )
+
+    def _probes(self, side: RolloutSide) -> list[list[int]]:
+        """Token sequences on which trainer and servers are compared: prompts of this run, and noise."""
+        prompts = [
+            self._renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational)
+            for prompt in side.first_prompts[:_NUM_PROBES]
+            if prompt.messages  # those of an environment may begin empty
+        ]
+        return probe_sequences(
+            prompts,
+            vocab_size=len(self._renderer.tokenizer),
+            max_model_len=self._config.inference.max_model_len,
+        )
+
+    def _tell_serving(self, server: Server) -> None:
+        self._control.send("server_serving", index=server.index)
+
+    def _push_first(self, loop: LeaderLoop, version: int) -> dict[str, float]:
+        """Until one server serves: the first may die between its readiness and the push. Metrics of the push."""
+        while "sync/skipped" in (metrics := loop.push(version)):
+            self._await_server(loop)
+        return metrics
+
+    def _check_before_training(
+        self, side: RolloutSide, loop: LeaderLoop, version: int, first_push: dict[str, float]
+    ) -> None:
+        """Look once at everything that would spoil the run.
+
+        Raises:
+            RunError: something would.
+        """
+        self._control.send("phase", name="checking trainer and servers against each other")
+        workplace = self._workplace
+        context = PreflightContext(
+            config=self._config,
+            rundir=self._place.rundir,
+            renderer=self._renderer,
+            servers=self._fleet.serving(),
+            prompts=side.first_prompts,
+            probes=self._probes(side),
+            score_on_trainer=loop.score,
+            parameter_problems=[],  # the push has checked them: see weight_sync
+            parameter_shapes={spec.name: spec.shape for spec in workplace.parameters.specs},
+            num_embeddings=workplace.policy.model.get_input_embeddings().num_embeddings,
+            policy_version=version,
+            transport=self._place.transport,
+            first_push=first_push,
+            device=workplace.device.type,
+            token=token_from_environment(),
+            tool_sets=side.tool_sets,
+        )
+        checks = run_preflight(context)
+        self._control.send("preflight", checks=[asdict(check) for check in checks])
+        failed = [f"{check.name}: {check.detail}" for check in checks if check.status == "fail"]
+        if failed:
+            raise RunError("the preflight found what would spoil the run:\n" + "\n".join(failed))
+
+    def _await_server(self, loop: LeaderLoop) -> bool:
+        """Wait until a server is up, telling the other ranks; False when the run is to stop.
+
+        Raises:
+            DeadlineError: none within inference.startup_timeout_s.
+            RunError: all were given up.
+        """
+        ends_at = time.monotonic() + self._config.inference.startup_timeout_s
+        while True:
+            slice_s = min(_WAIT_SLICE_S, ends_at - time.monotonic())
+            try:
+                return self._fleet.wait_for_members(
+                    deadline_s=max(0.0, slice_s),
+                    setting="inference.startup_timeout_s",
+                    stop=self._control.stop_requested,
+                )
+            except DeadlineError:
+                if time.monotonic() >= ends_at:
+                    raise
+                loop.heartbeat()
 
     def _train(self, side: RolloutSide, loop: LeaderLoop, meter: PipelineMeter, start: int) -> int:
         """Generate and train until the last step or a request to stop; returns the finished steps."""
@@ -167,6 +270,10 @@ class _Leader:
             source.stop_generating()
         else:
             source.stop_generating()
+            try:
+                self._await_server(loop)
+            except GrpoAsyncError as error:  # the model can be saved and exported without one
+                logger.error("no inference server for the last weights: %s", error)
             loop.finish(finished)
             try:
                 self._evaluate("after", side, finished, loop)
@@ -180,17 +287,21 @@ class _Leader:
         if side.evaluator is None:
             return
         self._control.send("phase", name="evaluating")
-        metrics = side.source.evaluate(side.evaluator, version=version, heartbeat=loop.heartbeat)
+        metrics = side.source.evaluate(side.evaluator, version=version, heartbeat=loop.heartbeat, attend=loop.attend)
         if metrics is None:
             return
         self._progress[f"evaluation_{when}"] = metrics
         self._control.send("evaluation", when=when, metrics=metrics)
 
     def _read(self) -> Reading:
-        info = self._server.info()
-        return Reading(time_s=time.monotonic(), generation_busy_s=info.busy_s, generated_tokens=info.generated_tokens)
+        counters = self._fleet.read()
+        return Reading(
+            time_s=time.monotonic(),
+            generation_busy_s=counters.busy_s,
+            generated_tokens=counters.generated_tokens,
+        )
 
-    def _write_summary(self, side: RolloutSide, meter: PipelineMeter, info: ServerInfo, steps: int) -> None:
+    def _write_summary(self, side: RolloutSide, meter: PipelineMeter, steps: int) -> None:
         rundir = self._place.rundir
         is_finished = steps == self._config.training.max_steps
         ledger = side.source.ledger_snapshot()
@@ -204,7 +315,11 @@ class _Leader:
             "steps": steps,
             "model": str(rundir.model) if is_finished else None,
             "num_devices": self._place.world_size,
-            "engine": info.engine,
+            "engine": self._engine,
+            "server_failures": [
+                {"server": failure.name, "reason": failure.reason, "recovery_s": failure.recovery_s}
+                for failure in self._fleet.failures
+            ],
             **meter.summary(),
             "evaluation": evaluation,
             "ledger": ledger,
@@ -214,25 +329,9 @@ class _Leader:
         self._control.send("summary", summary=summary)
 
 
-def _check_server(info: ServerInfo, config: ExperimentConfig) -> None:
-    """Refuse a server that cannot serve this run; warn about a dtype that is not the configured one."""
-    if info.max_model_len < config.inference.max_model_len:
-        raise ConfigError(
-            f"the server takes {info.max_model_len} tokens, inference.max_model_len is {config.inference.max_model_len}; "
-            "start the server with this config, or lower the setting"
-        )
-    if info.dtype != config.inference.dtype:
-        logger.warning(
-            "the server serves %s, inference.dtype says %s: weights are sent as %s and cast by the server",
-            info.dtype,
-            config.inference.dtype,
-            config.inference.dtype,
-        )
-
-
 def _call_when_set(event: threading.Event, function: Callable[[], None]) -> None:
     def wait() -> None:
-        event.wait()
+        event.wait()  # waits: as long as the run, in a daemon thread
         function()
 
     threading.Thread(target=wait, name="stop-watch", daemon=True).start()

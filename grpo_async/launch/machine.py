@@ -1,13 +1,14 @@
-"""What the launcher asks of the machine: CPUs, GPUs, a free port, a private folder. Imports no torch."""
+"""What the launcher asks of the machine: CPUs, GPUs, free ports, a private folder. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from grpo_async.errors import ConfigError, RunError
@@ -15,35 +16,41 @@ from grpo_async.launch.plan import Machine
 
 _SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
+_NVIDIA_SMI_TIMEOUT_S = 30.0  # a driver that has to wake up takes seconds
 
 
 def look() -> Machine:
     """This machine, as the plan sees it."""
+    gpus = _gpus()
     return Machine(
         num_cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
-        gpus=_gpus(),
+        gpus=gpus,
+        gpu_bytes=_smallest_gpu_bytes(gpus),
         python=sys.executable,
         working_dir=Path.cwd(),
         python_path=os.environ.get("PYTHONPATH", ""),
     )
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on at `host` now.
+def free_ports(host: str, count: int) -> tuple[int, ...]:
+    """`count` different ports that nobody listens on at `host` now.
 
     Raises:
         ConfigError: `host` is no address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise ConfigError(
-                f"inference.host: {host} cannot be bound on this machine ({error}); try 127.0.0.1"
-            ) from error
-        port: int = probe.getsockname()[1]
-    return port
+    ports = []
+    with ExitStack() as held:  # all at once: a port that was let go may be given out again
+        for _ in range(count):
+            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            try:
+                probe.bind((host, 0))
+            except OSError as error:
+                raise ConfigError(
+                    f"inference.host: {host} cannot be bound on this machine ({error}); try 127.0.0.1"
+                ) from error
+            ports.append(int(probe.getsockname()[1]))
+    return tuple(ports)
 
 
 @contextmanager
@@ -64,3 +71,15 @@ def _gpus() -> tuple[str, ...]:
     if given is not None:
         return tuple(part.strip() for part in given.split(",") if part.strip() and part.strip() != "-1")
     return tuple(str(index) for index in range(len(list(_NVIDIA.iterdir())))) if _NVIDIA.is_dir() else ()
+
+
+def _smallest_gpu_bytes(gpus: Sequence[str]) -> int | None:
+    """Memory of the smallest of `gpus` in bytes, as nvidia-smi says; None where it cannot say."""
+    if not gpus:
+        return None
+    command = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", f"--id={','.join(gpus)}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
+        return min(int(line) for line in done.stdout.split()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None  # not there, or a slice of a GPU, of which it does not say the size

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from grpo_async.launch.wording import plain
+
 _BARS = "▁▂▃▄▅▆▇█"
 _AVERAGED_STEPS = 5
 LEDGER_STATES = ("trained", "filtered", "stale", "failed", "cancelled", "queued", "in_flight")
@@ -26,6 +28,8 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    servers_down: dict[str, str] = field(default_factory=dict)
+    """What is wrong, by name of the server."""
     started: float = field(default_factory=time.monotonic)
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=10))
 
@@ -35,6 +39,13 @@ class Progress:
             self.rewards.append(reward)
         if math.isfinite(step_time := metrics.get("step_time", math.nan)):
             self._step_times.append(step_time)
+
+    def set_server(self, name: str, trouble: str | None) -> None:
+        """Note what is wrong with a server; None: nothing any more."""
+        if trouble is None:
+            self.servers_down.pop(name, None)
+        else:
+            self.servers_down[name] = trouble
 
     @property
     def reward(self) -> float | None:
@@ -104,6 +115,7 @@ def step_line(progress: Progress) -> str:
             queue_text(progress),
             progress.text("pipeline/trainer_idle_ratio", "trainer idle {:.0f}%", scale=100),
             progress.text("sync/push_s", "push {:.2f} s"),
+            restarts_text(progress),
             progress.text("step_time", "{:.1f} s/step"),
             None if progress.seconds_left is None else f"{duration(progress.seconds_left)} left",
         ]
@@ -125,6 +137,26 @@ def ledger_text(progress: Progress) -> str | None:
     """Groups by state; started is their sum by the ledger's invariant."""
     parts = [progress.text(f"ledger/groups/{state}", state.replace("_", " ") + " {:.0f}") for state in LEDGER_STATES]
     return join(parts) or None
+
+
+def restarts_text(progress: Progress) -> str | None:
+    """`servers 1  restarts 2  last recovery 12.3 s`; None while no server was ever lost."""
+    if not progress.metrics.get("servers/restarts") and not progress.servers_down:
+        return None
+    parts = [
+        progress.text("servers/serving", "servers {:.0f}"),
+        progress.text("servers/restarts", "restarts {:.0f}"),
+        progress.text("servers/recovery_s", "last recovery {:.1f} s")
+        if progress.metrics.get("servers/recovery_s")
+        else None,
+    ]
+    return join(parts) or None
+
+
+def servers_text(progress: Progress) -> str | None:
+    """`restarts_text`, and who is down now."""
+    down = join((f"the {name} {trouble}" for name, trouble in progress.servers_down.items()), "; ")
+    return join([restarts_text(progress), down and f"DOWN: {plain(down)}"]) or None
 
 
 def evaluation_line(when: str, metrics: Mapping[str, float]) -> str:

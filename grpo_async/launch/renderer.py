@@ -19,4 +19,5 @@ def load_renderer(config: ExperimentConfig) -> ChatRenderer:
         template_arguments=model.chat_template_arguments,
         end_of_turn_tokens=model.end_of_turn_tokens,
         parser=config.tool_calling.parser,
+        trust_remote_code=model.trust_remote_code,
     )

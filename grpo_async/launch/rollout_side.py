@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger
@@ -13,10 +15,12 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data import PromptStream, load_data, make_prompt
 from grpo_async.errors import ConfigError
 from grpo_async.inference.client import InferenceClient
+from grpo_async.inference.fleet import Fleet
+from grpo_async.inference.router import FixedServers
 from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch.checks import reward_problems
 from grpo_async.launch.participants import ProducerParts, load_participants, token_counter
-from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.records import GroupStatus, Prompt, ScoredGroup
 from grpo_async.retry import RetryPolicy
 from grpo_async.rewards import load_rewards
 from grpo_async.rollout.error_log import ErrorLog
@@ -30,21 +34,26 @@ from grpo_async.training.checkpoint import TrainerState
 
 logger = logging.getLogger(__name__)
 
+_NUM_FIRST_PROMPTS = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSide:
     """What rank 0 generates with. `evaluator` is None when the config has no `evaluation`; `majority_baseline` is the share of
-    the most frequent held-out answer, None without `evaluation.baseline_column`."""
+    the most frequent held-out answer, None without `evaluation.baseline_column`; `first_prompts` are a few of the data,
+    `tool_sets` the sets of tools that rollouts may be offered."""
 
     source: AsyncRolloutSource
     evaluator: Evaluator | None
     majority_baseline: float | None
+    first_prompts: Sequence[Prompt]
+    tool_sets: Sequence[Sequence[Mapping[str, Any]]]
 
 
 def build_rollout_side(
     config: ExperimentConfig,
     *,
-    server_url: str,
+    fleet: Fleet | FixedServers,
     renderer: ChatRenderer,
     store: RolloutStore,
     state: TrainerState | None,
@@ -101,10 +110,12 @@ def build_rollout_side(
         on_empty=on_empty,
     )
     client = InferenceClient(
-        server_url,
+        fleet,
         token=token_from_environment(),
         max_connections=config.connection_limit,
         request_timeout_s=config.inference.request_timeout_s,
+        wait_timeout_s=config.inference.startup_timeout_s,
+        authority=config.inference.tls.trusted if config.inference.tls else None,
         retry=RetryPolicy(max_retries=config.inference.max_retries),
     )
 
@@ -148,6 +159,7 @@ def build_rollout_side(
         ledger=ledger,
         admission=admission,
         errors=errors,
+        server_events=lambda: fleet.num_events,
         closing=[reward.close for reward in rewards],
         closing_on_loop=[participants.aclose],
     )
@@ -161,4 +173,14 @@ def build_rollout_side(
             scorer,
             max_in_flight=rollout.max_in_flight,
         )
-    return RolloutSide(source=source, evaluator=evaluator, majority_baseline=majority_baseline)
+    first = [
+        make_prompt(data.train[number], number, data.train_system_prompt)
+        for number in range(min(_NUM_FIRST_PROMPTS, len(data.train)))
+    ]
+    return RolloutSide(
+        source=source,
+        evaluator=evaluator,
+        majority_baseline=majority_baseline,
+        first_prompts=first,
+        tool_sets=participants.tool_sets,
+    )

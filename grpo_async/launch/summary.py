@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.launch.progress import LEDGER_STATES, duration
+from grpo_async.launch.wording import plain
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path) -> None:
@@ -46,6 +47,7 @@ def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]
     if mean is not None and most is not None:
         yield "staleness", f"mean {mean:.2f}, max {most:.0f} steps"
     yield from _ledger(summary)
+    yield from _server_failures(summary.get("server_failures"))
     yield "directory", str(run_dir)
     if summary.get("model"):
         yield "model", str(summary["model"])
@@ -71,6 +73,26 @@ def _ledger(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     parts = [f"{groups[state]} {state.replace('_', ' ')}" for state in LEDGER_STATES if groups.get(state)]
     closed = "closed" if summary.get("ledger_closed") else "NOT CLOSED: groups are missing, please report this"
     yield "groups", f"{groups.get('started', '?')} started = {' + '.join(parts) or '0'} ({closed})"
+
+
+def _server_failures(failures: Any) -> Iterator[tuple[str, str]]:
+    """`2 failures, recovered after 12.3, 8.0 s; not recovered: server 1 (hung)`; nothing where there were none."""
+    if not isinstance(failures, Sequence) or isinstance(failures, str):
+        return
+    entries = [failure for failure in failures if isinstance(failure, Mapping)]
+    if not entries:
+        return
+    recovered = [seconds for failure in entries if (seconds := _number(failure, "recovery_s")) is not None]
+    parts = [f"{len(entries)} failure{'' if len(entries) == 1 else 's'}"]
+    if recovered:
+        parts.append(f"recovered after {', '.join(f'{seconds:.1f}' for seconds in recovered)} s")
+    text = ", ".join(parts)
+    lost = [failure for failure in entries if _number(failure, "recovery_s") is None]
+    if lost:
+        text += "; not recovered: " + ", ".join(
+            f"{entry.get('server', '?')} ({entry.get('reason', '?')})" for entry in lost
+        )
+    yield "servers", plain(text)
 
 
 def _next_commands(summary: Mapping[str, Any], run_dir: Path) -> Iterator[str]:

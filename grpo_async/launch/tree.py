@@ -11,9 +11,12 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import psutil
+
+MARK_VARIABLE = "GRPO_ASYNC_PROCESS"
+"""Names, in its environment, the child of the launcher that a process descends from, whoever its parent is by now."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -45,6 +48,21 @@ class ProcessTree:
 
     def alive(self) -> list[psutil.Process]:
         """A snapshot, parents before their children; zombies are left out (they run no more)."""
+        return self._snapshot()
+
+    def below(self, child: int, mark: str) -> list[psutil.Process]:
+        """The part of `alive` that descends from one child: its process `child`, its session, what carries its mark, and
+        what these started. Orphans are found, whether they left the session or dropped their environment (not both)."""
+        found: list[psutil.Process] = []
+        pids: set[int] = set()
+        for process in self._snapshot():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if process.pid == child or process.ppid() in pids or _belongs(process, child, mark):
+                    found.append(process)
+                    pids.add(process.pid)
+        return found
+
+    def _snapshot(self) -> list[psutil.Process]:
         found: list[psutil.Process] = []
         for process in psutil.Process().children():
             if process.pid in self._before or not self._is_in_another_session(process):
@@ -56,8 +74,24 @@ class ProcessTree:
 
     async def kill(self, timeout_s: float) -> list[psutil.Process]:
         """SIGKILL everything, again and again until nothing is left; returns what outlived `timeout_s`."""
+        return await self._kill(self.alive, timeout_s)
+
+    async def kill_below(self, child: int, mark: str, timeout_s: float) -> list[psutil.Process]:
+        """`kill` for one child and everything that descends from it (see `below`), also where it ended already."""
+        adopted: set[int] = set()
+
+        def find() -> list[psutil.Process]:
+            found = self.below(child, mark)
+            adopted.update(process.pid for process in found)
+            return found
+
+        left = await self._kill(find, timeout_s)
+        _reap(adopted - {child})  # asyncio reaps the child itself
+        return left
+
+    async def _kill(self, find: Callable[[], list[psutil.Process]], timeout_s: float) -> list[psutil.Process]:
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while processes := self.alive():
+        while processes := find():
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -74,10 +108,28 @@ class ProcessTree:
             return False
 
 
+def _reap(pids: Iterable[int]) -> None:
+    """Take note of the end of adopted processes, so that they do not stay as zombies until the launcher ends."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):  # it runs, or has another parent
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _belongs(process: psutil.Process, child: int, mark: str) -> bool:
+    if os.getsid(process.pid) == child:
+        return True
+    try:
+        return bool(process.environ().get(MARK_VARIABLE) == mark)
+    except (psutil.AccessDenied, OSError):
+        return False  # it changed its user: it cannot be ended either
+
+
 async def wait_gone(processes: Sequence[psutil.Process], timeout_s: float) -> None:
     """Wait until all have ended (a zombie has), `timeout_s` seconds at most."""
     if sys.platform == "linux":
-        await asyncio.gather(*(_wait_by_descriptor(process, timeout_s) for process in processes))
+        await asyncio.gather(
+            *(_wait_by_descriptor(process, timeout_s) for process in processes)
+        )  # waits: each timeout_s at most
     else:
         await asyncio.to_thread(psutil.wait_procs, list(processes), timeout=timeout_s)
 

@@ -45,21 +45,24 @@ def device_kind(config: ExperimentConfig) -> str:
 def build_workplace(place: Assignment, config: ExperimentConfig, *, tokenizer: Any) -> Workplace:
     """Load the model and shard it over all ranks. A collective. `tokenizer` is exported with the model."""
     kind = device_kind(config)
+    device = device_for(kind, place.local_rank)
     policy = load_policy(
         config.model,
         temperature=config.rollout.temperature,
         chunk_tokens=config.training.logprob_chunk_tokens,
         max_model_len=config.inference.max_model_len,
     )
-    mesh = init_device_mesh(kind, (place.world_size,))
+    mesh = init_device_mesh(kind, (place.world_size,))  # waits: the process group has its timeout
     shard_policy(policy, mesh, compute_dtype=getattr(torch, config.model.compute_dtype or config.model.dtype))
-    # rank 0 sends its next command only after the server started, an evaluation ended, or samples came
+    # rank 0 sends its next command only after a server started, an evaluation ended, requests drained, or samples came
     patience_s = sum(
         (
             config.training.queue_timeout_s,
             config.inference.startup_timeout_s,
             config.rollout.rollout_timeout_s,
             config.rollout_function.timeout_s if config.rollout_function else 0.0,
+            config.weights.drain_timeout_s,
+            config.weights.timeout_s,
             _MARGIN_S,
         )
     )
@@ -68,9 +71,13 @@ def build_workplace(place: Assignment, config: ExperimentConfig, *, tokenizer: A
         rundir=place.rundir,
         policy=policy,
         optimizer=make_optimizer(policy, config.optimizer),
-        parameters=ShardedParameters(policy.model, wire_dtype=getattr(torch, config.inference.dtype)),
+        parameters=ShardedParameters(
+            policy.model,
+            wire_dtype=getattr(torch, config.inference.dtype),
+            device=torch.device("cpu") if place.transport == "gloo" else device,
+        ),
         channel=CommandChannel(timeout_s=patience_s),
         tokenizer=tokenizer,
-        device=device_for(kind, place.local_rank),
+        device=device,
         num_ranks=place.world_size,
     )

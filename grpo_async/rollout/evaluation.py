@@ -47,7 +47,7 @@ class Evaluator:
                 seed=seed_of("evaluation", number),
                 served_version=lambda: version,
             )
-            async with slots, self._producer.produce(request) as produced:
+            async with slots, self._producer.produce(request) as produced:  # waits: for rollouts with limits
                 (completion,) = produced.completions
                 if not completion.status.is_trainable or not completion.num_sampled_tokens:
                     return dict.fromkeys(self._scorer.weights), completion

@@ -6,6 +6,7 @@ Owns the loop thread, the worker, the buffer, the ledger and admission; `start` 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -26,7 +27,6 @@ from grpo_async.rollout.worker import RolloutWorker
 
 logger = logging.getLogger(__name__)
 
-_CONTROL_TIMEOUT_S = 30.0
 _HEARTBEAT_S = 20.0
 
 
@@ -45,11 +45,12 @@ class AsyncRolloutSource:
         ledger: Ledger,
         admission: Admission,
         errors: ErrorLog,
+        server_events: Callable[[], int] = int,
         closing: Sequence[Callable[[], None]] = (),
         closing_on_loop: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """`closing` are called at the end (worker pools of the reward functions), `closing_on_loop` run before that on the
-        event loop (environments)."""
+        """`server_events` grows while servers come and go: a wait for samples is no stall then. `closing` are called at the end
+        (worker pools of the reward functions), `closing_on_loop` run before that on the event loop (environments)."""
         self._config = config
         self._thread = thread
         self._client = client
@@ -59,6 +60,8 @@ class AsyncRolloutSource:
         self._ledger = ledger
         self._admission = admission
         self._errors = errors
+        self._server_events = server_events
+        self._attention = threading.Event()
         self._closing = closing
         self._closing_on_loop = (*closing_on_loop, client.aclose)
         self._resampled: list[ScoredGroup] = []
@@ -77,12 +80,25 @@ class AsyncRolloutSource:
         if self._evaluation is not None:
             self._evaluation.cancel()
 
-    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None]) -> list[ScoredGroup] | None:
+    def wake(self) -> None:
+        """Make whoever waits in `take` or `evaluate` call its `attend`. From any thread."""
+        self._buffer.wake()
+        self._attention.set()
+
+    def take(
+        self,
+        num_groups: int,
+        *,
+        trainer_version: int,
+        heartbeat: Callable[[], None],
+        attend: Callable[[], None],
+    ) -> list[ScoredGroup] | None:
         watch = Watch(
             timeout_s=self._config.training.queue_timeout_s,
             setting="training.queue_timeout_s",
-            progress=lambda: self._ledger.num_events,
+            progress=lambda: self._ledger.num_events + self._server_events(),
             heartbeat=heartbeat,
+            attend=attend,
             describe=self._describe,
         )
         try:
@@ -115,9 +131,9 @@ class AsyncRolloutSource:
 
         return self._thread.call(
             read(),
-            timeout_s=_CONTROL_TIMEOUT_S,
-            what="the rollout thread's state (something blocks its event loop)",
-            setting="rewards.*.run_in: process",
+            timeout_s=self._config.training.queue_timeout_s,
+            what="the rollout thread's state (something blocks its event loop: `run_in: process` frees it of a reward)",
+            setting="training.queue_timeout_s",
         )
 
     def gauges(self) -> dict[str, float]:
@@ -130,8 +146,11 @@ class AsyncRolloutSource:
     def ledger_snapshot(self) -> dict[str, dict[str, int]]:
         return self._ledger.snapshot()
 
-    def evaluate(self, evaluator: Evaluator, *, version: int, heartbeat: Callable[[], None]) -> dict[str, float] | None:
-        """Metrics of the policy that is served; None when the run is to stop. Calls `heartbeat` now and then.
+    def evaluate(
+        self, evaluator: Evaluator, *, version: int, heartbeat: Callable[[], None], attend: Callable[[], None]
+    ) -> dict[str, float] | None:
+        """Metrics of the policy that is served; None when the run is to stop. Calls `heartbeat` now and then, and `attend` when
+        the servers change.
 
         Raises:
             GrpoAsyncError: a reward failed, or too many rollouts did.
@@ -139,14 +158,15 @@ class AsyncRolloutSource:
         self._evaluation = running = self._thread.submit(evaluator.run(version=version))
         if self._stopping:  # asked for between the two lines above
             running.cancel()
+        running.add_done_callback(lambda _: self._attention.set())
         try:
-            while True:  # each of its rollouts has a deadline
-                try:
-                    return running.result(timeout=_HEARTBEAT_S)
-                except TimeoutError:
-                    if running.done():
-                        raise
+            while not running.done():  # waits: each of its rollouts has a deadline
+                if not self._attention.wait(timeout=_HEARTBEAT_S):
                     heartbeat()
+                elif not running.done():
+                    self._attention.clear()
+                    attend()
+            return running.result(timeout=0.0)
         except CancelledError:
             return None
         finally:

@@ -35,7 +35,7 @@ class LoopThread:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        self._loop.run_forever()  # waits: stop() ends it
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine on the loop; cancelling the future cancels it."""
@@ -63,7 +63,7 @@ class LoopThread:
 
         def done(finished: concurrent.futures.Future[None]) -> None:
             self._tasks.discard(finished)
-            if not finished.cancelled() and (error := finished.exception()) is not None:
+            if not finished.cancelled() and (error := finished.exception(timeout=0.0)) is not None:
                 on_error(error)
 
         future.add_done_callback(done)

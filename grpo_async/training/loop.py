@@ -32,10 +32,12 @@ from grpo_async.training.ranks import (
     ExportCommand,
     GatherCommand,
     SaveCommand,
+    ScoreCommand,
     StepCommand,
     StopCommand,
     WaitCommand,
 )
+from grpo_async.training.score import score_sequences
 from grpo_async.training.step import StepResult, train_step
 
 logger = logging.getLogger(__name__)
@@ -44,21 +46,53 @@ logger = logging.getLogger(__name__)
 class RolloutSource(Protocol):
     """Where samples come from: the rollout thread with its buffer and ledger."""
 
-    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None]) -> list[ScoredGroup] | None:
-        """Block until there are groups, calling `heartbeat` now and then; None when the run is to stop."""
+    def take(
+        self,
+        num_groups: int,
+        *,
+        trainer_version: int,
+        heartbeat: Callable[[], None],
+        attend: Callable[[], None],
+    ) -> list[ScoredGroup] | None:
+        """Block until there are groups, calling `heartbeat` now and then and `attend` whenever the servers change; None when the
+        run is to stop."""
 
     def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None: ...
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]: ...
 
     def advance(self, version: int) -> None:
-        """The server serves `version` from now on."""
+        """The servers serve `version` from now on."""
 
     def resume_state(self) -> tuple[dict[str, Any], list[int], dict[str, dict[str, int]]]:
         """Data cursor, prompts to issue again, ledger."""
 
     def gauges(self) -> dict[str, float]:
         """Queue length and ledger."""
+
+
+class WeightSync(Protocol):
+    """The way of the weights to the inference servers."""
+
+    @property
+    def has_joiners(self) -> bool:
+        """Whether some server could serve if it had the weights."""
+
+    def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
+        """Push the current weights as `version` to every server that is up, and return metrics; None when no server is.
+
+        Calls `before_gather` before each pass over the parameters: the other ranks have to take part in it.
+        """
+
+    def verify(self, score: Callable[[Sequence[Sequence[int]]], list[list[float]]]) -> dict[str, float]:
+        """Where it is due, compare the servers with `score`, the trainer's own log-probabilities; returns metrics.
+
+        Raises:
+            RunError: a server serves other weights than the trainer has.
+        """
+
+    def rest(self) -> None:
+        """A step begins to train. What the servers hold of a shared GPU may be given back until the next push."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,6 +120,9 @@ class Workplace:
             device=self.device,
         )
 
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return score_sequences(self.policy, sequences, device=self.device)
+
 
 def follow(place: Workplace) -> None:
     """Ranks 1..N-1: do rank 0's commands until it says stop."""
@@ -99,6 +136,8 @@ def follow(place: Workplace) -> None:
             case GatherCommand():
                 for _ in place.parameters.buckets(command.bucket_bytes):
                     pass  # only rank 0 sends
+            case ScoreCommand():
+                place.score(command.sequences)
             case SaveCommand():
                 save_checkpoint(place.rundir, command.step, place.policy, place.optimizer, None)
             case ExportCommand():
@@ -113,7 +152,7 @@ class LeaderLoop:
     Args:
         place: this rank's shard.
         source: samples.
-        push: sends the weights and returns metrics; gets the version, and what to call just before it gathers parameters.
+        sync: the way of the weights to the servers.
         read: reads clock and server counters.
         on_step: gets (step, metrics) after each step.
         meter: figures of the run.
@@ -126,7 +165,7 @@ class LeaderLoop:
         place: Workplace,
         *,
         source: RolloutSource,
-        push: Callable[[int, Callable[[], None]], dict[str, float]],
+        sync: WeightSync,
         read: Callable[[], Reading],
         on_step: Callable[[int, dict[str, float]], None],
         meter: PipelineMeter,
@@ -136,7 +175,7 @@ class LeaderLoop:
         self._place = place
         self._config = place.config
         self._source = source
-        self._push = push
+        self._sync = sync
         self._read = read
         self._on_step = on_step
         self._meter = meter
@@ -144,14 +183,30 @@ class LeaderLoop:
         self._bad_steps = 0
         self._pushed_version = -1
         self._saved_step = saved_step
+        self._version = 0  # of the weights in this process
 
     def push(self, version: int) -> dict[str, float]:
-        """Push the current weights as `version`, on all ranks."""
+        """Push the current weights as `version`, on all ranks. With no server up, training goes on with what is queued: the
+        weights follow as soon as one is (`attend`)."""
         gather = GatherCommand(bucket_bytes=self._config.weights.bucket_mb << 20)
-        metrics = self._push(version, lambda: self._command_all(gather))
+        self._version = version
+        metrics = self._sync.push(version, before_gather=lambda: self._command_all(gather))
+        if metrics is None:
+            return {"sync/skipped": 1.0}
+        metrics.update(self._sync.verify(self.score))
         self._pushed_version = version
         self._source.advance(version)
         return metrics
+
+    def attend(self) -> None:
+        """The servers have changed while this thread waited: give the weights to those that can serve again."""
+        if self._sync.has_joiners:
+            self.push(self._version)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities of token sequences under the current weights, on all ranks; see training.score."""
+        self._command_all(ScoreCommand(sequences=sequences))
+        return self._place.score(sequences)
 
     def run(self, *, first_step: int) -> int:
         """Train to `training.max_steps` or until the source says stop; returns the number of finished steps.
@@ -168,7 +223,9 @@ class LeaderLoop:
             waited_s = time.monotonic() - wait_began
             metrics = self._source.group_metrics(groups)
             samples = [sample for group in groups for sample in group.samples]
+            self._sync.rest()
             result = self._train(samples, step)
+            self._version = step
             self._check_finite(result, step)
             trained = [group for group in groups if group.samples]
             self._source.settle(trained, GroupStatus.TRAINED if result.is_finite else GroupStatus.FAILED, step=step)
@@ -199,6 +256,7 @@ class LeaderLoop:
                 self._config.rollout.groups_per_step,
                 trainer_version=step - 1,
                 heartbeat=self.heartbeat,
+                attend=self.attend,
             )
         except RunError:
             try:
@@ -261,7 +319,7 @@ class LeaderLoop:
         self._saved_step = step
 
     def finish(self, step: int) -> None:
-        """Make the server serve the last weights, and write the last checkpoint and the exported model."""
+        """Make the servers serve the last weights, and write the last checkpoint and the exported model."""
         if self._pushed_version != step:
             self.push(step)
         self.save(step)

@@ -31,8 +31,12 @@ class Policy(nn.Module):
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
 
-    def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities (with gradient) and entropies (without) of the trained tokens, both (N,) float32."""
+    def forward(self, batch: MicroBatch, *, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities (with gradient) and entropies (without) of the trained tokens, both (N,) float32.
+
+        Args:
+            temperature: of the distribution; None = that of the run.
+        """
         hidden = self.model.base_model(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask(),
@@ -48,7 +52,11 @@ class Policy(nn.Module):
             anchor = head(flat[:1]).float().sum() * 0.0
             return anchor.expand(1)[:0] + anchor, states.sum(-1).float().detach()
         logprobs, entropy = chunked_logprobs(
-            states, batch.target_ids, head, temperature=self._temperature, chunk_tokens=self._chunk_tokens
+            states,
+            batch.target_ids,
+            head,
+            temperature=self._temperature if temperature is None else temperature,
+            chunk_tokens=self._chunk_tokens,
         )
         return logprobs, entropy
 
@@ -65,7 +73,7 @@ def load_policy(section: ModelSection, *, temperature: float, chunk_tokens: int,
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(section.path)
+        config = AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
         _check_config(config, section.path, max_model_len)
         for name, value in config.to_dict().items():
             if "drop" in name and isinstance(value, float):
@@ -76,6 +84,7 @@ def load_policy(section: ModelSection, *, temperature: float, chunk_tokens: int,
             config=config,
             dtype=getattr(torch, section.dtype),
             attn_implementation="sdpa",
+            trust_remote_code=section.trust_remote_code,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: cannot load a causal language model from {section.path!r}: {error}") from error

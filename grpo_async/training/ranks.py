@@ -42,6 +42,13 @@ class GatherCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreCommand:
+    """Take part in computing the log-probabilities of these token sequences."""
+
+    sequences: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
 class SaveCommand:
     """Take part in writing checkpoint `step`."""
 
@@ -58,7 +65,7 @@ class StopCommand:
     """The run is over."""
 
 
-Command = StepCommand | WaitCommand | GatherCommand | SaveCommand | ExportCommand | StopCommand
+Command = StepCommand | WaitCommand | GatherCommand | ScoreCommand | SaveCommand | ExportCommand | StopCommand
 
 
 class CommandChannel:

@@ -112,6 +112,25 @@ def test_interrupt_and_fail_wake_a_waiting_take() -> None:
         timer.join()
 
 
+def test_wake_makes_the_waiting_take_attend_in_its_own_thread_and_go_on_waiting() -> None:
+    fixture = _Fixture()
+    attended: list[str] = []
+
+    def attend() -> None:
+        attended.append(threading.current_thread().name)
+        if len(attended) == 2:
+            fixture.put(make_scored(7))
+
+    watch = Watch(timeout_s=10.0, progress=lambda: 0, setting="s", attend=attend)
+    fixture.buffer.wake()  # also one that came before anybody waited
+    second = threading.Timer(0.1, fixture.buffer.wake)
+    second.start()
+    (taken,) = fixture.buffer.take(1, trainer_version=0, watch=watch)
+    second.join()
+    assert taken.group.group_id == 7
+    assert attended == [threading.current_thread().name] * 2
+
+
 def test_an_interrupted_take_queues_again_what_it_had_taken() -> None:
     fixture = _Fixture()
     fixture.put(make_scored(0))

@@ -25,7 +25,8 @@ rewards: [{function: "a:b"}]
 inference: {engine: embedded}
 """
 COMMANDS = [
-    "train", "validate", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart", "inspect-rollouts", "check-reward",
+    "train", "validate", "preflight", "doctor", "check-reward", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart",
+    "inspect-rollouts",
 ]  # fmt: skip
 
 

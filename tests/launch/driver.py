@@ -1,4 +1,8 @@
-"""The launcher with stand-ins for its children: `python -m tests.launch.driver JSON`, see `LauncherProcess`."""
+"""The launcher with stand-ins for its children: `python -m tests.launch.driver JSON`, see `LauncherProcess`.
+
+Options: folder; trainer and server (modes of the stand-ins); torchrun; stop_timeout_s; inference (values of that section);
+preflight.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,34 @@ def main(options: dict[str, Any]) -> int:
     folder = Path(options["folder"])
 
     def amend(plan: ProcessPlan) -> ProcessPlan:
-        assert plan.server is not None
         rank = (str(HERE / "stand_in_trainer.py"), options["trainer"], str(folder))
         torchrun = plan.trainer.command[: plan.trainer.command.index("grpo_async.launch.trainer") - 1]
         trainer = (*torchrun, *rank) if options["torchrun"] else (sys.executable, *rank)
-        server = (sys.executable, str(HERE / "stand_in_server.py"), options["server"], str(folder))
-        return replace(
-            plan, server=replace(plan.server, command=server), trainer=replace(plan.trainer, command=trainer)
+        servers = tuple(
+            replace(
+                spec,
+                command=(
+                    *(sys.executable, str(HERE / "stand_in_server.py"), options["server"], str(folder)),
+                    "server" if len(plan.servers) == 1 else f"server{index}",
+                ),
+            )
+            for index, spec in enumerate(plan.servers)
         )
+        return replace(plan, servers=servers, trainer=replace(plan.trainer, command=trainer))
 
-    config = make_config(folder, launch={"num_trainer_ranks": 2, "stop_timeout_s": options["stop_timeout_s"]})
-    code = launch(config, resume=None, clean=False, dry_run=False, amend=amend)
+    config = make_config(
+        folder,
+        launch={"num_trainer_ranks": 2, "stop_timeout_s": options["stop_timeout_s"]},
+        inference=options.get("inference", {}),
+    )
+    code = launch(
+        config,
+        resume=None,
+        clean=False,
+        dry_run=False,
+        preflight_only=options.get("preflight", False),
+        amend=amend,
+    )
     if "torch" in sys.modules:
         raise AssertionError("the launcher imported torch")
     return code

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from grpo_async.inference.router import FixedServers
+
 from grpo_async.config import ExperimentConfig
 from grpo_async.launch.renderer import load_renderer
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
+from grpo_async.records import ScoredGroup
 from grpo_async.store.rollout_store import RolloutStore
 from tests.launch.support import make_config
 from tests.support.local_server import LIMIT_S, LocalServer, Request, line
@@ -30,9 +33,18 @@ def number_in_group(request: Request) -> int:
     return int(request["request_id"].split("-")[1].removeprefix("r"))
 
 
+class _Served:
+    """What the scripted server serves; `serve` changes it."""
+
+    version = 0
+
+
+served = _Served()
+
+
 async def odd_or_even(request: Request) -> AsyncIterator[bytes]:
-    """A script: one token, odd or even by its number in the group, and the end of the turn, of the version the client knows."""
-    yield line([5 + number_in_group(request) % 2, *request["stop_token_ids"][:1]], version=int(request["cache_salt"]))
+    """A script: one token, odd or even by its number in the group, and the end of the turn, of the version that is served."""
+    yield line([5 + number_in_group(request) % 2, *request["stop_token_ids"][:1]], version=served.version)
 
 
 def side_config(folder: Path, model_path: Path, **sections: Mapping[str, Any]) -> ExperimentConfig:
@@ -55,10 +67,11 @@ def side_config(folder: Path, model_path: Path, **sections: Mapping[str, Any]) -
 def open_side(config: ExperimentConfig, server: LocalServer | str) -> Iterator[RolloutSide]:
     """Built, not started; closed at the end of the block."""
     scored.clear()
+    served.version = 0
     store = RolloutStore(config.run_path / "rollouts")
     side = build_rollout_side(
         config,
-        server_url=server if isinstance(server, str) else server.url,
+        fleet=FixedServers([server if isinstance(server, str) else server.url]),
         renderer=load_renderer(config),
         store=store,
         state=None,
@@ -70,8 +83,18 @@ def open_side(config: ExperimentConfig, server: LocalServer | str) -> Iterator[R
         store.close()
 
 
-def no_heartbeat() -> None:
-    """For `take` where no other rank waits."""
+def serve(side: RolloutSide, version: int) -> None:
+    """The scripted server serves `version` from now on, and the rollout side is told."""
+    served.version = version
+    side.source.advance(version)
+
+
+def take(side: RolloutSide, num_groups: int, *, version: int = 0) -> list[ScoredGroup] | None:
+    """`source.take` where no other rank waits and no server changes."""
+    return side.source.take(num_groups, trainer_version=version, heartbeat=_nothing, attend=_nothing)
+
+
+def _nothing() -> None: ...
 
 
 class StepsSeen:

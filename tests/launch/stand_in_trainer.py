@@ -5,11 +5,13 @@ It leaves FOLDER/NAME.pid, written atomically, so that a test can see who has st
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,60 @@ def summary(status: str) -> dict[str, Any]:
     }
 
 
+class ServedRun:
+    """A trainer that takes every server as serving when it starts. It appends the news of servers to FOLDER/news, asks for a
+    restart of server 0 on SIGUSR1, and finishes on SIGUSR2."""
+
+    def __init__(self, control: ControlClient, folder: Path, *, marks_restarts: bool) -> None:
+        self._control = control
+        self._news = (folder / "news").open("a", buffering=1)
+        self._marks_restarts = marks_restarts
+        self._finished = threading.Event()
+
+    def run(self) -> int:
+        signal.signal(signal.SIGUSR1, lambda *_: self._ask_restart())
+        signal.signal(signal.SIGUSR2, lambda *_: self._finished.set())
+        for index in range(len(json.loads(os.environ["GRPO_ASYNC_SERVER_URLS"]))):
+            self._control.send("server_serving", index=index)
+        self._control.on_server = self._take
+        self._control.send("phase", name="servers serve")
+        status = "finished" if wait_for_either(self._finished, self._control.stop_requested) else "stopped"
+        failures = [{"server": "server 0", "reason": "killed", "recovery_s": 1.5}]
+        self._control.send("summary", summary={**summary(status), "server_failures": failures})
+        self._control.close()
+        return 0
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        self._news.write(json.dumps(dict(message)) + "\n")
+        if message["event"] == "starting" and self._marks_restarts:
+            self._control.send("server_serving", index=message["index"])
+
+    def _ask_restart(self) -> None:
+        self._control.send("restart_server", index=0, reason="it did not answer for 30 s")
+
+
+def wait_for_either(first: threading.Event, second: threading.Event) -> bool:
+    """Whether `first` was the one."""
+    either = threading.Event()
+
+    def wait_for(event: threading.Event) -> None:
+        event.wait(LIMIT_S)
+        either.set()
+
+    for event in (first, second):
+        threading.Thread(target=wait_for, args=(event,), daemon=True).start()
+    either.wait(LIMIT_S)
+    return first.is_set()
+
+
+def preflight_checks(mode: str) -> list[dict[str, str]]:
+    status = "fail" if mode == "preflight-fail" else "warn"
+    return [
+        {"name": "logprobs", "status": "pass", "detail": "mean 1e-6"},
+        {"name": "memory", "status": status, "detail": "little is left \x1b[2J"},
+    ]
+
+
 def main(mode: str, folder: Path) -> int:
     die_with_parent()
     rank = int(os.environ.get("RANK", "0"))
@@ -58,6 +114,13 @@ def main(mode: str, folder: Path) -> int:
         return 1
     if mode == "silent":
         return 0
+    if mode in ("served", "served-once"):
+        return ServedRun(control, folder, marks_restarts=mode == "served").run()
+    if mode in ("preflight-pass", "preflight-fail"):
+        write_atomically(folder / "preflight", os.environ.get("GRPO_ASYNC_PREFLIGHT_ONLY", ""))
+        control.send("preflight", checks=preflight_checks(mode))
+        control.close()
+        return int(mode == "preflight-fail")
     if mode == "finish":
         control.send("evaluation", when="before", metrics={"reward": 0.4})
         for step in (1, 2):

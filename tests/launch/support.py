@@ -66,10 +66,19 @@ class LauncherProcess:
     """`launch` in a process of its own, with stand-ins; killed at the end of the `with` block, with all that it started."""
 
     def __init__(
-        self, folder: Path, *, trainer: str, server: str = "serve", torchrun: bool = False, stop_timeout_s: float = 60.0
+        self,
+        folder: Path,
+        *,
+        trainer: str,
+        server: str = "serve",
+        torchrun: bool = False,
+        stop_timeout_s: float = 60.0,
+        **more: Any,
     ) -> None:
+        """`more`: see tests.launch.driver."""
         self.folder = folder
         options = {
+            **more,
             "folder": str(folder),
             "trainer": trainer,
             "server": server,
@@ -78,6 +87,7 @@ class LauncherProcess:
         }
         # short, because a unix socket's path is limited; a killed launcher cannot remove its private folder itself
         self._temporary = tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp")
+        self.temporary = self._temporary.name
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.launch.driver", json.dumps(options)],
             cwd=REPOSITORY,
@@ -110,7 +120,7 @@ class LauncherProcess:
         self._temporary.cleanup()
 
     def pids(self) -> dict[str, int]:
-        """The stand-ins that have started: server, rank0, rank1, helper."""
+        """The stand-ins that have started: server (or server0, server1), rank0, rank1, helpers."""
         return {path.stem: int(path.read_text()) for path in self.folder.glob("*.pid")}
 
     def wait_for_line(self, text: str) -> None:

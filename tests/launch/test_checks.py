@@ -119,3 +119,12 @@ def test_no_rewards_at_all_need_environments_that_have_them(tmp_path: Path) -> N
     config = make_config(tmp_path, environments={"echo": factory}, rewards=[])
     with pytest.raises(ConfigError, match="not every environment has a `get_reward`"):
         check_inputs(config)
+
+
+def test_files_of_tls_are_looked_for_before_anything_starts(tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    key.write_text("")
+    config = make_config(tmp_path, inference={"tls": {"certificate": str(tmp_path / "c.pem"), "key": str(key)}})
+    with pytest.raises(ConfigError, match=r"inference\.tls\.certificate: .*c\.pem cannot be read") as refusal:
+        check_inputs(config)
+    assert "tls.key" not in str(refusal.value)

@@ -6,13 +6,14 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_async.launch.control import CONTROL_VARIABLE, LAUNCHER_GONE, ControlClient, ControlServer
+from tests.launch.support import eventually
 
 LIMIT_S = 10.0
 
@@ -136,3 +137,60 @@ def test_a_line_that_is_no_message_is_reported_and_the_rest_is_heard(tmp_path: P
     assert inbox.messages == [{"kind": "phase", "name": "training"}]
     assert len(inbox.broken) == 2
     assert "not json" in inbox.broken[0]
+
+
+def test_news_of_servers_reach_the_trainer_in_order_also_those_from_before_it_listened(tmp_path: Path) -> None:
+    heard: list[tuple[int, str, str]] = []
+
+    def listen(message: Mapping[str, Any]) -> None:
+        heard.append((message["index"], message["event"], message["detail"]))
+        if message["event"] == "broken":
+            raise ZeroDivisionError  # a listener that fails must not silence the channel
+
+    async def main() -> None:
+        async with Inbox().server(tmp_path / "control") as server:
+            server.send_server_event(0, "exited", "before it connected", 0)
+            client = await asyncio.to_thread(ControlClient, tmp_path / "control")
+            server.send_server_event(0, "starting", "before it listened", 1)
+            await asyncio.to_thread(_until, lambda: len(client._kept) == 2)
+            assert heard == []
+            client.on_server = listen
+            assert len(heard) == 2
+            for number in range(50):
+                server.send_server_event(1, "exited", str(number), 0)
+            server.send_server_event(1, "broken", "", 0)
+            server.request_stop("SIGTERM")
+            assert await asyncio.to_thread(client.stop_requested.wait, LIMIT_S)
+            await asyncio.to_thread(client.close)
+
+    asyncio.run(main())
+    assert heard[:2] == [(0, "exited", "before it connected"), (0, "starting", "before it listened")]
+    assert [detail for _, event, detail in heard[2:] if event == "exited"] == [str(number) for number in range(50)]
+    assert len(heard) == 53
+
+
+def test_what_the_trainer_says_of_a_server_names_the_life_that_it_knew(tmp_path: Path) -> None:
+    inbox = Inbox()
+
+    async def main() -> None:
+        async with inbox.server(tmp_path / "control") as server:
+            client = await asyncio.to_thread(ControlClient, tmp_path / "control")
+            client.send("server_serving", index=1)
+            client.send("restart_server", index=1, reason="it hangs")
+            told = threading.Event()
+            client.on_server = lambda message: told.set()
+            server.send_server_event(1, "starting", "restart 1", 4)
+            assert await asyncio.to_thread(told.wait, LIMIT_S)
+            client.send("restart_server", index=1, reason="it hangs again")
+            client.send("restart_server", index=0, reason="this one, too")
+            client.send("phase", name="training")
+            await asyncio.to_thread(client.close)
+            await server.drain(LIMIT_S)
+
+    asyncio.run(main())
+    lives = [(message.get("index"), message.get("life")) for message in inbox.messages]
+    assert lives == [(1, 0), (1, 0), (1, 4), (0, 0), (None, None)]
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    assert eventually(condition, LIMIT_S)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from rich.console import Console
 
 from grpo_async.launch.display import LineDisplay, LiveDisplay, make_display
+from grpo_async.launch.preflight_report import Check
 from grpo_async.launch.progress import Progress, duration, sparkline
 from grpo_async.launch.summary import print_summary
 from grpo_async.launch.wording import plain
@@ -115,6 +117,67 @@ def test_a_terminal_gets_the_panel_and_a_pipe_gets_lines() -> None:
     options = {"run_name": "x", "max_steps": 1, "logs": Path("logs")}
     assert isinstance(make_display(_console(terminal=True), **options), LiveDisplay)
     assert isinstance(make_display(_console(terminal=False), **options), LineDisplay)
+
+
+def test_a_server_that_is_down_is_on_the_panel_until_it_serves_again() -> None:
+    console = _console(terminal=True)
+    display = LiveDisplay(console, run_name="x", max_steps=60, logs=Path("runs/x/logs/latest"))
+    display.step(1, 60, METRICS)
+    assert "servers" not in _render(console, display)
+    display.server("inference server 1", "was killed by SIGKILL\x1b[2J, restart 1 of 3")
+    text = _render(console, display)
+    assert "DOWN: the inference server 1 was killed by SIGKILL, restart 1 of 3" in " ".join(text.split())
+    display.server("inference server 1", None)
+    display.step(2, 60, {**METRICS, "servers/serving": 2.0, "servers/restarts": 1.0, "servers/recovery_s": 12.34})
+    text = _render(console, display)
+    assert "servers 2  restarts 1  last recovery 12.3 s" in text
+    assert "DOWN" not in text
+    assert len(text.splitlines()) <= 24
+
+
+def _render(console: Console, display: LiveDisplay) -> str:
+    with console.capture() as capture:
+        console.print(display.render())
+    return "\n".join(plain(line).strip("│ ") for line in capture.get().splitlines())
+
+
+def test_a_step_line_tells_of_restarts_only_when_there_were_any() -> None:
+    console = _console(terminal=False)
+    with _show(LineDisplay, console) as display:
+        display.step(1, 60, {"servers/serving": 2.0, "servers/restarts": 0.0})
+        display.step(2, 60, {"servers/serving": 1.0, "servers/restarts": 3.0})
+    assert _text(console).splitlines()[1:] == ["step 1/60", "step 2/60  servers 1  restarts 3"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_checks_are_a_table_that_is_coloured_on_a_terminal_only(terminal: bool) -> None:
+    colors: Literal["standard", "auto"] = "standard" if terminal else "auto"
+    console = Console(file=io.StringIO(), force_terminal=terminal, color_system=colors, width=80, _environ={})
+    display = _show(LiveDisplay if terminal else LineDisplay, console)
+    display.preflight([Check("logprobs", "pass", "mean 1e-6"), Check("a\x1b[2Jb", "fail", "[red]\x1b]0;x\x07no")])
+    text = _text(console)
+    words = [plain(line).split() for line in text.splitlines()]
+    assert ["pass", "logprobs", "mean", "1e-6"] in words
+    assert ["fail", "ab", "[red]no"] in words
+    assert ("\x1b[32m" in text) == terminal  # green
+    assert "\x1b[2J" not in text
+    assert "\x1b]" not in text
+
+
+def test_the_summary_tells_of_servers_in_one_line_only_when_some_failed() -> None:
+    failures = [
+        {"server": "server 0", "reason": "killed", "recovery_s": 12.34},
+        {"server": "server 1", "reason": "hung\x1b[2J", "recovery_s": None},
+    ]
+    for entries, line in (
+        ([], None),
+        (failures[:1], "servers 1 failure, recovered after 12.3 s"),
+        (failures, "servers 2 failures, recovered after 12.3 s; not recovered: server 1 (hung)"),
+    ):
+        console = _console(terminal=False, width=200)
+        print_summary(console, {"status": "finished", "server_failures": entries}, Path("runs/x"))
+        lines = [" ".join(text.split()) for text in _text(console).splitlines() if text.startswith("servers")]
+        assert lines == ([] if line is None else [line])
 
 
 def test_averages_changes_and_bars_are_what_their_formulas_say() -> None:

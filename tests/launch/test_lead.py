@@ -1,94 +1,104 @@
-"""The order of rank 0's life, and what it asks of a server; everything around the order is a fake that notes its calls."""
+"""The order of rank 0's life; everything around the order is a fake that notes its calls."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.errors import ConfigError, DeadlineError
-from grpo_async.inference.control import ServerControl
-from grpo_async.inference.surface import ServerInfo
+from grpo_async.errors import DeadlineError, RunError
 from grpo_async.launch import lead as lead_module
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
 from grpo_async.launch.lead import lead
+from grpo_async.launch.preflight_context import PreflightContext
+from grpo_async.launch.preflight_report import Check
 from grpo_async.rundir import RunDir
 from grpo_async.training import loop as loop_module
 from grpo_async.training.checkpoint import TrainerState
 from tests.launch.support import make_config
-from tests.support.local_server import LocalServer, Refusal, local_server
+from tests.support.local_server import Refusal, local_server
 
 
-def _info(**changes: Any) -> ServerInfo:
-    fields = {
-        "engine": "embedded",
-        "engine_version": "1",
-        "model": "m",
-        "dtype": "float32",
-        "max_model_len": 2048,
-        "policy_version": 0,
-    }
-    return ServerInfo(**{**fields, **changes})  # fmt: skip
+class _Fleet:
+    """inference.fleet.Fleet with one server. `up`: answers of `wait_for_members`, one after the other; then True."""
+
+    def __init__(self, events: list[str], closed: list[str]) -> None:
+        self.events = events
+        self.up: list[bool | Exception] = []
+        self.failures: list[Any] = []
+        self.listeners: list[Callable[[], None]] = []
+        self.num_events = 0
+        self.start = lambda: events.append("look for servers")
+        self.close = lambda: closed.append("fleet")
+
+    def wait_for_members(self, *, deadline_s: float, setting: str, stop: Any) -> bool:
+        answer = self.up.pop(0) if self.up else True
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def members(self) -> list[Any]:
+        return [SimpleNamespace(info=SimpleNamespace(engine="embedded"), name="server 0")]
+
+    serving = members
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        self.listeners.append(listener)
+
+    def on_launcher_message(self, message: Any) -> None: ...
+
+    def read(self) -> SimpleNamespace:
+        return SimpleNamespace(busy_s=0.0, generated_tokens=0)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
-class _World:
-    """Everything that rank 0 talks to. `events`: what it did, in order; `closed`: what it closed."""
+class _Sync:
+    """The way of the weights. `outcomes` of the next pushes; then they reach the server."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, info: ServerInfo) -> None:
-        self.events: list[str] = []
-        self.closed: list[str] = []
-        self._info = info
-        for module, name, fake in (
-            (lead_module, "ServerControl", lambda url, **_: nullcontext(self)),
-            (lead_module, "build_rollout_side", lambda config, **_: self._side()),
-            (lead_module, "GlooTransport", lambda control, **_: self._transport()),
-            (lead_module, "load_state", lambda rundir, step: self._state(step)),
-            (lead_module, "load_tensors", lambda rundir, step, *_: self.events.append(f"restore {step}")),
-            (lead_module, "set_aside_later_checkpoints", lambda rundir, step: None),
-            (lead_module, "push_weights", self._push_weights),
-            (loop_module, "save_checkpoint", lambda rundir, step, *_: self.events.append(f"save {step}")),
-            (loop_module, "prune_checkpoints", lambda rundir, **_: None),
-        ):
-            monkeypatch.setattr(module, name, fake)
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.outcomes: list[Exception | None] = []
+        self.has_joiners = False
 
-    def _side(self) -> SimpleNamespace:
-        return SimpleNamespace(source=self, evaluator=self, majority_baseline=None)
-
-    def _transport(self) -> SimpleNamespace:
-        return SimpleNamespace(connect=lambda: None, close=lambda: self.closed.append("weight group"))
-
-    def _state(self, step: int) -> TrainerState:
-        return TrainerState(step=step, data={}, outstanding_prompts=[], ledger={}, progress={})
-
-    def _push_weights(self, parameters: Any, *, version: int, **_: Any) -> SimpleNamespace:
+    def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
+        if self.outcomes:
+            outcome = self.outcomes.pop(0)
+            if outcome is not None:
+                raise outcome
+            self.events.append(f"no server for {version}")
+            return None
         self.events.append(f"push {version}")
-        return SimpleNamespace(metrics=dict)
+        return {}
 
-    # the server's control
-    def wait_until_ready(self, *, deadline_s: float, setting: str, stop: Any) -> ServerInfo:
-        return self._info
+    def verify(self, score: Any) -> dict[str, float]:
+        return {}
 
-    def info(self) -> ServerInfo:
-        return self._info
+    def rest(self) -> None: ...
 
-    # the rollout source
-    def evaluate(self, evaluator: Any, *, version: int, heartbeat: Any) -> dict[str, float]:
+
+class _Source:
+    """The rollout source. It is asked to stop at the first `take`."""
+
+    def __init__(self, events: list[str], closed: list[str]) -> None:
+        self.events = events
+        self.start = lambda: events.append("start generating")
+        self.close = lambda: closed.append("rollout side")
+
+    def evaluate(self, evaluator: Any, *, version: int, heartbeat: Any, attend: Any) -> dict[str, float]:
         self.events.append(f"evaluate {version}")
         return {"reward": 0.5}
 
-    def start(self) -> None:
-        self.events.append("start generating")
-
-    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None]) -> Sequence[Any] | None:
+    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Any, attend: Any) -> Sequence[Any] | None:
         self.events.append(f"take {trainer_version}")
-        return None  # the run is to stop
+        return None
 
     def advance(self, version: int) -> None:
         self.events.append(f"serve {version}")
@@ -99,100 +109,188 @@ class _World:
     def ledger_snapshot(self) -> dict[str, Any]:
         return {}
 
+    def wake(self) -> None: ...
+
     def interrupt(self) -> None: ...
 
     def stop_generating(self) -> None: ...
 
-    def close(self) -> None:
-        self.closed.append("rollout side")
+
+class _World:
+    """Everything that rank 0 talks to. `events`: what it did, in order; `closed`: what it closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.closed: list[str] = []
+        self.fleet = _Fleet(self.events, self.closed)
+        self.sync = _Sync(self.events)
+        self.source = _Source(self.events, self.closed)
+        self.checks: list[Check] = []
+        self.context: PreflightContext | None = None
+        side = SimpleNamespace(
+            source=self.source, evaluator=self, majority_baseline=None, first_prompts=[], tool_sets=[]
+        )
+        for module, name, fake in (
+            (lead_module, "Fleet", lambda urls, **_: self.fleet),
+            (lead_module, "build_rollout_side", lambda config, **_: side),
+            (lead_module, "WeightTransport", lambda kind, **_: self._transport()),
+            (lead_module, "FleetSync", lambda *_, **__: self.sync),
+            (lead_module, "run_preflight", self._preflight),
+            (lead_module, "load_state", lambda rundir, step: self._state(step)),
+            (lead_module, "load_tensors", lambda rundir, step, *_: self.events.append(f"restore {step}")),
+            (lead_module, "set_aside_later_checkpoints", lambda rundir, step: None),
+            (loop_module, "save_checkpoint", lambda rundir, step, *_: self.events.append(f"save {step}")),
+            (loop_module, "prune_checkpoints", lambda rundir, **_: None),
+            (loop_module, "export_model", lambda *_: self.events.append("export")),
+        ):
+            monkeypatch.setattr(module, name, fake)
+
+    def _transport(self) -> SimpleNamespace:
+        return SimpleNamespace(close=lambda: self.closed.append("weight group"))
+
+    def _state(self, step: int) -> TrainerState:
+        return TrainerState(step=step, data={}, outstanding_prompts=[], ledger={}, progress={})
+
+    def _preflight(self, context: PreflightContext) -> list[Check]:
+        self.events.append("preflight")
+        self.context = context
+        return self.checks
 
 
-def _lead(config: ExperimentConfig, *, resume_step: int | None = None, url: str = "http://server") -> None:
+def _lead(
+    config: ExperimentConfig,
+    *,
+    resume_step: int | None = None,
+    url: str = "http://server",
+    preflight_only: bool = False,
+) -> list[str]:
+    """Run rank 0; what it told the other ranks."""
     rundir = RunDir(config.run_path)
     rundir.create()
     place = Assignment(
-        rundir=rundir, attempt_dir=rundir.latest_logs, server_url=url, rank=0, local_rank=0, world_size=1,
-        store_file=None, resume_step=resume_step,
+        rundir=rundir, attempt_dir=rundir.latest_logs, server_urls=(url,), rank=0, local_rank=0, world_size=1,
+        store_file=None, resume_step=resume_step, preflight_only=preflight_only,
     )  # fmt: skip
+    told: list[str] = []
+    model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=7))
+    cpu = torch.device("cpu")
     workplace: Any = SimpleNamespace(
-        config=config, rundir=rundir, policy=None, optimizer=None, parameters=None, num_ranks=1,
-        channel=SimpleNamespace(send=lambda commands: None),
+        config=config, rundir=rundir, policy=SimpleNamespace(model=model), optimizer=None, tokenizer=None,
+        parameters=SimpleNamespace(specs=[], device=cpu), num_ranks=1, device=cpu,
+        channel=SimpleNamespace(send=lambda commands: told.append(type(commands[0]).__name__)),
     )  # fmt: skip
-    renderer: Any = None
+    renderer: Any = SimpleNamespace(tokenizer=range(7))
     lead(place, config, ControlClient(None), workplace, renderer)
+    return told
 
 
 def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_were_pushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R1.7, R5.2: restore, push, and only then the first rollout, whatever makes it."""
-    world = _World(monkeypatch, _info())
+    """R1.7, R5.2: restore, push, check, and only then the first rollout, whatever makes it."""
+    world = _World(monkeypatch)
     _lead(make_config(tmp_path, training={"max_steps": 9}), resume_step=3)
-    assert world.events == ["restore 3", "push 3", "serve 3", "evaluate 3", "start generating", "take 3"]
+    assert world.events == [
+        "restore 3", "look for servers", "push 3", "serve 3", "preflight", "evaluate 3", "start generating", "take 3",
+    ]  # fmt: skip
 
 
 def test_a_new_run_pushes_its_weights_before_it_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R1.7."""
-    world = _World(monkeypatch, _info())
+    world = _World(monkeypatch)
     _lead(make_config(tmp_path))
-    assert world.events == ["push 0", "serve 0", "evaluate 0", "start generating", "take 0", "save 0"]
-    assert sorted(world.closed) == ["rollout side", "weight group"]
+    assert world.events == [
+        "look for servers", "push 0", "serve 0", "preflight", "evaluate 0", "start generating", "take 0", "save 0",
+    ]  # fmt: skip
+    assert sorted(world.closed) == ["fleet", "rollout side", "weight group"]
 
 
 def test_a_push_that_fails_generates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R1.7, R1.8: and the weight group and the rollout thread are ended, as at the end of every run."""
-    world = _World(monkeypatch, _info())
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError("no way to the server")
-
-    monkeypatch.setattr(lead_module, "push_weights", fails)
+    world = _World(monkeypatch)
+    world.sync.outcomes = [OSError("no way to the server")]
     with pytest.raises(OSError, match="no way to the server"):
         _lead(make_config(tmp_path))
-    assert world.events == []
-    assert sorted(world.closed) == ["rollout side", "weight group"]
+    assert world.events == ["look for servers"]
+    assert sorted(world.closed) == ["fleet", "rollout side", "weight group"]
 
 
-def test_a_server_of_another_dtype_is_warned_about_and_nothing_else_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_server_that_dies_before_the_first_push_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R1.15: the server serves bfloat16, the configuration says float32; with bfloat16 on both sides there is no word."""
-    config = make_config(tmp_path)
-    assert config.inference.dtype == "float32"
-    _World(monkeypatch, _info(dtype="bfloat16"))
-    with caplog.at_level(logging.WARNING):
-        _lead(config)
-    (warning,) = caplog.records
-    assert "the server serves bfloat16, inference.dtype says float32" in warning.getMessage()
-    caplog.clear()
-    (tmp_path / "same").mkdir()
-    with caplog.at_level(logging.WARNING):
-        _lead(make_config(tmp_path / "same", inference={"dtype": "bfloat16"}))
-    assert caplog.records == []
+    world = _World(monkeypatch)
+    world.sync.outcomes = [None, None]
+    _lead(make_config(tmp_path))
+    assert world.events[:5] == ["look for servers", "no server for 0", "no server for 0", "push 0", "serve 0"]
 
 
-def test_a_server_that_takes_shorter_sequences_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = _World(monkeypatch, _info(max_model_len=100))
-    with pytest.raises(ConfigError, match=r"takes 100 tokens, inference\.max_model_len is 2048"):
+def test_a_wait_for_a_server_tells_the_other_ranks_and_ends_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    monkeypatch.setattr(lead_module, "_WAIT_SLICE_S", 0.01)
+    late = DeadlineError("a server", waited_s=0.01, setting="inference.startup_timeout_s")
+    world.sync.outcomes = [None]
+    world.fleet.up = [True, late, late, True]
+    told = _lead(make_config(tmp_path))
+    assert told.count("WaitCommand") == 2
+
+    world.sync.outcomes = [None]
+    world.fleet.up = [True, *[late] * 1_000_000]
+    (tmp_path / "2").mkdir()
+    with pytest.raises(DeadlineError):
+        _lead(make_config(tmp_path / "2", inference={"startup_timeout_s": 0.05}))
+
+
+def test_a_check_that_fails_ends_the_run_before_anything_is_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    world.checks = [
+        Check(name="dtype", status="warn", detail="hm"),
+        Check(name="logprobs", status="fail", detail="they differ by 3 nats"),
+    ]
+    with pytest.raises(
+        RunError, match=r"the preflight found what would spoil the run:\nlogprobs: they differ by 3 nats$"
+    ):
         _lead(make_config(tmp_path))
-    assert world.events == []
+    assert world.events[-1] == "preflight"
+    assert world.context is not None
+    assert (world.context.policy_version, world.context.num_embeddings, world.context.device) == (0, 7, "cpu")
+
+
+def test_a_preflight_alone_ends_after_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = _World(monkeypatch)
+    told = _lead(make_config(tmp_path), preflight_only=True)
+    assert world.events[-1] == "preflight"
+    assert told[-1] == "StopCommand"
+
+
+def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    monkeypatch.setattr(lead_module.LeaderLoop, "run", lambda self, first_step: 2)  # all its steps
+    world.fleet.up = [True, RunError("all servers were given up")]
+    _lead(make_config(tmp_path))
+    assert world.events[-5:] == ["push 2", "serve 2", "save 2", "export", "evaluate 2"]
 
 
 def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R1.4: /health answers 503 for ever; the request time-out and the queue wait are much longer."""
+    fleet = lead_module.Fleet
 
     async def not_ready(request: Any) -> Any:
         raise Refusal(503)
         yield b""
 
-    _World(monkeypatch, _info())
-    monkeypatch.setattr(lead_module, "ServerControl", ServerControl)
+    _World(monkeypatch)
+    monkeypatch.setattr(lead_module, "Fleet", fleet)
     config = make_config(
         tmp_path,
         inference={"startup_timeout_s": 0.4, "request_timeout_s": 500.0},
         training={"queue_timeout_s": 500.0, "max_steps": 1},
     )
-    server: LocalServer
     with local_server(not_ready) as server, pytest.raises(DeadlineError, match=r"raise `inference\.startup_timeout_s`"):
         _lead(config, url=server.url)
     assert len(server.requests) > 1

@@ -11,7 +11,7 @@ import pytest
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.launch.participants import load_participants
-from tests.launch.sides import no_heartbeat, open_side, side_config, steps_seen
+from tests.launch.sides import open_side, side_config, steps_seen, take
 from tests.launch.support import make_config
 from tests.support.local_server import Request, local_server
 
@@ -30,7 +30,7 @@ def test_a_rollout_function_takes_the_place_of_our_own_rollouts(tiny_model: Path
     config = side_config(tmp_path, tiny_model, rollout_function=FUNCTION)
     with local_server(never) as server, open_side(config, server) as side:
         side.source.start()
-        groups = side.source.take(2, trainer_version=0, heartbeat=no_heartbeat)
+        groups = take(side, 2)
         assert groups is not None
         firsts = [sample.token_ids[2] for group in groups for sample in group.samples]
         assert firsts == [10, 11, 10, 11]

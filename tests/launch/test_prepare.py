@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -106,6 +108,39 @@ def test_two_launchers_cannot_hold_one_directory(tmp_path: Path) -> None:
         pass
     with lock(run_dir):
         pass
+
+
+def test_a_token_is_private_from_its_first_moment_and_gone_at_the_end(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    before = os.umask(0)
+    try:
+        with contextlib.suppress(ZeroDivisionError), run_dir.new_token() as token:
+            assert run_dir.token.read_text() == token
+            assert run_dir.token.stat().st_mode & 0o777 == 0o600
+            raise ZeroDivisionError
+    finally:
+        os.umask(before)
+    assert not run_dir.token.exists()
+    with run_dir.new_token() as another:
+        assert another != token
+        run_dir.token.unlink()  # somebody was quicker
+
+
+def test_a_token_that_a_killed_launcher_left_is_no_obstacle(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1,))
+    target = tmp_path / "elsewhere"
+    target.write_text("untouched")
+    run_dir.token.symlink_to(target)  # not followed, either
+    assert check_start(config, resume="auto", clean=False).resume_step == 1
+    with run_dir.new_token() as token:
+        assert run_dir.token.read_text() == token
+        assert not run_dir.token.is_symlink()
+    assert target.read_text() == "untouched"
+    run_dir.token.write_text("old")
+    assert check_start(config, resume=None, clean=True).resume_step is None
+    empty(run_dir)
+    assert list(run_dir.root.iterdir()) == []
 
 
 def test_a_dry_run_prints_plan_and_configuration_and_writes_nothing(

@@ -39,7 +39,7 @@ def _place(config: ExperimentConfig, folder: Path) -> Assignment:
     rundir = RunDir(config.run_path)
     rundir.create()
     return Assignment(
-        rundir=rundir, attempt_dir=rundir.latest_logs, server_url="http://server", rank=0, local_rank=0, world_size=1,
+        rundir=rundir, attempt_dir=rundir.latest_logs, server_urls=("http://server",), rank=0, local_rank=0, world_size=1,
         store_file=folder / "store", resume_step=None,
     )  # fmt: skip
 

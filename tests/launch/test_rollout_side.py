@@ -15,7 +15,7 @@ from grpo_async.buffer.ledger import is_closed
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.launch.renderer import load_renderer
 from grpo_async.records import GroupStatus
-from tests.launch.sides import no_heartbeat, number_in_group, odd_or_even, open_side, side_config
+from tests.launch.sides import number_in_group, odd_or_even, open_side, serve, side_config, take
 from tests.support.local_server import Refusal, Request, line, local_server
 
 LONG_S = 500.0
@@ -58,7 +58,7 @@ def test_a_stop_dispatches_nothing_more_although_there_is_room(tiny_model: Path,
         side.source.start()
         server.wait_for(lambda: len(server.requests) == 20, "(4 + 1) x 2 groups of 2")
         side.source.stop_generating()
-        side.source.advance(3)  # makes room for 3 x 2 groups
+        serve(side, 3)  # makes room for 3 x 2 groups
         time.sleep(0.3)
         assert len(server.requests) == 20
         assert side.source.ledger_snapshot()["groups"]["started"] == 10
@@ -81,14 +81,14 @@ def test_a_server_that_never_gets_ready_a_silent_request_and_an_empty_queue_have
     with local_server(_silent) as server, open_side(request, server) as side:
         side.source.start()
         with pytest.raises(RunError, match=r"8 failures in a row.*ReadTimeout"):
-            side.source.take(2, trainer_version=0, heartbeat=no_heartbeat)
+            take(side, 2)
     queue = side_config(
         tmp_path, tiny_model, inference={"request_timeout_s": LONG_S}, training={"queue_timeout_s": 0.3}
     )
     with local_server(_silent) as server, open_side(queue, server) as side:
         side.source.start()
         with pytest.raises(DeadlineError, match=r"raise `training\.queue_timeout_s`"):
-            side.source.take(2, trainer_version=0, heartbeat=no_heartbeat)
+            take(side, 2)
 
 
 def test_an_empty_queue_goes_on_waiting_while_the_server_generates(tiny_model: Path, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_an_empty_queue_goes_on_waiting_while_the_server_generates(tiny_model: P
     with local_server(slow) as server, open_side(config, server) as side:
         side.source.start()
         began = time.monotonic()
-        groups = side.source.take(2, trainer_version=0, heartbeat=no_heartbeat)
+        groups = take(side, 2)
         assert groups is not None
         assert [len(group.samples) for group in groups] == [2, 2]
         assert time.monotonic() - began > 1.0
@@ -127,7 +127,7 @@ def test_a_long_wait_for_samples_logs_nothing(
         server.wait_for(lambda: len(server.requests) == 4, "the requests of a step")
         threading.Timer(1.0, lambda: server.let_go(held)).start()
         with caplog.at_level(logging.DEBUG, logger="grpo_async"):
-            assert side.source.take(2, trainer_version=0, heartbeat=no_heartbeat) is not None
+            assert take(side, 2) is not None
     assert [record.getMessage() for record in caplog.records if record.name.startswith("grpo_async")] == []
 
 
@@ -148,7 +148,7 @@ def test_every_rollout_in_flight_has_a_connection_at_the_same_time(tiny_model: P
         side.source.start()
         server.wait_for(lambda: len(server.requests) == 160, "160 requests at once")
         assert server.most_connections == 160 <= config.connection_limit
-        groups = side.source.take(20, trainer_version=0, heartbeat=no_heartbeat)
+        groups = take(side, 20)
         assert groups is not None
         assert len(groups) == 20
 
@@ -196,12 +196,12 @@ def test_one_failing_prompt_is_counted_and_dropped_and_the_worker_goes_on(
     config = side_config(tmp_path, tiny_model)
     with local_server(refusing) as server, open_side(config, server) as side:
         side.source.start()
-        groups = side.source.take(2, trainer_version=0, heartbeat=no_heartbeat)
+        groups = take(side, 2)
         assert groups is not None
         assert [group.group.group_id for group in groups] == [1, 2]
         side.source.settle(groups, GroupStatus.TRAINED, step=1)
-        side.source.advance(1)
-        assert side.source.take(2, trainer_version=1, heartbeat=no_heartbeat) is not None
+        serve(side, 1)
+        assert take(side, 2, version=1) is not None
         gauges = side.source.gauges()
         assert gauges["failures/rollout/RequestRejectedError"] == 2
         assert gauges["ledger/groups/failed"] == 1

@@ -11,7 +11,7 @@ from grpo_async.buffer.ledger import is_closed
 from grpo_async.launch.rollout_side import RolloutSide
 from grpo_async.records import GroupStatus
 from grpo_async.store.reader import read_groups
-from tests.launch.sides import no_heartbeat, odd_or_even, open_side, scored, side_config, steps_seen
+from tests.launch.sides import odd_or_even, open_side, scored, serve, served, side_config, steps_seen, take
 from tests.launch.support import eventually
 from tests.support.local_server import LIMIT_S, Request, line, local_server
 
@@ -21,7 +21,7 @@ FIRST_STALE = 101
 
 def _train(side: RolloutSide, num_groups: int, *, version: int) -> list[int]:
     """Take a step's groups and settle them as trained; their ids."""
-    groups = side.source.take(num_groups, trainer_version=version, heartbeat=no_heartbeat)
+    groups = take(side, num_groups, version=version)
     assert groups is not None
     side.source.settle(groups, GroupStatus.TRAINED, step=version + 1)
     return [group.group.group_id for group in groups]
@@ -38,7 +38,7 @@ def test_a_group_of_which_only_a_part_was_dispatched_is_cancelled_whole_and_noth
     go_on = asyncio.Event()
 
     async def held_at_version_0(request: Request) -> AsyncIterator[bytes]:
-        if request["cache_salt"] == "0":
+        if served.version == 0:
             yield line([FIRST_STALE], finish=None)
             await go_on.wait()
             yield line(request["stop_token_ids"][:1])
@@ -51,10 +51,10 @@ def test_a_group_of_which_only_a_part_was_dispatched_is_cancelled_whole_and_noth
         side.source.start()
         server.wait_for(lambda: len(server.requests) == 3, "the requests that have a slot")
         assert eventually(lambda: side.source.ledger_snapshot()["tokens"]["in_flight"] == 3, LIMIT_S)
-        side.source.advance(1)
+        serve(side, 1)
         side.source.resume_state()  # goes through the rollout thread, after what `advance` does there
         assert side.source.ledger_snapshot()["groups"]["stale"] == 0  # one step behind is allowed
-        side.source.advance(2)
+        serve(side, 2)
         server.let_go(go_on)  # whoever is not cancelled would get its answer now, and be scored
         trained = [group for _ in range(4) for group in _train(side, 2, version=2)]
         assert trained == [1, 2, 3, 4, 5, 6, 7, 8]  # (2 + 1 + 1) x 2 places, and the one that group 0 gave back
@@ -77,8 +77,8 @@ def test_a_group_that_turns_out_stale_when_its_tokens_arrive_is_not_scored(tiny_
     with open_side(config, "http://127.0.0.1:9") as side:
         side.source.start()
         assert steps_seen.entered.wait(10.0)
-        side.source.advance(1)
-        side.source.advance(2)
+        serve(side, 1)
+        serve(side, 2)
         steps_seen.go_on.set()
         assert _train(side, 2, version=2) == [2, 3]
         assert side.source.ledger_snapshot()["groups"]["stale"] == 2
@@ -95,10 +95,10 @@ def test_with_staleness_zero_every_call_of_the_source_sees_the_weights_of_its_st
     with open_side(config, "http://127.0.0.1:9") as side:
         side.source.start()
         for version in range(3):
-            groups = side.source.take(2, trainer_version=version, heartbeat=no_heartbeat)
+            groups = take(side, 2, version=version)
             assert groups is not None
             samples = [sample for group in groups for sample in group.samples]
             assert {v for sample in samples for v in sample.policy_versions} == {-1, version}
             assert steps_seen.steps == list(range(version + 1))
             side.source.settle(groups, GroupStatus.TRAINED, step=version + 1)
-            side.source.advance(version + 1)
+            serve(side, version + 1)

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launch.support import LauncherProcess, eventually
@@ -124,3 +125,58 @@ def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
         launcher.wait_for_processes("server", "rank0")
         launcher.process.kill()
         assert eventually(lambda: launcher.left() == {}, 5.0), launcher.left()
+
+
+@pytest.mark.parametrize(
+    ("who", "number", "code"),
+    [("rank0", signal.SIGUSR2, 0), ("rank0", signal.SIGKILL, 1), ("launcher", signal.SIGTERM, 143)],
+    ids=["finished", "failed", "stopped"],
+)
+def test_the_token_is_in_a_private_file_while_the_run_goes_and_nowhere_else(
+    tmp_path: Path, who: str, number: signal.Signals, code: int
+) -> None:
+    run = tmp_path / "runs" / "test"
+    with LauncherProcess(tmp_path, trainer="served") as launcher:
+        launcher.wait_for_processes("server")
+        launcher.wait_for_line("servers serve")
+        token = (tmp_path / "server.token").read_text()
+        assert len(token) >= 32
+        assert (run / "token").read_text() == token
+        assert (run / "token").stat().st_mode & 0o777 == 0o600
+        pids = [launcher.process.pid, *launcher.pids().values()]
+        assert not any(token in word for pid in pids for word in psutil.Process(pid).cmdline())
+        os.kill({**launcher.pids(), "launcher": launcher.process.pid}[who], number)
+        assert launcher.end() == code, launcher.output
+        assert not (run / "token").exists()
+        assert token not in launcher.output
+    assert [file for file in run.rglob("*") if file.is_file() and token in file.read_text()] == []
+
+
+@pytest.mark.parametrize(("mode", "code"), [("preflight-pass", 0), ("preflight-fail", 1)])
+def test_preflight_only_shows_the_checks_and_leaves_the_run_directory_alone(
+    tmp_path: Path, mode: str, code: int
+) -> None:
+    with LauncherProcess(tmp_path, trainer=mode, preflight=True) as launcher:
+        assert launcher.end() == code, launcher.output
+        assert launcher.left() == {}
+        temporary = Path(launcher.temporary)
+        assert list(temporary.glob("grpo-async-preflight-*")) == []
+        assert list(temporary.glob("grpo-async-*")) == []
+    assert (tmp_path / "preflight").read_text() == "1"
+    assert not (tmp_path / "runs").exists()
+    lines = [line.split() for line in launcher.output.splitlines()]
+    assert ["pass", "logprobs", "mean", "1e-6"] in lines
+    assert [("fail" if code else "warn"), "memory", "little", "is", "left"] in lines
+    assert ("error: preflight: 1 of 2 checks failed: memory" in launcher.output) == bool(code)
+    assert "checkpoint" not in launcher.output
+
+
+def test_a_preflight_that_breaks_keeps_its_logs_and_names_them(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="silent", preflight=True) as launcher:
+        assert launcher.end() == 1
+        assert "the trainer ended without the result of its checks" in launcher.output
+        assert "checkpoint" not in launcher.output
+        (folder,) = Path(launcher.temporary).glob("grpo-async-preflight-*")
+        assert f"the logs are kept: {folder}/test/logs" in launcher.output
+        assert (folder / "test" / "logs" / "latest" / "trainer.log").is_file()
+        assert not (folder / "test" / "token").exists()

@@ -19,6 +19,7 @@ from grpo_async.training.meter import PipelineMeter, Reading
 from grpo_async.training.ranks import Command, WaitCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored
+from tests.training.fakes import FakeSync
 
 
 def _config() -> ExperimentConfig:
@@ -37,7 +38,9 @@ class _Source:
     def __init__(self) -> None:
         self.buffer = SampleBuffer(max_groups=4, max_staleness=1, on_stale=_ignore, on_empty=_ignore)
 
-    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None]) -> list[ScoredGroup]:
+    def take(
+        self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None], attend: Callable[[], None]
+    ) -> list[ScoredGroup]:
         watch = Watch(timeout_s=30.0, setting="s", progress=lambda: 0, heartbeat=heartbeat, heartbeat_s=0.02)
         return self.buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
 
@@ -73,7 +76,7 @@ def _train_one_step(source: _Source) -> tuple[dict[str, float], list[Command]]:
     loop = LeaderLoop(
         place,
         source=source,  # type: ignore[arg-type]
-        push=lambda version, before_gather: {},
+        sync=FakeSync(),
         read=read,
         on_step=lambda step, metrics: steps.append(metrics),
         meter=PipelineMeter(read()),

@@ -1,0 +1,36 @@
+"""`doctor`: what of this machine matters to a run, before there is any configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from grpo_async.cli.errors import FAILURE
+
+
+def doctor(
+    full: Annotated[bool, typer.Option("--full", help="Also import vLLM, which takes up to a minute.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object with every check.")] = False,
+) -> None:
+    """Look at the machine: Python, packages, torch, vLLM, GPUs, drivers, limits, disk, network, sandbox.
+
+    Every line passes, warns or fails, and says what to do. Starts and changes nothing. Exit code 1 only if something fails.
+
+    \b
+    Examples:
+      grpo-async doctor
+      grpo-async doctor --full
+      grpo-async doctor --json | jq '.checks[] | select(.status != "pass")'
+    """
+    from grpo_async.launch.doctor import run_doctor
+    from grpo_async.launch.preflight_report import as_json as to_json
+    from grpo_async.launch.preflight_report import print_checks, terminal_console, worst_status
+
+    checks = run_doctor(full=full)
+    if as_json:
+        typer.echo(to_json(checks))
+    else:
+        print_checks(terminal_console(), checks, title="This machine")
+    if worst_status(checks) == "fail":
+        raise typer.Exit(FAILURE)

@@ -1,0 +1,342 @@
+"""What a run needs of a device's memory, estimated before anything starts. Reads headers and config.json only; imports no torch.
+
+    number = count_parameters(config.model.path)
+    estimate_trainer(config, number).total      estimate_server(config, number).total      in bytes, per device
+    shared_gpu_fraction(config, number, gpu_bytes)   what vLLM may take of a GPU that the trainer needs too
+
+The formulas stand in the docstrings. They are made for models of the Llama and Qwen kind and were compared with what PyTorch
+saves for the backward pass; take the sums as good to about a fifth.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import ConfigError
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+_LOGIT_COPIES = (
+    5  # float32: scaled logits, probabilities, their product, and two gradients of them in the backward pass
+)
+_MARGIN = 1.15  # of an estimate: fragments of the allocator, and what the formulas leave out
+_CONTEXT_BYTES = 1 << 30  # CUDA context, cuBLAS workspaces and kernels of one process
+_VLLM_WORK_BYTES = 3 << 29  # 1.5 GiB: vLLM's own activations and captured graphs
+_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on one device."""
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    logits: int = 0
+    staging: int = 0
+    """Buffers of a weight push."""
+    kv_cache: int = 0
+    """Servers only."""
+
+    @property
+    def total(self) -> int:
+        """weights + optimizer + kv_cache + max(gradients + activations + logits, staging).
+
+        A step and a push do not happen at once, so only the larger of the two counts.
+        """
+        return (
+            self.weights
+            + self.optimizer
+            + self.kv_cache
+            + max(self.gradients + self.activations + self.logits, self.staging)
+        )
+
+    def describe(self) -> str:
+        """The parts that are not 0, as text: "weights 2.2 GiB, optimizer 4.4 GiB (6.7 GiB)"."""
+        names = ("weights", "gradients", "optimizer", "activations", "logits", "staging", "kv_cache")
+        parts = [
+            f"{name.replace('_', ' ')} {format_bytes(getattr(self, name))}" for name in names if getattr(self, name)
+        ]
+        return f"{', '.join(parts)} ({format_bytes(self.total)} at once)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes that memory depends on."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    is_tied: bool
+    """The head is the embedding."""
+
+    @property
+    def largest_parameter(self) -> int:
+        """vocab_size x hidden_size: elements of the embedding."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def root_parameters(self) -> int:
+        """Elements outside of the layers: embedding, and the head where it is another."""
+        return self.largest_parameter * (1 if self.is_tied else 2)
+
+    @property
+    def kv_elements(self) -> int:
+        """2 x num_layers x num_kv_heads x head_dim: elements of keys and values of one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def format_bytes(number: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024:
+            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def count_parameters(model_path: str) -> int | None:
+    """Parameters of a model folder, from the headers of its safetensors files; None when unknown (a hub name, other formats).
+
+    A head that is tied to the embedding counts once, also where the files hold it twice. Worked example: Qwen3-0.6B
+    (tied, 151936 x 1024 embedding) -> 596,049,920.
+
+    Raises:
+        ConfigError: a file is named by the index and missing, or is no safetensors file.
+    """
+    folder = Path(model_path)
+    if not folder.is_dir():
+        return None
+    shapes: dict[str, list[int]] = {}
+    for file in _weight_files(folder):
+        shapes |= _read_shapes(file)
+    if not shapes:
+        return None
+    heads = [name for name in shapes if name.endswith("lm_head.weight")]
+    embeddings = [shapes[name] for name in shapes if name.endswith(("embed_tokens.weight", "wte.weight"))]
+    if heads and _text_config(folder).get("tie_word_embeddings") is True and shapes[heads[0]] in embeddings:
+        del shapes[heads[0]]
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def read_shape(model_path: str) -> ModelShape | None:
+    """Sizes of a model folder's config.json; None when there is none, or it is of another kind."""
+    config = _text_config(Path(model_path))
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        return ModelShape(
+            num_layers=int(config["num_hidden_layers"]),
+            hidden_size=hidden,
+            intermediate_size=int(config.get("intermediate_size") or 4 * hidden),
+            num_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            vocab_size=int(config["vocab_size"]),
+            is_tied=bool(config.get("tie_word_embeddings")),
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+def guess_shape(num_parameters: int) -> ModelShape:
+    """Usual sizes of a model of so many parameters: width 2 x cube root, 12 x width^2 parameters in a layer.
+
+    Worked example: 8e9 -> width 4000, 42 layers (Llama 3 8B: 4096, 32).
+    """
+    width = max(64, round(2 * num_parameters ** (1 / 3)))
+    heads = max(1, width // 128)
+    return ModelShape(
+        num_layers=max(1, round(num_parameters / (12 * width * width))),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width // heads,
+        vocab_size=max(1024, min(150_000, num_parameters // (4 * width))),
+        is_tied=True,
+    )
+
+
+def estimate_trainer(config: ExperimentConfig, num_parameters: int, shape: ModelShape | None = None) -> MemoryEstimate:
+    """Memory of one trainer rank at its peak, in bytes.
+
+    With N parameters on R ranks, m bytes an element of `model.dtype`, c of the compute dtype, w of the wire, T tokens of a
+    micro-batch (`training.micro_batch_tokens`) in rows of S (`training.row_tokens`, else `inference.max_model_len`):
+
+        weights      N m / R, and gathered by FSDP: embedding, head and two layers, in c
+        gradients    4 N: FSDP keeps them whole and in float32 until the last micro-batch of a step (for R = 1 they are the shard)
+        optimizer    2 N m / R (AdamW's moments), and as much again by half while it steps
+        activations  T x what the backward pass needs of a token, per layer: see `activation_bytes`; with checkpointing
+                     T x hidden x c per layer, and one layer in full
+        logits       `training.logprob_chunk_tokens` x vocabulary x 5 float32
+        staging      two buckets (`weights.bucket_mb`, or the embedding where that is larger) in w, and the embedding in m
+
+    Args:
+        num_parameters: see `count_parameters`.
+        shape: None reads `model.path`, or guesses from the number of parameters where that is a hub name.
+
+    Worked example: N = 600e6 in float32 on one rank -> weights 2.4e9 + gathered, gradients 2.4e9, optimizer 4.8e9 + 2.4e9.
+    """
+    shape = shape or read_shape(config.model.path) or guess_shape(num_parameters)
+    ranks = config.launch.num_trainer_ranks
+    master = _ITEM_BYTES[config.model.dtype]
+    compute = _ITEM_BYTES[config.model.compute_dtype or config.model.dtype]
+    wire = _ITEM_BYTES[config.inference.dtype]
+    training = config.training
+    layer = max(0, num_parameters - shape.root_parameters) // shape.num_layers
+    gathered = min(num_parameters, shape.root_parameters + 2 * layer)
+    row = training.row_tokens or min(config.inference.max_model_len, training.micro_batch_tokens)
+    per_layer = activation_bytes(shape, item_bytes=compute, row_tokens=row)
+    tokens = training.micro_batch_tokens
+    if config.model.activation_checkpointing:
+        activations = tokens * (shape.num_layers * shape.hidden_size * compute + per_layer)
+    else:
+        activations = tokens * shape.num_layers * per_layer
+    largest = min(shape.largest_parameter, num_parameters)
+    return MemoryEstimate(
+        weights=num_parameters * master // ranks + gathered * compute,
+        gradients=4 * num_parameters,
+        optimizer=3 * num_parameters * master // ranks,
+        activations=activations,
+        logits=min(training.logprob_chunk_tokens, tokens) * shape.vocab_size * 4 * _LOGIT_COPIES,
+        staging=2 * max(config.weights.bucket_mb << 20, largest * wire) + largest * master,
+    )
+
+
+def activation_bytes(shape: ModelShape, *, item_bytes: int, row_tokens: int) -> int:
+    """What one token leaves in one layer for the backward pass, in bytes.
+
+    item_bytes x (8 hidden + 4 heads x head_dim + 4 kv_heads x head_dim + 4 intermediate)  norms, projections, attention, MLP
+    + row_tokens x item_bytes                                                              this layer's mask of its row
+    """
+    heads = shape.num_heads * shape.head_dim
+    kv_heads = shape.num_kv_heads * shape.head_dim
+    elements = 8 * shape.hidden_size + 7 * heads + 3 * kv_heads + 4 * shape.intermediate_size
+    return item_bytes * (elements + row_tokens)
+
+
+def estimate_server(
+    config: ExperimentConfig,
+    num_parameters: int,
+    shape: ModelShape | None = None,
+    *,
+    engine: Literal["vllm", "embedded"] = "vllm",
+    on_gpu: bool = False,
+) -> MemoryEstimate:
+    """Memory of one worker of a server, in bytes.
+
+    With N parameters, s bytes an element of `inference.dtype`, P = `inference.vllm.tensor_parallel_size` (embedded: 1):
+
+        weights   N s / P
+        staging   N s / P: an update is received whole before it replaces anything
+        kv_cache  2 x layers x kv_heads x head_dim x s for a token. embedded: `max_slots` x `max_model_len` tokens;
+                  vLLM on CPU: `inference.vllm.kv_cache_mb`; vLLM on GPU: one sequence of `max_model_len` at least (it takes all
+                  that `gpu_memory_utilization` leaves)
+
+    Worked example: N = 600e6 in bfloat16, vLLM on a CPU with kv_cache_mb 512 -> 1.2e9 + 1.2e9 + 0.54e9.
+    """
+    shape = shape or read_shape(config.model.path) or guess_shape(num_parameters)
+    inference = config.inference
+    item = _ITEM_BYTES[inference.dtype]
+    parallel = inference.vllm.tensor_parallel_size if engine == "vllm" else 1
+    token = shape.kv_elements * item
+    if engine == "embedded":
+        kv_cache = token * inference.max_model_len * inference.embedded.max_slots
+    elif on_gpu:
+        kv_cache = token * inference.max_model_len // parallel
+    else:
+        kv_cache = inference.vllm.kv_cache_mb << 20
+    weights = num_parameters * item // parallel
+    return MemoryEstimate(weights=weights, staging=weights, kv_cache=kv_cache)
+
+
+def shared_gpu_fraction(
+    config: ExperimentConfig, num_parameters: int, gpu_bytes: int, shape: ModelShape | None = None
+) -> float:
+    """Share of a GPU that vLLM may take where a trainer rank needs the same GPU, rounded down to 0.01.
+
+        (gpu_bytes - 1.15 x trainer - 2 GiB - staging of the server) / gpu_bytes, at most 0.9
+
+    The 2 GiB are the CUDA contexts of both processes; what the server stages is outside of vLLM's own account. With
+    `inference.vllm.sleep_while_training` the server gives its memory back before a step, so of the trainer only its weights,
+    the moments and the staging are counted.
+
+    Worked example: an 80 GiB GPU, a trainer of 20 GiB, 1.2 GiB staged -> (80 - 23 - 2 - 1.2) / 80 = 0.67.
+
+    Raises:
+        ConfigError: what is left cannot hold the served weights and the keys and values of one sequence.
+    """
+    trainer = estimate_trainer(config, num_parameters, shape)
+    server = estimate_server(config, num_parameters, shape, on_gpu=True)
+    beside = trainer.total
+    if config.inference.vllm.sleep_while_training:
+        beside = trainer.weights + trainer.optimizer + trainer.staging
+    left = gpu_bytes - _MARGIN * beside - 2 * _CONTEXT_BYTES - server.staging
+    fraction = min(0.9, math.floor(left / gpu_bytes * 100) / 100)
+    needed = server.weights + server.kv_cache + _VLLM_WORK_BYTES
+    if fraction * gpu_bytes < needed:
+        raise ConfigError(
+            f"a GPU of {format_bytes(gpu_bytes)} is too small for trainer and server together: the trainer needs about "
+            f"{format_bytes(beside)} [{trainer.describe()}], vLLM at least {format_bytes(needed + server.staging)} (weights "
+            f"{format_bytes(server.weights)}, the same staged, one sequence of inference.max_model_len, graphs); set "
+            "model.activation_checkpointing: true, lower training.micro_batch_tokens, use bfloat16 (inference.dtype, "
+            "model.compute_dtype), or give them a GPU each"
+        )
+    return fraction
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"model.path: {index} is broken: {error!r}; copy the model again") from error
+        return [folder / str(name) for name in names]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _read_shapes(file: Path) -> dict[str, list[int]]:
+    """Shapes of the floating-point tensors of a safetensors file: 8 bytes length, then so many bytes of JSON."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= _MAX_HEADER_BYTES:
+                raise ValueError(f"its header would be {length} bytes long")
+            text = stream.read(length)
+        if len(text) < length:
+            raise ValueError(f"it ends within its header, after {len(text)} of {length} bytes")
+        header = json.loads(text)
+        return {
+            name: [int(size) for size in entry["shape"]]
+            for name, entry in header.items()
+            if name != "__metadata__" and entry["dtype"] in _FLOATS
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.path: {file} is no whole safetensors file: {error}; copy the model again") from error
+
+
+def _text_config(folder: Path) -> Mapping[str, Any]:
+    """config.json, or the part of it that is about text (vision-language models)."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: cannot read {file}: {error}") from error
+    if not isinstance(config, dict):
+        return {}
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config

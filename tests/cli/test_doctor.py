@@ -1,0 +1,69 @@
+"""`doctor` from the command line: table, JSON, exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from grpo_async.cli.app import app
+from grpo_async.launch import doctor
+from grpo_async.launch.preflight_report import Check, failed, passed, warned
+
+
+def _doctor(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
+    """What the doctor finds; `full` adds a line."""
+    checks = [passed("python", "CPython"), warned("disk", "nearly full")]
+
+    def run(*, full: bool = False) -> list[Check]:
+        return [*checks, passed("vllm import", "works")] if full else list(checks)
+
+    monkeypatch.setattr(doctor, "run_doctor", run)
+    return checks
+
+
+def test_help_has_examples() -> None:
+    result = _doctor("--help")
+    assert result.exit_code == 0
+    assert "Examples:\n    grpo-async doctor" in result.stdout
+
+
+def test_warnings_alone_are_exit_code_0(found: list[Check]) -> None:
+    result = _doctor()
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["warn", "disk", "nearly", "full"] in lines
+    assert result.stdout.splitlines()[-1] == "1 passed, 1 warned, 0 failed"
+
+
+def test_a_failed_check_is_exit_code_1(found: list[Check]) -> None:
+    found.append(failed("torch", "not installed"))
+    assert _doctor().exit_code == 1
+    assert _doctor("--json").exit_code == 1
+
+
+def test_json_has_every_check(found: list[Check]) -> None:
+    report = json.loads(_doctor("--json").stdout)
+    assert report == {
+        "status": "warn",
+        "checks": [
+            {"name": "python", "status": "pass", "detail": "CPython"},
+            {"name": "disk", "status": "warn", "detail": "nearly full"},
+        ],
+    }
+
+
+def test_full_looks_further(found: list[Check]) -> None:
+    assert "vllm import" in _doctor("--full").stdout
+    assert "vllm import" not in _doctor().stdout
+
+
+def test_the_real_machine_has_a_report() -> None:
+    report = json.loads(_doctor("--json").stdout)
+    assert {"python", "torch", "limits", "disk"} <= {check["name"] for check in report["checks"]}

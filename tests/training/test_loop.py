@@ -1,0 +1,142 @@
+"""The main loop and the servers: a step goes on without them, and they get the weights when they are back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_async.config import ExperimentConfig
+from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.training.loop import LeaderLoop
+from grpo_async.training.meter import PipelineMeter, Reading
+from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand
+from grpo_async.training.step import StepResult
+from tests.support.records import make_scored
+from tests.training.fakes import FakeSync
+
+
+class _Source:
+    """Hands out one group per step; `before[n]` is what happens while the n-th `take` waits."""
+
+    def __init__(self, before: dict[int, Callable[[], None]]) -> None:
+        self.before = before
+        self.versions: list[int] = []
+        self._num_taken = 0
+
+    def take(
+        self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None], attend: Callable[[], None]
+    ) -> list[ScoredGroup]:
+        self._num_taken += 1
+        if self._num_taken in self.before:
+            self.before[self._num_taken]()
+            attend()
+        return [make_scored(self._num_taken)]
+
+    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None: ...
+
+    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        return {}
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def advance(self, version: int) -> None:
+        self.versions.append(version)
+
+
+def _run(
+    sync: FakeSync, source: _Source, *, steps: int, sync_steps: int = 1
+) -> tuple[list[dict[str, float]], list[Command]]:
+    config = ExperimentConfig.model_validate(
+        {
+            "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
+            "rewards": [{"function": "a:b"}], "rollout": {"groups_per_step": 1, "group_size": 2, "max_staleness": 3},
+            "training": {"max_steps": steps, "weight_sync_steps": sync_steps},
+        }
+    )  # fmt: skip
+    commands: list[Command] = []
+    result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, is_finite=True, metrics={})
+    place: Any = SimpleNamespace(
+        config=config,
+        num_ranks=1,
+        channel=SimpleNamespace(send=lambda sent: commands.append(sent[0])),
+        step=lambda micro_batches, lr: result,
+        score=lambda sequences: [[-1.0] * (len(sequence) - 1) for sequence in sequences],
+    )
+
+    def read() -> Reading:
+        return Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
+
+    lines: list[dict[str, float]] = []
+    loop = LeaderLoop(
+        place,
+        source=source,  # type: ignore[arg-type]
+        sync=sync,
+        read=read,
+        on_step=lambda step, metrics: lines.append(metrics),
+        meter=PipelineMeter(read()),
+        progress={},
+    )
+    loop.run(first_step=1)
+    assert loop.score([[1, 2, 3]]) == [[-1.0, -1.0]]
+    assert commands[-1] == ScoreCommand(sequences=[[1, 2, 3]])
+    return lines, commands
+
+
+def test_training_goes_on_without_a_server_and_nothing_counts_as_served() -> None:
+    sync, source = FakeSync(up=False), _Source({})
+    lines, commands = _run(sync, source, steps=3)
+    assert sync.events == ["rest", "skip 1", "rest", "skip 2", "rest", "skip 3"]
+    assert source.versions == []
+    assert [line["sync/skipped"] for line in lines] == [1.0, 1.0, 1.0]
+    assert not [command for command in commands if isinstance(command, GatherCommand)]
+
+
+def test_a_server_that_is_back_while_the_trainer_waits_gets_the_weights_of_the_last_step_at_once() -> None:
+    sync = FakeSync(up=False)
+
+    def comes_back() -> None:
+        sync.up = sync.has_joiners = True
+
+    source = _Source({3: comes_back})
+    lines, commands = _run(sync, source, steps=3)
+    assert sync.events == ["rest", "skip 1", "rest", "skip 2", "push 2", "rest", "push 3"]
+    assert source.versions == [2, 3]
+    assert "sync/skipped" not in lines[2]
+    assert sum(isinstance(command, GatherCommand) for command in commands) == 2
+
+
+def test_a_server_that_joins_between_two_pushes_gets_the_newest_weights_not_the_last_pushed() -> None:
+    """Pushes every second step: at step 3 the trainer's weights are version 3, the servers' version 2."""
+    sync = FakeSync()
+
+    def joins() -> None:
+        sync.has_joiners = True
+
+    source = _Source({4: joins})
+    _run(sync, source, steps=4, sync_steps=2)
+    assert sync.pushed == [2, 3, 4]
+    assert source.versions == [2, 3, 4]
+
+
+def test_a_change_without_joiners_pushes_nothing() -> None:
+    sync = FakeSync()
+    _run(sync, _Source({2: lambda: None}), steps=2)
+    assert sync.pushed == [1, 2]
+
+
+def test_the_weights_are_compared_with_the_trainers_own_scores_after_a_push() -> None:
+    class Verifying(FakeSync):
+        def verify(self, score: Callable[[Sequence[Sequence[int]]], list[list[float]]]) -> dict[str, float]:
+            return {"sync/verify_mean": sum(score([[4, 5]])[0])}
+
+    lines, commands = _run(Verifying(), _Source({}), steps=1)
+    assert lines[0]["sync/verify_mean"] == pytest.approx(-1.0)
+    gather, scored = (
+        next(i for i, c in enumerate(commands) if isinstance(c, kind)) for kind in (GatherCommand, ScoreCommand)
+    )
+    assert gather < scored
