@@ -61,7 +61,7 @@ class ThreadRunner:
             ThreadsExhaustedError: too many abandoned threads are still running.
         """
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_threads))
-        await slots.acquire()
+        await slots.acquire()  # waits: the calls that hold them have limits
         keeps_slot = False
         try:
             abandoned = self.num_abandoned
@@ -84,7 +84,7 @@ class ThreadRunner:
             if not done:
                 self._leave(future, time.monotonic())
                 raise TimeoutError
-            return future.result()
+            return future.result(timeout=0.0)
         finally:
             if not keeps_slot:
                 slots.release()

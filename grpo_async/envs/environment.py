@@ -130,7 +130,8 @@ class Environment:
             TimeoutError: it took too long; the instance is broken.
             EnvironmentCallError: the instance was broken before.
         """
-        await self._lock.acquire()  # cancelled here, nothing was started
+        # Cancelled here, nothing was started.
+        await self._lock.acquire()  # waits: the call before has a limit
         if self.broken is not None:
             self._lock.release()
             self._refuse_if_broken()
@@ -138,7 +139,7 @@ class Environment:
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._ran)
-        return await asyncio.shield(task)
+        return await asyncio.shield(task)  # waits: the call has a limit
 
     async def wait_idle(self) -> None:
         """Wait for the call that runs, if any; its own time limit bounds this."""

@@ -95,9 +95,10 @@ class _Run:
         self._timeouts: Counter[str] = Counter()  # by the name of the input
         self._slow: set[str] = set()
         self._last_beat = self._longest_gap = 0.0
+        self._heart: asyncio.TimerHandle | None = None
 
     async def all(self) -> Observations:
-        heart = asyncio.create_task(self._beat())
+        self._beat()
         try:
             await self._score(
                 0, self._rows[0][:1], "warming up"
@@ -110,7 +111,8 @@ class _Run:
                 if self._stopped is None:
                     await self._together(row)
         finally:
-            heart.cancel()
+            if self._heart is not None:
+                self._heart.cancel()
         return Observations(
             singles=self._singles,
             unstable=self._unstable,
@@ -198,13 +200,12 @@ class _Run:
             return _Problem(text=error.problem.splitlines()[0], timed_out=timed_out)
         return outcome.values
 
-    async def _beat(self) -> None:
-        """Measures for how long the loop stands still."""
-        while True:
-            await asyncio.sleep(_BEAT_S)
-            now = time.perf_counter()
-            self._longest_gap = max(self._longest_gap, now - self._last_beat - _BEAT_S)
-            self._last_beat = now
+    def _beat(self) -> None:
+        """Measures for how long the loop stands still: a timer that winds itself up."""
+        now = time.perf_counter()
+        self._longest_gap = max(self._longest_gap, now - self._last_beat - _BEAT_S)
+        self._last_beat = now
+        self._heart = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
 
 
 def _same(one: float | None, other: float | None, tolerance: float) -> bool:

@@ -79,7 +79,7 @@ def observe_in_process(
     worker = WorkerProcess(section.function, module=__name__)
     try:
         worker.wait_until_ready(START_TIMEOUT_S)
-        worker.send(payload)
+        worker.send(payload, START_TIMEOUT_S)
         return _follow(worker, section, sum(len(cases) for cases in rows), on_progress)
     finally:
         worker.kill()
@@ -126,11 +126,11 @@ def main(descriptor: int, reference: str) -> None:
     die_with_parent()
     os.dup2(2, 1)
     with Connection(descriptor) as connection:
-        connection.send_bytes(READY)
-        order: _Order = pickle.loads(connection.recv_bytes())
+        connection.send_bytes(READY)  # waits: the owner kills this process
+        order: _Order = pickle.loads(connection.recv_bytes())  # waits: as above, the owner
 
         def send(message: Any) -> None:
-            connection.send_bytes(pickle.dumps(message))
+            connection.send_bytes(pickle.dumps(message))  # waits: as above, the owner
 
         try:
             reward = load_reward(RewardSection.model_validate(order.section), order.path)

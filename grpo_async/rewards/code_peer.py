@@ -259,7 +259,7 @@ class Peer:
             raise PeerGone from None
 
     def _receive(self) -> Any:
-        line = self._input.readline(MAX_MESSAGE_CHARS)
+        line = self._input.readline(MAX_MESSAGE_CHARS)  # waits: the sandbox has wall_s
         if not line.endswith("\n"):
             raise PeerGone  # it has ended, or sends more than any result needs
         return json.loads(line)

@@ -162,7 +162,7 @@ async def remote_reward(
 
 async def _scores(endpoint: _Endpoint, request: Request, policy: RetryPolicy) -> list[float | None]:
     connection = _connection(endpoint)
-    async with connection.slots:
+    async with connection.slots:  # waits: for requests that have limits
         attempt = 0
         while True:
             problem = await _attempt(connection.client, endpoint, request)
@@ -170,7 +170,7 @@ async def _scores(endpoint: _Endpoint, request: Request, policy: RetryPolicy) ->
                 break
             if attempt >= policy.max_retries:
                 raise RemoteRewardError(f"{endpoint.url} failed {attempt + 1} times; the last time: {problem}")
-            await asyncio.sleep(policy.delay_s(attempt))
+            await asyncio.sleep(policy.delay_s(attempt))  # waits: back-off between tries
             attempt += 1
     try:
         answer = problem.json()
@@ -187,7 +187,7 @@ async def _scores(endpoint: _Endpoint, request: Request, policy: RetryPolicy) ->
 async def _attempt(client: httpx.AsyncClient, endpoint: _Endpoint, request: Request) -> httpx.Response | str:
     """An answer of 200 to 299, or what went wrong if it may go away by itself."""
     try:
-        response = await client.post(endpoint.url, content=request.body)
+        response = await client.post(endpoint.url, content=request.body)  # waits: the client's request_timeout_s
     except _RETRIABLE as error:
         return f"{type(error).__name__}: {error}"
     except httpx.TimeoutException as error:
@@ -234,9 +234,9 @@ def _connection(endpoint: _Endpoint) -> _Connection:
 
 async def _keep(client: httpx.AsyncClient) -> None:
     try:
-        await asyncio.get_running_loop().create_future()  # until cancelled
+        await asyncio.get_running_loop().create_future()  # waits: cancelled with the loop
     finally:
-        await client.aclose()
+        await client.aclose()  # waits: for nobody, closes sockets
 
 
 def _chosen(data: dict[str, list[Any]], columns: list[str] | None) -> dict[str, list[Any]]:

@@ -11,6 +11,8 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from multiprocessing.connection import Pipe
@@ -52,17 +54,33 @@ class WorkerProcess:
 
     def exchange(self, request: bytes, timeout_s: float) -> bytes:
         """Send a request and wait for its answer. TimeoutError, or EOFError / OSError when the worker died."""
-        self.send(request)
+        self.send(request, timeout_s)
         return self.receive(timeout_s)
 
-    def send(self, request: bytes) -> None:
-        self._connection.send_bytes(request)
+    def send(self, request: bytes, timeout_s: float) -> None:
+        """Send one message. TimeoutError: the worker took nothing of it for so long, and must be killed; OSError: it died."""
+        self._limit(socket.SO_SNDTIMEO, timeout_s)
+        try:
+            self._connection.send_bytes(request)  # waits: SO_SNDTIMEO ends it
+        except BlockingIOError as error:
+            raise TimeoutError from error
 
     def receive(self, timeout_s: float) -> bytes:
         """Wait for the next message. TimeoutError, or EOFError / OSError when the worker died."""
         if not self._connection.poll(timeout_s):
             raise TimeoutError
-        return self._connection.recv_bytes()
+        self._limit(socket.SO_RCVTIMEO, timeout_s)  # the rest of a message whose beginning is there
+        try:
+            return self._connection.recv_bytes()  # waits: SO_RCVTIMEO ends it
+        except BlockingIOError as error:
+            raise TimeoutError from error
+
+    def _limit(self, direction: int, timeout_s: float) -> None:
+        """Bound every single read or write of the socket; multiprocessing's connections have no time-outs."""
+        seconds = max(1e-3, timeout_s)  # 0 would mean: no limit
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as handle:
+            handle.setblocking(True)  # whatever socket.setdefaulttimeout says
+            handle.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
     def kill(self) -> int:
         """Kill the worker and its group and reap it; returns the exit code, negative for a signal. From any thread."""

@@ -27,6 +27,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = CHECKOUT / ".venv"
 LOG = ENVIRONMENT / "install.log"
 UV_REQUIREMENT = "uv>=0.12,<1"
+_VENV_TIMEOUT_S = 600.0  # it copies pip; seconds on a local disk
 DEFAULT_EXTRAS = ("math",)  # 40 MB; configs/math.yaml and the tests use it
 
 
@@ -257,7 +258,13 @@ def _make_environment(reason_to_rebuild: str | None, unfinished: Stamp) -> None:
         return
     # Not sys.executable: that may be the environment's own, which was just removed.
     base = getattr(sys, "_base_executable", None) or sys.executable
-    result = subprocess.run([base, "-m", "venv", str(ENVIRONMENT)], capture_output=True, text=True, check=False)
+    command = [base, "-m", "venv", str(ENVIRONMENT)]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_VENV_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise InstallError(
+            f"{base} -m venv .venv took over {_VENV_TIMEOUT_S:.0f} s; is the disk of .venv slow?"
+        ) from error
     if result.returncode != 0:
         raise InstallError(f"{base} -m venv .venv failed:\n{(result.stdout + result.stderr).strip()[-1000:]}")
 
@@ -271,7 +278,7 @@ def _lock() -> Iterator[None]:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("waiting for another installation in this checkout")
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            fcntl.flock(folder, fcntl.LOCK_EX)  # waits: Ctrl-C ends it
         yield
     finally:
         os.close(folder)

@@ -13,6 +13,7 @@ from scripts.install.pip_settings import without_passwords
 from scripts.install.plan import InstallError
 
 _TICK_S = 20.0
+_END_TIMEOUT_S = 30.0  # pip and uv remove what they have half written
 
 
 def say(line: str) -> None:
@@ -33,16 +34,24 @@ def run_step(label: str, command: Sequence[str], environment: Mapping[str, str],
             code = _wait(process)
         finally:
             if process.poll() is None:  # interrupted
-                process.terminate()
-                process.wait()
+                _end(process)
     if code != 0:
         printed = without_passwords(log.read_bytes()[begin:].decode(errors="replace")).strip()
         raise InstallError(f"'{label}' failed:\n{printed[-3000:]}\n{how_to_mend(printed)}\nThe whole log: {log}")
 
 
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout=_END_TIMEOUT_S)
+
+
 def _wait(process: subprocess.Popen[bytes]) -> int:
     started = time.monotonic()
-    while True:
+    while True:  # waits: pip and uv have time-outs of their own
         try:
             return process.wait(timeout=_TICK_S)
         except subprocess.TimeoutExpired:

@@ -97,11 +97,11 @@ def finish(process: subprocess.Popen[str], *, timeout_s: float) -> subprocess.Co
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
-def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float) -> None:
+def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float, every_s: float = 0.05) -> None:
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < timeout_s, f"waited {timeout_s:.0f} s for {what}"
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 def make_run(folder: Path, base: str, overrides: Sequence[str] = (), *, name: str = "run") -> Run:

@@ -85,8 +85,8 @@ def test_killing_the_launcher_leaves_no_process_and_resume_goes_on_from_the_last
     assert following == list(range(begin, begin + len(following)))
 
 
-def test_killing_the_server_ends_the_run_with_its_name_and_no_orphan(tmp_path: Path) -> None:
-    run = _run(tmp_path)
+def test_killing_a_server_that_may_not_be_restarted_ends_the_run_with_its_name_and_no_orphan(tmp_path: Path) -> None:
+    run = _run(tmp_path, "inference.max_restarts=0")
     process = run.start()
     run.wait_for_step(2, process)
     (server,) = run.processes("serve-embedded")
@@ -150,7 +150,7 @@ def test_a_run_with_nothing_to_learn_stops_with_the_cause_and_a_checkpoint(tmp_p
 
 def test_a_stop_before_the_server_is_ready_is_no_failure(tmp_path: Path) -> None:
     """Nothing listens there: the trainer waits for it."""
-    run = _run(tmp_path, "inference.url=http://127.0.0.1:9")
+    run = _run(tmp_path, "inference.urls=[http://127.0.0.1:9]")
     process = run.start()
     assert process.stdout is not None
     while "waiting for the server" not in (line := process.stdout.readline()):

@@ -120,12 +120,12 @@ def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_training_on_a_server_that_runs_already_leaves_it_running(tmp_path: Path) -> None:
-    """`inference.url`: serve alone in one terminal, train in another; twice, so that the weight group forms anew."""
+    """`inference.urls`: serve alone in one terminal, train in another; twice, so that the weight group forms anew."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, "GRPO_ASYNC_TOKEN": "a-token-of-the-user"}
-    settings = (*SMALL, "training.max_steps=2", f"inference.url=http://127.0.0.1:{port}")
+    settings = (*SMALL, "training.max_steps=2", f"inference.urls=[http://127.0.0.1:{port}]")
     first, second = (make_run(tmp_path, "quickstart.yaml", settings, name=name) for name in ("first", "second"))
     server = subprocess.Popen(
         [sys.executable, "-m", "grpo_async", "serve-embedded", str(first.config), "--port", str(port)],

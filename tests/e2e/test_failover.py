@@ -1,0 +1,250 @@
+"""Inference servers that die or hang in the middle of a run: the run goes on, and nothing is lost or trained twice.
+
+Each test ends with the same accounts (`_assert_accounts`): exit code 0, every step once, the ledger closed, no prompt trained
+twice, no process left; the time to recover stands in summary.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.support import REPOSITORY, Run, finish, make_run, wait_for
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "evaluation.num_prompts=8",
+    "optimizer.warmup_steps=0",
+    "checkpoint.every_steps=1000",
+    "inference.restart_delay_s=0.2",
+    "inference.max_restarts=5",
+)
+# a busy machine of two cores delays an engine by seconds; what hangs is waited for longer than that
+HEARTBEAT_S = 6.0
+SERVER = {"quickstart.yaml": "serve-embedded", "quickstart-vllm.yaml": "vllm.entrypoints.openai.api_server"}
+RECOVERY_S = 300.0  # the start of a vLLM on a busy machine
+
+
+def _settled(run: Run) -> list[dict[str, Any]]:
+    rows = []
+    for part in sorted((run.folder / "rollouts").glob("part-*.jsonl")):
+        rows += [json.loads(line) for line in part.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return rows
+
+
+def _assert_accounts(run: Run, process: subprocess.Popen[str], *, failures: int) -> dict[str, Any]:
+    """The end of a run that lost servers on its way; its summary."""
+    done = finish(process, timeout_s=600.0)
+    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-6000:]
+    run.assert_nothing_is_left()
+    summary = run.summary()
+    assert summary["status"] == "finished"
+    assert summary["ledger_closed"], summary["ledger"]
+    assert [line["step"] for line in run.metrics()] == list(range(1, summary["steps"] + 1))
+    rows = _settled(run)
+    trained = Counter(row["prompt_id"] for row in rows if row["status"] == "trained")
+    assert trained, "nothing was trained"
+    assert set(trained.values()) == {1}, "a prompt was trained twice"
+    assert max(Counter(row["group_id"] for row in rows).values()) == 1, "a group was settled twice"
+    assert summary["ledger"]["groups"]["failed"] == 0, "a server's death is no failure of a rollout"
+    assert len(summary["server_failures"]) == failures, summary["server_failures"]
+    for failure in summary["server_failures"]:
+        print(f"{failure['server']}: {failure['reason']}: serving again after {failure['recovery_s']:.1f} s")
+    return summary
+
+
+def _server(run: Run, base: str) -> psutil.Process:
+    """The one API process of the server that runs now."""
+    (server,) = [p for p in run.processes(SERVER[base]) if p.ppid() not in {q.pid for q in run.processes(SERVER[base])}]
+    return server
+
+
+def _connection(run: Run, index: int = 0) -> httpx.Client:
+    """A client of a server of the run, as its user may have one: address from plan.txt, token from the run's file."""
+    urls = re.findall(r"http://127\.0\.0\.1:\d+", (run.folder / "plan.txt").read_text())
+    token = (run.folder / "token").read_text().strip()
+    return httpx.Client(
+        base_url=list(dict.fromkeys(urls))[index], headers={"authorization": f"Bearer {token}"}, timeout=5.0
+    )
+
+
+def _wait_until_mended(run: Run, process: subprocess.Popen[str], *, restarts: int, servers: int = 1) -> None:
+    """Until that many restarts have happened and every server serves again, by the run's own metrics."""
+
+    def mended() -> bool:
+        assert process.poll() is None, f"the run ended early:\n{process.communicate()[0]}\n{run.logs()[-3000:]}"
+        last = run.metrics()[-1]
+        return last["servers/restarts"] >= restarts and last["servers/serving"] == servers
+
+    wait_for(mended, what=f"server failure {restarts} to be mended", timeout_s=RECOVERY_S)
+
+
+def _is_paused(client: httpx.Client) -> bool:
+    return bool(client.get("/is_paused").json()["is_paused"])
+
+
+def test_a_server_that_is_killed_or_hangs_comes_back_and_the_run_finishes(tmp_path: Path) -> None:
+    _kill_kill_and_stop(tmp_path, "quickstart.yaml")
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("needs_vllm")
+def test_a_vllm_that_is_killed_or_hangs_comes_back_and_the_run_finishes(tmp_path: Path) -> None:
+    _kill_kill_and_stop(tmp_path, "quickstart-vllm.yaml")
+
+
+def _kill_kill_and_stop(tmp_path: Path, base: str) -> None:
+    """kill -9 while it generates, kill -9 between pause and resume of a push, SIGSTOP: one after the other."""
+    run = make_run(
+        tmp_path,
+        base,
+        (*SMALL, "training.max_steps=60", f"inference.heartbeat_timeout_s={HEARTBEAT_S}", "weights.timeout_s=60"),
+    )
+    process = run.start()
+    run.wait_for_step(2, process, timeout_s=RECOVERY_S)
+
+    _server(run, base).kill()  # generating is what it does nearly all the time
+    _wait_until_mended(run, process, restarts=1)
+
+    victim = _server(run, base)
+    with _connection(run) as client:
+        wait_for(lambda: _is_paused(client), what="a push", timeout_s=60.0, every_s=0.0)
+        victim.kill()
+    _wait_until_mended(run, process, restarts=2)
+
+    hung = _server(run, base)
+    for stopped in [hung, *hung.children(recursive=True)]:
+        stopped.send_signal(signal.SIGSTOP)
+    _wait_until_mended(run, process, restarts=3)
+    assert not hung.is_running(), "the hung server was left behind"
+
+    summary = _assert_accounts(run, process, failures=3)
+    assert all(failure["recovery_s"] > 0.0 for failure in summary["server_failures"])
+
+
+def test_of_two_servers_one_is_killed_and_training_never_stops(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, "training.max_steps=80", "inference.replicas=2"))
+    process = run.start()
+    wait_for(
+        lambda: bool(run.metrics()) and run.metrics()[-1]["servers/serving"] == 2,
+        what="both servers to serve",
+        timeout_s=RECOVERY_S,
+    )
+    servers = run.processes(SERVER["quickstart.yaml"])
+    assert len(servers) == 2
+    servers[1].kill()
+    _wait_until_mended(run, process, restarts=1, servers=2)
+    _assert_accounts(run, process, failures=1)
+    lines = run.metrics()
+    alone = [line for line in lines if line["servers/serving"] == 1]
+    assert alone, "no step was made while one server was down"
+    assert not [line for line in lines if "sync/skipped" in line], "a push found no server"
+
+
+def test_a_server_that_never_comes_back_is_given_up_with_its_own_last_words(tmp_path: Path) -> None:
+    """Its port is taken while it is down, so that every restart fails."""
+    run = make_run(
+        tmp_path,
+        "quickstart.yaml",
+        (*SMALL, "training.max_steps=5000", "inference.max_restarts=2", "inference.restart_delay_s=2"),
+    )
+    process = run.start()
+    run.wait_for_step(2, process)
+    victim = _server(run, "quickstart.yaml")
+    port = int(victim.cmdline()[victim.cmdline().index("--port") + 1])
+    victim.kill()
+    with socket.socket() as squatter:
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        wait_for(lambda: _binds(squatter, port), what=f"port {port} to be free", timeout_s=10.0, every_s=0.0)
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # from now on nobody else can bind it
+        done = finish(process, timeout_s=RECOVERY_S)
+    assert done.returncode == 1
+    assert "max_restarts" in done.stdout
+    assert f"cannot bind 127.0.0.1:{port}" in done.stdout, "the server's own words are missing"
+    assert "--resume" in done.stdout
+    run.assert_nothing_is_left()
+
+
+def _binds(listener: socket.socket, port: int) -> bool:
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _serving_alone(folder: Path, base: str, port: int, token: str) -> Iterator[subprocess.Popen[bytes]]:
+    log = (folder / f"server_{port}.log").open("wb")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_async", "serve-embedded", str(REPOSITORY / "configs" / base), "--port", str(port)],
+        cwd=REPOSITORY,
+        env={**os.environ, "GRPO_ASYNC_TOKEN": token},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=30.0)
+        log.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_external_servers_may_join_late_hang_and_come_back(tmp_path: Path) -> None:
+    """`inference.urls`: the second server starts when the run is under way, then the first hangs for a while."""
+    ports = [_free_port(), _free_port()]
+    urls = ", ".join(f"http://127.0.0.1:{port}" for port in ports)
+    settings = (
+        *SMALL,
+        "training.max_steps=120",
+        f"inference.urls=[{urls}]",
+        f"inference.heartbeat_timeout_s={HEARTBEAT_S}",
+        "weights.timeout_s=10",
+    )
+    run = make_run(tmp_path, "quickstart.yaml", settings)
+    with _serving_alone(tmp_path, "quickstart.yaml", ports[0], "secret") as first:
+        process = run.start(environment={**os.environ, "GRPO_ASYNC_TOKEN": "secret"})
+        run.wait_for_step(2, process, timeout_s=RECOVERY_S)
+        assert run.metrics()[-1]["servers/serving"] == 1
+        with _serving_alone(tmp_path, "quickstart.yaml", ports[1], "secret"):
+            _wait_until(run, process, serving=2)
+            first.send_signal(signal.SIGSTOP)
+            _wait_until(run, process, serving=1)
+            first.send_signal(signal.SIGCONT)
+            _wait_until(run, process, serving=2)
+            summary = _assert_accounts(run, process, failures=1)
+    # whichever notices first: a heartbeat, or a push that it takes part in
+    reason = summary["server_failures"][0]["reason"]
+    assert "answer" in reason or "timed out" in reason, reason
+
+
+def _wait_until(run: Run, process: subprocess.Popen[str], *, serving: int) -> None:
+    def reached() -> bool:
+        assert process.poll() is None, f"the run ended early:\n{process.communicate()[0]}\n{run.logs()[-3000:]}"
+        return run.metrics()[-1]["servers/serving"] == serving
+
+    wait_for(reached, what=f"{serving} servers to serve", timeout_s=RECOVERY_S)

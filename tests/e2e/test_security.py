@@ -1,0 +1,385 @@
+"""Who can reach a run while it trains: sockets, tokens, files and processes of the whole process tree, and HTTPS."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+
+from grpo_async.inference.surface import GENERATE_PATH, INFO_PATH, PARAMETERS_PATH, SCORE_PATH
+from tests.e2e.support import Run, finish, make_run, wait_for
+from tests.e2e.test_failures import ENDLESS
+from tests.support.tls import make_certificates
+
+pytestmark = pytest.mark.slow
+
+INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+READABLE = (INFO_PATH, PARAMETERS_PATH, "/is_paused")
+PATHS = (
+    *READABLE,
+    GENERATE_PATH,
+    SCORE_PATH,
+    "/pause",
+    "/resume",
+    "/sleep",
+    "/wake_up",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    # what is not there, and what looks like /health to some but not to others
+    "/",
+    "/metrics",
+    "/docs",
+    "/openapi.json",
+    "/v1/completions",
+    "/collective_rpc",
+    "/no_such_path",
+    "/health/",
+    "//health",
+    "/Health",
+    "/./health",
+    "/health/../rollout/info",
+    "/health%2f..%2frollout/info",
+    "/health;/rollout/info",
+    "/rollout/info?/health",
+    "/rollout/info#/health",
+    "http://127.0.0.1/rollout/info",
+)
+METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
+PROCESS_REWARD = "rewards:\n- function: grpo_async.quickstart.reward:exact_answer\n  run_in: process\n"
+
+
+@dataclass
+class Live:
+    """A run that trains, with its secret."""
+
+    run: Run
+    process: subprocess.Popen[str]
+    token: str
+    urls: list[str]
+
+    def tree(self) -> list[psutil.Process]:
+        """The launcher and everything below it, and whatever carries the run's mark without being below it."""
+        launcher = psutil.Process(self.process.pid)
+        return list({process.pid: process for process in [*self.run.processes(), *_below(launcher)]}.values())
+
+
+@contextlib.contextmanager
+def _live(run: Run, *, step: int, timeout_s: float = 180.0) -> Iterator[Live]:
+    process = run.start(environment={**os.environ, INSECURE: "1"})
+    try:
+        run.wait_for_step(step, process, timeout_s=timeout_s)
+        plan = (run.folder / "plan.txt").read_text().splitlines()
+        urls = [line.split()[1] for line in plan if line.startswith("server ")]
+        yield Live(run, process, (run.folder / "token").read_text().strip(), urls)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            finish(process, timeout_s=90.0)
+        try:
+            run.assert_nothing_is_left()
+        finally:
+            for left in run.processes():  # of a test that fails
+                left.kill()
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Two servers, two ranks, a reward in a process of its own. The last test of it ends it."""
+    settings = (*ENDLESS, "inference.replicas=2", "launch.num_trainer_ranks=2")
+    run = make_run(tmp_path_factory.mktemp("live"), "quickstart.yaml", settings)
+    run.config.write_text(run.config.read_text() + PROCESS_REWARD)
+    with _live(run, step=2) as live:
+        yield live
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+# -- sockets
+
+
+def _open_to_others(processes: Iterable[psutil.Process]) -> tuple[list[str], list[str]]:
+    """TCP sockets that listen and UDP sockets that are bound: all, and those beyond loopback."""
+    every, beyond = [], []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in process.net_connections(kind="inet"):
+                is_udp = connection.type == socket.SOCK_DGRAM and bool(connection.laddr)
+                if connection.status == psutil.CONN_LISTEN or is_udp:
+                    told = f"{' '.join(process.cmdline())[:120]}: {connection.laddr.ip}:{connection.laddr.port}"
+                    every.append(told)
+                    if not ipaddress.ip_address(connection.laddr.ip.partition("%")[0]).is_loopback:
+                        beyond.append(told)
+    return every, beyond
+
+
+def _unix_listeners(processes: Iterable[psutil.Process]) -> list[str]:
+    """Paths of the UNIX sockets that these processes listen on; one without a file begins with `@`."""
+    inodes = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    inodes.add(os.readlink(entry))
+    found = []
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        if int(fields[3], 16) & 0x10000 and f"socket:[{fields[6]}]" in inodes:  # __SO_ACCEPTCON
+            found.append(fields[7] if len(fields) > 7 else "(no name)")
+    return found
+
+
+def _others_can_reach(path: str) -> bool:
+    """Whether another user can open this socket: they may write to it, and no folder above it keeps them out."""
+    if not path.startswith("/"):
+        return True  # has no file, and so no permissions
+    may_write = Path(path).stat().st_mode & stat.S_IWOTH
+    return bool(may_write) and all(above.stat().st_mode & stat.S_IXOTH for above in Path(path).parents)
+
+
+def test_no_process_of_a_run_can_be_reached_from_another_machine(live: Live) -> None:
+    processes = live.tree()
+    every, beyond = _open_to_others(processes)
+    assert len(processes) >= 6, processes  # launcher, two servers, torchrun, two ranks, a reward's worker
+    assert len(every) >= 4, every  # two servers, gloo of each rank
+    assert beyond == []
+
+
+def test_no_unix_socket_of_a_run_can_be_opened_by_another_user(live: Live) -> None:
+    sockets = _unix_listeners(live.tree())
+    assert any(path.endswith("/control") for path in sockets), sockets
+    assert [path for path in sockets if _others_can_reach(path)] == []
+
+
+# -- HTTP
+
+
+def _status(url: str, method: str, target: str, authorization: str | None, *, body: bytes = b"") -> int:
+    """The status of a request that is sent as it is written here; a client would tidy the path."""
+    address = urlsplit(url)
+    lines = [
+        f"{method} {target} HTTP/1.1",
+        f"Host: {address.netloc}",
+        "Connection: close",
+        f"Content-Length: {len(body)}",
+    ]
+    if authorization is not None:
+        lines.append(f"Authorization: {authorization}")
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=20.0) as connection:
+        connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        answer = connection.makefile("rb").readline()
+    return int(answer.split()[1]) if answer else 0
+
+
+def test_every_path_of_every_server_answers_401_without_the_token(live: Live) -> None:
+    assert len(live.urls) == 2
+    token = live.token
+    none_of_them = (
+        None,
+        "",
+        "Bearer",
+        f"Bearer {token}x",
+        f"Bearer {token[:-1]}",
+        token,
+        f"Basic {token}",
+        f"bearer{token}",
+    )
+    asked, open_paths = 0, []
+    for url in live.urls:
+        assert _status(url, "GET", "/health", None) == 200
+        for path in PATHS:
+            for method in METHODS:
+                for given in none_of_them if method in ("GET", "POST") else none_of_them[:4:3]:
+                    asked += 1
+                    # 400: no request at all to the HTTP parser, so that it reaches no path
+                    if (status := _status(url, method, path, given)) != 401 and not ("#" in path and status == 400):
+                        open_paths.append((method, path, given and given.replace(token, "TOKEN"), status))
+        assert _status(url, "POST", "/health", None) == 401
+        assert _status(url, "GET", f"{INFO_PATH}?token={token}", None) == 401
+        assert _status(url, "GET", INFO_PATH, "Bearer wrong\r\nX-Authorization: Bearer " + token) == 401
+    assert open_paths == []
+    assert asked > 1000
+    print(f"{asked} requests, {len(PATHS)} paths, {len(METHODS)} methods: all answer 401")
+
+
+def test_the_token_of_the_run_opens_every_server(live: Live) -> None:
+    right = f"Bearer {live.token}"
+    for url in live.urls:
+        assert [_status(url, "GET", path, right) for path in READABLE] == [200, 200, 200]
+        assert _status(url, "GET", "/no_such_path", right) == 404
+        assert _status(url, "POST", GENERATE_PATH, right, body=b"{}") in (400, 422)
+
+
+# -- the token
+
+
+def _files_with(folder: Path, secret: str) -> list[str]:
+    """Files below a folder that contain the secret."""
+    found = []
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a temporary one
+            if file.is_file() and secret.encode() in file.read_bytes():
+                found.append(file.relative_to(folder).as_posix())
+    return found
+
+
+def _with_the_token_in_view(live: Live) -> list[str]:
+    """Processes that show the token to every user of the machine."""
+    return [
+        process.name()
+        for process in live.tree()
+        if live.token.encode() in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    ]
+
+
+def test_the_token_stands_in_its_file_only_and_only_the_user_can_read_it(live: Live) -> None:
+    assert len(live.token) >= 32
+    assert _with_the_token_in_view(live) == []
+    assert _files_with(live.run.folder, live.token) == ["token"]
+    assert stat.S_IMODE((live.run.folder / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE(live.run.folder.stat().st_mode) == 0o700
+
+
+def test_another_run_has_another_token(live: Live, tmp_path: Path) -> None:
+    other = make_run(tmp_path, "quickstart.yaml", ENDLESS)
+    process = other.start()
+    try:
+        wait_for((other.folder / "token").exists, what="the token of the other run", timeout_s=60.0)
+        assert (other.folder / "token").read_text().strip() != live.token
+    finally:
+        process.send_signal(signal.SIGTERM)
+        finish(process, timeout_s=90.0)
+    assert not (other.folder / "token").exists()
+
+
+def test_after_the_run_the_token_is_nowhere(live: Live) -> None:
+    """Ends the run: the last test that uses it."""
+    live.process.send_signal(signal.SIGTERM)
+    done = finish(live.process, timeout_s=90.0)
+    assert done.returncode == 143, done.stdout[-3000:]
+    assert live.token not in done.stdout
+    assert _files_with(live.run.folder, live.token) == []
+    assert not (live.run.folder / "token").exists()
+
+
+# -- processes
+
+
+def _still_run(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that live; psutil tells a new process with an old pid from the old one."""
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_no_process_outlives_a_killed_server_or_a_killed_launcher(tmp_path: Path) -> None:
+    """The second server is in its second life by then."""
+    run = make_run(tmp_path, "quickstart.yaml", (*ENDLESS, "inference.replicas=2", "launch.num_trainer_ranks=2"))
+    run.config.write_text(run.config.read_text() + PROCESS_REWARD)
+    with _live(run, step=2) as live:
+        first, second = run.processes("serve-embedded")
+        dying = _below(second)
+        second.kill()
+        wait_for(lambda: not _still_run(dying), what="the killed server's processes to end", timeout_s=10.0)
+        wait_for(lambda: len(run.processes("serve-embedded")) == 2, what="a new server", timeout_s=60.0)
+        assert _still_run([first])
+        run.wait_for_step(len(run.metrics()) + 2, live.process)
+        everything = live.tree()
+        live.process.kill()
+        live.process.communicate(timeout=30.0)
+        wait_for(lambda: not _still_run(everything), what="every process of the run to end", timeout_s=15.0)
+
+
+# -- HTTPS
+
+
+def test_a_run_whose_servers_speak_https(tmp_path: Path) -> None:
+    made, other = make_certificates(tmp_path / "tls"), make_certificates(tmp_path / "other")
+    tls = (f"inference.tls.{name}={getattr(made, name)}" for name in ("certificate", "key", "authority"))
+    run = make_run(tmp_path, "quickstart.yaml", (*ENDLESS, "inference.replicas=2", *tls))
+    with _live(run, step=2) as live:
+        assert len(live.urls) == 2
+        for url in live.urls:
+            assert url.startswith("https://127.0.0.1:")
+            trusting = ssl.create_default_context(cafile=made.authority)
+            with httpx.Client(base_url=url, verify=trusting, trust_env=False) as client:
+                assert client.get("/health").status_code == 200
+                assert client.get(INFO_PATH).status_code == 401
+                answer = client.get(INFO_PATH, headers={"authorization": f"Bearer {live.token}"})
+                assert answer.status_code == 200
+                assert answer.json()["policy_version"] >= 1  # weights were pushed to it
+            for authority in (other.authority, None):
+                context = ssl.create_default_context(cafile=authority)
+                with (
+                    httpx.Client(base_url=url, verify=context, trust_env=False) as client,
+                    pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),
+                ):
+                    client.get("/health")
+            with httpx.Client(base_url=url.replace("https:", "http:")) as plain, pytest.raises(httpx.TransportError):
+                plain.get("/health", headers={"authorization": f"Bearer {live.token}"})
+    assert run.summary()["ledger_closed"]
+
+
+def test_a_run_that_trusts_another_authority_says_so(tmp_path: Path) -> None:
+    made, other = make_certificates(tmp_path / "tls"), make_certificates(tmp_path / "other")
+    tls = (
+        f"inference.tls.certificate={made.certificate}",
+        f"inference.tls.key={made.key}",
+        f"inference.tls.authority={other.authority}",
+    )
+    run = make_run(tmp_path, "quickstart.yaml", (*ENDLESS, "inference.startup_timeout_s=20", *tls))
+    done = run.train(timeout_s=120.0)
+    assert done.returncode in (1, 2)
+    assert "inference.tls.authority" in done.stdout, done.stdout[-3000:]
+    assert "certificate" in done.stdout.replace("inference.tls.certificate", "")
+    run.assert_nothing_is_left()
+
+
+# -- the real vLLM
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("needs_vllm")
+def test_a_run_on_vllm_is_closed_to_others_and_its_dead_server_leaves_no_orphan(tmp_path: Path) -> None:
+    """vLLM starts processes of its own, which open sockets of their own and outlive their parent unless they are kept from it."""
+    run = make_run(tmp_path, "quickstart-vllm.yaml", ENDLESS)
+    with _live(run, step=2, timeout_s=400.0) as live:
+        processes = live.tree()
+        every, beyond = _open_to_others(processes)
+        assert len(every) >= 2
+        assert beyond == []
+        assert [path for path in _unix_listeners(processes) if _others_can_reach(path)] == []
+        assert _with_the_token_in_view(live) == []
+        assert _files_with(run.folder, live.token) == ["token"]
+        (server,) = [
+            process for process in processes if "vllm" in " ".join(process.cmdline()) and _is_a_server(process)
+        ]
+        dying = _below(server)
+        assert len(dying) >= 2, "vLLM's engine is a process of its own"
+        for process in dying:
+            assert INSECURE.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
+        server.kill()
+        wait_for(lambda: not _still_run(dying), what="the processes of the killed server to end", timeout_s=20.0)
+        assert live.process.poll() is None, "one dead server does not end the run"
+    assert not (run.folder / "token").exists()
+
+
+def _is_a_server(process: psutil.Process) -> bool:
+    """The API server itself: it listens for HTTP."""
+    return "api_server" in " ".join(process.cmdline()) or "--port" in process.cmdline()

@@ -1,0 +1,33 @@
+"""Certificates for the tests of HTTPS, made by trustme: an authority and what it has signed, as PEM files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import trustme
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """`authority` has signed `certificate`, which is for 127.0.0.1 and localhost and goes with `key`."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+
+def make_certificates(folder: Path, *, names: tuple[str, ...] = ("127.0.0.1", "::1", "localhost")) -> Certificates:
+    """A new authority with one certificate for `names`; two calls trust each other as little as two companies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    authority = trustme.CA()
+    signed = authority.issue_cert(*names)
+    made = Certificates(
+        authority=folder / "authority.pem", certificate=folder / "certificate.pem", key=folder / "key.pem"
+    )
+    authority.cert_pem.write_to_path(made.authority)
+    for number, part in enumerate(signed.cert_chain_pems):
+        part.write_to_path(made.certificate, append=number > 0)
+    signed.private_key_pem.write_to_path(made.key)
+    made.key.chmod(0o600)
+    return made
