@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -49,6 +51,14 @@ _SET_BY_US = {
     "--data-parallel-size": "see inference.replicas",
     "--logprobs-mode": "the loss needs those of the distribution that was sampled from",
 }
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name: it may be any machine
 
 
 class ExperimentConfig(StrictModel):
@@ -181,6 +191,12 @@ class ExperimentConfig(StrictModel):
             found.append(
                 f"inference.replicas: {inference.replicas} servers would be spawned, but inference.urls names servers that run "
                 "already; remove one of the two"
+            )
+        remote = [url for url in inference.urls if not _is_loopback(url)]
+        if remote and _is_loopback(f"//{self.weights.host}"):
+            found.append(
+                f"weights.host: {self.weights.host} cannot be reached from {remote[0]} (inference.urls); set the address of the "
+                "trainer's machine in the network that it shares with the servers"
             )
         if inference.vllm.sleep_while_training and rollout.max_staleness > 0:
             found.append(

@@ -103,6 +103,11 @@ class InferenceSection(StrictModel):
         return urls
 
     @property
+    def longest_outage_s(self) -> float:
+        """Until the only server either serves again or is given up: every restart with its longest delay and start."""
+        return (self.max_restarts + 1) * (self.startup_timeout_s + 60.0)
+
+    @property
     def scheme(self) -> str:
         """Of the servers that this run starts."""
         return "https" if self.tls is not None and self.tls.certificate is not None else "http"
@@ -126,6 +131,7 @@ class WeightsSection(StrictModel):
     """Address of the trainer on which the weight group meets."""
     verify_every_pushes: int = Field(default=25, ge=0)
     """After every Nth push, and when a server joins, log-probabilities of trainer and servers are compared on fixed probe
-    sequences, and the run stops when they differ (the preflight does so after the first push in any case). 0: never."""
+    sequences, and the run stops when they differ (the preflight does so after the first push in any case). 0: never. Finds weights
+    that are wrong, not those that are a step of a small learning rate behind: that is within rounding, in bfloat16 above all."""
     verify_tolerance: float | None = Field(default=None, gt=0.0)
     """Largest mean absolute difference of log-probabilities, in nats. null: 1e-3 where everything is float32, else 0.05."""

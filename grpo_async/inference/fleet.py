@@ -51,6 +51,13 @@ class _Past:
     open_failure: int | None = None  # position in `failures`
     exit_words: str = ""  # of the launcher, when the process has ended; it starts it again by itself
     num_restarts: int = 0
+    num_lost: int = 0  # times it was taken out since it last served
+    lost_at: float = 0.0
+
+
+def _return_delay_s(num_lost: int) -> float:
+    """How long a server that others run is left alone: 0 after the first failure, then 2, 4, 8, ... 60 s."""
+    return 0.0 if num_lost < 2 else min(_LONGEST_RESTART_DELAY_S, 2.0 ** (num_lost - 1))
 
 
 class Fleet:
@@ -98,8 +105,8 @@ class Fleet:
         self._counters = CounterSums(num_servers=len(urls))
         self._listeners: list[Callable[[], None]] = []
         self._num_events = 0
-        self._num_pushing = 0
-        self._num_pushes = 0
+        self._num_applying = 0
+        self._num_applied = 0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._monitor = Monitor(self, urls, token=token, settings=settings, authority=authority)
@@ -209,24 +216,25 @@ class Fleet:
     # What the trainer does.
 
     @contextmanager
-    def pushing(self) -> Iterator[None]:
-        """While weights are pushed, an engine that is silent is not fenced for that; a refused connection counts as ever."""
+    def applying(self) -> Iterator[None]:
+        """While servers load the weights that they were sent, a silent engine is not fenced for that: it is busy. A refused
+        connection counts as ever."""
         with self._lock:
-            self._num_pushing += 1
-            self._num_pushes += 1
+            self._num_applying += 1
+            self._num_applied += 1
         try:
             yield
         finally:
             with self._lock:
-                self._num_pushing -= 1
+                self._num_applying -= 1
 
-    def push_mark(self) -> int:
+    def apply_mark(self) -> int:
         with self._lock:
-            return -1 if self._num_pushing else self._num_pushes
+            return -1 if self._num_applying else self._num_applied
 
-    def pushed_since(self, mark: int) -> bool:
+    def applied_since(self, mark: int) -> bool:
         with self._lock:
-            return self._num_pushing > 0 or self._num_pushes != mark
+            return self._num_applying > 0 or self._num_applied != mark
 
     def mark_serving(self, servers: Sequence[Server], *, version: int) -> None:
         """These have the weights of `version`, in the lives that their records are of; requests may go to them."""
@@ -237,6 +245,7 @@ class Fleet:
                 if current.state is not ServerState.READY or current.instance_id != server.instance_id:
                     continue
                 self._set(current, changed, state=ServerState.SERVING)
+                past.num_lost = 0
                 if past.open_failure is None:
                     logger.info("%s serves version %d", current.name, version)
                     continue
@@ -294,8 +303,9 @@ class Fleet:
         self._counters.note(server.index, info)
 
     def found(self, server: Server, info: ServerInfo) -> None:
-        if not self._may_return(server, info.instance_id):
-            self.not_found(server, "it is still in the life that failed")
+        why_not = self._why_not_back(server, info.instance_id)
+        if why_not:
+            self.not_found(server, why_not)
             return
         with self._changing() as changed:
             past = self._past[server.index]
@@ -309,15 +319,21 @@ class Fleet:
             logger.info("%s is up", server.name)
         self._counters.note(server.index, info)
 
-    def _may_return(self, server: Server, life: str) -> bool:
-        """Whether a server that was looked for and answers is up: see the module's docstring."""
-        if self._ask_restart is None:
-            return True
+    def _why_not_back(self, server: Server, life: str) -> str:
+        """Why a server that was looked for and answers does not count as up; "" when it does. See the module's docstring."""
         with self._lock:
-            last_life = self._past[server.index].last_life
+            past = self._past[server.index]
+            last_life, num_lost, lost_at = past.last_life, past.num_lost, past.lost_at
+        if self._ask_restart is None:
+            wait_s = _return_delay_s(num_lost)
+            if time.monotonic() - lost_at >= wait_s:
+                return ""
+            return f"it failed {num_lost} times without having served, so it is tried again after {wait_s:.0f} s"
         if server.state is ServerState.STARTING:  # the launcher has just started it
-            return life != last_life or not life
-        return bool(last_life and life) and life != last_life
+            is_new = life != last_life or not life
+        else:
+            is_new = bool(last_life and life) and life != last_life
+        return "" if is_new else "it is still in the life that failed"
 
     def not_found(self, server: Server, reason: str) -> None:
         age_s = time.monotonic() - server.since
@@ -356,6 +372,8 @@ class Fleet:
                 reason = f"{past.exit_words} ({reason})"
                 ask = False
             past.last_words = reason
+            past.num_lost += 1
+            past.lost_at = time.monotonic()
             if past.open_failure is None:
                 past.failed_at, past.open_failure = time.monotonic(), len(self._failures)
                 self._failures.append(ServerFailure(index=server.index, name=server.name, reason=reason))

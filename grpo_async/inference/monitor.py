@@ -47,11 +47,11 @@ class Watched(Protocol):
 
     def server(self, index: int) -> Server: ...
 
-    def push_mark(self) -> int:
-        """Of this moment, for `pushed_since`."""
+    def apply_mark(self) -> int:
+        """Of this moment, for `applied_since`."""
 
-    def pushed_since(self, mark: int) -> bool:
-        """Whether weights were being pushed at any moment since the mark was taken."""
+    def applied_since(self, mark: int) -> bool:
+        """Whether servers were loading weights at any moment since the mark was taken."""
 
     def note(self, server: Server, info: ServerInfo) -> None:
         """It answers."""
@@ -197,7 +197,7 @@ class Monitor:
 
     async def _heartbeat(self, server: Server) -> None:
         probe, index, limit_s = self._probes[server.index], server.index, self._settings.heartbeat_timeout_s
-        mark = self._watched.push_mark()
+        mark = self._watched.apply_mark()
 
         async def ask() -> ServerInfo:
             await probe.engine()
@@ -207,7 +207,7 @@ class Monitor:
             info = await self._within(server, limit_s, ask)
         except TimeoutError:
             self._silent.add(index)
-            if not self._watched.pushed_since(mark):
+            if not self._watched.applied_since(mark):
                 silence = f"its engine did not answer for {limit_s:g} s (inference.heartbeat_timeout_s)"
                 self._watched.lost(server, silence)
         except httpx.TransportError as error:
@@ -233,7 +233,7 @@ class Monitor:
             pass  # the next heartbeat finds out
         now = time.monotonic()
         since = self._wrong_since.setdefault(server.index, now)
-        if now - since > self._settings.heartbeat_timeout_s and not self._watched.pushed_since(mark):
+        if now - since > self._settings.heartbeat_timeout_s and not self._watched.applied_since(mark):
             self._watched.lost(server, f"for {now - since:.0f} s its engine has answered with errors: {_words(error)}")
 
     async def _within(self, server: Server, limit_s: float, ask: Callable[[], Awaitable[Result]]) -> Result:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -120,6 +121,11 @@ class Child:
         """SIGTERM; a child passes it on to its own children."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL to its session, all at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     async def end(self, grace_s: float) -> bool:
         """SIGTERM, then wait `grace_s` seconds; False when it still runs after that."""

@@ -69,6 +69,7 @@ class _Leader:
         self._state = load_state(place.rundir, place.resume_step) if place.resume_step is not None else None
         self._progress: dict[str, Any] = dict(self._state.progress) if self._state else {}
         self._fleet = self._build_fleet()
+        self._engine = "unknown"
 
     def _build_fleet(self) -> Fleet:
         config = self._config
@@ -109,18 +110,20 @@ class _Leader:
         if not is_ready:  # stopped before anything was trained: there is nothing to save
             self._workplace.channel.send([StopCommand()] * self._place.world_size)
             return
-        self._engine = next(server.info.engine for server in self._fleet.members() if server.info)
         start = self._state.step if self._state else 0
         totals = self._progress.pop("totals", None)
         meter = PipelineMeter(self._read(), Totals(**totals) if totals else None)
         loop = self._build_loop(side, meter, start)
         control.send("phase", name="pushing the first weights")
         first_push = self._push_first(loop, start)  # also proves the transport before anything is generated
+        if first_push is None:
+            loop.stop_followers()
+            return
+        self._fleet.subscribe(side.source.wake)
         self._check_before_training(side, loop, start, first_push)
         if self._place.preflight_only:
             loop.stop_followers()
             return
-        self._fleet.subscribe(side.source.wake)
         _call_when_set(control.stop_requested, side.source.interrupt)
         if "evaluation_before" not in self._progress:
             self._evaluate("before", side, start, loop)
@@ -196,11 +199,27 @@ class _Leader:
     def _tell_serving(self, server: Server) -> None:
         self._control.send("server_serving", index=server.index)
 
-    def _push_first(self, loop: LeaderLoop, version: int) -> dict[str, float]:
-        """Until one server serves: the first may die between its readiness and the push. Metrics of the push."""
-        while "sync/skipped" in (metrics := loop.push(version)):
-            self._await_server(loop)
-        return metrics
+    def _push_first(self, loop: LeaderLoop, version: int) -> dict[str, float] | None:
+        """Until one server serves: the first may die between its readiness and the push. Metrics of the push; None when the run is
+        to stop.
+
+        Raises:
+            DeadlineError: nobody serves within inference.startup_timeout_s.
+        """
+        ends_at = time.monotonic() + self._config.inference.startup_timeout_s
+        while True:
+            metrics = loop.push(version)
+            if self._fleet.serving():
+                return metrics
+            if time.monotonic() > ends_at:
+                raise DeadlineError(
+                    "an inference server to take the first weights",
+                    waited_s=self._config.inference.startup_timeout_s,
+                    setting="inference.startup_timeout_s",
+                    hint="Why pushes failed stands in trainer.log.",
+                )
+            if not self._await_server(loop):
+                return None
 
     def _check_before_training(
         self, side: RolloutSide, loop: LeaderLoop, version: int, first_push: dict[str, float]
@@ -212,11 +231,15 @@ class _Leader:
         """
         self._control.send("phase", name="checking trainer and servers against each other")
         workplace = self._workplace
+        while not (servers := self._fleet.serving()):  # it has died since the push
+            if self._push_first(loop, version) is None:
+                return
+        self._engine = next(server.info.engine for server in servers if server.info)
         context = PreflightContext(
             config=self._config,
             rundir=self._place.rundir,
             renderer=self._renderer,
-            servers=self._fleet.serving(),
+            servers=servers,
             prompts=side.first_prompts,
             probes=self._probes(side),
             score_on_trainer=loop.score,

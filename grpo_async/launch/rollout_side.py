@@ -114,7 +114,7 @@ def build_rollout_side(
         token=token_from_environment(),
         max_connections=config.connection_limit,
         request_timeout_s=config.inference.request_timeout_s,
-        wait_timeout_s=config.inference.startup_timeout_s,
+        wait_timeout_s=config.inference.longest_outage_s,
         authority=config.inference.tls.trusted if config.inference.tls else None,
         retry=RetryPolicy(max_retries=config.inference.max_retries),
     )
@@ -159,7 +159,8 @@ def build_rollout_side(
         ledger=ledger,
         admission=admission,
         errors=errors,
-        server_events=lambda: fleet.num_events,
+        # servers that others run may come and go for ever
+        server_events=(lambda: 0) if config.inference.urls else (lambda: fleet.num_events),
         closing=[reward.close for reward in rewards],
         closing_on_loop=[participants.aclose],
     )

@@ -123,8 +123,12 @@ class _Keeper:
             self._all.news.server_state(self.name, None)
 
     def ask_restart(self, reason: str, life: int | None) -> None:
-        """Ignored while it is being restarted anyway: the trainer may have asked before it heard of that."""
+        """Ignored while it is being restarted anyway: the trainer may have asked before it heard of that. When the run stops, it is
+        only killed: the trainer may be waiting for it, and has a checkpoint to write."""
         if self.child is None or self._is_about_another_life(life):
+            return
+        if self._stopping.is_set():
+            self.child.kill()
             return
         self._asked_reason = reason
         self._asked.set()

@@ -18,6 +18,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError, GrpoAsyncError, RequestRejectedError, RunError, WeightPushError
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.inference.surface import ServerInfo
+from grpo_async.weights.blame import is_answer
 from grpo_async.weights.names import check_names
 from grpo_async.weights.push import GatheredParameters, PushFailedError, PushSettings, push_weights
 from grpo_async.weights.transport import WeightTransport
@@ -81,22 +82,21 @@ class FleetSync:
         """
         self._wake_up()
         without_blame = 0
-        with self._fleet.pushing():
-            while members := self._fit_members():
-                try:
-                    metrics = self._push_to(members, version, before_gather)
-                except PushFailedError as error:
-                    self._transport.close()
-                    without_blame = 0 if self._fence(members, error) else without_blame + 1
-                    if without_blame >= _ATTEMPTS_WITHOUT_BLAME:
-                        raise
-                    logger.warning("%s; pushing again", error)
-                    continue
-                except WeightPushError:
-                    self._transport.close()
+        while members := self._fit_members():
+            try:
+                metrics = self._push_to(members, version, before_gather)
+            except PushFailedError as error:
+                self._transport.close()
+                without_blame = 0 if self._fence(members, error) else without_blame + 1
+                if without_blame >= _ATTEMPTS_WITHOUT_BLAME:
                     raise
-                self._served(members, version)
-                return metrics
+                logger.warning("%s; pushing again", error)
+                continue
+            except WeightPushError:
+                self._transport.close()
+                raise
+            self._served(members, version)
+            return metrics
         logger.warning("no inference server is up: version %d is pushed when one is", version)
         return None
 
@@ -113,6 +113,7 @@ class FleetSync:
             transport=self._transport,
             settings=self._settings,
             before_gather=before_gather,
+            applying=self._fleet.applying,
         )
         metrics = report.metrics()
         phases = ", ".join(
@@ -134,7 +135,8 @@ class FleetSync:
         every = self._config.weights.verify_every_pushes
         joined = [server for server in members if server.state is not ServerState.SERVING]
         is_first = self._num_pushes == 0  # the preflight compares then
-        self._verify_now = every > 0 and not is_first and (self._num_pushes % every == 0 or bool(joined))
+        is_due = self._num_pushes % every == 0 or bool(joined) if every else False
+        self._verify_now = self._verify_now or (is_due and not is_first)
         self._num_pushes += 1
         self._version = version
         self._has_served = True
@@ -152,11 +154,30 @@ class FleetSync:
         if is_drain and all(getattr(cause, "answered", False) for cause in error.failures.values()):
             raise error  # the servers are well: their requests take longer than weights.drain_timeout_s
         for name, cause in error.failures.items():
-            if isinstance(cause, RequestRejectedError):
-                raise error
             server = next(server for server in members if server.control.name == name)
-            self._fleet.fence(server, f"{error.phase} of a weight push failed: {cause}")
+            reason = f"{error.phase} of a weight push failed: {cause}"
+            if is_answer(cause) and self._is_another_life(server):
+                continue
+            if not isinstance(cause, RequestRejectedError):
+                self._fleet.fence(server, reason)
+            elif self._has_served and server.state is not ServerState.SERVING:
+                logger.error("%s cannot take part in this run: %s", server.name, cause)
+                self._fleet.give_up(server, reason)
+            else:
+                raise error
         return bool(error.failures)
+
+    def _is_another_life(self, server: Server) -> bool:
+        """Whether the server was restarted since it was found; the fleet is told. What answers now knows nothing of the push, and
+        serves the weights that it was started with."""
+        try:
+            info = server.control.info()
+        except GrpoAsyncError:
+            return False
+        if info.instance_id == server.instance_id:
+            return False
+        self._fleet.restarted(server, info)
+        return True
 
     def _fit_members(self) -> list[Server]:
         """The members that can serve this run. One that joins late and cannot is given up, the first one ends the run."""
@@ -201,6 +222,7 @@ class FleetSync:
         self._verify_now = False
         expected = score(self._probes)
         worst_mean = worst = worst_k3 = 0.0
+        num_compared = 0
         for server in self._fleet.serving():
             try:
                 answers = [server.control.score(probe) for probe in self._probes]
@@ -215,13 +237,19 @@ class FleetSync:
             versions = {answer.policy_version for answer in answers}
             difference = compare_logprobs(expected, [answer.logprobs for answer in answers])
             if versions != {self._version} or not difference.mean <= limit:
+                if self._is_another_life(server):
+                    continue
                 raise RunError(
                     f"{server.name} does not serve the trainer's weights after the push of version {self._version}: it says "
                     f"version {sorted(versions)}, and log-probabilities of fixed sequences differ by {difference.mean:.3g} nats "
                     f"in the mean (at most {difference.max:.3g}; allowed {limit:g}, weights.verify_tolerance)"
                 )
+            num_compared += 1
             worst_mean, worst = max(worst_mean, difference.mean), max(worst, difference.max)
             worst_k3 = max(worst_k3, difference.k3)
+        if not num_compared:
+            self._verify_now = True
+            return {}
         return {"sync/verify_mean": worst_mean, "sync/verify_max": worst, "sync/verify_k3": worst_k3}
 
     def rest(self) -> None:

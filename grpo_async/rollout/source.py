@@ -77,8 +77,9 @@ class AsyncRolloutSource:
         """The run is to stop: a waiting or later `take` gives None, an evaluation is broken off."""
         self._stopping = True
         self._buffer.interrupt()
-        if self._evaluation is not None:
-            self._evaluation.cancel()
+        evaluation = self._evaluation  # `evaluate` may end meanwhile
+        if evaluation is not None:
+            evaluation.cancel()
 
     def wake(self) -> None:
         """Make whoever waits in `take` or `evaluate` call its `attend`. From any thread."""

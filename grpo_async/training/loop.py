@@ -198,6 +198,14 @@ class LeaderLoop:
         self._source.advance(version)
         return metrics
 
+    def _push_or_save(self, step: int) -> dict[str, float]:
+        """Push; when that fails for good, the steps so far are saved before the error goes on."""
+        try:
+            return self.push(step)
+        except RunError:
+            self._save_in_need(step)
+            raise
+
     def attend(self) -> None:
         """The servers have changed while this thread waited: give the weights to those that can serve again."""
         if self._sync.has_joiners:
@@ -230,7 +238,7 @@ class LeaderLoop:
             trained = [group for group in groups if group.samples]
             self._source.settle(trained, GroupStatus.TRAINED if result.is_finite else GroupStatus.FAILED, step=step)
             if step % config.training.weight_sync_steps == 0 or step == config.training.max_steps:
-                metrics.update(self.push(step))
+                metrics.update(self._push_or_save(step))
             # tokens that are not trained have version -1
             versions = [v for sample in samples for v in sample.policy_versions if v >= 0] if result.is_finite else []
             metrics.update(result.metrics)
@@ -259,11 +267,14 @@ class LeaderLoop:
                 attend=self.attend,
             )
         except RunError:
-            try:
-                self.save(step - 1)
-            except RunError:
-                logger.exception("the steps since the last checkpoint could not be saved")  # the cause goes on
+            self._save_in_need(step - 1)
             raise
+
+    def _save_in_need(self, step: int) -> None:
+        try:
+            self.save(step)
+        except RunError:
+            logger.exception("the steps since the last checkpoint could not be saved")  # the cause goes on
 
     def _train(self, samples: Sequence[RolloutSample], step: int) -> StepResult:
         config, place = self._config, self._place
@@ -319,12 +330,12 @@ class LeaderLoop:
         self._saved_step = step
 
     def finish(self, step: int) -> None:
-        """Make the servers serve the last weights, and write the last checkpoint and the exported model."""
-        if self._pushed_version != step:
-            self.push(step)
+        """Write the last checkpoint and the exported model, and make the servers serve the last weights."""
         self.save(step)
         self._command_all(ExportCommand())
         export_model(self._place.rundir.model, self._place.policy, self._place.tokenizer)
+        if self._pushed_version != step:
+            self.push(step)
 
     def stop_followers(self) -> None:
         self._command_all(StopCommand())

@@ -1,7 +1,7 @@
 """Cuts a list of parameters into buckets, by one rule that trainer and server both apply. Pure; needs no tensor.
 
 Worked example: three float32 parameters of 100, 200 and 300 bytes with bucket_bytes 320 -> [[100, 200], [300]].
-A parameter larger than a bucket is a bucket of its own.
+A parameter larger than a bucket, or than a MiB, is a bucket of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ ITEM_SIZES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 """Bytes of an element by the name of its dtype: parameters are floats, buffers of a checkpoint may be anything."""
+
+
+LARGE_BYTES = 1 << 20
+"""From so many bytes on a parameter is a bucket of its own: its memory can be sent as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +35,18 @@ class ParameterSpec:
 
 
 def cut_into_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> Iterator[Sequence[ParameterSpec]]:
-    """Yield consecutive runs of `specs` of at most `bucket_bytes` bytes each, never splitting a parameter."""
+    """Yield consecutive runs of `specs` of at most `bucket_bytes` bytes each, never splitting a parameter. A large one is a bucket
+    of its own, which needs no packing."""
     bucket: list[ParameterSpec] = []
     size = 0
     for spec in specs:
-        if bucket and size + spec.num_bytes > bucket_bytes:
+        is_large = spec.num_bytes >= LARGE_BYTES
+        if bucket and (is_large or size + spec.num_bytes > bucket_bytes):
             yield bucket
             bucket, size = [], 0
+        if is_large:
+            yield [spec]
+            continue
         bucket.append(spec)
         size += spec.num_bytes
     if bucket:

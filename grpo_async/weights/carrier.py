@@ -23,13 +23,15 @@ class Carrier(Protocol):
 
     device: torch.device
     """Where the buckets that are sent have to be."""
+    sends_in_place: bool
+    """Whether `send` takes any memory on `device`, not only what `buffer` returned."""
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         """Rank 0: where to pack the next bucket, [num_bytes] uint8 on `device`. Two take turns, so that one may be filled while
         the other is being sent."""
 
     def send(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
-        """Rank 0: send one packed bucket, one that `buffer` returned; it may be reused when this returns.
+        """Rank 0: send one packed bucket (see `sends_in_place`); its memory may be reused when this returns.
 
         Raises:
             RuntimeError: a peer vanished or the deadline passed.

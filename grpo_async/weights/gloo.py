@@ -123,6 +123,8 @@ class WeightGroup:
 class GlooCarrier:
     """`Carrier` over a `WeightGroup`: buckets in host memory."""
 
+    sends_in_place = True
+
     def __init__(self, group: WeightGroup) -> None:
         self.device = torch.device("cpu")
         self._group = group

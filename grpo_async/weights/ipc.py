@@ -125,6 +125,8 @@ def check_handle(handle: Handle, *, device: str) -> tuple[bytes, int, int, bytes
 class IpcCarrier:
     """`Carrier` by shared device memory."""
 
+    sends_in_place = False
+
     def __init__(self, group: WeightGroup, *, memory: SharedMemory, staging: Staging | None = None) -> None:
         self.device = memory.device
         self._group = group

@@ -66,6 +66,8 @@ class NcclCarrier:
         RuntimeError: it did not form.
     """
 
+    sends_in_place = True
+
     def __init__(
         self,
         group: BroadcastGroup,

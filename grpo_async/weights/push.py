@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -165,12 +165,14 @@ def push_weights(
     transport: WeightTransport,
     settings: PushSettings,
     before_gather: Callable[[], None] = lambda: None,
+    applying: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> PushReport:
     """Rank 0: push all parameters to all servers and make `version` their policy version.
 
     Args:
         transport: connected with `targets`.
         before_gather: called when the servers are ready to receive; brings the other ranks into the gather.
+        applying: a context for the phase finish, in which the servers load what they have staged and answer to nothing else.
 
     Raises:
         PushFailedError: servers failed, or the broadcast to them did. No server is paused that still answers. Unless the phase
@@ -210,7 +212,8 @@ def push_weights(
             gather_s, send_s = _transfer(
                 parameters, version=version, targets=targets, transport=transport, settings=settings
             )
-        on_all("finish", lambda target: target.finish_weight_update(version, timeout_s=limit_s), deadline_s=limit_s)
+        with applying():
+            on_all("finish", lambda target: target.finish_weight_update(version, timeout_s=limit_s), deadline_s=limit_s)
         on_all("resume", lambda target: target.resume(timeout_s=limit_s), deadline_s=limit_s)
     except PushFailedError as error:
         if error.phase != "resume":

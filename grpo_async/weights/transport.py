@@ -140,9 +140,12 @@ class WeightTransport:
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Pack one bucket of contiguous tensors, [num_bytes] uint8, into one of two buffers that take turns: the one before may
-        still be on its way."""
+        still be on its way. A bucket of one tensor is that tensor's own memory where the carrier can send it: leave it alone until
+        it is sent."""
         carrier = self._open()
-        buffer = pack(tensors, into=carrier.buffer(sum(tensor.nbytes for tensor in tensors)))
+        in_place = len(tensors) == 1 and carrier.sends_in_place and tensors[0].device == carrier.device
+        into = None if in_place else carrier.buffer(sum(tensor.nbytes for tensor in tensors))
+        buffer = tensors[0].reshape(-1).view(torch.uint8) if into is None else pack(tensors, into=into)
         if self._own_device.type == "cuda":
             torch.cuda.current_stream(self._own_device).synchronize()  # waits: copies that are already running
         return buffer

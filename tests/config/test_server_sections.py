@@ -24,10 +24,14 @@ def _config(**sections: Any) -> ExperimentConfig:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"inference": {"urls": ["http://a:1"], "replicas": 2}}, "inference.replicas: 2 servers would be spawned"),
+        ({"inference": {"urls": ["http://[::1]:1"], "replicas": 2}}, "inference.replicas: 2 servers would be spawned"),
         ({"inference": {"urls": ["http://a:1", "http://a:1"]}}, "named more than once"),
         ({"inference": {"urls": ["http://a:1/v1"]}}, "pattern"),
         ({"inference": {"urls": ["ftp://a"]}}, "pattern"),
+        (
+            {"inference": {"urls": ["http://10.0.0.7:8000"]}},
+            "weights.host: 127.0.0.1 cannot be reached from http://10.0.0.7:8000",
+        ),
         ({"inference": {"tls": {"key": "k.pem"}}}, "certificate and key go together"),
         ({"inference": {"tls": {"certificate": "c.pem"}}}, "certificate and key go together"),
         (
@@ -53,6 +57,7 @@ def test_what_cannot_work_is_refused_with_the_reason(sections: dict[str, Any], w
 
 def test_what_is_fine_is_taken() -> None:
     config = _config(
+        weights={"host": "10.0.0.1"},
         inference={
             "urls": ["https://a:1", "http://b:2"],
             "tls": {"authority": "ca.pem"},
@@ -73,5 +78,7 @@ def test_spawned_servers_speak_https_when_they_have_a_certificate_and_clients_tr
     inference = _config(inference={"tls": own | {"authority": "ca.pem"}}).inference
     assert inference.tls is not None
     assert inference.tls.trusted == Path("ca.pem")
-    assert _config(inference={"urls": ["https://a:1"], "tls": {"authority": "ca.pem"}}).inference.scheme == "http"
+    assert (
+        _config(inference={"urls": ["https://127.0.0.1:1"], "tls": {"authority": "ca.pem"}}).inference.scheme == "http"
+    )
     assert _config().inference.scheme == "http"

@@ -37,7 +37,7 @@ SMALL = (
     "inference.max_restarts=5",
 )
 # a busy machine of two cores delays an engine by seconds; what hangs is waited for longer than that
-HEARTBEAT_S = 6.0
+HEARTBEAT_S = 10.0
 SERVER = {"quickstart.yaml": "serve-embedded", "quickstart-vllm.yaml": "vllm.entrypoints.openai.api_server"}
 RECOVERY_S = 300.0  # the start of a vLLM on a busy machine
 

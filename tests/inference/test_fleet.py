@@ -8,7 +8,8 @@ import time
 import pytest
 
 from grpo_async.errors import DeadlineError, RunError
-from grpo_async.inference.fleet import ServerState
+from grpo_async.inference import fleet as fleet_module
+from grpo_async.inference.fleet import ServerState, _return_delay_s
 from tests.inference.fake_server import fake_server
 from tests.inference.fleet_support import watched
 
@@ -179,10 +180,10 @@ def test_a_change_of_state_does_not_cut_the_heartbeat_that_follows_it() -> None:
         assert watch.fleet.serving()
 
 
-def test_during_a_push_silence_is_no_death_and_a_refused_connection_is() -> None:
+def test_while_weights_are_loaded_silence_is_no_death_and_a_refused_connection_is() -> None:
     with fake_server() as server, watched([server.url], timeout_s=0.2) as watch:
         watch.serve_all()
-        with watch.fleet.pushing():
+        with watch.fleet.applying():
             server.hangs.add("/is_paused")
             asked = len(server.asked("/is_paused"))
             server.wait_for(lambda: len(server.asked("/is_paused")) > asked + 3, "heartbeats that hang")
@@ -191,21 +192,41 @@ def test_during_a_push_silence_is_no_death_and_a_refused_connection_is() -> None
             watch.wait_state(DOWN)
 
 
-def test_a_heartbeat_that_a_push_has_overlapped_does_not_count_either() -> None:
-    """The push was longer than the time-out, and is over before the heartbeat that it held up."""
+def test_a_heartbeat_that_such_a_load_has_overlapped_does_not_count_either() -> None:
+    """The load was longer than the time-out, and is over before the heartbeat that it held up."""
     with fake_server() as server, watched([server.url], timeout_s=1.0, interval_s=600.0) as watch:
         watch.serve_all()
         server.hangs.add("/is_paused")
         asked = len(server.asked("/is_paused"))
         watch.fleet.suspect(0)
         server.wait_for(lambda: len(server.asked("/is_paused")) > asked, "a heartbeat that hangs")
-        with watch.fleet.pushing():
+        with watch.fleet.applying():
             pass
         connections = server.num_connections
         server.wait_for(lambda: server.num_connections < connections, "the heartbeat to time out")
         assert watch.fleet.serving()
         watch.fleet.suspect(0)
         watch.wait_state(DOWN)  # this one was not overlapped
+
+
+def test_an_external_server_that_fails_every_push_is_left_alone_for_longer_and_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It answers every probe; without a delay it would be pushed to several times a second, for ever."""
+    assert [_return_delay_s(number) for number in (0, 1, 2, 3, 6, 7, 50)] == [0.0, 0.0, 2.0, 4.0, 32.0, 60.0, 60.0]
+    monkeypatch.setattr(fleet_module, "_return_delay_s", lambda num_lost: 0.0 if num_lost < 2 else 3600.0)
+    with fake_server() as server, watched([server.url], spawned=False, interval_s=0.02) as watch:
+        for _ in range(2):
+            watch.wait_state(READY)
+            watch.fleet.fence(watch.fleet.server(0), "the update was refused")
+        since = len(server.asked("/rollout/info"))
+        server.wait_for(lambda: len(server.asked("/rollout/info")) > since + 3, "it to be found well several times")
+        assert watch.fleet.server(0).state is DOWN
+    with fake_server() as server, watched([server.url], spawned=False, interval_s=0.02) as watch:
+        for _ in range(3):  # one that has served in between is back at once
+            watch.wait_state(READY)
+            watch.serve_all()
+            watch.fleet.fence(watch.fleet.server(0), "its connection broke")
 
 
 def test_an_engine_that_is_said_to_be_dead_is_fenced_at_once() -> None:

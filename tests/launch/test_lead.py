@@ -43,10 +43,9 @@ class _Fleet:
             raise answer
         return answer
 
-    def members(self) -> list[Any]:
-        return [SimpleNamespace(info=SimpleNamespace(engine="embedded"), name="server 0")]
-
-    serving = members
+    def serving(self) -> list[Any]:
+        pushed = any(event.startswith("push") for event in self.events)
+        return [SimpleNamespace(info=SimpleNamespace(engine="embedded"), name="server 0")] if pushed else []
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         self.listeners.append(listener)
@@ -235,11 +234,44 @@ def test_a_wait_for_a_server_tells_the_other_ranks_and_ends_at_its_deadline(
     told = _lead(make_config(tmp_path))
     assert told.count("WaitCommand") == 2
 
-    world.sync.outcomes = [None]
-    world.fleet.up = [True, *[late] * 1_000_000]
+    again = _World(monkeypatch)
+    monkeypatch.setattr(lead_module, "_WAIT_SLICE_S", 0.01)
+    again.sync.outcomes = [None]
+    again.fleet.up = [True, *[late] * 1_000_000]
     (tmp_path / "2").mkdir()
     with pytest.raises(DeadlineError):
         _lead(make_config(tmp_path / "2", inference={"startup_timeout_s": 0.05}))
+
+
+def test_a_stop_while_no_server_takes_the_first_weights_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    world.sync.outcomes = [None] * 1000
+    world.fleet.up = [True, False]
+    told = _lead(make_config(tmp_path))
+    assert world.events == ["look for servers", "no server for 0"]
+    assert told[-1] == "StopCommand"
+
+
+def test_first_pushes_that_keep_failing_end_at_the_start_up_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    world.sync.outcomes = [None] * 10_000_000
+    with pytest.raises(DeadlineError, match="to take the first weights"):
+        _lead(make_config(tmp_path, inference={"startup_timeout_s": 0.05}))
+
+
+def test_a_server_that_dies_between_push_and_checks_is_pushed_to_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    one = world.fleet.serving
+    answers: list[list[Any]] = [[object()], [], [object()]]
+    monkeypatch.setattr(world.fleet, "serving", lambda: answers.pop(0) if len(answers) > 0 else one())
+    _lead(make_config(tmp_path))
+    assert world.events[1:6] == ["push 0", "serve 0", "push 0", "serve 0", "preflight"]
 
 
 def test_a_check_that_fails_ends_the_run_before_anything_is_generated(
@@ -273,7 +305,7 @@ def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_sam
     monkeypatch.setattr(lead_module.LeaderLoop, "run", lambda self, first_step: 2)  # all its steps
     world.fleet.up = [True, RunError("all servers were given up")]
     _lead(make_config(tmp_path))
-    assert world.events[-5:] == ["push 2", "serve 2", "save 2", "export", "evaluate 2"]
+    assert world.events[-5:] == ["save 2", "export", "push 2", "serve 2", "evaluate 2"]
 
 
 def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,6 +309,40 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_new_life(tmp_path: Pa
     assert exits[2].startswith("was killed by SIGKILL")  # it ended by itself
 
 
+def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: Path) -> None:
+    """The trainer waits for it in a push, and has a checkpoint to write."""
+    command = (sys.executable, "-c", "import signal; signal.pause()")
+    spec = ProcessSpec(
+        name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
+    )
+    news = News()
+
+    async def main() -> None:
+        tree = ProcessTree()
+        keepers = ServerKeepers(
+            [spec],
+            news,
+            spawn=lambda spec, life: Child.spawn(spec, tmp_path, life=life),
+            tree=tree,
+            rules=RestartRules(max_restarts=3, delay_s=0.0),
+        )
+        try:
+            await keepers.start()
+            (child,) = keepers.running
+            os.kill(child.pid, signal.SIGSTOP)
+            await keepers.stop(START_S)
+            keepers.ask_restart(0, "it does not answer", life=0)
+            await asyncio.wait([child.exited], timeout=START_S)
+            assert child.exited.result() == -signal.SIGKILL
+            assert keepers.running == []
+        finally:
+            await keepers.abandon(START_S)
+            await tree.kill(START_S)
+
+    asyncio.run(main())
+    assert [event for event, _, _ in news.events] == []
+
+
 def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Path) -> None:
     program = tmp_path / "server"
     program.write_text(f"#!{sys.executable}\nimport signal; signal.pause()\n")

@@ -43,14 +43,16 @@ class _Server:
     fails: type[Exception] | None = None
     instance_id: str = "a"
     state: ServerState = ServerState.READY
+    answers_as: str = "a"
+    """The life of what answers at its address."""
 
     @property
     def name(self) -> str:
         return f"server {self.index}"
 
     @property
-    def control(self) -> _Server:
-        return self
+    def control(self) -> _Control:
+        return _Control(self)
 
     def parameters(self) -> ServedParameters:
         if self.fails is not None:
@@ -76,13 +78,25 @@ def _server(index: int = 0, **fields: Any) -> _Server:
     return _Server(index, ServerInfo(**info | {"policy_version": 0} | fields.pop("info", {})), **fields)
 
 
+class _Control:
+    """The calls of a server; `info` is a call here, and a fact of the server's record."""
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+
+    def info(self) -> ServerInfo:
+        return self._server.info.model_copy(update={"instance_id": self._server.answers_as})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+
 class _Fleet:
     def __init__(self, servers: Sequence[_Server]) -> None:
         self.up = list(servers)
         self.fenced: list[tuple[str, str]] = []
         self.given_up: list[str] = []
         self.suspected: list[int] = []
-        self.is_pushing = False
 
     def members(self) -> list[_Server]:
         return list(self.up)
@@ -102,6 +116,10 @@ class _Fleet:
         self.fenced.append((server.name, reason))
         self.up.remove(server)
 
+    def restarted(self, server: _Server, info: ServerInfo) -> None:
+        self.fenced.append((server.name, "it was restarted"))
+        server.instance_id, server.state = info.instance_id, ServerState.READY
+
     def give_up(self, server: _Server, reason: str) -> None:
         self.given_up.append(server.name)
         self.up.remove(server)
@@ -110,10 +128,8 @@ class _Fleet:
         self.suspected.append(index)
 
     @contextmanager
-    def pushing(self) -> Iterator[None]:
-        self.is_pushing = True
+    def applying(self) -> Iterator[None]:
         yield
-        self.is_pushing = False
 
 
 class _Transport:
@@ -192,7 +208,6 @@ def test_a_push_goes_to_every_server_that_is_up_in_one_group_that_lasts(world: A
     assert w.transport.groups == [("server 0", "server 1")]
     assert w.told == ["server 0", "server 1"]
     assert w.fleet.serving() == w.fleet.up
-    assert not w.fleet.is_pushing
 
 
 def test_a_server_that_joins_makes_a_new_group_and_is_told_of_once(world: Any) -> None:
@@ -217,7 +232,6 @@ def test_without_a_server_there_is_no_push_and_no_error(world: Any) -> None:
     w = world()
     assert w.sync.push(4, before_gather=_nothing) is None
     assert w.pushes.made == []
-    assert not w.fleet.is_pushing
 
 
 def test_who_failed_is_fenced_and_the_others_get_the_same_version_in_a_new_group(world: Any) -> None:
@@ -267,6 +281,33 @@ def test_an_update_that_a_server_refuses_ends_the_run(world: Any) -> None:
     with pytest.raises(WeightPushError):
         w.sync.push(3, before_gather=_nothing)
     assert w.fleet.fenced == []
+
+
+@pytest.mark.parametrize(
+    "answer", [RequestRejectedError(400, "there is no weight group"), ServerUnavailableError("no group", answered=True)]
+)
+def test_a_server_that_was_restarted_in_the_middle_of_a_push_gets_the_push_in_its_new_life(
+    world: Any, answer: Exception
+) -> None:
+    """It answers to the second phase and knows nothing of the first."""
+    w = world(_server(0))
+    w.sync.push(0, before_gather=_nothing)
+    w.fleet.up[0].answers_as = "b"
+    w.pushes.script = [_failed("start", server_0=answer)]
+    assert w.sync.push(1, before_gather=_nothing) is not None
+    assert w.fleet.fenced == [("server 0", "it was restarted")]
+    assert w.transport.groups == [("server 0",), ("server 0",)]
+    assert w.fleet.serving()
+
+
+def test_a_server_that_joins_and_refuses_the_update_is_given_up_and_the_run_goes_on(world: Any) -> None:
+    w = world(_server(0))
+    w.sync.push(0, before_gather=_nothing)
+    w.fleet.up.append(_server(1))
+    w.pushes.script = [_failed("update", server_1=RequestRejectedError(400, "w is bfloat16"))]
+    w.sync.push(1, before_gather=_nothing)
+    assert w.fleet.given_up == ["server 1"]
+    assert w.pushes.made[-1] == (1, ("server 0",))
 
 
 def test_pushes_that_fail_although_every_server_is_well_end_the_run_after_three(world: Any) -> None:
@@ -365,6 +406,17 @@ def test_a_server_that_does_not_serve_the_trainers_weights_ends_the_run(
         w.fleet.up[1].version = version
     with pytest.raises(RunError, match=r"server 1 does not serve the trainer's weights after the push of version 4"):
         w.sync.verify(_score)
+
+
+def test_a_server_that_was_restarted_before_it_is_compared_is_no_reason_to_stop(world: Any) -> None:
+    w = world(_server(0), weights={"verify_every_pushes": 1})
+    w.sync.push(0, before_gather=_nothing)
+    w.sync.push(1, before_gather=_nothing)
+    w.fleet.up[0].version, w.fleet.up[0].answers_as = 0, "b"
+    assert w.sync.verify(_score) == {}
+    assert w.fleet.fenced == [("server 0", "it was restarted")]
+    w.sync.push(2, before_gather=_nothing)
+    assert w.sync.verify(_score)["sync/verify_mean"] == 0.0, "the comparison is still due"
 
 
 def test_the_difference_found_stands_in_the_metrics_and_a_tolerance_may_be_set(world: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.errors import WeightPushError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.meter import PipelineMeter, Reading
@@ -121,6 +122,23 @@ def test_a_server_that_joins_between_two_pushes_gets_the_newest_weights_not_the_
     _run(sync, source, steps=4, sync_steps=2)
     assert sync.pushed == [2, 3, 4]
     assert source.versions == [2, 3, 4]
+
+
+def test_the_steps_so_far_are_saved_before_a_push_that_fails_for_good_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved: list[int] = []
+
+    class Failing(FakeSync):
+        def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
+            if version == 2:
+                raise WeightPushError("it was refused")
+            return super().push(version, before_gather=before_gather)
+
+    monkeypatch.setattr(LeaderLoop, "save", lambda self, step: saved.append(step))
+    with pytest.raises(WeightPushError, match="it was refused"):
+        _run(Failing(), _Source({}), steps=3)
+    assert saved == [2]
 
 
 def test_a_change_without_joiners_pushes_nothing() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from grpo_async.weights.buckets import ITEM_SIZES, ParameterSpec, cut_into_buckets
+from grpo_async.weights.buckets import ITEM_SIZES, LARGE_BYTES, ParameterSpec, cut_into_buckets
 from grpo_async.weights.packing import TurnBuffers, pack, unpack
 
 
@@ -21,6 +21,12 @@ def test_consecutive_parameters_share_a_bucket_up_to_its_size() -> None:
 def test_a_parameter_larger_than_a_bucket_is_a_bucket_of_its_own() -> None:
     buckets = list(cut_into_buckets(_specs(1, 1000, 1), 100))
     assert [len(bucket) for bucket in buckets] == [1, 1, 1]
+
+
+def test_a_large_parameter_is_a_bucket_of_its_own_whatever_fits() -> None:
+    large = LARGE_BYTES // 4
+    buckets = list(cut_into_buckets(_specs(5, large, 5, 5, large - 1, large), 64 << 20))
+    assert [[spec.name for spec in bucket] for bucket in buckets] == [["0"], ["1"], ["2", "3", "4"], ["5"]]
 
 
 def test_dtype_decides_the_bytes() -> None:

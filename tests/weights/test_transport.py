@@ -183,6 +183,17 @@ def test_a_transport_between_gpus_is_refused_on_a_cpu(kind: Any) -> None:
         WeightTransport(kind, host="127.0.0.1", bucket_bytes=1, timeout_s=1.0, device=torch.device("cpu"))
 
 
+def test_a_tensor_alone_in_its_bucket_is_sent_from_its_own_memory_and_others_are_packed(
+    transport: WeightTransport,
+) -> None:
+    transport.connect([Workers("a")])
+    alone = torch.ones(5)
+    assert transport.pack([alone]).data_ptr() == alone.data_ptr()
+    assert transport.pack([alone]).dtype == torch.uint8
+    first, second = (transport.pack([alone, alone]) for _ in range(2))
+    assert len({alone.data_ptr(), first.data_ptr(), second.data_ptr()}) == 3  # one may still be on its way
+
+
 def test_sending_without_a_group_is_an_error(transport: WeightTransport) -> None:
     with pytest.raises(RuntimeError, match="not connected"):
         transport.pack([torch.zeros(2)])

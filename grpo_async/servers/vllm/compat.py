@@ -10,6 +10,7 @@ import importlib
 import os
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -130,7 +131,9 @@ class WorkerExtension:
             if weights is None:
                 raise RuntimeError("this worker has no staged update")
             with set_current_vllm_config(self.vllm_config):
+                began = time.monotonic()
                 load_weights(self.model_runner.get_model(), self.vllm_config.model_config, weights)
+                logger.info("loaded %d parameters in %.4f s", len(weights), time.monotonic() - began)
         except Exception:
             logger.exception("replacing the weights failed: ending this server")
             for handler in logger.handlers:

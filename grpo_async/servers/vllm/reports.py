@@ -8,8 +8,8 @@ that ends without a line is a worker that died. The file is in a folder that onl
 from __future__ import annotations
 
 import asyncio
-import os
 import json
+import os
 import shutil
 import socket
 import tempfile
