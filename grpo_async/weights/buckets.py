@@ -1,7 +1,7 @@
 """Cuts a list of parameters into buckets, by one rule that trainer and server both apply. Pure; needs no tensor.
 
 Worked example: three float32 parameters of 100, 200 and 300 bytes with bucket_bytes 320 -> [[100, 200], [300]].
-A parameter larger than a bucket, or than a MiB, is a bucket of its own.
+A parameter larger than a bucket, or than 4 MiB, is a bucket of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ITEM_SIZES = {
 """Bytes of an element by the name of its dtype: parameters are floats, buffers of a checkpoint may be anything."""
 
 
-LARGE_BYTES = 1 << 20
+LARGE_BYTES = 1 << 22
 """From so many bytes on a parameter is a bucket of its own: its memory can be sent as it is."""
 
 

@@ -65,6 +65,7 @@ def _logs(folder: Path) -> Path:
 def test_a_killed_server_is_started_again_with_its_port_and_token_and_the_run_finishes(tmp_path: Path) -> None:
     with _served(tmp_path) as launcher:
         _begin(launcher)
+        assert eventually(lambda: (_logs(tmp_path) / "server.log").read_text() == "serving\n", START_S)
         token = (tmp_path / "server.token").read_text()
         (tmp_path / "server.token").unlink()
         old = _signal(launcher, "server", signal.SIGKILL)
