@@ -134,6 +134,16 @@ class Fleet:
         with self._lock:
             return self._servers[index]
 
+    def servers(self) -> list[Server]:
+        """All of them, as they are now."""
+        with self._lock:
+            return list(self._servers)
+
+    def last_words(self, index: int) -> str:
+        """What was last heard of a server that is not up."""
+        with self._lock:
+            return self._past[index].last_words
+
     def members(self) -> list[Server]:
         """Servers that are up: weights can be pushed to them."""
         with self._lock:

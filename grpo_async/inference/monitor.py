@@ -27,7 +27,7 @@ from typing import Protocol, TypeVar
 
 import httpx
 
-from grpo_async.errors import InferenceError, RunError
+from grpo_async.errors import InferenceError, RequestRejectedError, RunError
 from grpo_async.inference.probe import Probe
 from grpo_async.inference.server import FleetSettings, Server, ServerState
 from grpo_async.inference.surface import ServerInfo
@@ -55,6 +55,9 @@ class Watched(Protocol):
 
     def note(self, server: Server, info: ServerInfo) -> None:
         """It answers."""
+
+    def give_up(self, server: Server, reason: str) -> None:
+        """It will never take part."""
 
     def found(self, server: Server, info: ServerInfo) -> None:
         """A server that was looked for answers."""
@@ -188,6 +191,13 @@ class Monitor:
             info = await self._within(server, _LONGEST_QUESTION_S, ask)
         except TimeoutError:
             self._watched.not_found(server, f"no answer for {_LONGEST_QUESTION_S:.0f} s")
+        except RequestRejectedError as error:
+            if error.status in (401, 403):
+                self._watched.give_up(
+                    server, f"{error}: set the variable GRPO_ASYNC_TOKEN to the token that this server was started with"
+                )
+            else:
+                self._watched.not_found(server, _words(error))
         except (httpx.TransportError, InferenceError) as error:
             self._watched.not_found(server, _words(error))
         else:

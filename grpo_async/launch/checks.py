@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +52,7 @@ def check_inputs(config: ExperimentConfig) -> list[str]:
     if participants is not None:
         asyncio.run(participants.aclose())
     _check_tls(config, problems)
+    _check_weights_host(config.weights.host, problems)
     if config.inference.urls and token_from_environment() is None:
         notes.append(
             "inference.urls is set and $GRPO_ASYNC_TOKEN is not: the server must be one that asks for no token"
@@ -58,6 +60,17 @@ def check_inputs(config: ExperimentConfig) -> list[str]:
     if problems:
         raise ConfigError("\n".join(problems))
     return notes
+
+
+def _check_weights_host(host: str, problems: list[str]) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            problems.append(
+                f"weights.host: {host} cannot be bound on this machine ({error}); it is the trainer's own address"
+            )
 
 
 def _check_tls(config: ExperimentConfig, problems: list[str]) -> None:

@@ -25,6 +25,7 @@ from grpo_async.launch.control import ControlClient
 from grpo_async.launch.preflight import run_preflight
 from grpo_async.launch.preflight_context import PreflightContext
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
+from grpo_async.launch.server_news import ServerNews
 from grpo_async.launch.weight_sync import FleetSync
 from grpo_async.rundir import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
@@ -88,6 +89,8 @@ class _Leader:
         )
         self._stack.callback(fleet.close)
         self._control.on_server = fleet.on_launcher_message
+        if inference.urls:  # of its own servers the launcher tells by itself
+            fleet.subscribe(ServerNews(fleet, lambda text: self._control.send("phase", name=text)))
         return fleet
 
     def _ask_restart(self, index: int, reason: str) -> None:

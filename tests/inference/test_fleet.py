@@ -133,7 +133,8 @@ def test_a_server_that_was_restarted_behind_our_back_is_fenced_before_it_is_read
         watch.serve_all()
         server.instance_id = "second"
         watch.wait_state(READY)
-        assert watch.states == [[STARTING], [READY], [SERVING], [DOWN], [READY]]
+        (failure,) = watch.fleet.failures  # it was taken out in between
+        assert failure.reason == "it was restarted"
         assert watch.restarts == []  # it has been restarted already
         assert watch.fleet.metrics()["servers/restarts"] == 1.0
 
@@ -207,6 +208,18 @@ def test_a_heartbeat_that_such_a_load_has_overlapped_does_not_count_either() -> 
         assert watch.fleet.serving()
         watch.fleet.suspect(0)
         watch.wait_state(DOWN)  # this one was not overlapped
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_server_that_does_not_take_the_token_is_given_up_at_once(status: int) -> None:
+    """It will not take it in five minutes either."""
+    with fake_server() as server:
+        server.refuses |= {"/is_paused": status, "/rollout/info": status}
+        with watched([server.url], spawned=False) as watch:
+            watch.wait_state(GONE)
+            with pytest.raises(RunError, match=str(status)) as given_up:
+                watch.fleet.wait_for_members(stop=threading.Event(), deadline_s=60.0, setting="s")
+    assert "GRPO_ASYNC_TOKEN" in str(given_up.value)
 
 
 def test_an_external_server_that_fails_every_push_is_left_alone_for_longer_and_longer(

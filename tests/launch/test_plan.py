@@ -86,7 +86,9 @@ def test_replicas_have_ports_names_and_logs_of_their_own(tmp_path: Path) -> None
 
 
 def test_configured_urls_start_no_server(tmp_path: Path) -> None:
-    config = make_config(tmp_path, inference={"urls": ["http://gpu-7:8000", "https://gpu-8:8000"]})
+    config = make_config(
+        tmp_path, inference={"urls": ["http://gpu-7:8000", "https://gpu-8:8000"]}, weights={"host": "10.0.0.1"}
+    )
     plan = _plan(config, token=None)
     assert plan.servers == ()
     assert plan.server_urls == ("http://gpu-7:8000", "https://gpu-8:8000")
@@ -171,7 +173,10 @@ def test_the_transport_fits_the_gpus(
 def test_running_servers_get_gloo_unless_something_else_is_asked_for(tmp_path: Path) -> None:
     for wanted, kind in (("auto", "gloo"), ("gloo", "gloo"), ("nccl", "nccl")):
         config = make_config(
-            tmp_path, inference={"urls": ["http://a:1"]}, weights={"transport": wanted}, launch={"device": "cuda"}
+            tmp_path,
+            inference={"urls": ["http://a:1"]},
+            weights={"transport": wanted, "host": "10.0.0.1"},
+            launch={"device": "cuda"},
         )
         assert plan_transport(config, EXTERNAL, share_gpus(config, EXTERNAL, ("0",)))[0] == kind
 
