@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE, TransportKind
 from grpo_async.launch.control import CONTROL_VARIABLE
 from grpo_async.launch.engine_choice import EngineChoice
@@ -154,8 +155,13 @@ def plan_processes(
         notes: shown with the plan, after its own.
 
     Raises:
-        ConfigError: `weights.transport` is impossible here.
+        ConfigError: `weights.transport` or `inference.vllm.sleep_while_training` is impossible here.
     """
+    if config.inference.vllm.sleep_while_training and not (engine.engine == "vllm" and engine.on_gpu):
+        raise ConfigError(
+            f"inference.vllm.sleep_while_training: only a vLLM that this run starts on a GPU can sleep, and the engine is "
+            f"{engine.engine}{'' if engine.on_gpu else ' without a GPU'}; leave the setting out"
+        )
     shares = share_gpus(config, engine, machine.gpus)
     transport, reason = plan_transport(config, engine, shares)
     if engine.engine == "external":

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_async.inference.router import FixedServers
-
 from grpo_async.config import ExperimentConfig
+from grpo_async.inference.router import FixedServers
 from grpo_async.launch.renderer import load_renderer
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.records import ScoredGroup

@@ -85,6 +85,15 @@ def test_replicas_have_ports_names_and_logs_of_their_own(tmp_path: Path) -> None
     assert "note: 4 compute threads on 2 CPUs" in text  # 3 servers + 1 rank
 
 
+@pytest.mark.parametrize("engine", ["embedded", "vllm", "external"])
+def test_sleep_is_refused_where_no_server_can_sleep(tmp_path: Path, engine: Any) -> None:
+    """Else every server would be taken for a broken one at the first step."""
+    config = make_config(tmp_path, inference={"vllm": {"sleep_while_training": True}}, rollout={"max_staleness": 0})
+    choice = EngineChoice(engine=engine, reason="", on_gpu=False)
+    with pytest.raises(ConfigError, match=f"sleep_while_training: .* the engine is {engine} without a GPU"):
+        _plan(config, engine=choice)
+
+
 def test_configured_urls_start_no_server(tmp_path: Path) -> None:
     config = make_config(
         tmp_path, inference={"urls": ["http://gpu-7:8000", "https://gpu-8:8000"]}, weights={"host": "10.0.0.1"}
