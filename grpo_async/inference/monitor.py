@@ -191,15 +191,11 @@ class Monitor:
             info = await self._within(server, _LONGEST_QUESTION_S, ask)
         except TimeoutError:
             self._watched.not_found(server, f"no answer for {_LONGEST_QUESTION_S:.0f} s")
-        except RequestRejectedError as error:
-            if error.status in (401, 403):
-                self._watched.give_up(
-                    server, f"{error}: set the variable GRPO_ASYNC_TOKEN to the token that this server was started with"
-                )
+        except (httpx.TransportError, InferenceError) as error:
+            if hopeless := _why_hopeless(error):
+                self._watched.give_up(server, hopeless)
             else:
                 self._watched.not_found(server, _words(error))
-        except (httpx.TransportError, InferenceError) as error:
-            self._watched.not_found(server, _words(error))
         else:
             self._silent.discard(server.index)
             self._wrong_since.pop(server.index, None)
@@ -267,6 +263,18 @@ class Monitor:
         asked = [index for index in indices if index not in self._silent]
         answers = await asyncio.gather(*(ask(index) for index in asked))
         return {index: info for index, info in zip(asked, answers, strict=True) if info is not None}
+
+
+def _why_hopeless(error: Exception) -> str:
+    """What to change when it is no use to ask again; "" otherwise."""
+    if isinstance(error, RequestRejectedError) and error.status in (401, 403):
+        return f"{error}: set the variable GRPO_ASYNC_TOKEN to the token that this server was started with"
+    if isinstance(error, httpx.ConnectError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return (
+            f"its certificate is refused ({error}); inference.tls.authority names the PEM file of the certificates that are "
+            "trusted, and the address in the URL has to be one of those in the certificate"
+        )
+    return ""
 
 
 def _words(error: Exception) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 
+import httpx
 import pytest
 
-from grpo_async.errors import DeadlineError, RunError
+from grpo_async.errors import DeadlineError, RequestRejectedError, RunError
 from grpo_async.inference import fleet as fleet_module
 from grpo_async.inference.fleet import ServerState, _return_delay_s
+from grpo_async.inference.monitor import _why_hopeless
 from tests.inference.fake_server import fake_server
 from tests.inference.fleet_support import watched
 
@@ -220,6 +222,15 @@ def test_a_server_that_does_not_take_the_token_is_given_up_at_once(status: int) 
             with pytest.raises(RunError, match=str(status)) as given_up:
                 watch.fleet.wait_for_members(stop=threading.Event(), deadline_s=60.0, setting="s")
     assert "GRPO_ASYNC_TOKEN" in str(given_up.value)
+
+
+def test_a_certificate_that_is_not_trusted_is_hopeless_and_a_refused_connection_is_not() -> None:
+    refused = httpx.ConnectError(
+        "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: unable to get local issuer"
+    )
+    assert "inference.tls.authority" in _why_hopeless(refused)
+    assert _why_hopeless(httpx.ConnectError("All connection attempts failed")) == ""
+    assert _why_hopeless(RequestRejectedError(404, "no such path")) == ""
 
 
 def test_an_external_server_that_fails_every_push_is_left_alone_for_longer_and_longer(
