@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -17,12 +17,12 @@ from typing import Any
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
+from grpo_async.errors import DeadlineError, GrpoAsyncError, InferenceError, RunError
 from grpo_async.inference.fleet import Fleet, FleetSettings, Server
 from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
-from grpo_async.launch.preflight import run_preflight
+from grpo_async.launch.preflight import Check, run_preflight
 from grpo_async.launch.preflight_context import PreflightContext
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.launch.server_news import ServerNews
@@ -40,6 +40,8 @@ from grpo_async.weights.verify import probe_sequences
 logger = logging.getLogger(__name__)
 
 _NUM_PROBES = 4
+_PREFLIGHTS = 3
+"""A server that dies while it is checked is checked again when it is back, this many times in all."""
 _WAIT_SLICE_S = 20.0
 
 
@@ -227,16 +229,47 @@ class _Leader:
     def _check_before_training(
         self, side: RolloutSide, loop: LeaderLoop, version: int, first_push: dict[str, float]
     ) -> None:
-        """Look once at everything that would spoil the run.
+        """Look at everything that would spoil the run; again when a server died meanwhile.
 
         Raises:
             RunError: something would.
         """
         self._control.send("phase", name="checking trainer and servers against each other")
+        probes = self._probes(side)
+        for attempt in range(1, _PREFLIGHTS + 1):
+            while not (servers := self._fleet.serving()):  # it has died since the push
+                if self._push_first(loop, version) is None:
+                    return
+            checks = self._preflight(side, loop, version, first_push, servers, probes)
+            failed = [f"{check.name}: {check.detail}" for check in checks if check.status == "fail"]
+            lost = [server.name for server in servers if self._is_lost(server)] if failed else []
+            if not lost or attempt == _PREFLIGHTS:
+                break
+            logger.warning("%s died while it was checked; it is checked again", " and ".join(lost))
+        self._control.send("preflight", checks=[asdict(check) for check in checks])
+        if failed:
+            raise RunError("the preflight found what would spoil the run:\n" + "\n".join(failed))
+
+    def _is_lost(self, server: Server) -> bool:
+        """Whether a server has died since its record was read, seen or not."""
+        if all(server.instance_id != other.instance_id for other in self._fleet.serving()):
+            return True
+        try:
+            return server.control.info().instance_id != server.instance_id
+        except InferenceError:
+            self._fleet.suspect(server.index)
+            return True
+
+    def _preflight(
+        self,
+        side: RolloutSide,
+        loop: LeaderLoop,
+        version: int,
+        first_push: dict[str, float],
+        servers: Sequence[Server],
+        probes: Sequence[Sequence[int]],
+    ) -> list[Check]:
         workplace = self._workplace
-        while not (servers := self._fleet.serving()):  # it has died since the push
-            if self._push_first(loop, version) is None:
-                return
         self._engine = next(server.info.engine for server in servers if server.info)
         context = PreflightContext(
             config=self._config,
@@ -244,7 +277,7 @@ class _Leader:
             renderer=self._renderer,
             servers=servers,
             prompts=side.first_prompts,
-            probes=self._probes(side),
+            probes=probes,
             score_on_trainer=loop.score,
             parameter_problems=[],  # the push has checked them: see weight_sync
             parameter_shapes={spec.name: spec.shape for spec in workplace.parameters.specs},
@@ -256,11 +289,7 @@ class _Leader:
             token=token_from_environment(),
             tool_sets=side.tool_sets,
         )
-        checks = run_preflight(context)
-        self._control.send("preflight", checks=[asdict(check) for check in checks])
-        failed = [f"{check.name}: {check.detail}" for check in checks if check.status == "fail"]
-        if failed:
-            raise RunError("the preflight found what would spoil the run:\n" + "\n".join(failed))
+        return run_preflight(context)
 
     def _await_server(self, loop: LeaderLoop) -> bool:
         """Wait until a server is up, telling the other ranks; False when the run is to stop.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.errors import DeadlineError, RunError
+from grpo_async.errors import DeadlineError, RunError, ServerUnavailableError
 from grpo_async.launch import lead as lead_module
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
@@ -34,6 +34,7 @@ class _Fleet:
         self.failures: list[Any] = []
         self.listeners: list[Callable[[], None]] = []
         self.num_events = 0
+        self.life, self.is_silent = "first", False
         self.start = lambda: events.append("look for servers")
         self.close = lambda: closed.append("fleet")
 
@@ -44,8 +45,19 @@ class _Fleet:
         return answer
 
     def serving(self) -> list[Any]:
-        pushed = any(event.startswith("push") for event in self.events)
-        return [SimpleNamespace(info=SimpleNamespace(engine="embedded"), name="server 0")] if pushed else []
+        if not any(event.startswith("push") for event in self.events):
+            return []
+        info = SimpleNamespace(engine="embedded", instance_id=self.life)
+        control = SimpleNamespace(info=self._info)
+        return [SimpleNamespace(info=info, instance_id=self.life, index=0, name="server 0", control=control)]
+
+    def _info(self) -> SimpleNamespace:
+        if self.is_silent:
+            raise ServerUnavailableError("Connection refused")
+        return SimpleNamespace(instance_id=self.life)
+
+    def suspect(self, index: int) -> None:
+        self.events.append(f"suspect {index}")
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         self.listeners.append(listener)
@@ -125,6 +137,7 @@ class _World:
         self.sync = _Sync(self.events)
         self.source = _Source(self.events, self.closed)
         self.checks: list[Check] = []
+        self.meanwhile: list[Callable[[], None]] = []  # what happens during the next preflights
         self.context: PreflightContext | None = None
         side = SimpleNamespace(
             source=self.source, evaluator=self, majority_baseline=None, first_prompts=[], tool_sets=[]
@@ -153,6 +166,8 @@ class _World:
     def _preflight(self, context: PreflightContext) -> list[Check]:
         self.events.append("preflight")
         self.context = context
+        if self.meanwhile:
+            self.meanwhile.pop(0)()
         return self.checks
 
 
@@ -289,6 +304,43 @@ def test_a_check_that_fails_ends_the_run_before_anything_is_generated(
     assert world.events[-1] == "preflight"
     assert world.context is not None
     assert (world.context.policy_version, world.context.num_embeddings, world.context.device) == (0, 7, "cpu")
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_server_that_dies_while_it_is_checked_is_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    """Whether the fleet has noticed it already, or nobody has."""
+    world = _World(monkeypatch)
+    broken, whole = Check("generation", "fail", "Connection refused"), Check("generation", "pass", "it does")
+    world.checks = [broken]
+
+    def dies() -> None:
+        if seen:
+            world.fleet.life = "second"
+        else:
+            world.fleet.is_silent = True
+
+    def is_back() -> None:
+        world.fleet.is_silent = False
+        world.checks = [whole]
+
+    world.meanwhile = [dies, is_back]
+    _lead(make_config(tmp_path))
+    assert world.events.count("preflight") == 2
+    assert ("suspect 0" in world.events) is not seen
+    assert "start generating" in world.events
+
+
+def test_a_server_that_dies_whenever_it_is_checked_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    world.checks = [Check("generation", "fail", "Connection refused")]
+    world.fleet.is_silent = True
+    with pytest.raises(RunError, match="generation: Connection refused"):
+        _lead(make_config(tmp_path))
+    assert world.events.count("preflight") == 3
 
 
 def test_a_preflight_alone_ends_after_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
