@@ -31,6 +31,9 @@ class MicroBatch:
     segment_ids: torch.Tensor  # (R, T) int64, number of the sample in its row; -1 = padding
     source_index: torch.Tensor  # (N,) int64
     target_ids: torch.Tensor  # (N,) int64
+    sample_index: (
+        torch.Tensor
+    )  # (N,) int64, which sample of this micro-batch a token belongs to: 0, 1, ... without gaps
     sampler_logprobs: torch.Tensor  # (N,) float32
     advantages: torch.Tensor  # (N,) float32
     weights: torch.Tensor  # (N,) float32
@@ -96,6 +99,8 @@ def _pack_micro_batch(
     segment_ids = torch.full((num_rows, row_tokens), -1, dtype=torch.int64)
     source: list[int] = []
     targets: list[int] = []
+    sample_index: list[int] = []
+    num_samples = 0
     staleness: list[int] = []
     logprobs: list[float] = []
     advantages: list[float] = []
@@ -112,6 +117,8 @@ def _pack_micro_batch(
             trained = [position for position, mask in enumerate(sample.loss_mask) if mask]
             source.extend(row * row_tokens + start + position - 1 for position in trained)
             targets.extend(sample.token_ids[position] for position in trained)
+            sample_index.extend([num_samples] * len(trained))
+            num_samples += bool(trained)
             logprobs.extend(sample.sampler_logprobs[position] for position in trained)
             staleness.extend(trainer_version - sample.policy_versions[position] for position in trained)
             advantages.extend([sample.advantage] * len(trained))
@@ -123,6 +130,7 @@ def _pack_micro_batch(
         segment_ids=segment_ids,
         source_index=torch.tensor(source, dtype=torch.int64),
         target_ids=torch.tensor(targets, dtype=torch.int64),
+        sample_index=torch.tensor(sample_index, dtype=torch.int64),
         sampler_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         advantages=torch.tensor(advantages, dtype=torch.float32),
         weights=torch.tensor(token_weight, dtype=torch.float32),

@@ -147,6 +147,21 @@ class EvaluationSection(StrictModel):
     """Prompts to evaluate on; null = those that `data.held_out` keeps back."""
     num_prompts: int = Field(default=200, ge=1)
     """The first N of them."""
+    every_steps: int | None = Field(default=None, ge=1)
+    """Evaluate every N steps, while training goes on; null = only at start and end."""
+    at_start: bool = True
+    """Evaluate before the first step."""
+    samples: int = Field(default=1, ge=1)
+    """Completions per prompt; with more than one, pass@k, mean@k and majority@k are reported for k = 1, 2, 4, ... up to this."""
+    temperature: float = Field(default=0.0, ge=0.0)
+    """Sampling temperature; 0 = greedy."""
+    pass_reward: float = 1.0
+    """A completion passes (pass@k) when its reward is at least this."""
+    group_by: str | None = None
+    """A column of the data: results are reported for each of its values, too."""
+    pin_version: bool = False
+    """true: no weights are pushed while an evaluation runs, so that one policy version answers; training may have to wait for it.
+    false: pushes go on, and a result that several versions made is marked as mixed."""
     leak_check: Literal["error", "warn", "off"] = "error"
     """What happens when a prompt to evaluate on is also trained on (letter case and white space aside)."""
     baseline_column: str | None = None

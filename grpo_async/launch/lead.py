@@ -31,9 +31,10 @@ from grpo_async.rundir import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, open_trackers
 from grpo_async.training.checkpoint import load_state, load_tensors, set_aside_later_checkpoints
-from grpo_async.training.loop import LeaderLoop, Workplace
+from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.meter import PipelineMeter, Reading, Totals
 from grpo_async.training.ranks import StopCommand
+from grpo_async.training.workplace import Workplace
 from grpo_async.weights.transport import WeightTransport
 from grpo_async.weights.verify import probe_sequences
 

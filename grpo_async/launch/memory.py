@@ -199,7 +199,7 @@ def estimate_trainer(config: ExperimentConfig, num_parameters: int, shape: Model
     row = training.row_tokens or min(config.inference.max_model_len, training.micro_batch_tokens)
     per_layer = activation_bytes(shape, item_bytes=compute, row_tokens=row)
     tokens = training.micro_batch_tokens
-    if config.model.activation_checkpointing:
+    if config.model.activation_checkpointing != "none":
         activations = tokens * (shape.num_layers * shape.hidden_size * compute + per_layer)
     else:
         activations = tokens * shape.num_layers * per_layer
@@ -290,7 +290,7 @@ def shared_gpu_fraction(
             f"a GPU of {format_bytes(gpu_bytes)} is too small for trainer and server together: the trainer needs about "
             f"{format_bytes(beside)} [{trainer.describe()}], vLLM at least {format_bytes(needed + server.staging)} (weights "
             f"{format_bytes(server.weights)}, the same staged, one sequence of inference.max_model_len, graphs); set "
-            "model.activation_checkpointing: true, lower training.micro_batch_tokens, use bfloat16 (inference.dtype, "
+            "model.activation_checkpointing: full, lower training.micro_batch_tokens, use bfloat16 (inference.dtype, "
             "model.compute_dtype), or give them a GPU each"
         )
     return fraction

@@ -117,7 +117,7 @@ def check_memory(context: PreflightContext) -> list[Check]:
 def _verdict(name: str, words: str, coming: int, available: int) -> Check:
     figures = f"{words}. Still to come about {format_bytes(coming)}, available {format_bytes(available)}"
     advice = (
-        "set model.activation_checkpointing: true, lower training.micro_batch_tokens or training.logprob_chunk_tokens, or use "
+        "set model.activation_checkpointing: full, lower training.micro_batch_tokens or training.logprob_chunk_tokens, or use "
         "more trainer ranks on more machines or GPUs"
     )
     if coming > _IMPOSSIBLE * available:

@@ -82,7 +82,7 @@ def build_rollout_side(
         raise ConfigError("\n".join(problems))
     scorer = Scorer(
         rewards,
-        advantage_scale=rollout.advantage_scale,
+        advantage_scale="none" if config.advantage.type == "none" else "group",
         train_zero_variance=rollout.zero_variance == "train",
         train_truncated=rollout.overlong == "train",
         environment_weights=participants.environments.reward_weights if participants.environments else {},

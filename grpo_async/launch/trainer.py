@@ -54,7 +54,7 @@ def _run_rank(place: Assignment, config: ExperimentConfig, control: ControlClien
     from grpo_async.launch.renderer import load_renderer
     from grpo_async.launch.workplace import build_workplace, join_process_group
     from grpo_async.training.checkpoint import load_tensors
-    from grpo_async.training.loop import follow
+    from grpo_async.training.workplace import follow
 
     torch.set_num_threads(config.launch.trainer_threads)
     torch.manual_seed(config.run.seed)

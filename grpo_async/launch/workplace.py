@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.launch.assignment import Assignment
-from grpo_async.training.loop import Workplace
+from grpo_async.training.load import load_policy
+from grpo_async.training.optimizers import make_optimizer
 from grpo_async.training.parameters import ShardedParameters
-from grpo_async.training.policy import load_policy, shard_policy
 from grpo_async.training.ranks import CommandChannel, device_for
-from grpo_async.training.step import make_optimizer
+from grpo_async.training.shard import shard_policy
+from grpo_async.training.workplace import Workplace
 
 _MARGIN_S = 60.0
 

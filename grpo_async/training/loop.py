@@ -1,7 +1,6 @@
-"""The trainer's main loop on rank 0, and the loop of the ranks that follow it.
+"""The trainer's main loop on rank 0; the others follow its commands (training.workplace).
 
-    take groups -> plan -> pack -> step -> settle -> push weights -> log -> checkpoint          (rank 0)
-    receive command -> do the same part of it                                                   (other ranks)
+    take groups -> plan -> pack -> step -> settle -> push weights -> log -> checkpoint
 
 Version = finished optimizer steps. The loop knows its sources and sinks as small protocols; `launch.trainer` connects them.
 """
@@ -11,24 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
-from grpo_async.batching.pack import MicroBatch, pack_rank, token_weights
+from grpo_async.batching.pack import pack_rank, token_weights
 from grpo_async.batching.plan import plan_batch
-from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup
-from grpo_async.rundir import RunDir
 from grpo_async.training.checkpoint import TrainerState, export_model, prune_checkpoints, save_checkpoint
 from grpo_async.training.meter import PipelineMeter, Reading
-from grpo_async.training.parameters import ShardedParameters
-from grpo_async.training.policy import Policy
 from grpo_async.training.ranks import (
     Command,
-    CommandChannel,
     ExportCommand,
     GatherCommand,
     SaveCommand,
@@ -37,8 +28,8 @@ from grpo_async.training.ranks import (
     StopCommand,
     WaitCommand,
 )
-from grpo_async.training.score import score_sequences
-from grpo_async.training.step import StepResult, train_step
+from grpo_async.training.step import StepResult
+from grpo_async.training.workplace import Workplace
 
 logger = logging.getLogger(__name__)
 
@@ -93,57 +84,6 @@ class WeightSync(Protocol):
 
     def rest(self) -> None:
         """A step begins to train. What the servers hold of a shared GPU may be given back until the next push."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Workplace:
-    """What every rank has: its shard of the policy and how it talks to the others."""
-
-    config: ExperimentConfig
-    rundir: RunDir
-    policy: Policy
-    optimizer: torch.optim.Optimizer
-    parameters: ShardedParameters
-    channel: CommandChannel
-    tokenizer: Any
-    device: torch.device
-    num_ranks: int
-
-    def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        return train_step(
-            self.policy,
-            self.optimizer,
-            micro_batches,
-            loss=self.config.loss,
-            lr=lr,
-            max_grad_norm=self.config.optimizer.max_grad_norm,
-            device=self.device,
-        )
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return score_sequences(self.policy, sequences, device=self.device)
-
-
-def follow(place: Workplace) -> None:
-    """Ranks 1..N-1: do rank 0's commands until it says stop."""
-    while True:
-        command = place.channel.receive()
-        match command:
-            case WaitCommand():
-                continue
-            case StepCommand():
-                place.step(command.micro_batches, command.lr)
-            case GatherCommand():
-                for _ in place.parameters.buckets(command.bucket_bytes):
-                    pass  # only rank 0 sends
-            case ScoreCommand():
-                place.score(command.sequences)
-            case SaveCommand():
-                save_checkpoint(place.rundir, command.step, place.policy, place.optimizer, None)
-            case ExportCommand():
-                export_model(place.rundir.model, place.policy, place.tokenizer)
-            case StopCommand():
-                return
 
 
 class LeaderLoop:
@@ -286,7 +226,9 @@ class LeaderLoop:
             pack=config.training.pack,
         )
         weights = token_weights(
-            samples, reduction=config.loss.reduction, max_completion_tokens=config.rollout.max_completion_tokens
+            samples,
+            reduction=config.loss.reduction or "dapo",
+            max_completion_tokens=config.rollout.max_completion_tokens,
         )
         lr = config.optimizer.lr * config.lr_factor(step - 1)
         parts = [pack_rank(samples, weights, plan, rank, trainer_version=step - 1) for rank in range(place.num_ranks)]

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.training.policy import Policy
+from grpo_async.training.policy import Policy, PolicyOutput
 
 
 def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, device: torch.device) -> list[list[float]]:
@@ -25,8 +25,8 @@ def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, devic
     scores: list[list[float]] = []
     with torch.no_grad():
         for sequence in sequences:
-            logprobs, _ = policy(_one_row(sequence).to(device), temperature=1.0)
-            scores.append(logprobs.tolist())
+            output: PolicyOutput = policy(_one_row(sequence).to(device), temperature=1.0)
+            scores.append(output.logprobs.tolist())
     if isinstance(policy, FSDPModule):
         policy.reshard()  # without a backward pass the root's parameters would stay gathered
     return scores
@@ -42,6 +42,7 @@ def _one_row(sequence: Sequence[int]) -> MicroBatch:
         segment_ids=torch.zeros(1, length, dtype=torch.int64),
         source_index=torch.arange(num_scored),
         target_ids=ids[1:],
+        sample_index=torch.zeros(num_scored, dtype=torch.int64),
         sampler_logprobs=unused,
         advantages=unused,
         weights=unused,

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.config.sections import ClippedLoss, OptimizerSection
+from grpo_async.config.loss_sections import ClippedLoss
 from grpo_async.training.losses import TokenLoss, clipped_token_loss
-from grpo_async.training.policy import Policy
+from grpo_async.training.policy import Policy, PolicyOutput
 
 _NUM_SUMS = 8
 
@@ -31,17 +31,6 @@ class StepResult:
     num_tokens: int
     is_finite: bool
     metrics: dict[str, float]
-
-
-def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101); biases and norms are not decayed."""
-    decayed = [parameter for parameter in policy.parameters() if parameter.ndim >= 2]
-    others = [parameter for parameter in policy.parameters() if parameter.ndim < 2]
-    groups = [
-        {"params": decayed, "weight_decay": section.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=section.lr, betas=section.betas, eps=section.eps)
 
 
 def train_step(
@@ -70,10 +59,11 @@ def train_step(
         # gradients travel between ranks once, after the last micro-batch
         if isinstance(policy, torch.distributed.fsdp.FSDPModule):
             policy.set_requires_gradient_sync(number == len(micro_batches) - 1)
-        logprobs, entropy = policy(batch)
-        if batch.num_trained_tokens == 0:
-            torch.autograd.backward(logprobs.sum())
+        output: PolicyOutput = policy(batch)
+        if output.anchor is not None:
+            torch.autograd.backward(output.anchor)
             continue
+        logprobs = output.logprobs
         tokens = clipped_token_loss(
             logprobs,
             batch.sampler_logprobs,
@@ -83,7 +73,7 @@ def train_step(
         )
         total = (tokens.loss * batch.weights).sum()
         torch.autograd.backward(total * world_size)
-        _accumulate(sums, extremes, batch, logprobs.detach(), entropy, tokens, total.detach())
+        _accumulate(sums, extremes, batch, logprobs.detach(), output.entropy, tokens, total.detach())
     norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
     full_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     if world_size > 1:

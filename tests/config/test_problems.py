@@ -76,7 +76,10 @@ model: {path: n}
         ),
         ("optimizer: {betas: [0.9]}", "optimizer.betas.1: this key is required"),
         ("optimizer: {lr: .inf}", "optimizer.lr: input should be a finite number (got inf)"),
-        ("loss: {type: sapo}", "loss.type: input should be 'clipped' (got 'sapo')"),
+        (
+            "loss: {type: ppo}",
+            "loss.type: input should be one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'custom' (got 'ppo')",
+        ),
         (
             "evaluation: {data: {type: jsnl, path: x}}",
             "evaluation.data.type: input should be one of 'jsonl', 'csv', 'parquet', 'hub', 'reasoning_gym', "

@@ -153,7 +153,7 @@ def test_ranks_share_weights_and_moments_and_not_the_rest(tmp_path: Path) -> Non
 
 
 def test_checkpointing_leaves_one_vector_per_layer_and_one_whole_layer(tmp_path: Path) -> None:
-    estimate = estimate_trainer(_config(tmp_path, model={"activation_checkpointing": True}), NUMBER, SHAPE)
+    estimate = estimate_trainer(_config(tmp_path, model={"activation_checkpointing": "full"}), NUMBER, SHAPE)
     assert estimate.activations == 4096 * (28 * 1024 * 2 + 79_872)
 
 

@@ -23,7 +23,7 @@ from grpo_async.launch.preflight_report import from_json
 from grpo_async.launch.renderer import load_renderer
 from grpo_async.records import Origin, Prompt, TaggedMessage
 from grpo_async.rundir import RunDir
-from grpo_async.training.policy import load_policy
+from grpo_async.training.load import load_policy
 from grpo_async.training.score import score_sequences
 from grpo_async.weights.verify import probe_sequences
 from tests.launch.support import make_config

@@ -19,7 +19,7 @@ from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
 from grpo_async.launch.trainer import _run_rank
 from grpo_async.rundir import RunDir
-from grpo_async.training.loop import Workplace
+from grpo_async.training.workplace import Workplace
 from tests.launch.sides import side_config
 from tests.launch.support import make_config
 from tests.support.records import make_sample

@@ -18,7 +18,7 @@ import torch
 from grpo_async.batching.pack import pack_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.config.sections import ModelSection
+from grpo_async.config.model_sections import ModelSection
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.router import FixedServers
 from grpo_async.records import FinishReason, RolloutCompletion, RolloutGroup, RolloutSample
@@ -29,7 +29,7 @@ from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.tools import Tool
-from grpo_async.training.policy import load_policy
+from grpo_async.training.load import load_policy
 from tests.rollout.replay_parser import look_up
 from tests.support.chat_families import family
 from tests.support.records import make_prompt
@@ -135,7 +135,7 @@ def _worst_difference(model: Path, samples: Sequence[RolloutSample], temperature
     worst = 0.0
     for batch in pack_rank(samples, [1.0] * len(samples), plan, 0, trainer_version=0):
         with torch.no_grad():
-            logprobs, _ = policy(batch)
+            logprobs = policy(batch).logprobs
         worst = max(worst, float((logprobs - batch.sampler_logprobs).abs().max()))
     return worst
 

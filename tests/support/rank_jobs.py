@@ -16,15 +16,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_async.batching.pack import Reduction, pack_rank, token_weights
 from grpo_async.batching.plan import plan_batch
-from grpo_async.config.sections import ClippedLoss, ModelSection, OptimizerSection
+from grpo_async.config.loss_sections import ClippedLoss
+from grpo_async.config.model_sections import ModelSection, OptimizerSection
 from grpo_async.errors import CheckpointError
 from grpo_async.records import RolloutSample
 from grpo_async.rundir import RunDir
 from grpo_async.training import checkpoint
+from grpo_async.training.load import load_policy
+from grpo_async.training.optimizers import make_optimizer
 from grpo_async.training.parameters import ShardedParameters
-from grpo_async.training.policy import Policy, load_policy, shard_policy
+from grpo_async.training.policy import Policy
 from grpo_async.training.score import score_sequences
-from grpo_async.training.step import StepResult, make_optimizer, train_step
+from grpo_async.training.shard import shard_policy
+from grpo_async.training.step import StepResult, train_step
 from tests.support.records import make_sample
 
 

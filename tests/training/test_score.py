@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_async.config.sections import ModelSection
-from grpo_async.training.policy import load_policy
+from grpo_async.config.model_sections import ModelSection
+from grpo_async.training.load import load_policy
 from grpo_async.training.score import score_sequences
 from tests.support.ranks import run_on_ranks
 

@@ -1,0 +1,76 @@
+"""The policy and how its parameters move: `model`, `optimizer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from grpo_async.config.base import Dtype, StrictModel
+
+
+class LoraSection(StrictModel):
+    rank: int = Field(default=16, ge=1)
+    """Rank r of the adapters (LoRA, arXiv 2106.09685)."""
+    alpha: float = Field(default=32.0, gt=0.0)
+    """The product B A is scaled by alpha / rank."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Ends of the names of the layers that get adapters; all-linear = every linear layer but the head."""
+    quantization: Literal["nf4"] | None = None
+    """Keep the frozen weights in 4 bits (QLoRA, arXiv 2305.14314; extra `quantization`). Servers get them dequantized and
+    merged."""
+    push: Literal["merged", "adapter"] = "merged"
+    """What travels to the servers. merged: whole weights. adapter: the adapters alone; each server adds them to the weights that it
+    has loaded itself from `model.path`."""
+
+
+class ModelSection(StrictModel):
+    path: str
+    """Folder of a Hugging Face model (config, safetensors, tokenizer), or a hub name where the machine reaches a hub."""
+    dtype: Dtype = "float32"
+    """dtype of the trainer's master weights and optimizer state."""
+    compute_dtype: Dtype | None = None
+    """dtype of forward and backward; null = `model.dtype`. bfloat16 on GPUs."""
+    attention: Literal["auto", "mask", "varlen"] = "auto"
+    """How packed samples are kept apart. varlen: kernels that know where samples begin (GPU, 16 bit). mask: a block mask. auto:
+    varlen where it can run."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass instead of keeping them: less memory, more compute. full: of every layer (about a
+    third more compute). selective: all but matrix products and attention."""
+    lora: LoraSection | None = None
+    """Train adapters instead of all weights."""
+    router_aux_loss: float = Field(default=0.0, ge=0.0)
+    """Weight of the load-balancing loss of a mixture of experts; 0 = none."""
+    chat_template: Path | None = None
+    """A Jinja chat template that replaces the tokenizer's own."""
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the chat template, such as `{enable_thinking: false}`."""
+    end_of_turn_tokens: list[str] = Field(default_factory=list)
+    """Tokens that end the policy's turn, beside the tokenizer's eos and those of the model's generation_config.json."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, in trainer and server. Only for models whose code you have read."""
+
+
+class OptimizerSection(StrictModel):
+    type: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """adamw (arXiv 1711.05101). adamw_8bit: its state in 8 bits (extra `quantization`). muon: orthogonalised momentum for the
+    matrices of the layers, adamw for everything else."""
+    lr: float = Field(default=1e-6, gt=0.0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    eps: float = Field(default=1e-8, gt=0.0)
+    """AdamW's epsilon."""
+    momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Muon's momentum."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Decoupled weight decay, of matrices only."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine end at `min_lr_ratio` x lr at `training.max_steps`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up from 0."""
+    min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Floor of linear and cosine schedules."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """Gradients are clipped to this total norm over all ranks."""

@@ -1,0 +1,82 @@
+"""What every trainer rank has, and the loop of the ranks that follow rank 0.
+
+receive command -> do the same part of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from grpo_async.batching.pack import MicroBatch
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.rundir import RunDir
+from grpo_async.training.checkpoint import export_model, save_checkpoint
+from grpo_async.training.parameters import ShardedParameters
+from grpo_async.training.policy import Policy
+from grpo_async.training.ranks import (
+    CommandChannel,
+    ExportCommand,
+    GatherCommand,
+    SaveCommand,
+    ScoreCommand,
+    StepCommand,
+    StopCommand,
+    WaitCommand,
+)
+from grpo_async.training.score import score_sequences
+from grpo_async.training.step import StepResult, train_step
+
+
+@dataclass(slots=True, kw_only=True)
+class Workplace:
+    """What every rank has: its shard of the policy and how it talks to the others."""
+
+    config: ExperimentConfig
+    rundir: RunDir
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    parameters: ShardedParameters
+    channel: CommandChannel
+    tokenizer: Any
+    device: torch.device
+    num_ranks: int
+
+    def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        return train_step(
+            self.policy,
+            self.optimizer,
+            micro_batches,
+            loss=self.config.loss,  # type: ignore[arg-type]
+            lr=lr,
+            max_grad_norm=self.config.optimizer.max_grad_norm,
+            device=self.device,
+        )
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return score_sequences(self.policy, sequences, device=self.device)
+
+
+def follow(place: Workplace) -> None:
+    """Ranks 1..N-1: do rank 0's commands until it says stop."""
+    while True:
+        command = place.channel.receive()
+        match command:
+            case WaitCommand():
+                continue
+            case StepCommand():
+                place.step(command.micro_batches, command.lr)
+            case GatherCommand():
+                for _ in place.parameters.buckets(command.bucket_bytes):
+                    pass  # only rank 0 sends
+            case ScoreCommand():
+                place.score(command.sequences)
+            case SaveCommand():
+                save_checkpoint(place.rundir, command.step, place.policy, place.optimizer, None)
+            case ExportCommand():
+                export_model(place.rundir.model, place.policy, place.tokenizer)
+            case StopCommand():
+                return
