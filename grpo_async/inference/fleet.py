@@ -20,13 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.counters import CounterSums, ServerCounters
+from grpo_async.inference.lives import Lives
 from grpo_async.inference.monitor import Monitor
 from grpo_async.inference.server import FleetSettings, Server, ServerFailure, ServerState
 from grpo_async.inference.surface import ServerInfo
@@ -39,25 +40,6 @@ _READ_TIMEOUT_S = 2.0
 _STOP_INTERVAL_S = 0.2
 _LONGEST_RESTART_DELAY_S = 60.0
 """Between a restart that was asked for and the start, see `inference.restart_delay_s`."""
-
-
-@dataclass(slots=True)
-class _Past:
-    """What is kept of a server over its lives."""
-
-    last_life: str = ""
-    last_words: str = "never answered"
-    failed_at: float = 0.0
-    open_failure: int | None = None  # position in `failures`
-    exit_words: str = ""  # of the launcher, when the process has ended; it starts it again by itself
-    num_restarts: int = 0
-    num_lost: int = 0  # times it was taken out since it last served
-    lost_at: float = 0.0
-
-
-def _return_delay_s(num_lost: int) -> float:
-    """How long a server that others run is left alone: 0 after the first failure, then 2, 4, 8, ... 60 s."""
-    return 0.0 if num_lost < 2 else min(_LONGEST_RESTART_DELAY_S, 2.0 ** (num_lost - 1))
 
 
 class Fleet:
@@ -97,11 +79,9 @@ class Fleet:
             )
             for index, (name, url) in enumerate(zip(names, urls, strict=True))
         ]  # fmt: skip
-        self._past = [_Past() for _ in urls]
+        self._lives = Lives(len(urls), are_ours=ask_restart is not None)
         self._settings = settings
         self._ask_restart = ask_restart
-        self._failures: list[ServerFailure] = []
-        self._last_recovery_s: float | None = None
         self._counters = CounterSums(num_servers=len(urls))
         self._listeners: list[Callable[[], None]] = []
         self._num_events = 0
@@ -142,7 +122,7 @@ class Fleet:
     def last_words(self, index: int) -> str:
         """What was last heard of a server that is not up."""
         with self._lock:
-            return self._past[index].last_words
+            return self._lives.last_words(index)
 
     def members(self) -> list[Server]:
         """Servers that are up: weights can be pushed to them."""
@@ -170,18 +150,18 @@ class Fleet:
     def failures(self) -> list[ServerFailure]:
         """Every failure so far, in order. What happens to a server until it serves again is one failure."""
         with self._lock:
-            return list(self._failures)
+            return list(self._lives.failures)
 
     def metrics(self) -> dict[str, float]:
         """`servers/recovery_s` is the last failure's that is over; absent before."""
         with self._lock:
             metrics = {
                 "servers/serving": float(sum(server.state is ServerState.SERVING for server in self._servers)),
-                "servers/failures": float(len(self._failures)),
-                "servers/restarts": float(sum(past.num_restarts for past in self._past)),
+                "servers/failures": float(len(self._lives.failures)),
+                "servers/restarts": float(self._lives.num_restarts),
             }
-            if self._last_recovery_s is not None:
-                metrics["servers/recovery_s"] = self._last_recovery_s
+            if self._lives.last_recovery_s is not None:
+                metrics["servers/recovery_s"] = self._lives.last_recovery_s
         return metrics
 
     def read(self) -> ServerCounters:
@@ -219,8 +199,7 @@ class Fleet:
 
     def _describe(self) -> str:
         return "; ".join(
-            f"{server.name} is {server.state}: {past.last_words}"
-            for server, past in zip(self._servers, self._past, strict=True)
+            f"{server.name} is {server.state}: {self._lives.last_words(server.index)}" for server in self._servers
         )
 
     # What the trainer does.
@@ -248,22 +227,15 @@ class Fleet:
 
     def mark_serving(self, servers: Sequence[Server], *, version: int) -> None:
         """These have the weights of `version`, in the lives that their records are of; requests may go to them."""
-        now = time.monotonic()
         with self._changing() as changed:
             for server in servers:
-                current, past = self._servers[server.index], self._past[server.index]
+                current = self._servers[server.index]
                 if current.state is not ServerState.READY or current.instance_id != server.instance_id:
                     continue
                 self._set(current, changed, state=ServerState.SERVING)
-                past.num_lost = 0
-                if past.open_failure is None:
-                    logger.info("%s serves version %d", current.name, version)
-                    continue
-                recovery_s = self._last_recovery_s = now - past.failed_at
-                failure = self._failures[past.open_failure]
-                self._failures[past.open_failure] = replace(failure, recovery_s=recovery_s)
-                past.open_failure = None
-                logger.info("%s serves version %d, %.1f s after it failed", current.name, version, recovery_s)
+                recovery_s = self._lives.serves(server.index)
+                since = "" if recovery_s is None else f", {recovery_s:.1f} s after it failed"
+                logger.info("%s serves version %d%s", current.name, version, since)
 
     def fence(self, server: Server, reason: str) -> None:
         """Take a server out: it gets no requests, those that it has go elsewhere, and it is restarted or looked for."""
@@ -276,7 +248,7 @@ class Fleet:
         with self._changing() as changed:
             current = self._servers[server.index]
             if current.state is not ServerState.GONE:
-                self._past[server.index].last_words = reason
+                self._lives.heard(server.index, reason)
                 self._set(current, changed, state=ServerState.GONE)
 
     def suspect(self, index: int) -> None:
@@ -290,16 +262,15 @@ class Fleet:
         have ended and be up again before the message is read.
         """
         index, event, detail = int(message["index"]), message["event"], str(message.get("detail", ""))
-        server, past = self.server(index), self._past[index]
         if event == "given_up":
-            self.give_up(server, detail)
+            self.give_up(self.server(index), detail)
         elif event == "exited":
             with self._lock:
-                past.exit_words = past.last_words = detail or "its process ended"
+                self._lives.exited(index, detail or "its process ended")
             self.suspect(index)
         elif event == "starting":
             with self._changing() as changed:
-                past.exit_words = ""
+                self._lives.starting(index)
                 current = self._servers[index]
                 if current.state in (ServerState.DOWN, ServerState.STARTING):
                     self._set(current, changed, state=ServerState.STARTING, info=None, instance_id="")
@@ -313,44 +284,26 @@ class Fleet:
         self._counters.note(server.index, info)
 
     def found(self, server: Server, info: ServerInfo) -> None:
-        why_not = self._why_not_back(server, info.instance_id)
+        with self._lock:
+            why_not = self._lives.why_not_back(server, info.instance_id)
         if why_not:
             self.not_found(server, why_not)
             return
         with self._changing() as changed:
-            past = self._past[server.index]
             if server is not self._servers[server.index]:
                 return
             server.control.num_workers = info.num_workers
-            past.num_restarts += past.last_life not in ("", info.instance_id)
-            past.last_life, past.last_words = info.instance_id, "up"
-            past.exit_words = ""
+            self._lives.up(server.index, info.instance_id)
             self._set(server, changed, state=ServerState.READY, info=info, instance_id=info.instance_id)
             logger.info("%s is up", server.name)
         self._counters.note(server.index, info)
-
-    def _why_not_back(self, server: Server, life: str) -> str:
-        """Why a server that was looked for and answers does not count as up; "" when it does. See the module's docstring."""
-        with self._lock:
-            past = self._past[server.index]
-            last_life, num_lost, lost_at = past.last_life, past.num_lost, past.lost_at
-        if self._ask_restart is None:
-            wait_s = _return_delay_s(num_lost)
-            if time.monotonic() - lost_at >= wait_s:
-                return ""
-            return f"it failed {num_lost} times without having served, so it is tried again after {wait_s:.0f} s"
-        if server.state is ServerState.STARTING:  # the launcher has just started it
-            is_new = life != last_life or not life
-        else:
-            is_new = bool(last_life and life) and life != last_life
-        return "" if is_new else "it is still in the life that failed"
 
     def not_found(self, server: Server, reason: str) -> None:
         age_s = time.monotonic() - server.since
         with self._lock:
             if server is not self._servers[server.index]:
                 return
-            self._past[server.index].last_words = reason
+            self._lives.heard(server.index, reason)
         if server.state is ServerState.STARTING:
             if age_s > self._settings.startup_timeout_s:
                 limit = f"inference.startup_timeout_s = {self._settings.startup_timeout_s:g} s"
@@ -375,21 +328,12 @@ class Fleet:
 
     def _lose(self, server: Server, reason: str, *, ask: bool) -> None:
         with self._changing() as changed:
-            past = self._past[server.index]
             if server is not self._servers[server.index] or server.state in (ServerState.DOWN, ServerState.GONE):
                 return
-            if past.exit_words:
-                reason = f"{past.exit_words} ({reason})"
-                ask = False
-            past.last_words = reason
-            past.num_lost += 1
-            past.lost_at = time.monotonic()
-            if past.open_failure is None:
-                past.failed_at, past.open_failure = time.monotonic(), len(self._failures)
-                self._failures.append(ServerFailure(index=server.index, name=server.name, reason=reason))
+            reason, is_to_be_asked_for = self._lives.lose(server, reason)
             self._set(server, changed, state=ServerState.DOWN)
         logger.warning("%s is taken out: %s", server.name, reason)
-        if ask and self._ask_restart is not None:
+        if ask and is_to_be_asked_for and self._ask_restart is not None:
             self._ask_restart(server.index, reason)
 
     # Changes of state.

@@ -133,7 +133,8 @@ def main(descriptor: int, reference: str) -> None:
             connection.send_bytes(pickle.dumps(message))  # waits: as above, the owner
 
         try:
-            reward = load_reward(RewardSection.model_validate(order.section), order.path)
+            # one worker: `observe` makes one call at a time, and the start of a second would be taken for a slow call
+            reward = load_reward(RewardSection.model_validate(order.section), order.path, num_workers=1)
         except GrpoAsyncError as error:
             send(_Failed(f"{reference}: {error}"))
             return

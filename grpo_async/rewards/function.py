@@ -45,6 +45,7 @@ class RewardFunction:
         timeout_s: time limit of one call, in seconds.
         reference: `module:attribute` of the function; needed for `run_in="process"`.
         setting: dotted path of its section in the config, for errors.
+        num_workers: processes for `run_in="process"`; None = half the CPUs, 1 to 4.
 
     Raises:
         TypeError: the function cannot be called as a reward.
@@ -61,6 +62,7 @@ class RewardFunction:
         timeout_s: float = 60.0,
         reference: str | None = None,
         setting: str = "rewards",
+        num_workers: int | None = None,
     ) -> None:
         self.name = name or own_name(function)
         self.weight = weight
@@ -73,7 +75,7 @@ class RewardFunction:
         if run_in == "process":
             if reference is None:
                 raise TypeError("run_in='process' needs `reference`: workers import the function by its name")
-            self._pool = WorkerPool(self.name, reference)
+            self._pool = WorkerPool(self.name, reference, num_workers=num_workers)
 
     def __repr__(self) -> str:
         return f"RewardFunction({self.name!r}, weight={self.weight})"

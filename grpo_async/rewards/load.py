@@ -36,8 +36,8 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
     return rewards
 
 
-def load_reward(section: RewardSection, path: str) -> RewardFunction:
-    """Import and check one; `path` is that of its section (`rewards.0`), for errors."""
+def load_reward(section: RewardSection, path: str, *, num_workers: int | None = None) -> RewardFunction:
+    """Import and check one; `path` is that of its section (`rewards.0`), for errors. `num_workers`: see RewardFunction."""
     where = f"{path}.function: {section.function}"
     function = resolve_function(section.function, where)
     try:
@@ -76,6 +76,7 @@ def load_reward(section: RewardSection, path: str) -> RewardFunction:
         timeout_s=section.timeout_s,
         reference=section.function,
         setting=path,
+        num_workers=num_workers,
     )
 
 

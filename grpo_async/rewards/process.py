@@ -33,6 +33,7 @@ class WorkerProcess:
         with theirs:
             command = [
                 sys.executable,
+                "-u",  # workers end by SIGKILL, and what a function has printed must not be lost with them
                 "-c",
                 _BOOT,
                 json.dumps([str(entry) for entry in sys.path]),

@@ -86,6 +86,7 @@ def test_what_a_function_prints_does_not_get_into_the_report(run_in: str) -> Non
     Path("x.yaml").write_text(f"{CONFIG}rewards: {json.dumps([_reward('prints', run_in=run_in)])}\n", encoding="utf-8")
     command = [sys.executable, "-m", "grpo_async", "check-reward", "x.yaml", "--json", "--rows", "1"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment.pop("PYTHONUNBUFFERED", None)  # lines must not be lost with a killed worker where nobody has set it
     result = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=True, env=environment)
     assert json.loads(result.stdout)["rewards"][0]["name"] == "prints"
     assert "a line on stdout" in result.stderr
@@ -157,6 +158,7 @@ def test_it_loads_no_heavy_library() -> None:
         "finally:\n    print([name for name in ('torch', 'transformers', 'vllm', 'datasets') if name in sys.modules])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment.pop("PYTHONUNBUFFERED", None)  # lines must not be lost with a killed worker where nobody has set it
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120.0, check=True, env=environment
     )

@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from grpo_async.launch.tree import ProcessTree
 from tests.launch.support import START_S, LauncherProcess, eventually, is_alive
 
 FAST: dict[str, Any] = {"restart_delay_s": 0.0}
+PAUSE = (sys.executable, "-c", "import signal; signal.pause()")
 
 
 def _served(folder: Path, *, trainer: str = "served", server: str = "serve", **inference: Any) -> LauncherProcess:
@@ -265,24 +268,35 @@ class News:
                 await self.arrived.wait()
 
 
-def test_a_request_that_crossed_a_restart_does_not_end_the_new_life(tmp_path: Path) -> None:
-    command = (sys.executable, "-c", "import signal; signal.pause()")
+@asynccontextmanager
+async def _keepers(
+    news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_restarts: int = 3
+) -> AsyncIterator[ServerKeepers]:
+    """Keepers of one server that runs `command` and is restarted without delay; at the end everything is killed."""
     spec = ProcessSpec(
         name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
     )
+    tree = ProcessTree()
+    keepers = ServerKeepers(
+        [spec],
+        news,
+        spawn=lambda spec, life: Child.spawn(spec, folder, life=life),
+        tree=tree,
+        rules=RestartRules(max_restarts=max_restarts, delay_s=0.0),
+    )
+    try:
+        await keepers.start()
+        yield keepers
+    finally:
+        await keepers.abandon(START_S)
+        await tree.kill(START_S)
+
+
+def test_a_request_that_crossed_a_restart_does_not_end_the_new_life(tmp_path: Path) -> None:
     news = News()
 
     async def main() -> None:
-        tree = ProcessTree()
-        keepers = ServerKeepers(
-            [spec],
-            news,
-            spawn=lambda spec, life: Child.spawn(spec, tmp_path, life=life),
-            tree=tree,
-            rules=RestartRules(max_restarts=3, delay_s=0.0),
-        )
-        try:
-            await keepers.start()
+        async with _keepers(news, tmp_path) as keepers:
             keepers.serves(0, life=0)
             os.kill(keepers.running[0].pid, signal.SIGKILL)
             await news.wait_for("starting", 1)
@@ -300,9 +314,6 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_new_life(tmp_path: Pa
             keepers.ask_restart(0, "it does not answer", life=2)
             await news.wait_for("starting", 3)
             assert not keepers.lost_all.is_set()
-        finally:
-            await keepers.abandon(START_S)
-            await tree.kill(START_S)
 
     asyncio.run(main())
     exits = [detail for event, detail, _ in news.events if event == "exited"]
@@ -312,23 +323,10 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_new_life(tmp_path: Pa
 
 def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: Path) -> None:
     """The trainer waits for it in a push, and has a checkpoint to write."""
-    command = (sys.executable, "-c", "import signal; signal.pause()")
-    spec = ProcessSpec(
-        name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
-    )
     news = News()
 
     async def main() -> None:
-        tree = ProcessTree()
-        keepers = ServerKeepers(
-            [spec],
-            news,
-            spawn=lambda spec, life: Child.spawn(spec, tmp_path, life=life),
-            tree=tree,
-            rules=RestartRules(max_restarts=3, delay_s=0.0),
-        )
-        try:
-            await keepers.start()
+        async with _keepers(news, tmp_path) as keepers:
             (child,) = keepers.running
             os.kill(child.pid, signal.SIGSTOP)
             await keepers.stop(START_S)
@@ -336,9 +334,6 @@ def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: 
             await asyncio.wait([child.exited], timeout=START_S)
             assert child.exited.result() == -signal.SIGKILL
             assert keepers.running == []
-        finally:
-            await keepers.abandon(START_S)
-            await tree.kill(START_S)
 
     asyncio.run(main())
     assert [event for event, _, _ in news.events] == []
@@ -348,30 +343,15 @@ def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Pa
     program = tmp_path / "server"
     program.write_text(f"#!{sys.executable}\nimport signal; signal.pause()\n")
     program.chmod(0o700)
-    spec = ProcessSpec(
-        name="inference server", command=(str(program),), environment={}, log_name="s.log", num_processes=1, threads=1
-    )
     news = News()
 
     async def main() -> str | None:
-        tree = ProcessTree()
-        keepers = ServerKeepers(
-            [spec],
-            news,
-            spawn=lambda spec, life: Child.spawn(spec, tmp_path, life=life),
-            tree=tree,
-            rules=RestartRules(max_restarts=2, delay_s=0.0),
-        )
-        try:
-            await keepers.start()
+        async with _keepers(news, tmp_path, command=(str(program),), max_restarts=2) as keepers:
             keepers.serves(0)
             program.unlink()
             os.kill(keepers.running[0].pid, signal.SIGKILL)
             async with asyncio.timeout(START_S):
                 await keepers.lost_all.wait()
-        finally:
-            await keepers.abandon(START_S)
-            await tree.kill(START_S)
         return keepers.failure
 
     failure = asyncio.run(main())

@@ -14,8 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.rewards.call import Failure, RewardRequest
+from grpo_async.rewards.load import load_reward
 from grpo_async.rewards.pool import WorkerPool
 from tests.rewards.helpers import FAULTY, TRL, loaded, score
 
@@ -191,6 +193,22 @@ def test_two_workers_serve_two_calls_at_once() -> None:
             pool.close()
 
     assert asyncio.run(run()) == [[1.0], [1.0]]
+
+
+def test_with_one_worker_no_second_one_is_started_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`check-reward` measures calls, and the start of a worker would count as a slow one. Without `num_workers` a second one is
+    started where there are four CPUs or more."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    section = RewardSection(function=f"{FAULTY}:where_it_runs", run_in="process")
+
+    async def workers() -> set[float | None]:
+        reward = load_reward(section, "rewards.0", num_workers=1)
+        try:
+            return {(await score(reward, ["a", "b"])).values[0] for _ in range(20)}
+        finally:
+            reward.close()
+
+    assert len(asyncio.run(workers())) == 1
 
 
 def test_close_fails_running_and_waiting_calls_at_once() -> None:

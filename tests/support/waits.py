@@ -13,10 +13,9 @@ run`. What the search cannot tell counts as a wait, so a missed one is unlikely 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tests.support.code_index import Class, CodeIndex, Function, Module, Type, optional_names
+from tests.support.code_index import Class, CodeIndex, Function, Module, optional_names
 from tests.support.wait_rules import (
     AS_CALLABLE,
     ASGI,
@@ -24,9 +23,6 @@ from tests.support.wait_rules import (
     BY_NAME,
     COMPREHENSIONS,
     DONE_ALREADY,
-    EVERYBODYS_NAMES,
-    LOCK_NAMES,
-    LOCKS,
     NO_WAIT,
     NUM_WORDS,
     REASON,
@@ -37,6 +33,7 @@ from tests.support.wait_rules import (
     returns_at_once,
     watches_a_clock,
 )
+from tests.support.wait_scope import Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +72,7 @@ class _Walk(ast.NodeVisitor):
         self.findings: list[Finding] = []
         self._index, self._module = index, module
         self._text = ast.unparse(module.tree)
-        self._names: Mapping[str, Type] = {}
-        self._optional: set[str] = set()
+        self._scope = Scope(index, module)
         self._owner: Class | None = None
         self._in_deadline = False
         self._loops: list[_Loop] = []
@@ -100,15 +96,15 @@ class _Walk(ast.NodeVisitor):
 
     def _function(self, node: Function | ast.Lambda) -> None:
         """A function runs when it is called: outside the deadline, the loop and the lock that it is written in."""
-        before = (self._names, self._optional, self._in_deadline, self._loops, self._locks)
+        before = (self._scope.names, self._scope.optional, self._in_deadline, self._loops, self._locks)
         owner = self._owner.name if self._owner is not None else None
-        self._names = self._index.scope(node, owner, self._names, self._module)
+        self._scope.names = self._index.scope(node, owner, self._scope.names, self._module)
         if not isinstance(node, ast.Lambda):
-            self._optional = self._optional | optional_names(node)
+            self._scope.optional = self._scope.optional | optional_names(node)
         self._in_deadline, self._loops, self._locks = False, [], []
         for statement in [node.body] if isinstance(node, ast.Lambda) else node.body:
             self.visit(statement)
-        self._names, self._optional, self._in_deadline, self._loops, self._locks = before
+        self._scope.names, self._scope.optional, self._in_deadline, self._loops, self._locks = before
 
     # -- what waits
 
@@ -136,10 +132,10 @@ class _Walk(ast.NodeVisitor):
         self._comprehension(node)
 
     def _comprehension(self, node: COMPREHENSIONS) -> None:
-        before, names = self._names, dict(self._names)
+        before, names = self._scope.names, dict(self._scope.names)
         for part in node.generators:
             names.update(self._index._elements(part.target, part.iter, names, self._module))
-        self._names = names
+        self._scope.names = names
         for part in node.generators:
             if part.is_async:
                 self._iterated(part.iter)
@@ -149,7 +145,7 @@ class _Walk(ast.NodeVisitor):
                 self.visit(test)
         for value in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
             self.visit(value)
-        self._names = before
+        self._scope.names = before
 
     def visit_For(self, node: ast.For) -> None:
         if isinstance(node.iter, ast.Attribute) and node.iter.attr in ("stdout", "stderr", "stdin"):
@@ -170,13 +166,13 @@ class _Walk(ast.NodeVisitor):
         locks = []
         for item in node.items:
             self.visit(item)
-            lock = self._lock_of(item.context_expr)
+            lock = self._scope.lock_of(item.context_expr)
             if lock is not None and "Semaphore" in lock:
                 self._wait(item.context_expr, "`with` a semaphore")
             elif lock is not None:
                 locks.append(_Lock(ast.unparse(item.context_expr), node.lineno))
             elif isinstance(item.context_expr, ast.Call):
-                name = self._index.dotted(item.context_expr.func, self._module) or ""
+                name = self._scope.dotted(item.context_expr.func) or ""
                 if name.endswith(("Executor", "subprocess.Popen")):
                     self._wait(item.context_expr, f"the end of `with {name}(...)`")
         self._locks += locks
@@ -188,21 +184,23 @@ class _Walk(ast.NodeVisitor):
         before = self._in_deadline
         for item in node.items:
             entered = item.context_expr
-            name = self._index.dotted(entered.func, self._module) if isinstance(entered, ast.Call) else None
+            name = self._scope.dotted(entered.func) if isinstance(entered, ast.Call) else None
             if isinstance(entered, ast.Call) and name in ("asyncio.timeout", "asyncio.timeout_at"):
                 self.generic_visit(entered)
-                if entered.args and not self._may_be_none(entered.args[0]):
+                if entered.args and not self._scope.may_be_none(entered.args[0]):
                     self._in_deadline = True
                 else:
                     self._wait(entered, "a timeout that may be None", awaited=True)
             elif name in ("asyncio.TaskGroup", "contextlib.AsyncExitStack"):
                 pass
             elif isinstance(entered, ast.Call) and (
-                name == "httpx.AsyncClient" or self._is_own(entered.func) or self._is_own_class(entered.func)
+                name == "httpx.AsyncClient"
+                or self._scope.is_own(entered.func)
+                or self._scope.is_own_class(entered.func)
             ):
                 self.visit(entered)
             else:
-                kind = self._index.type_of(entered, self._names, self._module)
+                kind = self._scope.type_of(entered)
                 if kind is None or self._index.method(kind.name, "__aenter__") is None:
                     self._wait(entered, "`async with` something that is not ours", awaited=True)
                 self.visit(entered)
@@ -211,7 +209,7 @@ class _Walk(ast.NodeVisitor):
         self._in_deadline = before
 
     def _iterated(self, node: ast.expr) -> None:
-        if not (isinstance(node, ast.Call) and self._is_own(node.func)):
+        if not (isinstance(node, ast.Call) and self._scope.is_own(node.func)):
             self._wait(node, "`async for` over something that is not ours", awaited=True)
         self.visit(node)
 
@@ -227,7 +225,7 @@ class _Walk(ast.NodeVisitor):
             self.visit(value)
 
     def _called(self, call: ast.Call, *, awaited: bool) -> None:
-        name = self._index.dotted(call.func, self._module) or ""
+        name = self._scope.dotted(call.func) or ""
         last = call.func.attr if isinstance(call.func, ast.Attribute) else name.rpartition(".")[2]
         covered = self._judge(call, name, last, awaited=awaited)
         if any(
@@ -258,12 +256,16 @@ class _Walk(ast.NodeVisitor):
         elif name == "asyncio.wait_for" and self._has_timeout(call, 1):
             self._wait(call, name, timed=True, awaited=awaited)
             inner = call.args[0]
-            if isinstance(inner, ast.Call) and (self._index.dotted(inner.func, self._module) or "").endswith("sleep"):
+            if isinstance(inner, ast.Call) and (self._scope.dotted(inner.func) or "").endswith("sleep"):
                 self._sleep(inner)
             return [inner]
         elif name == "asyncio.to_thread" or last == "run_in_executor":
             self._in_a_thread(call, awaited=awaited)
-        elif last == "enter_async_context" and isinstance(call.args[0], ast.Call) and self._is_own(call.args[0].func):
+        elif (
+            last == "enter_async_context"
+            and isinstance(call.args[0], ast.Call)
+            and self._scope.is_own(call.args[0].func)
+        ):
             pass
         elif name == "httpx.Timeout":
             if any(is_none(given) for given in [*call.args, *[keyword.value for keyword in call.keywords]]):
@@ -274,22 +276,22 @@ class _Walk(ast.NodeVisitor):
 
     def _waits(self, call: ast.Call, name: str, last: str, *, awaited: bool) -> bool:
         """Whether this call waits for somebody else and is not inspected where it is defined."""
-        own = self._own_function(call.func)
+        own = self._scope.own_function(call.func)
         if own is not None:
             return awaited and not isinstance(own, ast.AsyncFunctionDef)
         if name in NO_WAIT:
             return False
         if name in BY_NAME:
             return not returns_at_once(call, name)
-        called = self._index.type_of(call.func, self._names, self._module)
+        called = self._scope.type_of(call.func)
         if called is not None and called.name.rpartition(".")[2] in ASGI:
             return False
         if isinstance(call.func, ast.Attribute):
-            owner = self._index.type_of(call.func.value, self._names, self._module)
+            owner = self._scope.type_of(call.func.value)
             if owner is not None and (owner.name, last) in DONE_ALREADY:
                 return False
             if awaited:
-                return owner is not None or not self._is_ours_by_name(last)
+                return owner is not None or not self._scope.is_ours_by_name(last)
             return last in (*BY_METHOD, "poll", "shutdown") and not cannot_wait(call, name, last)
         return awaited
 
@@ -300,13 +302,13 @@ class _Walk(ast.NodeVisitor):
     def _gathered(self, given: ast.expr, *, awaited: bool) -> None:
         """An argument of gather or shield: a call of ours, or many."""
         if isinstance(given, ast.Starred) and isinstance(given.value, ast.GeneratorExp | ast.ListComp):
-            before, names = self._names, dict(self._names)
+            before, names = self._scope.names, dict(self._scope.names)
             for part in given.value.generators:
                 names.update(self._index._elements(part.target, part.iter, names, self._module))
                 self.visit(part.iter)
-            self._names = names
+            self._scope.names = names
             self._gathered(given.value.elt, awaited=awaited)
-            self._names = before
+            self._scope.names = before
         elif isinstance(given, ast.Call):
             self._called(given, awaited=True)
         else:
@@ -317,7 +319,7 @@ class _Walk(ast.NodeVisitor):
         place = 0 if isinstance(call.func, ast.Attribute) and call.func.attr == "to_thread" else 1
         function = call.args[place] if len(call.args) > place else None
         own = isinstance(function, ast.Lambda) or (
-            isinstance(function, ast.expr) and (self._is_own(function) or self._is_own_class(function))
+            isinstance(function, ast.expr) and (self._scope.is_own(function) or self._scope.is_own_class(function))
         )
         if not own:
             self._wait(call, "a foreign function in a thread", timed=self._has_timeout(call, None), awaited=awaited)
@@ -335,7 +337,7 @@ class _Walk(ast.NodeVisitor):
                 continue
             takes_a_function = last in ("iter", "to_thread", "run_in_executor", "partial", "submit", "Thread", "Timer")
             if given.attr in AS_CALLABLE or (takes_a_function and given.attr in BY_METHOD):
-                owner = self._index.type_of(given.value, self._names, self._module)
+                owner = self._scope.type_of(given.value)
                 if owner is None or not self._index.is_own_class(owner.name):
                     self._wait(given, f"`{given.attr}` as a function", timed=self._has_timeout(call, None))
 
@@ -347,18 +349,7 @@ class _Walk(ast.NodeVisitor):
             and not any(isinstance(each, ast.Starred) for each in call.args)
         ):
             given.append(call.args[place])
-        return bool(given) and not any(self._may_be_none(each) for each in given)
-
-    def _may_be_none(self, node: ast.expr) -> bool:
-        """A timeout that does not end: None, the -1 that `acquire` takes for it, or a name that may hold None."""
-        if isinstance(node, ast.Attribute):
-            owner = self._index.type_of(node.value, self._names, self._module)
-            return owner is not None and self._index.is_optional(owner.name, node.attr)
-        return (
-            is_none(node)
-            or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub))
-            or (isinstance(node, ast.Name) and node.id in self._optional)
-        )
+        return bool(given) and not any(self._scope.may_be_none(each) for each in given)
 
     # -- verdicts
 
@@ -393,53 +384,3 @@ class _Walk(ast.NodeVisitor):
     def _has_reason(self, line: int) -> str:
         found = REASON.search(self._module.comments.get(line, ""))
         return found["reason"] if found is not None and len(found["reason"].split()) >= NUM_WORDS else ""
-
-    # -- what a name means
-
-    def _own_function(self, function: ast.expr) -> Function | None:
-        """The definition that a call reaches, where that is certain."""
-        name = self._index.dotted(function, self._module)
-        if name in self._index.functions:
-            return self._index.functions[name]
-        if isinstance(function, ast.Name):
-            return self._local_function(function.id)
-        if not isinstance(function, ast.Attribute):
-            return None
-        owner = self._index.type_of(function.value, self._names, self._module)
-        if owner is None and name is not None and self._index.is_own_class(name.rpartition(".")[0]):
-            owner = Type(name.rpartition(".")[0])
-        found = None if owner is None else self._index.method(owner.name, function.attr)
-        return None if found is None else found[1]
-
-    def _local_function(self, name: str) -> Function | None:
-        """A function inside a function."""
-        if name in self._module.names or name in self._names:
-            return None
-        nodes = ast.walk(self._module.tree)
-        return next((node for node in nodes if isinstance(node, Function) and node.name == name), None)
-
-    def _is_own(self, function: ast.expr) -> bool:
-        if self._own_function(function) is not None:
-            return True
-        if not isinstance(function, ast.Attribute):
-            return False
-        owner = self._index.type_of(function.value, self._names, self._module)
-        return owner is None and self._is_ours_by_name(function.attr)
-
-    def _is_ours_by_name(self, method: str) -> bool:
-        """What a method of an unknown object is taken for."""
-        return method in self._index.async_names and method not in BY_METHOD and method not in EVERYBODYS_NAMES
-
-    def _is_own_class(self, function: ast.expr) -> bool:
-        return (self._index.dotted(function, self._module) or "") in self._index.classes
-
-    def _lock_of(self, node: ast.expr) -> str | None:
-        """The kind of lock that an expression is, or None."""
-        found = self._index.type_of(node, self._names, self._module)
-        if found is not None:
-            kind = found.name.rpartition(".")[2]
-            return kind if kind in LOCKS else None
-        if isinstance(node, ast.Attribute | ast.Name):
-            name = node.attr if isinstance(node, ast.Attribute) else node.id
-            return "Lock" if LOCK_NAMES.search(name.lower()) else None
-        return None

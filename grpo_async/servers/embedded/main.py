@@ -6,6 +6,7 @@ Loads the model, binds the port, serves until SIGTERM (open answers end with rea
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import socket
@@ -106,10 +107,10 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            start_listening(listener)
             service.start()
             await super().startup(sockets)  # waits: nothing but the loop
-            host, port = listener.getsockname()[:2]
-            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            address = _address(*listener.getsockname()[:2])
             print(f"serving {Path(config.model.path).name} on {inference.scheme}://{address}", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -161,7 +162,8 @@ def check_certificate(inference: InferenceSection) -> None:
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """Bind, without listening yet: until the model is loaded, clients are refused instead of kept waiting.
+    """Bind, without listening yet: until the model is loaded, clients are refused instead of kept waiting. Nobody else can bind
+    the address meanwhile, so of two servers on one port the second ends at once.
 
     Raises:
         ConfigError: the address cannot be bound, or is not loopback and there is no token.
@@ -177,10 +179,38 @@ def bind_listener(host: str, port: int) -> socket.socket:
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier life may linger
     try:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot bind {host}:{port}: {error}; choose another inference.host or port") from error
+        raise _cannot_bind(host, port, error) from error
+    # Two sockets with this option may both bind an address on which nobody listens yet; without it we are alone.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return listener
+
+
+def start_listening(listener: socket.socket) -> None:
+    """Accept connections on what `bind_listener` has bound.
+
+    Raises:
+        ConfigError: somebody else listens on the address.
+    """
+    host, port = listener.getsockname()[:2]
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections inherit it, see `bind_listener`
+    try:
+        listener.listen()
+    except OSError as error:
+        raise _cannot_bind(host, port, error) from error
+
+
+def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        what = "another process, perhaps another server, has this address; end it, or choose another --port"
+    else:
+        what = f"{error}; choose another inference.host or --port"
+    return ConfigError(f"cannot bind {_address(host, port)}: {what}")
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -6,6 +6,7 @@ In the launcher and the exec that becomes vLLM:
 In all of vLLM's processes:
     plugin.py      what vLLM loads into each of them
     compat.py      every import and call that depends on vLLM's version
+    rendezvous.py  where torch's rendezvous listens
 In the API server:
     middleware.py  token guard, /rollout routes and control routes, in front of vLLM's own app
     generation.py  /rollout/generate and /rollout/score

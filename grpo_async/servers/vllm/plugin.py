@@ -17,11 +17,11 @@ def register() -> None:
     if os.environ.get(ENABLED_VARIABLE) != "1":
         return
     _die_with_vllm_parent()
-    from grpo_async.servers.vllm import compat
+    from grpo_async.servers.vllm import compat, rendezvous
 
     compat.record_checkpoint_parameters()
     compat.mark_handled_outputs()
-    compat.bind_rendezvous_to_its_own_address()
+    rendezvous.bind_rendezvous_to_its_own_address()
 
 
 def _die_with_vllm_parent() -> None:
