@@ -1,21 +1,15 @@
-"""Makes the tensors of micro-batches from planned samples.
-
-Per-token weights carry the reduction of the loss, so the loss of a whole optimizer step is  sum_t weight_t x loss_t  over all
-ranks and micro-batches, whatever the packing: the one denominator is known before the first forward.
-"""
+"""Makes the tensors of micro-batches from planned samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any
 
 import torch
 
 from grpo_async.batching.plan import BatchPlan
 from grpo_async.records import RolloutSample
-
-Reduction = Literal["dapo", "grpo", "dr_grpo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +31,18 @@ class MicroBatch:
     sampler_logprobs: torch.Tensor  # (N,) float32
     advantages: torch.Tensor  # (N,) float32
     weights: torch.Tensor  # (N,) float32
-    staleness: torch.Tensor  # (N,) int64, optimizer steps between sampling and training
+    staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
+    minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
 
     @property
     def num_trained_tokens(self) -> int:
         return int(self.target_ids.numel())
 
     def to(self, device: torch.device) -> MicroBatch:
-        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        """The same micro-batch with its tensors on `device`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **moved)
 
     def attention_mask(self) -> torch.Tensor:
         """True where the query (row axis) may see the key: same sample and not later. (R, 1, T, T) bool.
@@ -60,27 +58,23 @@ class MicroBatch:
         return ((same & causal) | itself)[:, None]
 
 
-def token_weights(samples: Sequence[RolloutSample], *, reduction: Reduction, max_completion_tokens: int) -> list[float]:
-    """Weight of each trained token of each sample. [num_samples]
-
-    dapo (arXiv 2503.14476): 1 / trained tokens of the step. grpo (arXiv 2402.03300): 1 / (samples x tokens of the sample).
-    dr_grpo (arXiv 2503.20783): 1 / (samples x max_completion_tokens).
-    Worked example, samples of 1 and 3 trained tokens: dapo [1/4, 1/4]; grpo [1/2, 1/6]; dr_grpo with 10: [1/20, 1/20].
-    """
-    counts = [sample.num_trained_tokens for sample in samples]
-    if reduction == "dapo":
-        return [1.0 / sum(counts)] * len(samples)
-    if reduction == "grpo":
-        return [1.0 / (len(samples) * count) for count in counts]
-    return [1.0 / (len(samples) * max_completion_tokens)] * len(samples)
-
-
 def pack_rank(
     samples: Sequence[RolloutSample], weights: Sequence[float], plan: BatchPlan, rank: int, *, trainer_version: int
 ) -> list[MicroBatch]:
-    """The micro-batches of one rank, on the CPU."""
+    """The micro-batches of one rank, on the CPU.
+
+    Args:
+        samples: all those of the minibatch.
+        weights: of each trained token of each sample; see `batching.weights`. [num_samples]
+        plan: of these samples.
+        trainer_version: finished steps.
+    """
+    minibatch_tokens = sum(sample.num_trained_tokens for sample in samples)
     return [
-        _pack_micro_batch(samples, weights, rows, plan.row_tokens, trainer_version=trainer_version)
+        replace(
+            _pack_micro_batch(samples, weights, rows, plan.row_tokens, trainer_version=trainer_version),
+            minibatch_tokens=minibatch_tokens,
+        )
         for rows in plan.ranks[rank]
     ]
 

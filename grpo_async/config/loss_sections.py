@@ -16,14 +16,14 @@ _REFERENCE = r"^[\w.]+:[\w.]+$"
 class AdvantageSection(StrictModel):
     type: Literal["group", "batch", "none", "rloo", "custom"] = "group"
     """What a reward is compared with. group: (r - mean) / (std + 1e-4) within the group (GRPO, arXiv 2402.03300).
-    batch: (r - mean of the group) / (std of the step + 1e-4). none: r - mean of the group (Dr. GRPO, arXiv 2503.20783).
+    batch: (r - mean of the group) / (std of the step's rewards + 1e-4). none: r - mean of the group (Dr. GRPO, arXiv 2503.20783).
     rloo: r - mean of the others of the group (arXiv 2402.14740). custom: `function`."""
     rewards: Literal["sum", "normalize_each"] = "sum"
-    """Several rewards. sum: added by weight, then compared. normalize_each: each is compared on its own within the group, then they
-    are added by weight and divided by their std over the step (GDPO, arXiv 2601.05242)."""
+    """Several rewards. sum: added by weight, then compared. normalize_each: each is compared on its own within the group, as with
+    `type: group`, then they are added by weight and divided by their std over the step + 1e-4 (GDPO, arXiv 2601.05242)."""
     function: str | None = Field(default=None, pattern=_REFERENCE)
     """`module:attribute` of your own, f(rewards: list[float | None], **arguments) -> list[float]: the rewards of one group to its
-    advantages."""
+    advantages. null in, 0 out. A group for which it raises, or returns anything else, fails; the run goes on."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `function`."""
 
@@ -33,6 +33,10 @@ class AdvantageSection(StrictModel):
             raise ValueError("`function` goes with `type: custom`, and only with it; set both or neither")
         if self.type == "custom" and self.rewards != "sum":
             raise ValueError("rewards: normalize_each is a way to compare, and so is `function`; leave one of them out")
+        if self.rewards == "normalize_each" and self.type != "group":
+            raise ValueError(
+                f"rewards: normalize_each compares each reward as `type: group` does, not {self.type}; set type: group"
+            )
         if self.arguments and self.function is None:
             raise ValueError("arguments: there is no `function` to give them to")
         return self
@@ -65,10 +69,11 @@ class BaseLoss(StrictModel):
     reduction: Reduction | None = None
     """How tokens are averaged; null = as the type says. grpo: mean over samples of the token mean. bnpo: token mean of each
     micro-batch (depends on how samples are packed). dr_grpo: sum / (samples x max_completion_tokens). dapo: sum / trained tokens of
-    the whole optimizer step."""
+    the whole optimizer update. Samples that are masked whole (rollout.overlong) count as samples."""
     proximal: Literal["sampler", "recomputed", "log_linear"] = "sampler"
     """The policy that the ratio is taken against. sampler: the one that sampled, by its own logprobs. recomputed: the trainer's, at
-    the start of the step. log_linear: between the two by the age of each token's version, without a forward pass (A-3PO)."""
+    the start of the step; costs a forward pass where training.minibatches is more than 1. log_linear: between the two by the age of
+    each token's version, without a forward pass (A-3PO)."""
     correction: CorrectionSection | None = None
     """Importance weights between sampler and proximal policy; needs a `proximal` other than sampler."""
     off_policy_mask: float | None = Field(default=None, gt=0.0)
@@ -82,7 +87,13 @@ class BaseLoss(StrictModel):
     entropy_bonus: float = 0.0
     """This times the mean entropy is subtracted from the loss; with its exact gradient."""
     top_entropy_share: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Train only this share of the step's tokens, those of the highest entropy (arXiv 2506.01939). 1 = all."""
+    """Train only this share of the tokens of an optimizer update, those of the highest entropy (arXiv 2506.01939); costs a forward
+    pass. 1 = all."""
+
+    @property
+    def reduction_in_use(self) -> Reduction:
+        """`reduction`, or that of the type."""
+        return self.reduction or "dapo"
 
 
 class ClippedLoss(BaseLoss):
@@ -101,6 +112,18 @@ class ClippedLoss(BaseLoss):
             raise ValueError(f"delta: {self.delta} is not more than 1 + epsilon_high = {1.0 + self.epsilon_high:g}")
         return self
 
+    @model_validator(mode="after")
+    def _type_and_reduction_agree(self) -> Self:
+        if self.reduction not in (None, self.type):
+            raise ValueError(
+                f"reduction: {self.reduction} is what `type: {self.reduction}` means; set that, without reduction"
+            )
+        return self
+
+    @property
+    def reduction_in_use(self) -> Reduction:
+        return self.type
+
 
 class GspoLoss(BaseLoss):
     type: Literal["gspo"]
@@ -109,6 +132,10 @@ class GspoLoss(BaseLoss):
     """Lower clip: ratio >= 1 - epsilon."""
     epsilon_high: float = Field(default=4e-4, gt=0.0)
     """Upper clip: ratio <= 1 + epsilon_high."""
+
+    @property
+    def reduction_in_use(self) -> Reduction:
+        return self.reduction or "grpo"
 
 
 class CispoLoss(BaseLoss):
@@ -126,13 +153,17 @@ class SapoLoss(BaseLoss):
     temperature_negative: float = Field(default=1.05, gt=0.0)
     """Steepness of the gate for the others."""
 
+    @property
+    def reduction_in_use(self) -> Reduction:
+        return self.reduction or "grpo"
+
 
 class CustomLoss(BaseLoss):
     type: Literal["custom"]
     """Your own; reduction dapo unless set."""
     function: str = Field(pattern=_REFERENCE)
     """`module:attribute`, f(inputs: LossInputs, **arguments) -> tensor (N,), the loss of each token; see
-    grpo_async.training.losses."""
+    grpo_async.training.losses.user_loss."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""
 

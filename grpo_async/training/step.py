@@ -1,144 +1,172 @@
-"""One optimizer step: forward and backward over the micro-batches of this rank, one clip, one update.
+"""One training step: for each minibatch forward and backward over the micro-batches of this rank, one clip, one update.
 
-Gradients are summed, not averaged: the weights of the tokens already hold the one denominator of the step. FSDP averages over
-ranks, so the loss is multiplied by their number. A step whose loss or gradient is not finite changes nothing and is reported.
+    [pre-pass over everything, where the objective needs one]
+      -> for each minibatch: (reference, forward, backward) for each micro-batch -> clip -> update
+
+Gradients are summed, not averaged: the weights of the tokens already hold the one denominator of the minibatch. FSDP averages
+over ranks, so the loss is multiplied by their number. An update whose loss or gradient is not finite changes nothing and is
+reported; the other updates of the step are made.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.config.loss_sections import ClippedLoss
-from grpo_async.training.losses import TokenLoss, clipped_token_loss
+from grpo_async.training.losses.masks import entropy_threshold
+from grpo_async.training.objective import Objective, Prepass
 from grpo_async.training.policy import Policy, PolicyOutput
-
-_NUM_SUMS = 8
+from grpo_async.training.reference import Reference
+from grpo_async.training.shard import reshard
+from grpo_async.training.step_metrics import UpdateFigures, UpdateNumbers, step_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step did. `is_finite` is False when the update was skipped."""
+    """What one step did, the same on every rank."""
 
-    loss: float
-    grad_norm: float
-    num_tokens: int
-    is_finite: bool
+    loss: float  # mean over the updates made; of all of them when none was
+    grad_norm: float  # before clipping, mean likewise
+    num_tokens: int  # trained: those of the updates made
+    updates: tuple[bool, ...]  # for each minibatch, whether its update was made or skipped as not finite
     metrics: dict[str, float]
+
+    @property
+    def is_finite(self) -> bool:
+        """False when no update at all was made."""
+        return any(self.updates)
+
+    @property
+    def num_skipped(self) -> int:
+        return self.updates.count(False)
 
 
 def train_step(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
-    micro_batches: Sequence[MicroBatch],
+    minibatches: Sequence[Sequence[MicroBatch]],
     *,
-    loss: ClippedLoss,
+    objective: Objective,
+    reference: Reference | None,
     lr: float,
     max_grad_norm: float,
     device: torch.device,
 ) -> StepResult:
-    """Run one step on this rank; every rank calls it with as many micro-batches.
+    """Run one step on this rank; every rank calls it with as many minibatches of as many micro-batches.
 
     Args:
-        lr: learning rate of this step.
+        minibatches: the micro-batches of each optimizer update, on the CPU; at least one of at least one.
+        reference: of the KL divergence; needed where `objective.needs_reference`.
+        lr: learning rate of all updates of this step.
         max_grad_norm: total norm over all ranks that gradients are clipped to.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    sums = torch.zeros(_NUM_SUMS, dtype=torch.float64, device=device)
-    extremes = torch.full((4,), -math.inf, dtype=torch.float64, device=device)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    for number, cpu_batch in enumerate(micro_batches):
+    if objective.needs_prepass:
+        prepasses = _run_prepass(policy, minibatches, objective, device)
+    else:
+        prepasses = [[None] * len(micro_batches) for micro_batches in minibatches]
+    updates = []
+    for micro_batches, known in zip(minibatches, prepasses, strict=True):
+        figures = UpdateFigures(objective, device)
+        _backward(policy, micro_batches, known, figures, objective=objective, reference=reference, device=device)
+        norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
+        numbers = figures.gather(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if numbers.is_finite:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        updates.append(numbers)
+    return _result(updates, objective, lr=lr)
+
+
+def _backward(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    prepasses: Sequence[Prepass | None],
+    figures: UpdateFigures,
+    *,
+    objective: Objective,
+    reference: Reference | None,
+    device: torch.device,
+) -> None:
+    """Add up the gradients of one update."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    for number, (cpu_batch, prepass) in enumerate(zip(micro_batches, prepasses, strict=True)):
         batch = cpu_batch.to(device)
-        # gradients travel between ranks once, after the last micro-batch
-        if isinstance(policy, torch.distributed.fsdp.FSDPModule):
-            policy.set_requires_gradient_sync(number == len(micro_batches) - 1)
-        output: PolicyOutput = policy(batch)
+        _set_gradient_sync(policy, device, is_last=number == len(micro_batches) - 1)
+        ref_logprobs = None
+        if objective.needs_reference:
+            assert reference is not None
+            # before the policy's own forward: the reference may be the same FSDP modules with other adapters, and nothing may run
+            # through them between a forward and its backward
+            ref_logprobs = reference.logprobs(batch)
+        output: PolicyOutput = policy(batch, entropy_gradient=objective.needs_entropy_gradient)
         if output.anchor is not None:
             torch.autograd.backward(output.anchor)
             continue
-        logprobs = output.logprobs
-        tokens = clipped_token_loss(
-            logprobs,
-            batch.sampler_logprobs,
-            batch.advantages,
-            epsilon=loss.epsilon,
-            epsilon_high=loss.epsilon_high,
-        )
-        total = (tokens.loss * batch.weights).sum()
-        torch.autograd.backward(total * world_size)
-        _accumulate(sums, extremes, batch, logprobs.detach(), output.entropy, tokens, total.detach())
-    norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
-    full_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    if world_size > 1:
-        dist.all_reduce(sums)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    # the only transfer to the host in a step
-    numbers = torch.cat([sums, extremes, full_norm.detach().double().reshape(1)]).tolist()
-    loss_value, grad_norm = numbers[0], numbers[-1]
-    is_finite = math.isfinite(loss_value) and math.isfinite(grad_norm)
-    if is_finite:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+        terms = objective(output, batch, ref_logprobs=ref_logprobs, prepass=prepass)
+        torch.autograd.backward(terms.total * world_size)
+        figures.add(terms)
+
+
+def _set_gradient_sync(policy: Policy, device: torch.device, *, is_last: bool) -> None:
+    """When gradients travel between ranks.
+
+    GPU: they are reduced and scattered after every micro-batch, so that a rank holds its shard of the float32 gradient only. Once
+    per update would save that traffic, which overlaps with the backward pass anyway, and cost 4 bytes for every parameter of the
+    model on every rank (28 GB at 7 billion). Between groups of ranks that hold the same shards (hybrid sharding) they travel once,
+    after the last micro-batch: until then only shards wait.
+    CPU: once, after the last micro-batch. Nothing overlaps there, and models are small.
+    """
+    if not isinstance(policy, FSDPModule):
+        return
+    if device.type == "cpu":
+        policy.set_requires_gradient_sync(is_last)
+    else:
+        policy.set_requires_all_reduce(is_last)
+
+
+def _run_prepass(
+    policy: Policy, minibatches: Sequence[Sequence[MicroBatch]], objective: Objective, device: torch.device
+) -> list[list[Prepass | None]]:
+    """Log-probabilities, and which tokens have a high entropy, under the policy at the start of the step; as `minibatches`."""
+    share = objective.section.top_entropy_share
+    results: list[list[Prepass | None]] = []
+    with torch.no_grad():
+        for micro_batches in minibatches:
+            outputs: list[PolicyOutput] = [policy(batch.to(device)) for batch in micro_batches]
+            if share == 1.0:
+                results.append([Prepass(logprobs=o.logprobs, has_high_entropy=None, num_kept=None) for o in outputs])
+                continue
+            threshold = entropy_threshold(torch.cat([output.entropy for output in outputs]), share=share)
+            kept = [output.entropy.double() >= threshold for output in outputs]
+            num_kept = torch.stack([mask.sum() for mask in kept]).sum()
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.all_reduce(num_kept)
+            results.append(
+                [
+                    Prepass(logprobs=output.logprobs, has_high_entropy=mask, num_kept=num_kept)
+                    for output, mask in zip(outputs, kept, strict=True)
+                ]
+            )
+    reshard(policy)
+    return results
+
+
+def _result(updates: Sequence[UpdateNumbers], objective: Objective, *, lr: float) -> StepResult:
+    made = [update for update in updates if update.is_finite]
+    metrics = step_metrics(made or updates, objective)
+    metrics |= {"lr": lr, "training/skipped_updates": float(len(updates) - len(made))}
     return StepResult(
-        loss=loss_value,
-        grad_norm=grad_norm,
-        num_tokens=int(numbers[1]),
-        is_finite=is_finite,
-        metrics=_metrics(numbers, lr=lr),
+        loss=metrics["loss"],
+        grad_norm=metrics["grad_norm"],
+        num_tokens=sum(update.num_tokens for update in made),
+        updates=tuple(update.is_finite for update in updates),
+        metrics=metrics,
     )
-
-
-def _accumulate(
-    sums: torch.Tensor,
-    extremes: torch.Tensor,
-    batch: MicroBatch,
-    logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-    tokens: TokenLoss,
-    total: torch.Tensor,
-) -> None:
-    difference = (logprobs - batch.sampler_logprobs).abs()
-    sums += torch.stack(
-        [
-            total.double(),
-            torch.ones_like(logprobs).sum().double(),
-            entropy.sum().double(),
-            tokens.ratio.sum().double(),
-            (tokens.ratio.double() ** 2).sum(),
-            difference.sum().double(),
-            tokens.clipped_low.sum().double(),
-            tokens.clipped_high.sum().double(),
-        ]
-    )
-    new = [tokens.ratio.max(), -tokens.ratio.min(), difference.max(), batch.staleness.max()]
-    torch.maximum(extremes, torch.stack([value.double() for value in new]), out=extremes)
-
-
-def _metrics(numbers: Sequence[float], *, lr: float) -> dict[str, float]:
-    loss, count, entropy, ratio, ratio_squared, difference, low, high = numbers[:_NUM_SUMS]
-    ratio_max, minus_ratio_min, difference_max, _ = numbers[_NUM_SUMS : _NUM_SUMS + 4]
-    count = max(count, 1.0)
-    return {
-        "policy_loss": loss,
-        "num_tokens": count,
-        "entropy": entropy / count,
-        "grad_norm": numbers[-1],
-        "lr": lr,
-        "clip_ratio/low_mean": low / count,
-        "clip_ratio/high_mean": high / count,
-        "clip_ratio/region_mean": (low + high) / count,
-        "sampling/importance_sampling_ratio/mean": ratio / count,
-        "sampling/importance_sampling_ratio/min": -minus_ratio_min,
-        "sampling/importance_sampling_ratio/max": ratio_max,
-        "sampling/sampling_logp_difference/mean": difference / count,
-        "sampling/sampling_logp_difference/max": difference_max,
-        # effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2)
-        "sampling/ess": ratio**2 / (count * ratio_squared) if ratio_squared > 0 else 0.0,
-    }

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from grpo_async.batching.pack import pack_rank, token_weights
+from grpo_async.batching.pack import pack_rank
 from grpo_async.batching.plan import plan_batch
 from tests.support.records import make_sample
 
@@ -57,13 +56,25 @@ def test_an_empty_rank_gets_one_row_of_padding() -> None:
     assert torch.equal(empty.segment_ids, torch.full((1, 4), -1))
 
 
-def test_token_weights_follow_the_formulas() -> None:
-    """Samples of 1 and 3 trained tokens: dapo 1/4; grpo 1/(2 x 1), 1/(2 x 3); dr_grpo 1/(2 x 10)."""
+def test_samples_with_trained_tokens_are_numbered_without_gaps_in_each_micro_batch() -> None:
+    """The middle one has no trained token, and the last two stand in a row of their own."""
+    nothing = make_sample(prompt=[1, 2], completion=[])
+    samples = [make_sample(prompt=[1], completion=[5, 6]), nothing, make_sample(prompt=[1], completion=[7, 8])]
+    plan = plan_batch([3, 2, 3], num_ranks=1, micro_batch_tokens=16, row_tokens=5, pack=True)
+    assert plan.ranks == [[[[0, 1], [2]]]]
+    (batch,) = pack_rank(samples, [0.1, 0.2, 0.3], plan, 0, trainer_version=0)
+    assert batch.sample_index.tolist() == [0, 0, 1, 1]
+    plan = plan_batch([3, 2, 3], num_ranks=1, micro_batch_tokens=5, row_tokens=5, pack=True)
+    second = pack_rank(samples, [0.1, 0.2, 0.3], plan, 0, trainer_version=0)[1]
+    assert second.sample_index.tolist() == [0, 0]
+
+
+def test_every_micro_batch_knows_the_trained_tokens_of_the_whole_minibatch() -> None:
     samples = [make_sample(completion=[5]), make_sample(completion=[5, 6, 7])]
-    weights = {
-        name: token_weights(samples, reduction=name, max_completion_tokens=10)  # type: ignore[arg-type]
-        for name in ("dapo", "grpo", "dr_grpo")
-    }
-    assert weights["dapo"] == [0.25, 0.25]
-    assert weights["grpo"] == pytest.approx([0.5, 1 / 6])
-    assert weights["dr_grpo"] == pytest.approx([0.05, 0.05])
+    plan = plan_batch([3, 5], num_ranks=3, micro_batch_tokens=8, row_tokens=None, pack=True)
+    batches = [pack_rank(samples, [1.0, 1.0], plan, rank, trainer_version=0)[0] for rank in range(3)]
+    assert [batch.minibatch_tokens for batch in batches] == [4, 4, 4]
+    assert sorted(batch.num_trained_tokens for batch in batches) == [0, 1, 3]
+    moved = batches[0].to(torch.device("meta"))
+    assert moved.minibatch_tokens == 4
+    assert moved.weights.device.type == moved.input_ids.device.type == "meta"

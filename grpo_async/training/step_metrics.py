@@ -1,0 +1,163 @@
+"""Figures of an optimizer update, gathered on the device and brought to the host in one transfer.
+
+Names and definitions are TRL's where it has the figure: `policy_loss` (with the KL, without entropy bonus and router loss), `kl`,
+`entropy`, `clip_ratio/*`, `sampling/*`. Weights and clips that belong to whole samples (gspo, sequence corrections) are averaged
+over samples, those of tokens over tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from grpo_async.training.losses.sequences import sequence_mean, sequence_sum
+from grpo_async.training.objective import Objective, ObjectiveOutput
+
+_SUMS = (
+    "loss", "policy_loss", "router_loss", "tokens", "entropy", "kl", "difference",
+    "weights", "weights_squared", "num_weights", "clipped_low", "clipped_high", "num_clips",
+    "corrected_away", "off_policy", "low_entropy",
+)  # fmt: skip
+_MAXIMA = ("weight_max", "minus_weight_min", "difference_max", "minus_low_min", "high_max")
+
+
+class UpdateFigures:
+    """Sums and maxima over the micro-batches of one update. Float64, on the device."""
+
+    def __init__(self, objective: Objective, device: torch.device) -> None:
+        self._objective = objective
+        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+        self._maxima = torch.full((len(_MAXIMA),), -math.inf, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, output: ObjectiveOutput) -> None:
+        """Count one micro-batch."""
+        inputs, token_loss = output.inputs, output.token_loss
+        logprobs = inputs.logprobs.detach()
+        ones = torch.ones_like(logprobs)
+        zeros = torch.zeros_like(logprobs)
+        nothing = torch.zeros((), device=logprobs.device)
+        of_sample = 1.0 / sequence_sum(ones, inputs.sample_index)  # adds up to 1 over the tokens of a sample
+        per_weight = of_sample if self._objective.weighs_sequences else ones
+        per_clip = of_sample if token_loss.is_per_sequence else ones
+        difference = (logprobs - inputs.sampler_logprobs).abs()
+        used = output.used_weights.double()
+        low = zeros if token_loss.clipped_low is None else token_loss.clipped_low.to(logprobs.dtype)
+        high = zeros if token_loss.clipped_high is None else token_loss.clipped_high.to(logprobs.dtype)
+        # in the order of _SUMS
+        self._sums += torch.stack(
+            [
+                output.total.detach().double(),
+                output.policy_loss.double(),
+                (nothing if output.router_loss is None else output.router_loss).double(),
+                ones.sum().double(),
+                inputs.entropy.detach().sum().double(),
+                (zeros if output.kl is None else output.kl).sum().double(),
+                difference.sum().double(),
+                (per_weight * used).sum(),
+                (per_weight * used**2).sum(),
+                per_weight.sum().double(),
+                (per_clip * low).sum().double(),
+                (per_clip * high).sum().double(),
+                per_clip.sum().double(),
+                _count(output.is_corrected_away, nothing),
+                _count(output.is_off_policy, nothing),
+                _count(output.has_low_entropy, nothing),
+            ]
+        )
+        # in the order of _MAXIMA
+        new = [
+            used.max(),
+            -used.min(),
+            difference.max(),
+            -sequence_mean(low, inputs.sample_index).min(),
+            sequence_mean(high, inputs.sample_index).max(),
+        ]
+        torch.maximum(self._maxima, torch.stack([value.double() for value in new]), out=self._maxima)
+
+    def gather(self, grad_norm: torch.Tensor) -> UpdateNumbers:
+        """The figures of all ranks on the host. A collective, and the only transfer of an update. `grad_norm` is ()."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self._sums)
+            dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)
+        norm = grad_norm.detach().double().reshape(1).to(self._sums.device)
+        numbers = torch.cat([self._sums, self._maxima, norm]).tolist()
+        split = len(_SUMS)
+        return UpdateNumbers(
+            sums=dict(zip(_SUMS, numbers[:split], strict=True)),
+            maxima=dict(zip(_MAXIMA, numbers[split:-1], strict=True)),
+            grad_norm=numbers[-1],
+        )
+
+
+def _count(mask: torch.Tensor | None, nothing: torch.Tensor) -> torch.Tensor:
+    return (nothing if mask is None else mask.sum()).double()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateNumbers:
+    """One update on the host, over all ranks; names as in `_SUMS` and `_MAXIMA`."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    grad_norm: float
+
+    @property
+    def loss(self) -> float:
+        return self.sums["loss"]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.sums["tokens"])
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def step_metrics(updates: Sequence[UpdateNumbers], objective: Objective) -> dict[str, float]:
+    """Metrics of a step from those of its updates (at least one): means over their tokens; of losses and norms over updates."""
+    total = {name: sum(update.sums[name] for update in updates) for name in _SUMS}
+    largest = {name: max(update.maxima[name] for update in updates) for name in _MAXIMA}
+    section = objective.section
+    num_updates, num_tokens = len(updates), max(total["tokens"], 1.0)
+    num_weights, num_clips = max(total["num_weights"], 1.0), max(total["num_clips"], 1.0)
+    mean_square = total["weights_squared"] / num_weights
+    metrics = {
+        "loss": total["loss"] / num_updates,
+        "policy_loss": total["policy_loss"] / num_updates,
+        "num_tokens": total["tokens"],
+        "entropy": total["entropy"] / num_tokens,
+        "grad_norm": sum(update.grad_norm for update in updates) / num_updates,
+        "sampling/sampling_logp_difference/mean": total["difference"] / num_tokens,
+        "sampling/sampling_logp_difference/max": largest["difference_max"],
+        "sampling/importance_sampling_ratio/mean": total["weights"] / num_weights,
+        "sampling/importance_sampling_ratio/min": -largest["minus_weight_min"],
+        "sampling/importance_sampling_ratio/max": largest["weight_max"],
+        # effective sample size as a share of the count: (sum w)^2 / (n sum w^2)
+        "sampling/ess": (total["weights"] / num_weights) ** 2 / mean_square if mean_square > 0 else 0.0,
+        "sampling/chi_squared": mean_square - 1.0,
+    }
+    if objective.clips:
+        metrics |= {
+            "clip_ratio/low_mean": total["clipped_low"] / num_clips,
+            "clip_ratio/low_min": -largest["minus_low_min"],
+            "clip_ratio/high_mean": total["clipped_high"] / num_clips,
+            "clip_ratio/high_max": largest["high_max"],
+            "clip_ratio/region_mean": (total["clipped_low"] + total["clipped_high"]) / num_clips,
+        }
+    if section.beta != 0.0:
+        metrics["kl"] = total["kl"] / num_tokens
+    if section.correction is not None and section.correction.action == "mask":
+        metrics["masked/correction"] = total["corrected_away"] / num_tokens
+    if section.off_policy_mask is not None:
+        metrics["masked/off_policy"] = total["off_policy"] / num_tokens
+    if section.top_entropy_share < 1.0:
+        metrics["masked/low_entropy"] = total["low_entropy"] / num_tokens
+    if objective.needs_router_loss:
+        metrics["router_loss"] = total["router_loss"] / num_updates
+    return metrics

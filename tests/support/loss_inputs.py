@@ -1,0 +1,34 @@
+"""Small builders of what losses see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from grpo_async.training.losses import LossInputs
+
+
+def make_inputs(
+    ratios: Sequence[float],
+    advantages: Sequence[float],
+    *,
+    samples: Sequence[int] | None = None,
+    logprob: float = -1.0,
+) -> LossInputs:
+    """Tokens whose logprob is `logprob` and whose ratio to the proximal policy is given. The gradient is at `logprobs`."""
+    count = len(ratios)
+    logprobs = torch.full((count,), logprob).requires_grad_()
+    old = torch.tensor([logprob - math.log(ratio) for ratio in ratios])
+    return LossInputs(
+        logprobs=logprobs,
+        old_logprobs=old,
+        sampler_logprobs=old,
+        ref_logprobs=None,
+        entropy=torch.ones(count),
+        advantages=torch.tensor(advantages),
+        weights=torch.full((count,), 1.0 / count),
+        sample_index=torch.tensor(list(samples) if samples is not None else [0] * count),
+        staleness=torch.zeros(count, dtype=torch.int64),
+    )

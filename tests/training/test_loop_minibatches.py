@@ -1,0 +1,116 @@
+"""The main loop and optimizer updates: which ranks get what, and what becomes of the groups of an update that was skipped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.training.loop import LeaderLoop
+from grpo_async.training.meter import PipelineMeter, Reading
+from grpo_async.training.ranks import StepCommand
+from grpo_async.training.step import StepResult
+from tests.support.records import make_scored
+from tests.training.fakes import FakeSync
+
+
+class _Source:
+    """Four groups, of which the second has nothing to train. `cut`: the last has one completion that was scored and is masked."""
+
+    def __init__(self, *, cut: bool) -> None:
+        self._cut = cut
+        self.settled: list[tuple[list[int], GroupStatus]] = []
+
+    def take(self, num_groups: int, **_: Any) -> list[ScoredGroup]:
+        groups = [make_scored(index, has_samples=index != 1) for index in range(num_groups)]
+        return [*groups[:-1], replace(groups[-1], samples=groups[-1].samples[:1])] if self._cut else groups
+
+    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None:
+        self.settled.append(([group.group.group_id for group in groups], status))
+
+    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        return {}
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def advance(self, version: int) -> None: ...
+
+
+def _one_step(updates: tuple[bool, ...], *, cut: bool = False) -> tuple[_Source, list[StepCommand], dict[str, float]]:
+    """A step of three minibatches on two ranks, with the outcome `updates`."""
+    config = ExperimentConfig.model_validate(
+        {
+            "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
+            "rewards": [{"function": "a:b"}], "rollout": {"groups_per_step": 4, "group_size": 2},
+            "training": {"max_steps": 1, "minibatches": 3}, "optimizer": {"lr": 0.5}, "loss": {"type": "grpo"},
+        }
+    )  # fmt: skip
+    sent: list[list[Any]] = []
+    metrics = {"training/skipped_updates": float(updates.count(False))}
+    result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4 * sum(updates), updates=updates, metrics=metrics)
+    place: Any = SimpleNamespace(
+        config=config,
+        num_ranks=2,
+        channel=SimpleNamespace(send=sent.append),
+        step=lambda minibatches, lr: result,
+        checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
+        score=lambda sequences: [],
+    )
+
+    def read() -> Reading:
+        return Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
+
+    source = _Source(cut=cut)
+    lines: list[dict[str, float]] = []
+    loop = LeaderLoop(
+        place,
+        source=source,  # type: ignore[arg-type]
+        sync=FakeSync(),
+        read=read,
+        on_step=lambda step, line: lines.append(line),
+        meter=PipelineMeter(read()),
+        progress={},
+    )
+    assert loop.run(first_step=1) == 1
+    (commands,) = [parts for parts in sent if isinstance(parts[0], StepCommand)]
+    return source, commands, lines[0]
+
+
+def test_each_rank_gets_its_part_of_each_minibatch() -> None:
+    """Groups 0, 2 and 3 have two samples of two trained tokens each: a minibatch of its own for each, a sample for each rank."""
+    _, commands, _ = _one_step((True, True, True))
+    assert [command.lr for command in commands] == [0.5, 0.5]
+    for command in commands:
+        tokens = [[batch.num_trained_tokens for batch in minibatch] for minibatch in command.minibatches]
+        assert tokens == [[2], [2], [2]]
+        assert {batch.minibatch_tokens for minibatch in command.minibatches for batch in minibatch} == {4}
+
+
+def test_a_completion_that_is_masked_counts_in_the_mean_over_samples() -> None:
+    """Reduction grpo, two trained tokens: 1 / (2 samples x 2 tokens), though one of the two is not there."""
+    _, commands, _ = _one_step((True, True, True), cut=True)
+    last = [batch for command in commands for batch in command.minibatches[2]]
+    assert [weight for batch in last for weight in batch.weights.tolist()] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("updates", "settled"),
+    [
+        ((True, True, True), [([0, 2, 3], GroupStatus.TRAINED)]),
+        ((True, False, True), [([0, 3], GroupStatus.TRAINED), ([2], GroupStatus.FAILED)]),
+        ((False, False, False), [([0, 2, 3], GroupStatus.FAILED)]),
+    ],
+)
+def test_the_groups_of_a_skipped_update_are_failed_and_the_others_trained(
+    updates: tuple[bool, ...], settled: list[tuple[list[int], GroupStatus]]
+) -> None:
+    source, _, line = _one_step(updates)
+    assert source.settled == settled
+    assert line["training/skipped_updates"] == updates.count(False)

@@ -1,0 +1,91 @@
+"""A user's own loss: what is checked at the start, and at every call."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_async.config.loss_sections import CustomLoss
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.training.losses import LossInputs
+from grpo_async.training.losses.user_loss import UserLoss
+from tests.support.loss_inputs import make_inputs
+
+
+def reinforce(inputs: LossInputs, *, scale: float = 1.0) -> torch.Tensor:
+    return -scale * inputs.advantages * inputs.logprobs
+
+
+def needs_more(inputs: LossInputs, *, tau: float) -> torch.Tensor:
+    return inputs.logprobs * tau
+
+
+def takes_nothing() -> torch.Tensor:
+    return torch.zeros(1)
+
+
+async def is_async(inputs: LossInputs) -> torch.Tensor:
+    return inputs.logprobs
+
+
+def returns_a_number(inputs: LossInputs) -> Any:
+    return inputs.logprobs.sum().item()
+
+
+def returns_the_mean(inputs: LossInputs) -> torch.Tensor:
+    return inputs.logprobs.mean()
+
+
+def returns_integers(inputs: LossInputs) -> torch.Tensor:
+    return inputs.sample_index
+
+
+def forgets_the_gradient(inputs: LossInputs) -> torch.Tensor:
+    return inputs.logprobs.detach() * inputs.advantages
+
+
+tripled = functools.partial(reinforce, scale=3.0)
+
+
+def _load(name: str, **arguments: Any) -> UserLoss:
+    return UserLoss(CustomLoss(type="custom", function=f"{__name__}:{name}", arguments=arguments))
+
+
+def test_a_loss_gets_the_inputs_and_its_arguments() -> None:
+    inputs = make_inputs([1.5, 0.5], [2.0, -1.0])  # logprobs are -1
+    assert _load("reinforce", scale=2.0)(inputs).loss.tolist() == [4.0, -2.0]  # -2 x A x -1
+    assert _load("tripled")(inputs).loss.tolist() == [6.0, -3.0]
+    assert _load("reinforce")(inputs).ratio.tolist() == pytest.approx([1.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("needs_more", {}, r"does not take \(inputs\): missing a required argument: 'tau'"),
+        ("reinforce", {"scael": 1.0}, r"does not take \(inputs, scael=\): got an unexpected keyword argument 'scael'"),
+        ("takes_nothing", {}, "too many positional arguments"),
+        ("is_async", {}, "is async"),
+        ("not_there", {}, "has no `not_there`"),
+    ],
+)
+def test_a_loss_that_cannot_be_called_is_refused_at_the_start(name: str, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        _load(name, **arguments)
+    assert str(caught.value).startswith(f"loss.function: {__name__}:{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("returns_a_number", r"returned a float; it is to return a floating point tensor of shape \(2,\)"),
+        ("returns_the_mean", r"returned a tensor of shape \(\) and torch.float32"),
+        ("returns_integers", r"returned a tensor of shape \(2,\) and torch.int64"),
+        ("forgets_the_gradient", "without gradient, so nothing would be learned"),
+    ],
+)
+def test_a_result_that_cannot_be_used_is_explained(name: str, words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        _load(name)(make_inputs([1.0, 1.0], [1.0, 1.0]))

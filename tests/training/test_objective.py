@@ -1,0 +1,173 @@
+"""The objective: what it is made of, and what it needs to know. Numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from grpo_async.batching.pack import MicroBatch
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.loss_sections import BaseLoss, LossSection
+from grpo_async.training.objective import Objective, ObjectiveOutput, Prepass
+from grpo_async.training.policy import PolicyOutput
+
+
+def _section(**values: Any) -> BaseLoss:
+    section: BaseLoss = TypeAdapter(LossSection).validate_python({"type": "dapo", **values})
+    return section
+
+
+def _batch(
+    sampler: list[float], advantages: list[float], *, samples: list[int] | None = None, minibatch_tokens: int = 4
+) -> MicroBatch:
+    """Tokens with weight 1/4 each, and of staleness 1."""
+    count = len(sampler)
+    ids = torch.zeros(1, count, dtype=torch.int64)
+    return MicroBatch(
+        input_ids=ids,
+        position_ids=ids,
+        segment_ids=ids,
+        source_index=torch.arange(count),
+        target_ids=torch.zeros(count, dtype=torch.int64),
+        sample_index=torch.tensor(samples or [0] * count),
+        sampler_logprobs=torch.tensor(sampler),
+        advantages=torch.tensor(advantages),
+        weights=torch.full((count,), 0.25),
+        staleness=torch.ones(count, dtype=torch.int64),
+        minibatch_tokens=minibatch_tokens,
+    )
+
+
+def _policy(logprobs: list[float], *, entropy: list[float] | None = None, router: float | None = None) -> PolicyOutput:
+    return PolicyOutput(
+        logprobs=torch.tensor(logprobs, requires_grad=True),
+        entropy=torch.tensor(entropy or [1.0] * len(logprobs), requires_grad=True),
+        router_loss=None if router is None else torch.tensor(router, requires_grad=True),
+    )
+
+
+def _gradient(output: ObjectiveOutput, tensor: torch.Tensor) -> list[float]:
+    (gradient,) = torch.autograd.grad(output.total, tensor)
+    return gradient.tolist()
+
+
+@pytest.mark.parametrize(
+    ("values", "num_minibatches", "reference", "prepass", "entropy_gradient"),
+    [
+        ({}, 1, False, False, False),
+        ({"beta": 0.1}, 1, True, False, False),
+        ({"proximal": "recomputed"}, 1, False, False, False),  # the forward of the update is that of the start
+        ({"proximal": "recomputed"}, 2, False, True, False),
+        ({"proximal": "log_linear"}, 2, False, False, False),
+        ({"top_entropy_share": 0.2}, 1, False, True, False),
+        ({"entropy_bonus": 0.01}, 1, False, False, True),
+        ({"type": "custom", "function": "tests.training.test_losses_user:reinforce"}, 1, False, False, True),
+    ],
+)
+def test_the_needs_follow_from_the_settings(
+    values: dict[str, Any], num_minibatches: int, reference: bool, prepass: bool, entropy_gradient: bool
+) -> None:
+    objective = Objective(_section(**values), num_minibatches=num_minibatches)
+    assert objective.needs_reference == reference
+    assert objective.needs_prepass == prepass
+    assert objective.needs_entropy_gradient == entropy_gradient
+
+
+def test_it_is_made_from_the_experiment() -> None:
+    config = ExperimentConfig.model_validate(
+        {
+            "run": {"name": "x"}, "model": {"path": "m", "router_aux_loss": 0.5}, "rewards": [{"function": "a:b"}],
+            "data": {"train": {"type": "jsonl", "path": "t"}}, "rollout": {"groups_per_step": 4},
+            "training": {"minibatches": 2}, "loss": {"type": "gspo", "proximal": "recomputed"},
+        }
+    )  # fmt: skip
+    objective = Objective.from_config(config)
+    assert objective.needs_prepass
+    assert objective.needs_router_loss
+    assert objective.weighs_sequences
+
+
+def test_the_proximal_policy_is_the_sampler_the_start_of_the_step_or_between() -> None:
+    """pi = -1, sampler -2, d = 1; at the start of the step it was -1.25. The ratio is e^1, e^0, e^0.25, e^0.5 (a = 1/2)."""
+    start = Prepass(logprobs=torch.tensor([-1.25]), has_high_entropy=None, num_kept=None)
+    cases: list[tuple[dict[str, Any], int, Prepass | None, float]] = [
+        ({"proximal": "sampler"}, 1, None, 1.0),
+        ({"proximal": "recomputed"}, 1, None, 0.0),
+        ({"proximal": "recomputed"}, 2, start, 0.25),
+        ({"proximal": "log_linear"}, 1, None, 0.5),
+    ]
+    for values, num_minibatches, prepass, log_ratio in cases:
+        policy = _policy([-1.0])
+        objective = Objective(_section(epsilon_high=9.0, **values), num_minibatches=num_minibatches)
+        output = objective(policy, _batch([-2.0], [2.0]), prepass=prepass)
+        expected = -2.0 * math.exp(log_ratio) / 4  # -rho A x weight 1/4
+        assert output.total.item() == pytest.approx(expected)
+        # the proximal policy is a constant: the gradient is that of rho alone
+        assert _gradient(output, policy.logprobs) == pytest.approx([expected])
+
+
+def test_a_correction_multiplies_the_policy_loss_without_gradient() -> None:
+    """recomputed: rho = 1; w = exp(pi - smp) = e^0.5, e^-0.5, e^2: 1.6487, 0.6065 and 7.389, over the cap of 3 and so masked.
+    total = -(1.6487 x 2 + 0.6065 x 2) / 4 = -1.1276."""
+    section = _section(proximal="recomputed", correction={"level": "token", "action": "mask", "cap": 3.0})
+    policy = _policy([-1.0, -1.0, -1.0])
+    output = Objective(section)(policy, _batch([-1.5, -0.5, -3.0], [2.0, 2.0, 2.0]))
+    assert output.total.item() == pytest.approx(-1.1276, abs=1e-4)
+    assert _gradient(output, policy.logprobs) == pytest.approx([-0.82436, -0.30327, 0.0], abs=1e-4)
+    assert output.is_corrected_away is not None
+    assert output.is_corrected_away.tolist() == [False, False, True]
+
+
+def test_a_loss_that_overflowed_counts_nothing_where_it_is_masked() -> None:
+    """Far from the sampler the ratio is infinite. The correction masks the token, and inf x 0 would not be a number."""
+    section = _section(proximal="log_linear", correction={"level": "token", "action": "mask", "cap": 3.0})
+    output = Objective(section)(_policy([-1.0, -1.0]), _batch([-1.0, -300.0], [-2.0, -2.0]))
+    assert output.total.item() == pytest.approx(0.5)  # the first token alone: 2 x 1 / 4
+
+
+def test_masks_take_the_policy_loss_of_a_token_and_leave_its_kl() -> None:
+    """ref - pi = 0.5: KL 0.148721 each, x beta 0.1 x 1/4. Sample 0 (A < 0, drift 0.5 > 0.2) is off-policy, token 3 has low entropy,
+    so token 2 alone has a policy loss: rho = 1, -2 / 4 = -0.5. Together -0.5 + 4 x 0.1 x 0.148721 / 4 = -0.485128."""
+    section = _section(beta=0.1, off_policy_mask=0.2, top_entropy_share=0.75)
+    policy = _policy([-1.0] * 4)
+    batch = _batch([-0.5, -0.5, -1.0, -1.0], [-1.0, -1.0, 2.0, 2.0], samples=[0, 0, 1, 1])
+    prepass = Prepass(
+        logprobs=torch.zeros(4), has_high_entropy=torch.tensor([True, True, True, False]), num_kept=torch.tensor(3)
+    )
+    output = Objective(section)(policy, batch, ref_logprobs=torch.full((4,), -0.5), prepass=prepass)
+    assert output.total.item() == pytest.approx(-0.485128, abs=1e-5)
+    assert output.is_off_policy is not None
+    assert output.is_off_policy.tolist() == [True, True, False, False]
+    kl_gradient = -0.648721 * 0.1 / 4
+    expected = [kl_gradient, kl_gradient, kl_gradient - 0.5, kl_gradient]
+    assert _gradient(output, policy.logprobs) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_entropy_bonus_is_the_mean_over_the_minibatch_whatever_the_reduction() -> None:
+    """Entropies 1 and 3 of a minibatch of 8 tokens: 0.5 x 4 / 8 = 0.25 is subtracted, 0.5 / 8 the gradient of each. With the second
+    left out and 4 tokens kept in the minibatch: 0.5 x 1 / 4 = 0.125."""
+    policy = _policy([-1.0, -1.0], entropy=[1.0, 3.0])
+    batch = _batch([-1.0, -1.0], [0.0, 0.0], minibatch_tokens=8)
+    output = Objective(_section(entropy_bonus=0.5))(policy, batch)
+    assert output.total.item() == pytest.approx(-0.25)
+    assert output.policy_loss.item() == 0.0
+    assert _gradient(output, policy.entropy) == pytest.approx([-0.0625, -0.0625])
+    kept = Prepass(logprobs=torch.zeros(2), has_high_entropy=torch.tensor([True, False]), num_kept=torch.tensor(4))
+    masked = Objective(_section(entropy_bonus=0.5, top_entropy_share=0.5))(policy, batch, prepass=kept)
+    assert masked.total.item() == pytest.approx(-0.125)
+    assert _gradient(masked, policy.entropy) == pytest.approx([-0.125, 0.0])
+
+
+def test_the_routers_loss_counts_by_the_share_of_tokens() -> None:
+    """2 of the minibatch's 8 tokens: 0.5 x 3 x 2/8 = 0.375."""
+    policy = _policy([-1.0, -1.0], router=3.0)
+    batch = _batch([-1.0, -1.0], [0.0, 0.0], minibatch_tokens=8)
+    output = Objective(_section(), router_weight=0.5)(policy, batch)
+    assert output.total.item() == pytest.approx(0.375)
+    assert output.router_loss is not None
+    assert output.router_loss.item() == pytest.approx(0.75)
+    assert Objective(_section())(policy, batch).total.item() == 0.0

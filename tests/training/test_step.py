@@ -1,0 +1,217 @@
+"""A training step on a real model: its updates, its pre-pass, what is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from grpo_async.batching.pack import MicroBatch, pack_rank
+from grpo_async.batching.plan import plan_batch
+from grpo_async.batching.weights import token_weights
+from grpo_async.config.loss_sections import BaseLoss, LossSection
+from grpo_async.config.model_sections import ModelSection, OptimizerSection
+from grpo_async.records import RolloutSample
+from grpo_async.training.load import load_policy
+from grpo_async.training.losses import LossInputs, TokenLoss
+from grpo_async.training.objective import Objective
+from grpo_async.training.optimizers import make_optimizer
+from grpo_async.training.policy import Policy
+from grpo_async.training.step import StepResult, train_step
+from tests.support.rank_jobs import random_samples
+from tests.support.ranks import run_on_ranks
+
+CPU = torch.device("cpu")
+seen: list[LossInputs] = []  # what the loss below was given
+
+
+def recording(inputs: LossInputs) -> torch.Tensor:
+    seen.append(inputs)
+    return -inputs.advantages * inputs.logprobs
+
+
+def _section(**values: Any) -> BaseLoss:
+    section: BaseLoss = TypeAdapter(LossSection).validate_python({"type": "dapo", **values})
+    return section
+
+
+def _build(model: Path) -> tuple[Policy, torch.optim.Optimizer]:
+    policy = load_policy(ModelSection(path=str(model)), temperature=1.0, chunk_tokens=16, max_model_len=256)
+    return policy, make_optimizer(policy, OptimizerSection(lr=1e-2))
+
+
+def _pack(samples: Sequence[RolloutSample], *, micro_batch_tokens: int = 4096) -> list[MicroBatch]:
+    plan = plan_batch(
+        [len(sample.token_ids) for sample in samples],
+        num_ranks=1,
+        micro_batch_tokens=micro_batch_tokens,
+        row_tokens=None,
+        pack=True,
+    )
+    weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=32)
+    return pack_rank(samples, weights, plan, 0, trainer_version=0)
+
+
+def _step(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    minibatches: list[list[MicroBatch]],
+    section: BaseLoss,
+    **more: Any,
+) -> StepResult:
+    objective = Objective(section, num_minibatches=len(minibatches))
+    settings: dict[str, Any] = {"reference": None, "lr": 1e-2, "max_grad_norm": 0.5, "device": CPU, **more}
+    return train_step(policy, optimizer, minibatches, objective=objective, **settings)
+
+
+def _weights(policy: Policy) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in policy.parameters()]
+
+
+def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _poisoned(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
+    return [replace(samples[0], advantage=float("nan")), *samples[1:]]
+
+
+def test_a_step_of_two_minibatches_is_two_updates_with_the_same_learning_rate(tiny_model: Path) -> None:
+    samples = random_samples(8)
+    halves = [_pack(samples[:4]), _pack(samples[4:])]
+    policy, optimizer = _build(tiny_model)
+    result = _step(policy, optimizer, halves, _section(), lr=3e-3)
+    assert result.updates == (True, True)
+    assert [group["lr"] for group in optimizer.param_groups] == [3e-3] * len(optimizer.param_groups)
+    assert result.num_tokens == sum(sample.num_trained_tokens for sample in samples)
+    other, other_optimizer = _build(tiny_model)
+    alone = [_step(other, other_optimizer, [half], _section(), lr=3e-3) for half in halves]
+    assert _same(_weights(policy), _weights(other))
+    assert result.loss == pytest.approx((alone[0].loss + alone[1].loss) / 2)
+    assert result.grad_norm == pytest.approx((alone[0].grad_norm + alone[1].grad_norm) / 2)
+
+
+def test_the_recomputed_policy_is_that_of_the_start_of_the_step_in_all_its_updates(tiny_model: Path) -> None:
+    samples = random_samples(8)
+    halves = [_pack(samples[:4]), _pack(samples[4:])]
+    policy, optimizer = _build(tiny_model)
+    with torch.no_grad():
+        start = [policy(half[0]).logprobs for half in halves]
+    section = _section(type="custom", function=f"{__name__}:recording", proximal="recomputed")
+    _step(policy, optimizer, halves, section)
+    first, second = seen[-2:]
+    for inputs, logprobs in zip((first, second), start, strict=True):
+        torch.testing.assert_close(inputs.old_logprobs, logprobs)
+        assert not inputs.old_logprobs.requires_grad
+    torch.testing.assert_close(first.logprobs, start[0])
+    assert not torch.allclose(second.logprobs, start[1], atol=1e-3)  # the first update has moved the policy
+
+
+def test_the_entropy_mask_goes_by_all_tokens_of_the_update_not_of_a_micro_batch(tiny_model: Path) -> None:
+    """The tokens with a gradient are the half with the highest entropies of all micro-batches together."""
+    batches = _pack(random_samples(8), micro_batch_tokens=40)
+    assert len(batches) > 2
+    policy, optimizer = _build(tiny_model)
+    with torch.no_grad():
+        entropies = [policy(batch).entropy for batch in batches]
+    section = _section(top_entropy_share=0.5)
+    gradients: list[torch.Tensor] = []
+
+    def keep(inputs: LossInputs) -> torch.Tensor:
+        inputs.logprobs.register_hook(gradients.append)
+        return -inputs.logprobs
+
+    objective = Objective(section)
+    objective._policy_loss = lambda inputs: TokenLoss(loss=keep(inputs), ratio=inputs.logprobs.detach())
+    train_step(
+        policy, optimizer, [batches], objective=objective, reference=None, lr=1e-2, max_grad_norm=0.5, device=CPU
+    )
+    median = torch.cat(entropies).median()
+    trained = torch.cat(gradients) != 0.0
+    assert torch.equal(trained, torch.cat(entropies) >= median if len(trained) % 2 else torch.cat(entropies) > median)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_update_that_is_not_finite_is_skipped_and_the_others_are_made(tiny_model: Path, bad: int) -> None:
+    samples = random_samples(8)
+    halves = [samples[:4], samples[4:]]
+    good = _pack(halves[1 - bad])
+    halves[bad] = _poisoned(halves[bad])
+    policy, optimizer = _build(tiny_model)
+    result = _step(policy, optimizer, [_pack(half) for half in halves], _section())
+    assert result.updates == (bad != 0, bad != 1)
+    assert (result.is_finite, result.num_skipped) == (True, 1)
+    assert result.metrics["training/skipped_updates"] == 1.0
+    other, other_optimizer = _build(tiny_model)
+    alone = _step(other, other_optimizer, [good], _section())
+    assert _same(_weights(policy), _weights(other))
+    assert result.num_tokens == alone.num_tokens
+    del result.metrics["training/skipped_updates"], alone.metrics["training/skipped_updates"]
+    assert result.metrics == alone.metrics
+
+
+def test_a_step_without_any_finite_update_changes_nothing_and_says_so(tiny_model: Path) -> None:
+    samples = random_samples(8)
+    policy, optimizer = _build(tiny_model)
+    before = _weights(policy)
+    result = _step(policy, optimizer, [_pack(_poisoned(samples[:4])), _pack(_poisoned(samples[4:]))], _section())
+    assert _same(before, _weights(policy))
+    assert not result.is_finite
+    assert (result.num_tokens, result.num_skipped) == (0, 2)
+    assert result.metrics["training/skipped_updates"] == 2.0
+    assert result.loss != result.loss  # not a number
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    healthy = _step(policy, optimizer, [_pack(samples)], _section())
+    assert healthy.is_finite
+
+
+def test_the_reference_is_asked_before_the_policy_and_for_every_micro_batch(tiny_model: Path) -> None:
+    """Also where there is nothing to train: it is a collective."""
+    policy, optimizer = _build(tiny_model)
+    events: list[str] = []
+    policy.register_forward_pre_hook(lambda *_: events.append("policy"))
+
+    class Recorded:
+        def logprobs(self, batch: MicroBatch) -> torch.Tensor:
+            events.append("reference")
+            return batch.sampler_logprobs
+
+    batches = _pack(random_samples(2), micro_batch_tokens=40)
+    plan = plan_batch([4], num_ranks=2, micro_batch_tokens=40, row_tokens=None, pack=True)
+    nothing = pack_rank(random_samples(1), [1.0], plan, 1, trainer_version=0)
+    result = _step(policy, optimizer, [[*batches, *nothing]], _section(beta=0.1), reference=Recorded())
+    assert events == ["reference", "policy"] * (len(batches) + 1)
+    assert result.metrics["kl"] > 0.0
+
+
+def test_metrics_have_the_names_that_go_with_the_objective(tiny_model: Path) -> None:
+    policy, optimizer = _build(tiny_model)
+    batch = [_pack(random_samples(4))]
+    always = {
+        "loss", "policy_loss", "num_tokens", "entropy", "grad_norm", "lr", "training/skipped_updates",
+        "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
+        "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/min",
+        "sampling/importance_sampling_ratio/max", "sampling/ess", "sampling/chi_squared",
+    }  # fmt: skip
+    clip = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
+    assert _step(policy, optimizer, batch, _section()).metrics.keys() == always | clip
+    assert _step(policy, optimizer, batch, _section(type="sapo")).metrics.keys() == always
+    masked = _section(proximal="recomputed", correction={"action": "mask"}, off_policy_mask=0.1, top_entropy_share=0.5)
+    names = {"masked/correction", "masked/off_policy", "masked/low_entropy"}
+    assert _step(policy, optimizer, batch, masked).metrics.keys() == always | clip | names
+
+
+@pytest.mark.slow
+def test_gradients_that_travel_after_every_micro_batch_make_the_same_step(tiny_model: Path, tmp_path: Path) -> None:
+    """As on GPUs, where a rank never holds a whole gradient; here forced on two CPU ranks."""
+    cut = {"model": tiny_model, "row_tokens": 64, "micro_batch_tokens": 64}
+    once = run_on_ranks("train_two_steps", 2, tmp_path / "once", **cut)
+    each = run_on_ranks("train_two_steps_reducing_each_micro_batch", 2, tmp_path / "each", **cut)
+    assert each["losses"] == pytest.approx(once["losses"], rel=1e-5)
+    assert each["norms"] == pytest.approx(once["norms"], rel=1e-5)
+    assert each["weights"] == pytest.approx(once["weights"], rel=1e-4, abs=2e-3)
