@@ -1,6 +1,7 @@
 """Rewards to advantages, in plain Python: a group has a handful of rewards.
 
-None means unscored throughout: it takes part in no mean, and its advantage is 0.
+None means unscored throughout: it takes part in no mean and in no standard deviation, and its advantage is 0. Every standard
+deviation has ddof = 1, as in TRL. What needs the rewards of the whole step gets them as one list for each group.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
+
+Rewards = Sequence[float | None]
+"""Of one group, [num_completions]."""
 
 _STD_FLOOR = 1e-4  # added to the standard deviation, as in TRL
 _EQUAL_WITHIN = 1e-9  # relative; float noise of summed rewards is about 1e-16, real differences are far larger
@@ -22,10 +26,10 @@ def combine_rewards(rows: Sequence[Mapping[str, float | None]], weights: Mapping
     return [_weighted_sum(row, weights) for row in rows]
 
 
-def group_advantages(rewards: Sequence[float | None], *, scale: Literal["group", "none"] = "group") -> list[float]:
+def group_advantages(rewards: Rewards, *, scale: Literal["group", "none"] = "group") -> list[float]:
     """Advantages of one group (GRPO, arXiv 2402.03300), over its scored rewards:
 
-        group    A = (r - mean) / (std + 1e-4), std with ddof = 1
+        group    A = (r - mean) / (std + 1e-4)
         none     A = r - mean                   (Dr. GRPO, arXiv 2503.20783)
 
     Unscored rewards and groups with fewer than two scored ones get 0. So do rewards that are equal but for float noise:
@@ -33,23 +37,99 @@ def group_advantages(rewards: Sequence[float | None], *, scale: Literal["group",
 
     Example: [1, 0, None, 1, 0]: mean 0.5, std = sqrt(4 x 0.25 / 3) = 0.57735, A = +-0.5 / 0.57745 = +-0.86588, and 0.
     """
-    scored = [reward for reward in rewards if reward is not None]
+    scored = _scored(rewards)
     if has_zero_variance(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(scored) / len(scored)
-    if scale == "none":
-        return [0.0 if reward is None else reward - mean for reward in rewards]
-    std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in scored) / (len(scored) - 1))
-    return [0.0 if reward is None else (reward - mean) / (std + _STD_FLOOR) for reward in rewards]
+    divisor = 1.0 if scale == "none" else _std(scored) + _STD_FLOOR
+    return [0.0 if reward is None else (reward - mean) / divisor for reward in rewards]
 
 
-def has_zero_variance(rewards: Sequence[float | None]) -> bool:
+def leave_one_out_advantages(rewards: Rewards) -> list[float]:
+    """Advantages of one group of n scored rewards, each compared with the mean of the others (RLOO, arXiv 2402.14740):
+
+        A = r - (sum - r) / (n - 1)  =  (r - mean) x n / (n - 1)
+
+    Zero as in `group_advantages`. Example: [1, 0, None, 0]: the others of 1 have mean 0, of a 0 have 0.5; A = 1, -0.5, 0, -0.5.
+    """
+    if has_zero_variance(rewards):
+        return [0.0] * len(rewards)
+    scored = _scored(rewards)
+    total, num_others = math.fsum(scored), len(scored) - 1
+    return [0.0 if reward is None else reward - (total - reward) / num_others for reward in rewards]
+
+
+def batch_advantages(groups: Sequence[Rewards]) -> list[list[float]]:
+    """Advantages of the groups of a step: A = (r - mean of the group) / (std of the step + 1e-4), the std over every scored reward
+    of every group (Lite PPO, arXiv 2508.08221).
+
+    Small differences stay small. Zero as in `group_advantages`.
+    Example: [1, 0] and [3, 3]: mean 1.75, std = sqrt((0.5625 + 3.0625 + 1.5625 + 1.5625) / 3) = 1.5, so
+    A = +-0.5 / 1.5001 = +-0.33331, and 0, 0.
+    """
+    divisor = _std([reward for rewards in groups for reward in _scored(rewards)]) + _STD_FLOOR
+    return [[advantage / divisor for advantage in group_advantages(rewards, scale="none")] for rewards in groups]
+
+
+def normalize_each(rows: Sequence[Mapping[str, float | None]], weights: Mapping[str, float]) -> list[float | None]:
+    """First half of GDPO (arXiv 2601.05242): every reward function compared on its own within the group, then added by weight:
+
+        c = sum over the functions k that scored the row of weight_k x (r_k - mean_k) / (std_k + 1e-4)
+
+    A row that no function scored is None. What the functions say together is 0 where they cancel out: all rows then are 0.
+    Example: weights {a: 1, b: 0.5}, rows {a: 1, b: 30}, {a: 0, b: 10}: both columns are +-0.70711 but for the 1e-4 (0.70701 and
+    0.70710), so c = +-(0.70701 + 0.35355) = +-1.06056; summed first, b alone would have decided.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    compared = {name: group_advantages(column) for name, column in columns.items()}
+    combined = combine_rewards(
+        [{name: None if row.get(name) is None else compared[name][index] for name in names} for index, row in enumerate(rows)],
+        weights,
+    )  # fmt: skip
+    if has_zero_variance(combined):
+        return [None if value is None else 0.0 for value in combined]
+    return combined
+
+
+def normalized_over_step(groups: Sequence[Rewards]) -> list[list[float]]:
+    """Second half of GDPO (arXiv 2601.05242), over the values c of `normalize_each` of all groups of a step:
+
+        A = (c - mean) / (std + 1e-4)
+
+    The mean is that of the step; it is 0 but for float noise, as that of every group is.
+    Example: [1, -1] and [0, 0]: std = sqrt(2 / 3) = 0.81650, A = +-1 / 0.81660 = +-1.22459, and 0, 0.
+    """
+    scored = [value for values in groups for value in _scored(values)]
+    mean = math.fsum(scored) / len(scored) if scored else 0.0
+    divisor = _std(scored) + _STD_FLOOR
+    return [
+        [0.0 if value is None else (value - mean) / divisor for value in values]
+        if not has_zero_variance(values)
+        else [0.0] * len(values)
+        for values in groups
+    ]
+
+
+def has_zero_variance(rewards: Rewards) -> bool:
     """Whether a group teaches nothing: fewer than two scored rewards, or max - min <= 1e-9 x max(1, largest |r|)."""
-    scored = [reward for reward in rewards if reward is not None]
+    scored = _scored(rewards)
     if len(scored) < 2:
         return True
     low, high = min(scored), max(scored)
     return high - low <= _EQUAL_WITHIN * max(1.0, abs(low), abs(high))
+
+
+def _scored(rewards: Rewards) -> list[float]:
+    return [reward for reward in rewards if reward is not None]
+
+
+def _std(values: Sequence[float]) -> float:
+    """With ddof = 1; 0 for fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def _weighted_sum(row: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:

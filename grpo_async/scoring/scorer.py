@@ -1,4 +1,4 @@
-"""Scores groups: calls the reward functions on the survivors, takes advantages within the group, makes the rows.
+"""Scores groups: calls the reward functions on the survivors, compares within the group, makes the rows.
 
 A failed completion is never scored and never trained; the reward columns are those of the survivors.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup, RolloutSample, ScoredGroup
 from grpo_async.rewards import RewardFunction, TrainerState
-from grpo_async.scoring.advantages import combine_rewards, group_advantages, has_zero_variance
+from grpo_async.scoring.advantages import combine_rewards
+from grpo_async.scoring.compare import Advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,30 +31,34 @@ class Scorer:
 
     Args:
         rewards: what is rewarded.
-        advantage_scale: "group" divides by the group's standard deviation, "none" does not.
-        train_zero_variance: make samples of groups whose rewards are all equal, with advantage 0.
+        advantage: how rewards are compared.
+        train_zero_variance: make samples of groups that teach nothing: all their advantages are 0.
         train_truncated: make samples of truncated completions; they count in the group's mean in any case.
         environment_weights: weight of each environment's own reward, by its class name.
         max_steps: optimizer steps of the run, for reward functions that ask for `trainer_state`.
+
+    Raises:
+        ConfigError: the user's own advantage function cannot be used.
     """
 
     def __init__(
         self,
         rewards: Sequence[RewardFunction],
         *,
-        advantage_scale: Literal["group", "none"],
+        advantage: AdvantageSection,
         train_zero_variance: bool,
         train_truncated: bool = True,
         environment_weights: Mapping[str, float] | None = None,
         max_steps: int = 0,
     ) -> None:
         self._rewards = rewards
-        self._scale = advantage_scale
         self._train_zero_variance = train_zero_variance
         self._train_truncated = train_truncated
         self._environment_names = list(environment_weights or {})
         self.weights = {reward.name: reward.weight for reward in rewards} | dict(environment_weights or {})
         """Weight of every reward, those of environments included, by name."""
+        self.advantages = Advantages(advantage, self.weights)
+        """Completes the advantages when the groups of a step are taken."""
         self._state = TrainerState(global_step=0, max_steps=max_steps)
 
     def set_step(self, step: int) -> None:
@@ -63,7 +69,7 @@ class Scorer:
         """Score the survivors of a group (at least one). `environments` has one instance for each completion of the group.
 
         Raises:
-            GrpoAsyncError: a reward function failed; the message names it.
+            GrpoAsyncError: a reward function, or the user's own advantage function, failed; the message names it.
         """
         survivors = group.trainable
         if environments is not None:
@@ -71,8 +77,8 @@ class Scorer:
             environments = [e for e, c in zip(environments, group.completions, strict=True) if id(c) in kept]
         scores = await self.scores(group.prompt, survivors, environments=environments)
         rewards = combine_rewards(scores.parts, self.weights)
-        advantages = group_advantages(rewards, scale=self._scale)
-        has_signal = self._train_zero_variance or not has_zero_variance(rewards)
+        advantages = self.advantages.of_group(rewards, scores.parts)
+        has_signal = self._train_zero_variance or any(advantages)
         samples = [
             _sample(group, completion, advantage=advantage, reward=reward, parts=part)
             for completion, advantage, reward, part in zip(survivors, advantages, rewards, scores.parts, strict=True)

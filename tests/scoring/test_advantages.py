@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from grpo_async.scoring.advantages import combine_rewards, group_advantages, has_zero_variance
+from grpo_async.scoring.advantages import (
+    batch_advantages,
+    combine_rewards,
+    group_advantages,
+    has_zero_variance,
+    leave_one_out_advantages,
+    normalize_each,
+    normalized_over_step,
+)
 
 
 def test_advantages_divide_by_the_sample_standard_deviation() -> None:
@@ -56,7 +64,12 @@ def test_advantages_of_a_group_sum_to_zero() -> None:
 
 
 def test_combined_rewards_are_the_weighted_sum_of_what_was_scored() -> None:
-    rows = [{"a": 1.0, "b": 0.4}, {"a": None, "b": 0.4}, {"a": None, "b": None}, {"a": 0.0, "b": None}]
+    rows: list[dict[str, float | None]] = [
+        {"a": 1.0, "b": 0.4},
+        {"a": None, "b": 0.4},
+        {"a": None, "b": None},
+        {"a": 0.0, "b": None},
+    ]
     # 1 + 0.5 x 0.4 = 1.2; 0.5 x 0.4 = 0.2
     assert combine_rewards(rows, {"a": 1.0, "b": 0.5}) == [1.2, 0.2, None, 0.0]
 
@@ -64,3 +77,33 @@ def test_combined_rewards_are_the_weighted_sum_of_what_was_scored() -> None:
 def test_a_reward_without_a_weight_is_an_error() -> None:
     with pytest.raises(KeyError, match="b"):
         combine_rewards([{"b": 1.0}], {"a": 1.0})
+
+
+def test_leave_one_out_is_the_group_advantage_times_n_over_n_minus_1() -> None:
+    # 1, 2, None, 6: the others of 1: 4, of 2: 3.5, of 6: 1.5
+    assert leave_one_out_advantages([1.0, 2.0, None, 6.0]) == pytest.approx([-3.0, -1.5, 0.0, 4.5])
+    assert leave_one_out_advantages([1.0, None]) == [0.0, 0.0]
+
+
+def test_the_std_of_a_batch_is_that_of_scored_rewards_only() -> None:
+    # 0, 2, 4: mean 2, std 2; group means 1 and 4: -1, 1 and nothing for a group of one
+    assert batch_advantages([[0.0, 2.0, None], [4.0, None]]) == [
+        pytest.approx([-1 / 2.0001, 1 / 2.0001, 0.0]),
+        [0.0, 0.0],
+    ]
+    assert batch_advantages([[None], []]) == [[0.0], []]
+
+
+def test_each_reward_is_normalised_before_they_are_added() -> None:
+    # a: 0.5 / (0.7071068 + 1e-4) = 0.7070068; b: 10 / (14.1421356 + 1e-4) = 0.7071018; 0.7070068 + 0.5 x 0.7071018 = 1.0605577
+    rows: list[dict[str, float | None]] = [{"a": 1.0, "b": 30.0}, {"a": 0.0, "b": 10.0}]
+    assert normalize_each(rows, {"a": 1.0, "b": 0.5}) == pytest.approx([1.0605577, -1.0605577])
+    assert normalize_each([*rows, {"a": None, "b": None}], {"a": 1.0, "b": 0.5})[2] is None
+
+
+def test_what_is_normalised_is_divided_by_the_std_of_the_step() -> None:
+    # 1, -1, 0, 0: std = sqrt(2 / 3) = 0.8164966; 1 / 0.8165966 = 1.2245949; the unscored one does not count
+    first, second = normalized_over_step([[1.0, -1.0, None], [0.0, 0.0]])
+    assert first == pytest.approx([1.2245949, -1.2245949, 0.0])
+    assert second == [0.0, 0.0]
+    assert normalized_over_step([[None, None]]) == [[0.0, 0.0]]

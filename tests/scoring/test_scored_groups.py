@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.records import Origin, RolloutCompletion, RolloutGroup, ScoredGroup, TaggedMessage
 from grpo_async.rewards import RewardFunction
 from grpo_async.scoring.scorer import Scorer
@@ -17,7 +18,10 @@ from tests.support.records import make_completion, make_prompt
 def _score(
     completions: list[RolloutCompletion], function: Any, *, environments: list[Any] | None = None, **settings: Any
 ) -> ScoredGroup:
-    scorer = Scorer([RewardFunction(function)], **{"advantage_scale": "none", "train_zero_variance": False, **settings})
+    scorer = Scorer(
+        [RewardFunction(function)],
+        **{"advantage": AdvantageSection(type="none"), "train_zero_variance": False, **settings},
+    )
     group = RolloutGroup(group_id=3, prompt=make_prompt(3, "1 + 1 =", answer="2"), completions=completions)
     return asyncio.run(scorer.score(group, environments=environments))
 

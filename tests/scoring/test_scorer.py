@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.records import RolloutCompletion, RolloutGroup, ScoredGroup
 from grpo_async.rewards import RewardFunction
 from grpo_async.scoring.scorer import Scorer
@@ -22,7 +23,7 @@ def _score(
     **columns: Any,
 ) -> ScoredGroup:
     scorer = Scorer(
-        rewards, advantage_scale="group", train_zero_variance=False, environment_weights=environment_weights
+        rewards, advantage=AdvantageSection(), train_zero_variance=False, environment_weights=environment_weights
     )
     group = RolloutGroup(group_id=0, prompt=make_prompt(**columns), completions=completions)
     return asyncio.run(scorer.score(group))

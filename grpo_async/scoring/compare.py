@@ -1,0 +1,84 @@
+"""How the rewards of a run are compared: the advantages of a group as far as it tells them, then those of a step.
+
+    of_group      when a group is scored: final for group, none, rloo and custom; tells for all whether there is a signal
+    over_step     when the groups of a step are taken: what needs them all (batch, normalize_each)
+
+`over_step` goes by the rewards alone, never by the advantages that stand in the samples: it may be called again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from grpo_async.config.loss_sections import AdvantageSection
+from grpo_async.records import ScoredGroup
+from grpo_async.scoring.advantages import (
+    Rewards,
+    batch_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    normalize_each,
+    normalized_over_step,
+)
+from grpo_async.scoring.user_advantage import UserAdvantage
+
+
+class Advantages:
+    """See the module's docstring.
+
+    Args:
+        section: what the config says.
+        weights: of every reward, by name.
+
+    Raises:
+        ConfigError: the user's own function cannot be used.
+    """
+
+    def __init__(self, section: AdvantageSection, weights: Mapping[str, float]) -> None:
+        self._section = section
+        self._weights = weights
+        self._custom = UserAdvantage(section) if section.type == "custom" else None
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether advantages are final only when the groups of a step are together."""
+        return self._section.type == "batch" or self._section.rewards == "normalize_each"
+
+    def of_group(self, rewards: Rewards, parts: Sequence[Mapping[str, float | None]]) -> list[float]:
+        """Advantages of one group, [num_completions]. With `needs_step` they are not divided by the std of the step yet, and have
+        the sign of the final ones. All are 0 in a group that teaches nothing, and only there.
+
+        Args:
+            rewards: summed by weight.
+            parts: each reward function on its own.
+
+        Raises:
+            RunError: the user's own function failed.
+        """
+        if self._section.rewards == "normalize_each":
+            return [value or 0.0 for value in normalize_each(parts, self._weights)]
+        if self._custom is not None:
+            return self._custom(rewards)
+        if self._section.type == "rloo":
+            return leave_one_out_advantages(rewards)
+        return group_advantages(rewards, scale="group" if self._section.type == "group" else "none")
+
+    def over_step(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """The groups of a step with their final advantages. The std is over all of them, those without samples too."""
+        if self._section.rewards == "normalize_each":
+            combined = [normalize_each(group.reward_parts, self._weights) for group in groups]
+            return _with_advantages(groups, normalized_over_step(combined))
+        if self._section.type == "batch":
+            return _with_advantages(groups, batch_advantages([group.rewards for group in groups]))
+        return list(groups)
+
+
+def _with_advantages(groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]) -> list[ScoredGroup]:
+    """`advantages` has one for each survivor of each group; the samples are some of the survivors."""
+    changed = []
+    for group, values in zip(groups, advantages, strict=True):
+        of_rollout = {each.rollout_id: value for each, value in zip(group.group.trainable, values, strict=True)}
+        samples = [replace(sample, advantage=of_rollout[sample.rollout_id]) for sample in group.samples]
+        changed.append(replace(group, samples=samples))
+    return changed

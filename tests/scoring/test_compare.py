@@ -1,0 +1,144 @@
+"""Advantages of groups and of whole steps, by what the config says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from grpo_async.config.loss_sections import AdvantageSection
+from grpo_async.records import RolloutGroup, ScoredGroup
+from grpo_async.rewards import RewardFunction
+from grpo_async.scoring.scorer import Scorer
+from tests.support.records import make_completion, make_prompt
+
+Columns = Mapping[str, Sequence[float | None]]
+
+
+class _Step:
+    """Groups scored by functions that say what stands in a table: {name: [of each completion]} for each group."""
+
+    def __init__(
+        self, groups: Sequence[Columns], weights: Mapping[str, float], advantage: dict[str, Any], **settings: Any
+    ) -> None:
+        self._tables = groups
+        rewards = [RewardFunction(self._function(name), name=name, weight=weight) for name, weight in weights.items()]
+        self.scorer = Scorer(
+            rewards, **{"advantage": AdvantageSection(**advantage), "train_zero_variance": False, **settings}
+        )
+        self.scored = [asyncio.run(self._score(number)) for number in range(len(groups))]
+
+    def _function(self, name: str) -> Any:
+        def reward(completions: list[Any], number: list[int], **_: Any) -> list[float | None]:
+            return list(self._tables[number[0]][name])
+
+        return reward
+
+    async def _score(self, number: int) -> ScoredGroup:
+        count = len(next(iter(self._tables[number].values())))
+        group = RolloutGroup(
+            group_id=number,
+            prompt=make_prompt(number, number=number),
+            completions=[make_completion(f"g{number}-r{index}") for index in range(count)],
+        )
+        return await self.scorer.score(group)
+
+    def final(self) -> list[list[float]]:
+        """Advantages of the samples of each group, as the trainer gets them."""
+        groups = self.scorer.advantages.over_step(self.scored)
+        return [[sample.advantage for sample in group.samples] for group in groups]
+
+
+def test_batch_divides_by_the_std_of_all_rewards_of_the_step_those_that_are_not_trained_too() -> None:
+    # 1, 0, 3, 3: mean 1.75, std = sqrt((0.5625 + 3.0625 + 1.5625 + 1.5625) / 3) = 1.5; 0.5 / 1.5001 = 0.3333111
+    step = _Step([{"a": [1.0, 0.0]}, {"a": [3.0, 3.0]}], {"a": 1.0}, {"type": "batch"})
+    assert step.final()[0] == pytest.approx([0.3333111, -0.3333111])
+    assert step.final()[1] == []  # no signal of its own
+
+
+def test_batch_with_train_keeps_groups_without_signal_at_zero() -> None:
+    step = _Step([{"a": [1.0, 0.0]}, {"a": [3.0, 3.0]}], {"a": 1.0}, {"type": "batch"}, train_zero_variance=True)
+    assert step.final()[1] == [0.0, 0.0]
+
+
+def test_rloo_compares_with_the_mean_of_the_others() -> None:
+    step = _Step([{"a": [1.0, 0.0, None, 0.0]}], {"a": 1.0}, {"type": "rloo"})
+    assert step.final() == [[1.0, -0.5, 0.0, -0.5]]
+
+
+def test_what_is_final_with_the_group_is_left_alone_by_the_step() -> None:
+    for kind in ("group", "none", "rloo"):
+        step = _Step([{"a": [1.0, 0.0]}, {"a": [5.0, 0.0]}], {"a": 1.0}, {"type": kind})
+        assert step.scorer.advantages.over_step(step.scored) == step.scored
+        assert not step.scorer.advantages.needs_step
+
+
+TWO = {"a": [1.0, 0.0, 1.0, 0.0], "b": [10.0, 10.0, 30.0, 30.0]}
+
+
+def test_normalize_each_lets_a_small_reward_count_as_much_as_a_large_one() -> None:
+    # a: mean 0.5, std 0.57735; b: mean 20, std 11.547; each +-0.866: 0.86587543 and 0.8660179.
+    # c = a + b: 0, -1.7319, 1.7319, 0; of the step with a group of zeros: std = sqrt(2 x 1.7318933^2 / 7) = 0.9257359
+    # A = 1.7318933 / 0.9258359 = 1.8706267; c of the cancelled ones: -0.00014247 / 0.9258359 = -0.00015388
+    step = _Step([TWO, {"a": [1.0] * 4, "b": [2.0] * 4}], {"a": 1.0, "b": 1.0}, {"rewards": "normalize_each"})
+    first, second = step.final()
+    assert first == pytest.approx([-0.00015388, -1.8706267, 1.8706267, 0.00015388], abs=1e-7)
+    assert second == []  # no column has a signal
+    # summed first, b alone decides: 11, 10, 31, 30
+    summed = _Step([TWO], {"a": 1.0, "b": 1.0}, {}).final()[0]
+    assert summed[0] < -0.7
+
+
+def test_normalize_each_has_a_signal_where_the_sum_has_none_and_none_where_weights_are_zero() -> None:
+    crossed = {"a": [1.0, 0.0, 0.5], "b": [0.0, 1.0, 0.5]}
+    step = _Step([crossed], {"a": 2.0, "b": 1.0}, {"rewards": "normalize_each"})
+    assert [len(group) for group in step.final()] == [3]
+    assert _Step([crossed], {"a": 1.0, "b": 1.0}, {}).final() == [[]]  # 1, 1, 1
+    constant = {"a": [1.0, 1.0], "b": [0.0, 1.0]}
+    assert _Step([constant], {"a": 1.0, "b": 0.0}, {"rewards": "normalize_each"}).final() == [[]]
+
+
+def test_rewards_that_cancel_out_but_for_float_noise_are_no_signal() -> None:
+    # b = 1 - a: normalised and added they are 0, or 2e-16, which must not be trained as an advantage
+    step = _Step([{"a": [0.1, 0.7, 0.2], "b": [0.9, 0.3, 0.8]}], {"a": 1.0, "b": 1.0}, {"rewards": "normalize_each"})
+    assert step.final() == [[]]
+
+
+def test_normalize_each_leaves_unscored_rewards_out_of_the_column_and_rows_without_any_at_zero() -> None:
+    # a: 1, 0 scored: +-0.70701; b: 4, 2 scored in rows 0 and 2: +-0.70706 (std 1.41421); row 3: nobody
+    columns = {"a": [1.0, 0.0, None, None], "b": [4.0, None, 2.0, None]}
+    (advantages,) = _Step([columns], {"a": 1.0, "b": 1.0}, {"rewards": "normalize_each"}).final()
+    # c = 1.41407, -0.70701, -0.70706: std = sqrt((1.99960 + 0.49986 + 0.49993) / 2) = 1.22462; 1.41407 / 1.22472 = 1.154606
+    assert advantages == pytest.approx([1.154606, -0.577283, -0.577324, 0.0], abs=2e-5)
+    assert advantages[3] == 0.0
+
+
+def test_advantages_of_a_step_may_be_taken_again() -> None:
+    step = _Step([TWO, {"a": [0.0, 1.0], "b": [3.0, 1.0]}], {"a": 1.0, "b": 0.5}, {"rewards": "normalize_each"})
+    once = step.scorer.advantages.over_step(step.scored)
+    assert step.scorer.advantages.over_step(once) == once
+
+
+def test_truncated_rollouts_that_are_not_trained_do_not_shift_the_advantages_of_the_others() -> None:
+    step = _Step([{"a": [1.0, 0.0, 4.0]}], {"a": 1.0}, {"type": "batch"})
+    (group,) = step.scored
+    fewer = ScoredGroup(
+        group=group.group, samples=group.samples[2:], rewards=group.rewards, reward_parts=group.reward_parts
+    )
+    (changed,) = step.scorer.advantages.over_step([fewer])
+    assert [sample.advantage for sample in changed.samples] == step.final()[0][2:]
+
+
+def test_a_custom_function_has_a_signal_wherever_it_says_so() -> None:
+    own = {"type": "custom", "function": "tests.scoring.own_advantages:above"}
+    step = _Step([{"a": [1.0, 1.0]}, {"a": [0.5, 0.5]}], {"a": 1.0}, own)
+    assert step.final() == [[0.5, 0.5], []]  # against 0.5: equal rewards teach something, those of 0.5 nothing
+
+
+@pytest.mark.parametrize("kind", ["batch", "none", "rloo"])
+def test_normalize_each_goes_with_group_only(kind: Any) -> None:
+    with pytest.raises(ValidationError, match="set type: group"):
+        AdvantageSection(type=kind, rewards="normalize_each")
