@@ -1,40 +1,82 @@
 """Log-probabilities and entropies of chosen tokens, in chunks: full logits (N, vocab) are never held.
 
-Each chunk is recomputed in the backward pass (activation checkpointing), so its logits live only while it is computed; the
-gradient is exact.
+Logits live for one chunk only, in the forward and again in the backward pass, where they are recomputed; both gradients are
+exact. A plain linear head goes through one fused function; any other head (adapters, quantized weights) is called as it is.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+_ROW_BLOCK = 64  # rows that softmax, entropy and their gradients are computed for at a time: bounds their temporaries
+_VOCAB_BLOCK = 8192  # rows of a 16-bit head whose gradient is computed at a time, before it is added in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitTransform:
+    """What a model family does to the head's output z: softcap x tanh(scale x z / softcap), or scale x z without softcap."""
+
+    scale: float = 1.0  # Granite: 1 / logits_scaling, Cohere: logit_scale
+    softcap: float | None = None  # Gemma: final_logit_softcapping
+
+    @classmethod
+    def from_config(cls, config: Any) -> LogitTransform:
+        """From a Hugging Face config (of the text part, where there are several)."""
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(scale=scale, softcap=float(softcap) if softcap else None)
+
+
+_IDENTITY = LogitTransform()
+
 
 def chunked_logprobs(
-    hidden: torch.Tensor, target_ids: torch.Tensor, head: nn.Module, *, temperature: float, chunk_tokens: int
+    hidden: torch.Tensor,
+    target_ids: torch.Tensor,
+    head: nn.Module,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    transform: LogitTransform = _IDENTITY,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(head(hidden) / temperature) at the targets, and the entropy of that distribution (without gradient).
+    """log softmax(x) at the targets and the entropy of softmax(x), where x = transform(head(hidden)) / temperature.
+
+    The head computes in its own dtype, everything after it in float32 (float64 for a float64 head).
 
     Args:
         hidden: state before each target. (N, H), N >= 1
         target_ids: (N,)
         head: maps (n, H) to (n, vocab).
         chunk_tokens: logits are computed for this many tokens at a time.
+        entropy_gradient: whether the entropies carry a gradient.
 
     Returns:
-        logprobs (N,) and entropies (N,), both float32.
+        logprobs (N,) and entropies (N,).
     """
+    if _is_plain_linear(head):
+        logprobs, entropy = _apply(
+            _LinearLogprobs,
+            hidden,
+            head.weight,
+            head.bias,
+            target_ids,
+            temperature,
+            transform,
+            chunk_tokens,
+            entropy_gradient,
+        )
+        return logprobs, entropy if entropy_gradient else entropy.detach()
 
     def one_chunk(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head(states).float() / temperature
-        normalizer = torch.logsumexp(logits, dim=-1)
-        chosen = logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer
-        with torch.no_grad():
-            # H = logsumexp - sum p x: no log of a probability that underflowed to 0
-            probabilities = torch.softmax(logits, dim=-1)
-            entropy = normalizer - (probabilities * logits).sum(-1)
-        return chosen, entropy
+        return _apply(_LogitLogprobs, head(states), targets, temperature, transform, entropy_gradient)
 
     parts = [
         checkpoint(one_chunk, states, targets, use_reentrant=False)
@@ -42,4 +84,187 @@ def chunked_logprobs(
             torch.split(hidden, chunk_tokens), torch.split(target_ids, chunk_tokens), strict=True
         )
     ]
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    entropy = torch.cat([part[1] for part in parts])
+    return torch.cat([part[0] for part in parts]), entropy if entropy_gradient else entropy.detach()
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return cast(tuple[torch.Tensor, torch.Tensor], function.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+def _is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether calling the head does nothing but one matrix product. Subclasses (adapters, FSDP units) and hooks may do more."""
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    return type(head) is nn.Linear and not any(hooks)
+
+
+def _to_scaled_logits(logits: torch.Tensor, temperature: float, transform: LogitTransform) -> torch.Tensor:
+    """x in float32 (float64 stays), in the memory of `logits` where the dtype allows. (n, vocab)"""
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    if transform.softcap is None:
+        return x.mul_(transform.scale / temperature)
+    return x.mul_(transform.scale / transform.softcap).tanh_().mul_(transform.softcap / temperature)
+
+
+def _statistics(x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logprob of the target, entropy in nats, logsumexp; (n,) each. `x` (n, vocab) is only read."""
+    rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for block, ids in zip(torch.split(x, _ROW_BLOCK), torch.split(targets, _ROW_BLOCK), strict=True):
+        normalizer = torch.logsumexp(block, dim=-1)
+        probabilities = (block - normalizer[:, None]).exp_()
+        # H = logsumexp - sum p x: no log of a probability that underflowed to 0
+        expected = torch.bmm(probabilities[:, None, :], block[:, :, None])[:, 0, 0]
+        rows.append((block.gather(-1, ids[:, None])[:, 0] - normalizer, normalizer - expected, normalizer))
+    logprobs, entropy, normalizers = (torch.cat(column) for column in zip(*rows, strict=True))
+    return logprobs, entropy, normalizers
+
+
+def _logit_gradient_(
+    x: torch.Tensor,
+    targets: torch.Tensor,
+    normalizer: torch.Tensor,
+    entropy: torch.Tensor,
+    logprob_gradient: torch.Tensor,
+    entropy_gradient: torch.Tensor | None,
+    temperature: float,
+    transform: LogitTransform,
+) -> torch.Tensor:
+    """Overwrites x (n, vocab) with the gradient with respect to the head's output z.
+
+    With p = softmax(x), g of the logprob at target t, e of the entropy H:
+        d/dx_v = g ([v = t] - p_v) - e p_v (log p_v + H)
+        d/dz_v = d/dx_v  scale / temperature  (1 - (temperature x_v / softcap)^2)     the last factor only with a softcap
+    """
+    columns = [targets, normalizer, entropy, logprob_gradient]
+    if entropy_gradient is not None:
+        columns.append(entropy_gradient)
+    splits = zip(*(torch.split(column, _ROW_BLOCK) for column in columns), strict=True)
+    for block, (ids, norm, block_entropy, g, *e) in zip(torch.split(x, _ROW_BLOCK), splits, strict=True):
+        slope = None
+        if transform.softcap is not None:
+            slope = (block * (temperature / transform.softcap)).square_().neg_().add_(1.0)
+        block.sub_(norm[:, None])  # log p
+        if e:
+            outer = (block + block_entropy[:, None]).mul_(e[0][:, None]).add_(g[:, None])
+            block.exp_().mul_(outer).neg_()
+        else:
+            block.exp_().mul_(-g[:, None])
+        block.scatter_add_(-1, ids[:, None], g[:, None])
+        if slope is not None:
+            block.mul_(slope)
+        block.mul_(transform.scale / temperature)
+    return x
+
+
+class _LogitLogprobs(torch.autograd.Function):
+    """From the logits of one chunk: what a head that is called as it is goes through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        transform: LogitTransform,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits
+        logprobs, entropy, normalizer = _statistics(_to_scaled_logits(own, temperature, transform), targets)
+        ctx.save_for_backward(logits, targets, normalizer, entropy)
+        ctx.settings = (temperature, transform, with_entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        logits, targets, normalizer, entropy = ctx.saved_tensors
+        temperature, transform, with_entropy = ctx.settings
+        own = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits
+        x = _to_scaled_logits(own, temperature, transform)
+        entropy_gradient = gradients[1] if with_entropy else None
+        gradient = _logit_gradient_(
+            x, targets, normalizer, entropy, gradients[0], entropy_gradient, temperature, transform
+        )
+        return gradient.to(logits.dtype), None, None, None, None
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """A linear head and what follows it. Saves hidden and weight, both held anyway, and two numbers a token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        transform: LogitTransform,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chunks = [
+            _statistics(_to_scaled_logits(_linear(states, weight, bias), temperature, transform), ids)
+            for states, ids in zip(torch.split(hidden, chunk_tokens), torch.split(targets, chunk_tokens), strict=True)
+        ]
+        logprobs, entropy, normalizer = (torch.cat(column) for column in zip(*chunks, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
+        ctx.settings = (temperature, transform, chunk_tokens, with_entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
+        temperature, transform, chunk_tokens, with_entropy = ctx.settings
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wants_weight_or_bias = wants_weight or wants_bias
+        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        total = _HeadGradient(weight, bias if wants_bias else None) if wants_weight_or_bias else None
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            states = hidden[rows].to(weight.dtype)
+            x = _to_scaled_logits(_linear(states, weight, bias), temperature, transform)
+            x = _logit_gradient_(
+                x,
+                targets[rows],
+                normalizer[rows],
+                entropy[rows],
+                gradients[0][rows],
+                gradients[1][rows] if with_entropy else None,
+                temperature,
+                transform,
+            )
+            logit_gradient = x.to(weight.dtype)
+            del x
+            if hidden_gradient is not None:
+                hidden_gradient[rows] = logit_gradient @ weight
+            if total is not None:
+                total.add(logit_gradient, states)
+            del logit_gradient  # before the next chunk's logits are made: one chunk at a time
+        weight_gradient = total.weight.to(weight.dtype) if total is not None and wants_weight else None
+        bias_gradient = total.bias.to(bias.dtype) if total is not None and total.bias is not None else None
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None
+
+
+def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return nn.functional.linear(states.to(weight.dtype), weight, bias)
+
+
+class _HeadGradient:
+    """Sum over chunks of the gradients of weight (vocab, H) and bias (vocab,), in at least float32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        self.bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
+
+    def add(self, logit_gradient: torch.Tensor, states: torch.Tensor) -> None:
+        """Adds those of one chunk: (n, vocab) and (n, H)."""
+        if self.bias is not None:
+            self.bias += logit_gradient.sum(0, dtype=self.bias.dtype)
+        if states.dtype == self.weight.dtype:
+            self.weight.addmm_(logit_gradient.T, states)
+            return
+        # a sum in 16 bits would lose what small chunks add to it
+        for start in range(0, self.weight.shape[0], _VOCAB_BLOCK):
+            block = slice(start, start + _VOCAB_BLOCK)
+            self.weight[block] += logit_gradient[:, block].T @ states

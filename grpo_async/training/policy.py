@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.training.logprobs import chunked_logprobs
+from grpo_async.errors import ConfigError
+from grpo_async.training.attention import AttentionName, SampleLayout, use_attention
+from grpo_async.training.logprobs import LogitTransform, chunked_logprobs
+from grpo_async.training.router import experts_per_token, load_balancing_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,20 +24,45 @@ class PolicyOutput:
 
     logprobs: torch.Tensor  # (N,) float32, with gradient
     entropy: torch.Tensor  # (N,) float32, nats; with gradient only when asked for
-    router_loss: torch.Tensor | None = (
-        None  # () load balancing of a mixture of experts, over the real tokens
-    )
+    router_loss: torch.Tensor | None = None  # () float32, load balancing of a mixture of experts, over the real tokens
     anchor: torch.Tensor | None = None  # () zero that depends on every parameter; only without trained tokens
 
 
 class Policy(nn.Module):
     """See the module's docstring. `model` is the Hugging Face model; its parameter names are those of its checkpoints."""
 
-    def __init__(self, model: Any, *, temperature: float, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        attention: AttentionName = "mask",
+        with_router_loss: bool = False,
+    ) -> None:
+        """Replaces the attention of `model`.
+
+        Args:
+            chunk_tokens: logits are computed for this many tokens at a time.
+            attention: see `attention.choose_attention`.
+            with_router_loss: compute the load-balancing loss of a mixture of experts.
+
+        Raises:
+            ConfigError: the model's attention cannot be replaced, or it has no states before a head, or no router.
+        """
         super().__init__()
+        if model.base_model is model:
+            raise ConfigError(
+                f"model.path: {type(model).__name__} has no part that ends before the head; this family cannot be trained"
+            )
         self.model = model
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
+        self._experts_per_token = experts_per_token(model) if with_router_loss else None
+        config = model.config.get_text_config()
+        self._transform = LogitTransform.from_config(config)
+        self._num_layers = int(config.num_hidden_layers)
+        use_attention(model, attention)
 
     def forward(
         self, batch: MicroBatch, *, temperature: float | None = None, entropy_gradient: bool = False
@@ -44,13 +72,11 @@ class Policy(nn.Module):
         Args:
             temperature: of the distribution; None = that of the run.
             entropy_gradient: whether the loss depends on the entropy.
+
+        Raises:
+            ConfigError: the model's layers do not keep packed samples apart.
         """
-        hidden = self.model.base_model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask(),
-            position_ids=batch.position_ids,
-            use_cache=False,
-        ).last_hidden_state  # (R, T, H)
+        hidden, router_logits = self._hidden(batch)
         flat = hidden.reshape(-1, hidden.shape[-1])  # (R x T, H)
         states = flat[batch.source_index]  # (N, H)
         head = self.model.get_output_embeddings()
@@ -65,5 +91,29 @@ class Policy(nn.Module):
             head,
             temperature=self._temperature if temperature is None else temperature,
             chunk_tokens=self._chunk_tokens,
+            transform=self._transform,
+            entropy_gradient=entropy_gradient,
         )
-        return PolicyOutput(logprobs=logprobs, entropy=entropy)
+        router_loss = None
+        if self._experts_per_token is not None:
+            is_real = batch.segment_ids >= 0
+            router_loss = load_balancing_loss(router_logits, is_real, experts_per_token=self._experts_per_token)
+        return PolicyOutput(logprobs=logprobs, entropy=entropy, router_loss=router_loss)
+
+    def _hidden(self, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """States before the head, (R, T, H), and router logits of each layer where they are asked for."""
+        layout = SampleLayout(batch.segment_ids)
+        extra = {} if self._experts_per_token is None else {"output_router_logits": True}
+        output = self.model.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            sample_layout=layout,
+            **extra,
+        )
+        if layout.num_uses < self._num_layers:
+            raise ConfigError(
+                f"model.path: only {layout.num_uses} of {self._num_layers} layers of {type(self.model).__name__} keep packed "
+                "samples apart; this family cannot be trained"
+            )
+        return output.last_hidden_state, getattr(output, "router_logits", None) or ()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.training.policy import Policy, PolicyOutput
+from grpo_async.training.shard import reshard
 
 
 def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, device: torch.device) -> list[list[float]]:
@@ -27,8 +27,7 @@ def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, devic
         for sequence in sequences:
             output: PolicyOutput = policy(_one_row(sequence).to(device), temperature=1.0)
             scores.append(output.logprobs.tolist())
-    if isinstance(policy, FSDPModule):
-        policy.reshard()  # without a backward pass the root's parameters would stay gathered
+    reshard(policy)
     return scores
 
 

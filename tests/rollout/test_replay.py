@@ -18,6 +18,7 @@ import torch
 from grpo_async.batching.pack import pack_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.router import FixedServers
@@ -117,7 +118,7 @@ def _samples(groups: Sequence[RolloutGroup]) -> list[RolloutSample]:
     def reward(completions: Sequence[Any], **_: Any) -> list[float]:
         return [float(index) for index in range(len(completions))]
 
-    scorer = Scorer([RewardFunction(reward)], advantage_scale="group", train_zero_variance=True)
+    scorer = Scorer([RewardFunction(reward)], advantage=AdvantageSection(), train_zero_variance=True)
 
     async def score() -> list[RolloutSample]:
         scored = [await scorer.score(group) for group in groups]

@@ -1,30 +1,235 @@
-"""Chunked log-probabilities against full logits."""
+"""Chunked log-probabilities and entropies against full logits: values, gradients, and what is held."""
 
 from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from grpo_async.training.logprobs import chunked_logprobs
+from grpo_async.training.logprobs import LogitTransform, chunked_logprobs
+
+N, H, VOCAB = 7, 8, 50
+TRANSFORMS = {
+    "plain": LogitTransform(),
+    "softcap": LogitTransform(softcap=2.0),
+    "scaled": LogitTransform(scale=0.25),
+    "scaled-softcap": LogitTransform(scale=3.0, softcap=1.5),
+}
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_equal_those_of_full_logits(chunk_tokens: int, temperature: float) -> None:
+class _Adapted(nn.Module):
+    """Not a plain linear layer: the function it computes is only known by calling it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.low_rank = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.base(states) + self.low_rank(states)
+
+
+def _full(
+    hidden: torch.Tensor, targets: torch.Tensor, head: nn.Module, *, temperature: float, transform: LogitTransform
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definitions, on full logits."""
+    logits = head(hidden) * transform.scale
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def _case(dtype: torch.dtype = torch.float32, *, bias: bool = False) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    head = nn.Linear(8, 50, bias=False)
-    hidden = torch.randn(7, 8, requires_grad=True)
-    targets = torch.randint(0, 50, (7,))
-    weight = torch.randn(7)
+    head = nn.Linear(H, VOCAB, bias=bias, dtype=dtype)
+    return head, torch.randn(N, H, dtype=dtype, requires_grad=True), torch.randint(0, VOCAB, (N,))
 
-    full = torch.log_softmax(head(hidden) / temperature, dim=-1)
-    expected = full.gather(-1, targets[:, None]).squeeze(-1)
-    expected_gradients = torch.autograd.grad((expected * weight).sum(), [hidden, head.weight])
-    logprobs, entropy = chunked_logprobs(hidden, targets, head, temperature=temperature, chunk_tokens=chunk_tokens)
-    gradients = torch.autograd.grad((logprobs * weight).sum(), [hidden, head.weight])
 
-    torch.testing.assert_close(logprobs, expected)
-    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1).detach())
-    for gradient, wanted in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(gradient, wanted)
+def _assert_equals_full_logits(head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, **settings: Any) -> None:
+    chunk_tokens = settings.pop("chunk_tokens")
+    inputs = [hidden, *head.parameters()]
+    weights = torch.randn(2, len(targets), generator=torch.Generator().manual_seed(1), dtype=hidden.dtype)
+    wanted = _full(hidden, targets, head, **settings)
+    found = chunked_logprobs(hidden, targets, head, chunk_tokens=chunk_tokens, entropy_gradient=True, **settings)
+    for value, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(value, right, atol=1e-5, rtol=1e-5)
+    # the gradient of each alone and of both together
+    for use in ([1.0, 0.0], [0.0, 1.0], [1.0, 1.0]):
+        sums = [sum(u * (w * v).sum() for u, w, v in zip(use, weights, of, strict=True)) for of in (found, wanted)]
+        gradients = [torch.autograd.grad(total, inputs, retain_graph=True) for total in sums]
+        for gradient, right in zip(*gradients, strict=True):
+            torch.testing.assert_close(gradient, right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 6, 7, 8, 100])
+def test_values_and_gradients_equal_those_of_full_logits(
+    chunk_tokens: int, temperature: float, transform: LogitTransform
+) -> None:
+    head, hidden, targets = _case(bias=True)
+    _assert_equals_full_logits(
+        head, hidden, targets, chunk_tokens=chunk_tokens, temperature=temperature, transform=transform
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 200])
+def test_any_number_of_tokens(num_tokens: int) -> None:
+    """Around the 64 rows that softmax is computed for at a time, and a single one."""
+    torch.manual_seed(0)
+    head = nn.Linear(H, VOCAB)
+    hidden, targets = torch.randn(num_tokens, H, requires_grad=True), torch.randint(0, VOCAB, (num_tokens,))
+    for transform in TRANSFORMS.values():
+        _assert_equals_full_logits(head, hidden, targets, chunk_tokens=128, temperature=0.9, transform=transform)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("kind", ["adapter", "parametrized", "hook"])
+def test_a_head_that_is_more_than_a_linear_layer_is_called_as_it_is(kind: str, transform: LogitTransform) -> None:
+    plain, hidden, targets = _case()
+    head: nn.Module = plain
+    if kind == "adapter":
+        head = _Adapted(plain)
+    elif kind == "parametrized":
+        register_parametrization(plain, "weight", nn.Tanh())
+    else:
+        plain.register_forward_hook(lambda module, args, output: output * 3.0)
+    _assert_equals_full_logits(head, hidden, targets, chunk_tokens=3, temperature=0.7, transform=transform)
+
+
+def test_a_tied_head_gets_the_gradients_of_both_uses() -> None:
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(VOCAB, H), nn.Linear(H, VOCAB, bias=False)
+    head.weight = embedding.weight
+    ids, targets = torch.randint(0, VOCAB, (N,)), torch.randint(0, VOCAB, (N,))
+    gradients = []
+    for function in (chunked_logprobs, _full):
+        chunk = {"chunk_tokens": 3} if function is chunked_logprobs else {}
+        logprobs, _ = function(
+            torch.tanh(embedding(ids)), targets, head, temperature=1.0, transform=LogitTransform(), **chunk
+        )
+        gradients.append(torch.autograd.grad(logprobs.sum(), embedding.weight)[0])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("plain", [True, False], ids=["fused", "called"])
+def test_gradients_pass_gradcheck_in_float64(plain: bool, transform: LogitTransform) -> None:
+    head, hidden, targets = _case(torch.float64, bias=True)
+
+    def function(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        own = nn.Linear(H, VOCAB, dtype=torch.float64)
+        del own.weight, own.bias
+        own.weight, own.bias = weight, bias
+        if not plain:
+            own.register_forward_hook(lambda module, args, output: output * 1.0)
+        return chunked_logprobs(
+            states, targets, own, temperature=0.7, chunk_tokens=3, transform=transform, entropy_gradient=True
+        )
+
+    weight, bias = (tensor.detach().clone().requires_grad_() for tensor in (head.weight, head.bias))
+    assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+def test_the_entropy_has_a_gradient_only_when_asked_for() -> None:
+    head, hidden, targets = _case()
+    settings: dict[str, Any] = {"temperature": 1.0, "chunk_tokens": 3}
+    for module in (head, _Adapted(head)):
+        assert not chunked_logprobs(hidden, targets, module, **settings)[1].requires_grad
+        assert chunked_logprobs(hidden, targets, module, **settings, entropy_gradient=True)[1].requires_grad
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    head, hidden, targets = _case(bias=True)
+    head.weight.requires_grad_(False)
+    logprobs, _ = chunked_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=3)
+    logprobs.sum().backward()
+    assert head.weight.grad is None
+    assert head.bias.grad is not None
+    assert hidden.grad is not None
+
+
+def test_certain_and_uniform_distributions() -> None:
+    """Logits 200 apart: probability 1, logprob 0, entropy 0; equal logits: -log 50 and log 50. No NaN in any gradient."""
+    head = nn.Linear(1, VOCAB, bias=False)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.weight[3] = 200.0
+    hidden = torch.tensor([[1.0], [0.0]], requires_grad=True)
+    logprobs, entropy = chunked_logprobs(
+        hidden, torch.tensor([3, 3]), head, temperature=1.0, chunk_tokens=1, entropy_gradient=True
+    )
+    assert logprobs.tolist() == pytest.approx([0.0, -math.log(VOCAB)], abs=1e-6)
+    assert entropy.tolist() == pytest.approx([0.0, math.log(VOCAB)], abs=1e-4)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert torch.isfinite(hidden.grad).all()
+    assert torch.isfinite(head.weight.grad).all()
+
+
+def test_a_16_bit_head_is_summed_over_chunks_in_32_bits() -> None:
+    """Many small chunks give the head the same gradient as one: nothing is lost between them."""
+    torch.manual_seed(0)
+    head = nn.Linear(H, VOCAB, bias=True).to(torch.bfloat16)
+    hidden, targets = torch.randn(2048, H).to(torch.bfloat16), torch.randint(0, VOCAB, (2048,))
+    found = {}
+    for chunk_tokens in (2048, 4):
+        logprobs, _ = chunked_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=chunk_tokens)
+        assert logprobs.dtype == torch.float32
+        found[chunk_tokens] = torch.autograd.grad(logprobs.sum(), [head.weight, head.bias])
+    for one, many in zip(found[2048], found[4], strict=True):
+        assert many.dtype == torch.bfloat16
+        torch.testing.assert_close(many, one, rtol=0.02, atol=0.1)  # bfloat16: 2 to 3 digits
+
+
+class _Shapes(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self.largest = max(self.largest, *sizes, 0)
+        return output
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["fused", "called"])
+def test_no_tensor_is_larger_than_a_chunk_of_logits(plain: bool) -> None:
+    """In forward and backward, with the entropy's gradient: 4 x vocab, not 40 x vocab. The head itself is smaller."""
+    torch.manual_seed(0)
+    head: nn.Module = nn.Linear(2, 1000, bias=False)
+    if not plain:
+        head = _Adapted(head)
+    hidden, targets = torch.randn(40, 2, requires_grad=True), torch.randint(0, 1000, (40,))
+    with _Shapes() as shapes:
+        logprobs, entropy = chunked_logprobs(
+            hidden, targets, head, temperature=1.0, chunk_tokens=4, entropy_gradient=True
+        )
+        (logprobs.sum() + entropy.sum()).backward()
+    assert shapes.largest == 4 * 1000
+
+
+@pytest.mark.slow
+def test_the_step_needs_an_eighth_of_the_memory_of_full_logits_at_150_thousand_tokens_of_vocabulary() -> None:
+    """Both in processes of their own, forward and backward. Beyond the gradients of hidden states and head, which both hold."""
+    script = Path(__file__).resolve().parents[2] / "scripts" / "bench-logprobs"
+    sizes = ["--vocab", "150000", "--tokens", "1024", "--chunk", "128", "--hidden", "256", "--repeats", "0"]
+    command = [sys.executable, str(script), *sizes, "--device", "cpu", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout
+    report = json.loads(done.stdout)
+    assert report["same"]
+    assert report["ratio"] <= 1 / 8
+    # 1024 x 150000 x 4 bytes = 586 MB; full logits cannot be had for less than two of them at a time
+    assert report["variants"]["full"]["peak_beyond_gradients_mb"] > 2 * 586

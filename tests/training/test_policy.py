@@ -1,86 +1,146 @@
-"""The policy's forward against a plain forward of the same model."""
+"""The policy's forward against a plain forward of the same model, a sample at a time."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_async.batching.pack import MicroBatch, pack_rank
-from grpo_async.batching.plan import plan_batch
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
+from grpo_async.records import RolloutSample
 from grpo_async.training.load import load_policy
 from grpo_async.training.policy import Policy
-from tests.support.rank_jobs import random_samples
 from tests.support.records import make_sample
+from tests.training.tiny_families import FAMILIES, build_family, pack_rows, padding_only, random_samples
+
+LENGTHS = [13, 30, 2, 24, 17]
+ROWS = [[0, 1], [2, 3, 4]]
+ROW_TOKENS = 50
 
 
-def _load(folder: Path, *, temperature: float = 1.0, max_model_len: int = 128) -> Policy:
-    section = ModelSection(path=str(folder))
-    return load_policy(section, temperature=temperature, chunk_tokens=16, max_model_len=max_model_len)
+def _load(folder: Path, *, max_model_len: int = 128) -> Policy:
+    return load_policy(ModelSection(path=str(folder)), temperature=1.0, chunk_tokens=16, max_model_len=max_model_len)
 
 
-def _save_model(folder: Path, **settings: Any) -> Path:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def _save_config(folder: Path, model_type: str, **settings: Any) -> Path:
+    from transformers import AutoConfig
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Qwen2Config(**sizes, num_key_value_heads=1, intermediate_size=64, **settings)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    AutoConfig.for_model(model_type, **settings).save_pretrained(folder)
     return folder
 
 
-def _pack(samples: list[Any], *, row_tokens: int | None) -> MicroBatch:
-    lengths = [len(sample.token_ids) for sample in samples]
-    plan = plan_batch(lengths, num_ranks=1, micro_batch_tokens=4096, row_tokens=row_tokens, pack=True)
-    (batch,) = pack_rank(samples, [1.0] * len(samples), plan, 0, trainer_version=0)
-    return batch
+def _alone(model: Any, samples: Sequence[RolloutSample], *, temperature: float) -> torch.Tensor:
+    """Log-probabilities of every token but the first of each sample, by the model's own forward."""
+    found = []
+    for sample in samples:
+        ids = torch.tensor([sample.token_ids])
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
+        found.append(torch.log_softmax(logits, dim=-1).gather(-1, ids[0, 1:, None])[:, 0])
+    return torch.cat(found)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_packed_logprobs_are_those_of_each_sample_alone(tiny_model: Path, temperature: float) -> None:
-    """Neither a neighbour in the row, nor padding, nor a later token changes them: within 1e-4 in fp32."""
-    policy = _load(tiny_model, temperature=temperature)
-    samples = random_samples(9)
-    with torch.no_grad():
-        packed = policy(_pack(samples, row_tokens=70)).logprobs
-        # in the order in which the batch holds the targets
-        found = dict.fromkeys(range(len(samples)))
-        batch = _pack(samples, row_tokens=70)
-        start = 0
-        remaining = dict(enumerate(samples))
-        while start < batch.num_trained_tokens:
-            index = next(
-                number
-                for number, sample in remaining.items()
-                if batch.target_ids[start : start + sample.num_trained_tokens].tolist()
-                == [t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logprobs_and_gradients_are_those_of_each_sample_alone(family: str) -> None:
+    """Neither a neighbour in the row, nor padding, nor a later token changes them, in every family: windows, soft-capped scores
+    and logits, scaled logits, grouped queries, experts."""
+    model = build_family(family)
+    policy = Policy(copy.deepcopy(model), temperature=0.7, chunk_tokens=16)
+    samples = random_samples(LENGTHS)
+    order = [samples[index] for row in ROWS for index in row]
+    expected = _alone(model, order, temperature=0.7)
+    packed = policy(pack_rows(samples, ROWS, ROW_TOKENS)).logprobs
+    torch.testing.assert_close(packed, expected, atol=2e-5, rtol=1e-5)
+    weights = torch.randn(len(expected), generator=torch.Generator().manual_seed(2))
+    (packed * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for (name, ours), theirs in zip(policy.model.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(
+            ours.grad, theirs.grad, atol=1e-3, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_the_window_and_the_caps_of_these_models_matter() -> None:
+    """Otherwise the test above would hold for a trainer without them."""
+    samples = random_samples(LENGTHS)
+    for family, change in (
+        ("mistral", {"sliding_window": None}),
+        ("mixtral", {"sliding_window": None}),
+        ("qwen2-window", {"use_sliding_window": False}),
+        ("gemma3", {"sliding_window": 512}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("granite", {"logits_scaling": 1.0}),
+        ("granite", {"attention_multiplier": 0.5}),
+        ("cohere2", {"logit_scale": 1.0}),
+    ):
+        with torch.no_grad():
+            right, other = (
+                _alone(build_family(family, **settings), samples, temperature=1.0) for settings in ({}, change)
             )
-            sample = remaining.pop(index)
-            stop = start + sample.num_trained_tokens
-            logits = policy.model(input_ids=torch.tensor([sample.token_ids])).logits[0] / temperature
-            plain = torch.log_softmax(logits[:-1], dim=-1).gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
-            torch.testing.assert_close(packed[start:stop], plain[-sample.num_trained_tokens :], atol=1e-4, rtol=0)
-            found[index] = True
-            start = stop
-    assert all(found.values())
+        assert (right - other).abs().max() > 0.01, (family, change)
+
+
+def test_the_model_may_be_called_by_itself_with_a_sample_in_every_row(tiny_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(3, 300, (2, 20))
+    with torch.no_grad():
+        ours = _load(tiny_model).model(input_ids=ids).logits
+        plain = AutoModelForCausalLM.from_pretrained(tiny_model)(input_ids=ids).logits
+    torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
 
 
 def test_dropout_of_the_config_is_off(tmp_path: Path) -> None:
-    policy = _load(_save_model(tmp_path, attention_dropout=0.5))
-    batch = _pack([make_sample(prompt=list(range(20)), completion=list(range(20)))], row_tokens=None)
+    model = build_family("qwen2", attention_dropout=0.5)
+    model.save_pretrained(tmp_path)
+    policy = _load(tmp_path)
+    batch = pack_rows([make_sample(prompt=list(range(20)), completion=list(range(20)))], [[0]], 40)
     with torch.no_grad():
         assert torch.equal(policy(batch).logprobs, policy(batch).logprobs)
 
 
-def test_a_sliding_window_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:
-    folder = _save_model(tmp_path, use_sliding_window=True, sliding_window=16, max_window_layers=0)
-    with pytest.raises(ConfigError, match=r"sliding window of 16 tokens.*to at most 16"):
-        _load(folder, max_model_len=128)
-    _load(folder, max_model_len=16)
+@pytest.mark.parametrize("family", ["qwen3", "qwen2-window", "gemma2", "qwen3-moe", "mixtral"])
+def test_a_batch_without_trained_tokens_gives_every_parameter_a_gradient_of_zeros(family: str) -> None:
+    """Ranks reduce the same parameters, whether they have samples or not. Experts that no token went to included."""
+    model = build_family(family)
+    policy = Policy(model, temperature=1.0, chunk_tokens=16, with_router_loss=family in ("qwen3-moe", "mixtral"))
+    output = policy(padding_only(8))
+    assert output.logprobs.shape == output.entropy.shape == (0,)
+    assert output.anchor is not None
+    output.anchor.backward()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_a_model_whose_layers_drop_the_layout_is_refused_before_any_number_is_given() -> None:
+    model = build_family("llama")
+    policy = Policy(model, temperature=1.0, chunk_tokens=16)
+    layer = model.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda *args, sample_layout, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(ConfigError, match="only 1 of 2 layers of LlamaForCausalLM keep packed samples apart"):
+        policy(pack_rows(random_samples([5, 4]), [[0, 1]], 9))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "message"),
+    [
+        ("qwen3_next", {"num_hidden_layers": 4}, r"layers of the kind linear_attention"),
+        ("falcon_h1", {"lm_head_multiplier": 0.5}, r"sets `lm_head_multiplier`"),
+        ("llama4_text", {"num_hidden_layers": 4, "attention_chunk_size": 64}, r"chunks of 64 tokens.*to at most 64"),
+    ],
+)
+def test_families_that_the_forward_does_not_cover_are_refused(
+    tmp_path: Path, model_type: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _load(_save_config(tmp_path, model_type, **settings))
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

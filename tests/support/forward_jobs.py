@@ -1,0 +1,71 @@
+"""What ranks do in the tests of the policy's forward pass; started by `run_on_ranks(..., module=...)`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from grpo_async.training.compile import compile_layers
+from grpo_async.training.policy import Policy
+from grpo_async.training.recompute import recompute_activations
+from grpo_async.training.shard import shard_policy
+from tests.support import rank_jobs
+from tests.training.tiny_families import build_family, pack_rows, padding_only, random_samples
+
+LENGTHS = [13, 30, 2, 24, 17]
+
+
+def forward_and_backward(
+    family: str,
+    rows: list[list[list[int]]],
+    *,
+    recompute: str = "none",
+    compiled: bool = False,
+    router_loss: bool = True,
+    settings: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One forward and backward of the rank's rows (none: padding only). The loss is the sum over ranks of logprobs, entropies and
+    router losses.
+
+    Args:
+        rows: of each rank, lists of sample numbers.
+
+    Returns:
+        A weighted sum of each gradient, and the loss.
+    """
+    model = build_family(family, **(settings or {}))
+    is_mixture = "num_experts_per_tok" in model.config.to_dict()
+    policy = Policy(model, temperature=0.7, chunk_tokens=16, with_router_loss=is_mixture and router_loss)
+    recompute_activations(model, recompute)  # type: ignore[arg-type]
+    if compiled:
+        torch.compile = partial(torch.compile, backend="aot_eager")  # another test runs the code that is generated
+        compile_layers(model)
+    shard_policy(policy, init_device_mesh("cpu", (dist.get_world_size(),)), compute_dtype=torch.float32)
+    mine = rows[dist.get_rank()]
+    batch = pack_rows(random_samples(LENGTHS), mine, 50) if mine else padding_only(50)
+    output = policy(batch, entropy_gradient=True)
+    if output.anchor is not None:
+        loss = output.anchor
+    else:
+        loss = output.logprobs.sum() + output.entropy.sum()
+        if output.router_loss is not None:
+            loss = loss + 0.1 * output.router_loss * batch.num_trained_tokens
+    (loss * dist.get_world_size()).backward()  # FSDP averages
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return {"loss": float(total), "gradients": {name: _fingerprint(p) for name, p in policy.model.named_parameters()}}
+
+
+def _fingerprint(parameter: torch.Tensor) -> float:
+    assert isinstance(parameter.grad, DTensor)
+    flat = parameter.grad.full_tensor().double().reshape(-1)
+    return float((flat * torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)).sum())
+
+
+if __name__ == "__main__":
+    rank_jobs.main({"forward_and_backward": forward_and_backward})

@@ -1,0 +1,295 @@
+"""Keeping packed samples apart, against one dense mask; and which attention is chosen where."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_async.errors import ConfigError
+from grpo_async.training import attention
+from grpo_async.training.attention import CausalMask, SampleLayout, choose_attention
+from tests.training.tiny_families import build_family
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+
+
+def _segments(*rows: list[int]) -> torch.Tensor:
+    """Lengths of the samples of each row, negative = padding -> segment ids."""
+    filled = []
+    for row in rows:
+        ids: list[int] = []
+        for number, length in enumerate(row):
+            ids += [number if length > 0 else -1] * abs(length)
+        filled.append(ids)
+    return torch.tensor(filled)
+
+
+LAYOUTS = {
+    "several": _segments([5, 3, 1, -3], [12], [4, -8]),
+    "one sample": _segments([12]),
+    "only padding": _segments([-6], [-6]),
+    "padding in between": _segments([3, -2, 4]),
+    "long": _segments([600, 300, -20]),
+}
+
+
+def _dense(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """The definition: every pair of tokens of a row, one mask."""
+    position = torch.arange(segments.shape[1])
+    distance = position[:, None] - position[None, :]
+    same = (segments[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, :, None]
+    visible = same & (distance >= 0) & (distance < (window or math.inf))
+    visible |= torch.eye(segments.shape[1], dtype=torch.bool)  # padding sees itself
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = query @ key.transpose(-2, -1) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.softmax(scores.masked_fill(~visible[:, None], -math.inf), dim=-1)
+    return (weights @ value).transpose(1, 2)
+
+
+def _inputs(segments: torch.Tensor, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    rows, tokens = segments.shape
+    return [
+        torch.randn(rows, heads, tokens, WIDTH, dtype=dtype, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def _attend(inputs: list[torch.Tensor], layout: SampleLayout, *, window: int | None = None, **settings: Any) -> Any:
+    return attention._mask_attention(nn.Module(), *inputs, CausalMask(window), sample_layout=layout, **settings)[0]
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["plain", "softcap"])
+@pytest.mark.parametrize("window", [None, 1, 3, 5, 1000], ids=["all", "w1", "w3", "w5", "w1000"])
+@pytest.mark.parametrize("segments", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_sample_at_a_time_is_what_the_dense_mask_gives(
+    segments: torch.Tensor, window: int | None, softcap: float | None
+) -> None:
+    """Values and gradients, in double precision. Windows of W: the token itself and the W - 1 before it."""
+    inputs = _inputs(segments)
+    ours = _attend(inputs, SampleLayout(segments), window=window, scaling=0.3, softcap=softcap)
+    wanted = _dense(*inputs, segments, scale=0.3, window=window, softcap=softcap)
+    torch.testing.assert_close(ours, wanted, atol=1e-6, rtol=1e-6)  # soft-capped scores are rounded to 32 bits
+    upstream = torch.randn_like(wanted)
+    found = torch.autograd.grad(ours, inputs, upstream)
+    for gradient, right in zip(found, torch.autograd.grad(wanted, inputs, upstream), strict=True):
+        torch.testing.assert_close(gradient, right, atol=1e-6, rtol=1e-6)
+
+
+def test_the_scale_is_one_over_the_root_of_the_width_when_the_model_gives_none() -> None:
+    segments = LAYOUTS["several"]
+    inputs = _inputs(segments)
+    ours = _attend(inputs, SampleLayout(segments))
+    torch.testing.assert_close(ours, _dense(*inputs, segments, scale=WIDTH**-0.5, window=None, softcap=None))
+
+
+def test_no_score_of_a_pair_in_different_samples_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 samples of 16 tokens: 64 x 16^2 scores, not 1024^2; and no mask for any of them."""
+    sizes = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> torch.Tensor:
+        assert settings.get("attn_mask") is None
+        sizes.append(q.shape[2] * k.shape[2])
+        return real(q, k, v, **settings)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
+    segments = _segments([16] * 64)
+    _attend(_inputs(segments, torch.float32), SampleLayout(segments))
+    assert sum(sizes) == 64 * 16**2
+
+
+def test_a_long_window_never_makes_a_mask_of_the_whole_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2000 tokens, window 100: blocks of 256 queries with at most 355 keys."""
+    masks = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def counting(*states: torch.Tensor, **settings: Any) -> torch.Tensor:
+        masks.append(tuple(settings["attn_mask"].shape))
+        return real(*states, **settings)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
+    segments = _segments([2000])
+    _attend(_inputs(segments, torch.float32), SampleLayout(segments), window=100)
+    assert max(rows * columns for rows, columns in masks) == 256 * (256 + 99)
+
+
+def test_the_layout_of_a_batch() -> None:
+    layout = SampleLayout(_segments([3, 2, -2], [7]))
+    assert layout.lengths == [3, 2, 2, 7]
+    assert layout.is_padding == [False, False, True, False]
+    assert layout.cumulative_lengths.tolist() == [0, 3, 5, 7, 14]
+    assert layout.cumulative_lengths.dtype == torch.int32
+    assert layout.max_length == 7
+
+
+def test_equal_numbers_in_neighbouring_rows_are_different_samples() -> None:
+    assert SampleLayout(_segments([4], [4])).lengths == [4, 4]
+    assert SampleLayout(_segments([-4], [-4])).lengths == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"s_aux": torch.zeros(HEADS)}, "s_aux"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"is_causal": False}, "attention to later tokens"),
+    ],
+)
+def test_what_would_be_left_out_is_refused(arguments: dict[str, Any], message: str) -> None:
+    segments = LAYOUTS["one sample"]
+    with pytest.raises(ConfigError, match=message):
+        _attend(_inputs(segments), SampleLayout(segments), **arguments)
+
+
+def test_a_mask_that_is_not_ours_is_refused() -> None:
+    segments = LAYOUTS["one sample"]
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="does not apply the mask of"):
+        attention._mask_attention(nn.Module(), *_inputs(segments), mask, sample_layout=SampleLayout(segments))
+
+
+@pytest.mark.parametrize("arguments", [{"use_vmap": True}, {"allow_is_bidirectional_skip": True}])
+def test_models_that_change_the_causal_mask_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="not causal everywhere"):
+        attention._make_mask(**arguments)
+
+
+def test_what_varlen_hands_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no such kernel for the CPU: a stand-in computes a sample at a time what it was asked for."""
+    import torch.nn.attention.varlen as library
+
+    def stand_in(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        ends_q: torch.Tensor,
+        ends_k: torch.Tensor,
+        longest_q: int,
+        longest_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        assert ends_q.equal(ends_k)
+        lengths = ends_q.diff().tolist()
+        assert longest_q == longest_k == max(lengths)
+        assert enable_gqa
+        left, right = window_size
+        assert right == 0
+        pieces = []
+        for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+            part = [states.transpose(0, 1)[None] for states in (a, b, c)]
+            whole = torch.zeros(1, len(a), dtype=torch.int64)
+            window = None if left < 0 else left + 1
+            pieces.append(_dense(*part, whole, scale=scale, window=window, softcap=None)[0])
+        return torch.cat(pieces)
+
+    monkeypatch.setattr(library, "varlen_attn", stand_in)
+    segments = _segments([5, 3, 1, 3], [12, 0])
+    for window in (None, 3):
+        inputs = _inputs(segments)
+        ours = attention._varlen_attention(
+            nn.Module(), *inputs, CausalMask(window), sample_layout=SampleLayout(segments), scaling=0.3
+        )[0]
+        torch.testing.assert_close(ours, _dense(*inputs, segments, scale=0.3, window=window, softcap=None))
+
+
+def test_the_kernel_of_varlen_takes_what_it_is_handed() -> None:
+    """Its signature in the torch that is installed."""
+    import inspect
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters
+    assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {"scale", "window_size", "enable_gqa"} <= set(parameters)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 3])
+def test_varlen_is_what_the_dense_mask_gives_on_a_gpu(window: int | None) -> None:
+    segments = LAYOUTS["several"]
+    inputs = [states.detach().cuda().bfloat16().requires_grad_() for states in _inputs(segments)]
+    ours = attention._varlen_attention(
+        nn.Module(), *inputs, CausalMask(window), sample_layout=SampleLayout(segments.cuda()), scaling=0.3
+    )[0]
+    exact = [states.detach().cpu().double().requires_grad_() for states in inputs]
+    wanted = _dense(*exact, segments, scale=0.3, window=window, softcap=None)
+    real = segments >= 0
+    torch.testing.assert_close(ours.cpu().double()[real], wanted[real], atol=2e-2, rtol=2e-2)
+    upstream = torch.randn_like(wanted) * real[:, :, None, None]
+    found = torch.autograd.grad(ours, inputs, upstream.cuda().bfloat16())
+    for gradient, right in zip(found, torch.autograd.grad(wanted, exact, upstream), strict=True):
+        torch.testing.assert_close(gradient.cpu().double(), right, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "dtype", "name", "reason"),
+    [
+        ("auto", CPU, torch.float32, "mask", "needs a GPU, and the trainer computes on cpu"),
+        ("auto", GPU, torch.float32, "mask", "needs bfloat16 or float16, and model.compute_dtype is float32"),
+        ("auto", GPU, torch.bfloat16, "varlen", "a GPU and 16 bits"),
+        ("varlen", GPU, torch.float16, "varlen", "asked for"),
+        ("mask", GPU, torch.bfloat16, "mask", "asked for"),
+        ("mask", CPU, torch.float32, "mask", "asked for"),
+    ],
+)
+def test_the_choice_and_its_reason(
+    wanted: Any, device: torch.device, dtype: torch.dtype, name: str, reason: str
+) -> None:
+    choice = choose_attention(wanted, device=device, dtype=dtype)
+    assert choice.name == name
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.bfloat16), (GPU, torch.float32)])
+def test_varlen_where_it_cannot_run_is_refused(device: torch.device, dtype: torch.dtype) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.attention: varlen cannot run: it needs .*; set it to mask, or to auto"
+    ):
+        choose_attention("varlen", device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0, "head_dim": 64}, "no soft-capping"),
+        ({"head_dim": 512}, "at most 256 dimensions, and those of the model have 512"),
+    ],
+)
+def test_models_that_varlen_does_not_cover_get_mask(settings: dict[str, Any], message: str) -> None:
+    text = SimpleNamespace(hidden_size=1024, num_attention_heads=8, **settings)
+    config = SimpleNamespace(get_text_config=lambda: text)
+    choice = choose_attention("auto", device=GPU, dtype=torch.bfloat16, config=config)
+    assert choice.name == "mask"
+    assert message in choice.reason
+    with pytest.raises(ConfigError, match=message):
+        choose_attention("varlen", device=GPU, dtype=torch.bfloat16, config=config)
+
+
+def test_a_model_whose_attention_cannot_be_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_family("llama")
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.raises(ConfigError, match="LlamaForCausalLM cannot be told where packed samples lie"):
+        attention.use_attention(model, "mask")

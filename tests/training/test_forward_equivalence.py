@@ -1,0 +1,141 @@
+"""However the forward pass is computed, it is the same: recomputed or straight through, compiled or not, on one rank or two."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from grpo_async.training.compile import compile_layers
+from grpo_async.training.policy import Policy, PolicyOutput
+from grpo_async.training.recompute import recompute_activations
+from tests.support.ranks import run_on_ranks
+from tests.training.tiny_families import build_family, pack_rows, random_samples
+
+LENGTHS = [13, 30, 2, 24, 17]
+ROWS = [[0, 1], [2, 3, 4]]
+JOBS = "tests.support.forward_jobs"
+ONE_RANK = [ROWS]
+TWO_RANKS = [[[0, 1]], [[2, 3, 4]]]
+
+
+def _policy(model: Any) -> Policy:
+    is_mixture = "num_experts_per_tok" in model.config.to_dict()
+    return Policy(model, temperature=0.7, chunk_tokens=16, with_router_loss=is_mixture)
+
+
+def _backward(policy: Policy, lengths: list[int], rows: list[list[int]], row_tokens: int) -> PolicyOutput:
+    policy.zero_grad()
+    output: PolicyOutput = policy(pack_rows(random_samples(lengths), rows, row_tokens), entropy_gradient=True)
+    loss = (output.logprobs * torch.linspace(-1.0, 1.0, len(output.logprobs))).sum() + output.entropy.sum()
+    if output.router_loss is not None:
+        loss = loss + 10.0 * output.router_loss
+    loss.backward()
+    return output
+
+
+def _assert_same(ours: Policy, plain: Policy, *, lengths: list[int], rows: list[list[int]], row_tokens: int) -> None:
+    found, wanted = (_backward(policy, lengths, rows, row_tokens) for policy in (ours, plain))
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(found.entropy, wanted.entropy, atol=1e-4, rtol=1e-5)
+    for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-3, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral", "qwen3-moe", "mixtral"])
+def test_recomputed_activations_give_the_same_gradients(family: str, mode: Literal["full", "selective"]) -> None:
+    plain = build_family(family)
+    ours = copy.deepcopy(plain)
+    policies = _policy(ours), _policy(plain)
+    recompute_activations(ours, mode)
+    _assert_same(*policies, lengths=LENGTHS, rows=ROWS, row_tokens=50)
+
+
+@pytest.mark.slow
+def test_generated_code_gives_the_same() -> None:
+    """By inductor, as in a run; the tests below trace only, because generating code takes a minute."""
+    torch._dynamo.reset()
+    plain = build_family("qwen3")
+    ours = copy.deepcopy(plain)
+    policies = _policy(ours), _policy(plain)
+    compile_layers(ours)
+    _assert_same(*policies, lengths=LENGTHS, rows=ROWS, row_tokens=50)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_layers_are_compiled_once_for_every_layout(
+    mode: Literal["none", "full", "selective"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, tokens and samples change with every micro-batch. One row and several are compiled once each, in parts around the
+    attention; nothing after that."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    plain = build_family("qwen3")
+    ours = copy.deepcopy(plain)
+    policies = _policy(ours), _policy(plain)
+    recompute_activations(ours, mode)
+    compile_layers(ours)
+    _assert_same(*policies, lengths=LENGTHS, rows=ROWS, row_tokens=50)
+    _assert_same(*policies, lengths=[9, 8], rows=[[0, 1]], row_tokens=20)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs >= 4, "a layer is at least two graphs, for one row and for several"
+    _assert_same(*policies, lengths=[31, 5, 7, 20], rows=[[0], [1, 2], [3]], row_tokens=33)
+    _assert_same(*policies, lengths=[6, 5, 4], rows=[[0, 1, 2]], row_tokens=15)
+    _assert_same(*policies, lengths=[6, 70, 4, 3], rows=[[1, 0], [2, 3]], row_tokens=76)
+    assert counters["stats"]["unique_graphs"] == graphs
+    for policy in policies:  # without a gradient, as a pass before the step is
+        with torch.no_grad():
+            policy(pack_rows(random_samples([6, 5]), [[0, 1]], 11))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("gemma2", {}),
+        ("qwen3-moe", {"num_experts": 16, "num_experts_per_tok": 1}),
+        ("mixtral", {}),
+    ],
+    ids=["qwen3", "tied-head", "gemma2", "many-experts", "mixtral"],
+)
+def test_two_ranks_give_the_gradients_of_one(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
+    """With experts that no token of a rank went to. Without the router loss: that of two halves is not that of the whole."""
+    arguments = {"module": JOBS, "family": family, "settings": settings, "router_loss": False}
+    one = run_on_ranks("forward_and_backward", 1, tmp_path / "one", rows=ONE_RANK, **arguments)
+    two = run_on_ranks("forward_and_backward", 2, tmp_path / "two", rows=TWO_RANKS, **arguments)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["gradients"] == pytest.approx(one["gradients"], rel=1e-3, abs=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "gemma2"])
+def test_a_rank_with_padding_only_adds_zeros_to_every_gradient(tmp_path: Path, family: str) -> None:
+    arguments: dict[str, Any] = {"module": JOBS, "family": family}
+    one = run_on_ranks("forward_and_backward", 1, tmp_path / "one", rows=[[[0, 1]]], **arguments)
+    two = run_on_ranks("forward_and_backward", 2, tmp_path / "two", rows=[[[0, 1]], []], **arguments)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["gradients"] == pytest.approx(one["gradients"], rel=1e-3, abs=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_compiled_layers_on_two_ranks(tmp_path: Path, recompute: str) -> None:
+    arguments: dict[str, Any] = {"module": JOBS, "family": "qwen3", "rows": TWO_RANKS}
+    plain = run_on_ranks("forward_and_backward", 2, tmp_path / "plain", **arguments)
+    compiled = run_on_ranks(
+        "forward_and_backward", 2, tmp_path / "compiled", compiled=True, recompute=recompute, **arguments
+    )
+    assert compiled["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert compiled["gradients"] == pytest.approx(plain["gradients"], rel=1e-3, abs=1e-2)

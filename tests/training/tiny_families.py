@@ -1,0 +1,115 @@
+"""Tiny random models of several families, and micro-batches packed by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from grpo_async.batching.pack import MicroBatch, pack_rank
+from grpo_async.batching.plan import BatchPlan
+from grpo_async.records import RolloutSample
+from tests.support.records import make_sample
+
+WINDOW = 8  # shorter than most samples
+_SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # large enough for every token to matter
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MIXED = ["sliding_attention", "full_attention"]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "phi3": ("phi3", {"sliding_window": WINDOW}),
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": WINDOW,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 3,
+        },
+    ),
+    "gemma3": ("gemma3_text", {"sliding_window": WINDOW, "query_pre_attn_scalar": 3, "layer_types": _MIXED}),
+    "granite": (
+        "granite",
+        {"logits_scaling": 0.5, "attention_multiplier": 0.9, "residual_multiplier": 0.7, "embedding_multiplier": 2.0},
+    ),
+    "cohere2": ("cohere2", {"logit_scale": 0.25, "sliding_window": WINDOW, "layer_types": _MIXED}),
+    "qwen3-moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def build_family(name: str, *, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    """A random model with the attention that transformers computes most plainly (soft-capping: eager, else sdpa)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, own = FAMILIES[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **own, **settings})
+    plain = "eager" if model_type == "gemma2" else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=plain, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms begin as zeros and ones
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.train()
+
+
+def random_samples(lengths: Sequence[int], *, seed: int = 1) -> list[RolloutSample]:
+    """Samples of so many tokens, trained from the second one on."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for length in lengths:
+        ids = torch.randint(3, 320, (length,), generator=generator).tolist()
+        samples.append(make_sample(prompt=ids[:1], completion=ids[1:], logprobs=[-1.0] * (length - 1)))
+    return samples
+
+
+def pack_rows(samples: Sequence[RolloutSample], rows: Sequence[Sequence[int]], row_tokens: int) -> MicroBatch:
+    """One micro-batch with exactly these rows; its trained tokens come in the order of the rows."""
+    plan = BatchPlan(row_tokens=row_tokens, ranks=[[rows]])
+    (batch,) = pack_rank(samples, [1.0] * len(samples), plan, 0, trainer_version=0)
+    return batch
+
+
+def padding_only(row_tokens: int) -> MicroBatch:
+    """What a rank without samples computes."""
+    batch = pack_rows(random_samples([2]), [[0]], row_tokens)
+    nothing = {
+        field.name: getattr(batch, field.name)[:0]
+        for field in dataclasses.fields(batch)
+        if isinstance(getattr(batch, field.name), torch.Tensor) and getattr(batch, field.name).ndim == 1
+    }
+    return dataclasses.replace(
+        batch,
+        input_ids=torch.zeros_like(batch.input_ids),
+        position_ids=torch.zeros_like(batch.position_ids),
+        segment_ids=torch.full_like(batch.segment_ids, -1),
+        **nothing,
+    )
