@@ -33,8 +33,8 @@ class ModelSection(StrictModel):
     compute_dtype: Dtype | None = None
     """dtype of forward and backward; null = `model.dtype`. bfloat16 on GPUs."""
     attention: Literal["auto", "mask", "varlen"] = "auto"
-    """How packed samples are kept apart. varlen: kernels that know where samples begin (GPU, 16 bit). mask: a block mask. auto:
-    varlen where it can run."""
+    """How packed samples are kept apart. varlen: kernels that know where samples begin (GPU, 16 bit). mask: a sample at a
+    time, on any device. auto: varlen where it can run."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass instead of keeping them: less memory, more compute. full: of every layer (about a
     third more compute). selective: all but matrix products and attention."""

@@ -10,25 +10,23 @@ saves for the backward pass; take the sums as good to about a fifth.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
+from grpo_async.launch.model_files import read_shapes, text_config, weight_files
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _LOGIT_COPIES = (
     5  # float32: scaled logits, probabilities, their product, and two gradients of them in the backward pass
 )
 _MARGIN = 1.15  # of an estimate: fragments of the allocator, and what the formulas leave out
+_NF4_BYTES = 0.5625  # 4 bits, and a float32 magnitude for 64 elements
 _CONTEXT_BYTES = 1 << 30  # CUDA context, cuBLAS workspaces and kernels of one process
 _VLLM_WORK_BYTES = 3 << 29  # 1.5 GiB: vLLM's own activations and captured graphs
-_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +42,18 @@ class MemoryEstimate:
     """Buffers of a weight push."""
     kv_cache: int = 0
     """Servers only."""
+    reference: int = 0
+    """A second model for the KL term."""
 
     @property
     def total(self) -> int:
-        """weights + optimizer + kv_cache + max(gradients + activations + logits, staging).
+        """weights + reference + optimizer + kv_cache + max(gradients + activations + logits, staging).
 
         A step and a push do not happen at once, so only the larger of the two counts.
         """
         return (
             self.weights
+            + self.reference
             + self.optimizer
             + self.kv_cache
             + max(self.gradients + self.activations + self.logits, self.staging)
@@ -60,7 +61,7 @@ class MemoryEstimate:
 
     def describe(self) -> str:
         """The parts that are not 0, as text: "weights 2.2 GiB, optimizer 4.4 GiB (6.7 GiB)"."""
-        names = ("weights", "gradients", "optimizer", "activations", "logits", "staging", "kv_cache")
+        names = ("weights", "reference", "gradients", "optimizer", "activations", "logits", "staging", "kv_cache")
         parts = [
             f"{name.replace('_', ' ')} {format_bytes(getattr(self, name))}" for name in names if getattr(self, name)
         ]
@@ -119,20 +120,20 @@ def count_parameters(model_path: str) -> int | None:
     if not folder.is_dir():
         return None
     shapes: dict[str, list[int]] = {}
-    for file in _weight_files(folder):
-        shapes |= _read_shapes(file)
+    for file in weight_files(folder):
+        shapes |= read_shapes(file)
     if not shapes:
         return None
     heads = [name for name in shapes if name.endswith("lm_head.weight")]
     embeddings = [shapes[name] for name in shapes if name.endswith(("embed_tokens.weight", "wte.weight"))]
-    if heads and _text_config(folder).get("tie_word_embeddings") is True and shapes[heads[0]] in embeddings:
+    if heads and text_config(folder).get("tie_word_embeddings") is True and shapes[heads[0]] in embeddings:
         del shapes[heads[0]]
     return sum(math.prod(shape) for shape in shapes.values())
 
 
 def read_shape(model_path: str) -> ModelShape | None:
     """Sizes of a model folder's config.json; None when there is none, or it is of another kind."""
-    config = _text_config(Path(model_path))
+    config = text_config(Path(model_path))
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         return ModelShape(
@@ -171,16 +172,22 @@ def guess_shape(num_parameters: int) -> ModelShape:
 def estimate_trainer(config: ExperimentConfig, num_parameters: int, shape: ModelShape | None = None) -> MemoryEstimate:
     """Memory of one trainer rank at its peak, in bytes.
 
-    With N parameters on R ranks, m bytes an element of `model.dtype`, c of the compute dtype, w of the wire, T tokens of a
-    micro-batch (`training.micro_batch_tokens`) in rows of S (`training.row_tokens`, else `inference.max_model_len`):
+    With N parameters sharded over R ranks (hybrid sharding: those of one machine), T of them trained (all, or the adapters), m
+    bytes an element of `model.dtype` (adapters: 4), c of the compute dtype, w of the wire, t tokens of a micro-batch
+    (`training.micro_batch_tokens`) in rows of S (`training.row_tokens`, else `inference.max_model_len`):
 
-        weights      N m / R, and gathered by FSDP: embedding, head and two layers, in c
-        gradients    4 N: FSDP keeps them whole and in float32 until the last micro-batch of a step (for R = 1 they are the shard)
-        optimizer    2 N m / R (AdamW's moments), and as much again by half while it steps
-        activations  T x what the backward pass needs of a token, per layer: see `activation_bytes`; with checkpointing
-                     T x hidden x c per layer, and one layer in full
+        weights      N m / R (layers in nf4: N 0.5625 / R) + adapters, and gathered by FSDP: embedding, head and two layers, in c
+                     (all layers with reshard_after_forward: false)
+        reference    N c / R for a second model
+        gradients    4 T: FSDP keeps them whole and in float32 until the last micro-batch of a step (for R = 1 they are the shard)
+        optimizer    adamw: 2 T m / R, and as much again by half while it steps. adamw_8bit: 2.1 T / R, and 16 bytes an element of
+                     the largest parameter. muon: T m / R and the same for embedding and head, and 12 bytes an element of a matrix
+        activations  t x what the backward pass needs of a token, per layer: see `activation_bytes`; with checkpointing
+                     t x hidden x c per layer (selective: and the results of matrix products and attention), and one layer in full
         logits       `training.logprob_chunk_tokens` x vocabulary x 5 float32
         staging      two buckets (`weights.bucket_mb`, or the embedding where that is larger) in w, and the embedding in m
+
+    With `training.cpu_offload` shards of weights and reference, and the optimizer, are not on the device.
 
     Args:
         num_parameters: see `count_parameters`.
@@ -189,29 +196,86 @@ def estimate_trainer(config: ExperimentConfig, num_parameters: int, shape: Model
     Worked example: N = 600e6 in float32 on one rank -> weights 2.4e9 + gathered, gradients 2.4e9, optimizer 4.8e9 + 2.4e9.
     """
     shape = shape or read_shape(config.model.path) or guess_shape(num_parameters)
-    ranks = config.launch.num_trainer_ranks
+    ranks = shard_ranks(config)
     master = _ITEM_BYTES[config.model.dtype]
     compute = _ITEM_BYTES[config.model.compute_dtype or config.model.dtype]
     wire = _ITEM_BYTES[config.inference.dtype]
-    training = config.training
-    layer = max(0, num_parameters - shape.root_parameters) // shape.num_layers
-    gathered = min(num_parameters, shape.root_parameters + 2 * layer)
+    training, lora = config.training, config.model.lora
+    in_layers = max(0, num_parameters - shape.root_parameters)
+    adapters = adapter_parameters(config, shape)
+    trained = num_parameters if lora is None else adapters
+    packs = lora is not None and lora.quantization is not None
+    kept = int(in_layers * _NF4_BYTES) + shape.root_parameters * master if packs else num_parameters * master
+    layer = in_layers // shape.num_layers
+    num_gathered = 2 if training.reshard_after_forward else shape.num_layers
+    gathered = min(num_parameters, shape.root_parameters + num_gathered * layer) * compute
+    if packs:  # packed, and one matrix at a time in the compute dtype
+        matrix = shape.hidden_size * shape.intermediate_size
+        gathered = shape.root_parameters * compute + int(num_gathered * layer * _NF4_BYTES) + matrix * compute
+    has_reference = config.loss.beta > 0 and not (lora is not None and config.loss.reference == "initial")
     row = training.row_tokens or min(config.inference.max_model_len, training.micro_batch_tokens)
     per_layer = activation_bytes(shape, item_bytes=compute, row_tokens=row)
     tokens = training.micro_batch_tokens
-    if config.model.activation_checkpointing != "none":
-        activations = tokens * (shape.num_layers * shape.hidden_size * compute + per_layer)
-    else:
+    recomputing = config.model.activation_checkpointing
+    if recomputing == "none":
         activations = tokens * shape.num_layers * per_layer
+    else:
+        products = _product_elements(shape) * compute if recomputing == "selective" else 0
+        activations = tokens * (shape.num_layers * (shape.hidden_size * compute + products) + per_layer)
     largest = min(shape.largest_parameter, num_parameters)
+    on_device = 0 if training.cpu_offload else 1
     return MemoryEstimate(
-        weights=num_parameters * master // ranks + gathered * compute,
-        gradients=4 * num_parameters,
-        optimizer=3 * num_parameters * master // ranks,
+        weights=on_device * (kept + adapters * 4) // ranks + gathered,
+        reference=on_device * num_parameters * compute // ranks if has_reference else 0,
+        gradients=4 * trained,
+        optimizer=on_device * _optimizer_bytes(config, trained, shape, ranks, 4 if lora is not None else master),
         activations=activations,
         logits=min(training.logprob_chunk_tokens, tokens) * shape.vocab_size * 4 * _LOGIT_COPIES,
         staging=2 * max(config.weights.bucket_mb << 20, largest * wire) + largest * master,
     )
+
+
+def shard_ranks(config: ExperimentConfig) -> int:
+    """Ranks that one copy of the model is sharded over: all of them, with hybrid sharding those of one machine."""
+    launch = config.launch
+    return launch.num_trainer_ranks * (1 if launch.sharding == "hybrid" else launch.nodes)
+
+
+def adapter_parameters(config: ExperimentConfig, shape: ModelShape) -> int:
+    """Elements of the LoRA adapters: rank x (rows + columns) of each matrix; 0 without. Targets with unusual names count as none.
+
+    Worked example: rank 16 at q_proj of Qwen3-0.6B (2048 x 1024, 28 layers) -> 28 x 16 x 3072 = 1,376,256.
+    """
+    lora = config.model.lora
+    if lora is None:
+        return 0
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    sizes = {
+        "q_proj": hidden + heads, "k_proj": hidden + kv_heads, "v_proj": hidden + kv_heads, "o_proj": heads + hidden,
+        "gate_proj": hidden + inner, "up_proj": hidden + inner, "down_proj": inner + hidden,
+    }  # fmt: skip
+    targets = sizes if lora.target_modules == "all-linear" else lora.target_modules
+    return shape.num_layers * lora.rank * sum(sizes.get(target.rpartition(".")[2], 0) for target in targets)
+
+
+def _optimizer_bytes(config: ExperimentConfig, trained: int, shape: ModelShape, ranks: int, master: int) -> int:
+    largest = min(shape.largest_parameter if config.model.lora is None else shape.intermediate_size * 64, trained)
+    match config.optimizer.type:
+        case "adamw":
+            return 3 * trained * master // ranks
+        case "adamw_8bit":
+            return int(2.1 * trained) // ranks + 16 * largest // ranks
+        case "muon":
+            root = shape.root_parameters if config.model.lora is None else 0
+            matrix = min(shape.hidden_size * shape.intermediate_size, trained)
+            return (trained + root) * master // ranks + 12 * matrix
+
+
+def _product_elements(shape: ModelShape) -> int:
+    """What matrix products and attention of one layer give for one token: q, k, v, attention, o, gate, up, down."""
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return 2 * heads + 2 * kv_heads + 2 * shape.hidden_size + 2 * shape.intermediate_size
 
 
 def activation_bytes(shape: ModelShape, *, item_bytes: int, row_tokens: int) -> int:
@@ -281,7 +345,7 @@ def shared_gpu_fraction(
     server = estimate_server(config, num_parameters, shape, on_gpu=True)
     beside = trainer.total
     if config.inference.vllm.sleep_while_training:
-        beside = trainer.weights + trainer.optimizer + trainer.staging
+        beside = trainer.weights + trainer.reference + trainer.optimizer + trainer.staging
     left = gpu_bytes - _MARGIN * beside - 2 * _CONTEXT_BYTES - server.staging
     fraction = min(0.9, math.floor(left / gpu_bytes * 100) / 100)
     needed = server.weights + server.kv_cache + _VLLM_WORK_BYTES
@@ -291,52 +355,7 @@ def shared_gpu_fraction(
             f"{format_bytes(beside)} [{trainer.describe()}], vLLM at least {format_bytes(needed + server.staging)} (weights "
             f"{format_bytes(server.weights)}, the same staged, one sequence of inference.max_model_len, graphs); set "
             "model.activation_checkpointing: full, lower training.micro_batch_tokens, use bfloat16 (inference.dtype, "
-            "model.compute_dtype), or give them a GPU each"
+            "model.compute_dtype), train adapters (model.lora), set optimizer.type: adamw_8bit or training.cpu_offload: true, or "
+            "give them a GPU each"
         )
     return fraction
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"model.path: {index} is broken: {error!r}; copy the model again") from error
-        return [folder / str(name) for name in names]
-    return sorted(folder.glob("*.safetensors"))
-
-
-def _read_shapes(file: Path) -> dict[str, list[int]]:
-    """Shapes of the floating-point tensors of a safetensors file: 8 bytes length, then so many bytes of JSON."""
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= _MAX_HEADER_BYTES:
-                raise ValueError(f"its header would be {length} bytes long")
-            text = stream.read(length)
-        if len(text) < length:
-            raise ValueError(f"it ends within its header, after {len(text)} of {length} bytes")
-        header = json.loads(text)
-        return {
-            name: [int(size) for size in entry["shape"]]
-            for name, entry in header.items()
-            if name != "__metadata__" and entry["dtype"] in _FLOATS
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model.path: {file} is no whole safetensors file: {error}; copy the model again") from error
-
-
-def _text_config(folder: Path) -> Mapping[str, Any]:
-    """config.json, or the part of it that is about text (vision-language models)."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: cannot read {file}: {error}") from error
-    if not isinstance(config, dict):
-        return {}
-    inner = config.get("text_config")
-    return {**config, **inner} if isinstance(inner, dict) else config

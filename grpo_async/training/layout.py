@@ -1,7 +1,8 @@
-"""Which tensors of a checkpoint come of which tensors in memory.
+"""Which tensors of a checkpoint are which tensors in memory, in both directions.
 
 transformers 5 fuses some parameters when it loads a model (the experts of a mixture stand in one tensor) and takes them apart
-when it saves it. Servers load the checkpoint's names, so a push has to take them apart too, one group at a time.
+when it saves it. Servers load the checkpoint's names, so a push has to take them apart too, one group at a time
+(`checkpoint_groups`). Loading shards goes the other way, one tensor or one fused group at a time (`plan_reads`).
 
 Worked example, 2 experts: layers.0.mlp.experts.gate_up_proj (2, 2 x 8, 16)
 -> experts.0.gate_proj.weight, experts.0.up_proj.weight, experts.1.gate_proj.weight, experts.1.up_proj.weight, each (8, 16).
@@ -10,8 +11,9 @@ Worked example, 2 experts: layers.0.mlp.experts.gate_up_proj (2, 2 x 8, 16)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +59,63 @@ def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[G
             f"{type(model).__name__} cannot be sent in parts: {sorted(missing)[:5]} come of tensors all over the model"
         )
     return [groups[name] for name in sources if name in groups]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Tensors of a checkpoint that are read together, and the parameter that they become (or, fused, the first of them)."""
+
+    target: str
+    keys: list[str] = field(default_factory=list)
+    converter: Any = None
+    """A WeightConverter of transformers; None: the one key is the parameter as it is."""
+    patterns: list[str] = field(default_factory=list)
+    """Of the converter, one for each key."""
+
+    def convert(self, model: Any, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parameters by name; whole, and unfused ones are views of what `read` returned."""
+        if self.converter is None:
+            return {self.target: read(self.keys[0])}
+        converter = deepcopy(self.converter)
+        for key, pattern in zip(self.keys, self.patterns, strict=True):
+            converter.add_tensor(self.target, key, pattern, lambda key=key: read(key))
+        converted = converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def plan_reads(model: Any, names: Collection[str], available: Iterable[str]) -> tuple[list[Read], list[str]]:
+    """What to read of a checkpoint, in its natural order, and its keys that belong to nothing in `model`.
+
+    Worked example: 2 experts -> one Read with target layers.0.mlp.experts.gate_up_proj and four keys, and one for down_proj.
+
+    Args:
+        names: parameters and saved buffers of the model, tied names included.
+        available: keys of the checkpoint.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    wanted = dict.fromkeys(names, True)  # what rename_source_key asks whether a name exists
+    reads: dict[str, Read] = {}
+    unexpected = []
+    for key in sorted(available, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
+        if name not in wanted:
+            unexpected.append(key)
+            continue
+        converter = by_pattern[pattern] if pattern is not None else None
+        read = reads.setdefault(name, Read(target=name, converter=converter))
+        read.keys.append(key)
+        if pattern is not None:
+            read.patterns.append(pattern)
+    model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]  # for saving
+    return list(reads.values()), unexpected
 
 
 def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,15 +9,19 @@ rounds each product to the dtype of the weights).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from grpo_async.errors import ConfigError
+from grpo_async.training.nf4 import Nf4Linear, dequantize_rows, quantize_rows
+
+_ROWS = 16_384  # of a tensor that are copied or quantized at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +33,13 @@ class Product:
     scaling: float
     is_transposed: bool
 
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(left, right), float32, whole, with scaling x B A (or its transpose) = left @ right. A collective."""
+        a, b = _whole(self.a).float(), _whole(self.b).float() * self.scaling
+        return (a.T, b.T) if self.is_transposed else (b, a)
+
     def add_to(self, weight: torch.Tensor) -> torch.Tensor:
-        a, b = _whole(self.a).float(), _whole(self.b).float()
-        left, right = (a.T, b.T) if self.is_transposed else (b, a)
-        return torch.addmm(weight, left, right, alpha=self.scaling)
+        return torch.addmm(weight, *self.factors())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +61,41 @@ class Source:
     tensor: torch.Tensor
     is_buffer: bool = False
     changes: list[Product | Summand] = field(default_factory=list)
+    packed_columns: int | None = None
+    """in_features of a weight that `tensor` holds in 4 bits."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
+        shape = tuple(self.tensor.shape)
+        return shape if self.packed_columns is None else (shape[0], self.packed_columns)
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """dtype in which an export has it: bfloat16 for what is kept in 4 bits."""
+        return self.tensor.dtype if self.packed_columns is None else torch.bfloat16
+
+    def local_rows(self) -> tuple[torch.Tensor, int]:
+        """This rank's entries of the first dimension, as they are kept, and the number of the first one."""
+        return rows_of(self.tensor)
+
+    def fill(self, read: Callable[[int, int], torch.Tensor]) -> None:
+        """Copy this rank's rows from `read(start, stop)`, which gives those entries of the whole tensor."""
+        rows, offset = self.local_rows()
+        if not rows.ndim:
+            rows.copy_(read(0, 1))
+            return
+        for start in range(0, rows.shape[0], _ROWS):
+            stop = min(start + _ROWS, rows.shape[0])
+            values = read(offset + start, offset + stop)
+            if self.packed_columns is not None:
+                values = quantize_rows(values.to(rows.device))
+            rows[start:stop].copy_(values)
 
     def gather(self) -> torch.Tensor:
         """The whole tensor with its adapters, on the device of the shards. A collective: call it on every rank."""
         full = _whole(self.tensor)
+        if self.packed_columns is not None:
+            full = dequantize_rows(full, self.packed_columns, torch.float32)
         if not self.changes:
             return full
         merged = full.float()
@@ -116,8 +150,10 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[Source]:
                 f"adapters of the kind {type(module).__name__} ({prefix}) cannot be sent to a server; use LoRA"
             )
     dot = f"{prefix}." if prefix else ""
+    if isinstance(module, Nf4Linear):
+        yield Source(name=f"{dot}weight", tensor=module.qweight, packed_columns=module.in_features)
     for name, parameter in module._parameters.items():
-        if parameter is not None:
+        if parameter is not None and not (isinstance(module, Nf4Linear) and name == "qweight"):
             yield Source(name=f"{dot}{name}", tensor=parameter)
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -153,7 +189,22 @@ def _walk_lora(layer: nn.Module, prefix: str) -> Iterator[Source]:
             changes["weight"].append(Product(a=a, b=b, scaling=module.scaling[adapter], is_transposed=True))
     for source in _walk(module.get_base_layer(), prefix):
         own = changes.get(source.name.removeprefix(f"{prefix}."), [])
-        yield Source(name=source.name, tensor=source.tensor, is_buffer=source.is_buffer, changes=own)
+        yield replace(source, changes=own)
+
+
+def rows_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's entries of the first dimension of a parameter, in its own memory, and the number of the first one.
+
+    Worked example: (5, 8) over 2 ranks -> (3, 8) and 0 on rank 0, (2, 8) and 3 on rank 1.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    if tuple(shape[1:]) != tuple(tensor.shape[1:]) or tuple(local.shape) != tuple(shape):
+        raise ValueError(f"a tensor is sharded by {tensor.placements}, only its first dimension may be")
+    return local, offset[0] if offset else 0
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,13 +50,21 @@ class WeightTransport:
         bucket_bytes: parameters travel in buckets of this many bytes.
         timeout_s: deadline of joining and of each bucket.
         device: where the trainer's weights are.
+        base: fields of surface.AdapterBase when only adapters are pushed.
 
     Raises:
         WeightPushError: `kind` is impossible on `device`.
     """
 
     def __init__(
-        self, kind: CarrierKind, *, host: str, bucket_bytes: int, timeout_s: float, device: torch.device
+        self,
+        kind: CarrierKind,
+        *,
+        host: str,
+        bucket_bytes: int,
+        timeout_s: float,
+        device: torch.device,
+        base: dict[str, str] | None = None,
     ) -> None:
         try:
             check_device(kind, device)
@@ -67,6 +75,7 @@ class WeightTransport:
         self._host = host
         self._timeout_s = timeout_s
         self._own_device = device
+        self._base = base
         self._carrier: Carrier | None = None
         self._members: tuple[str, ...] = ()
 
@@ -133,6 +142,7 @@ class WeightTransport:
                 "shapes": [list(spec.shape) for spec in specs],
                 "bucket_bytes": self.bucket_bytes,
                 "timeout_s": self._timeout_s,
+                **({"base": self._base} if self._base else {}),
             },
             # every bucket has a deadline of its own; this one only ends the wait for a server that has stopped answering
             timeout_s=self._timeout_s * (2 + sum(spec.num_bytes for spec in specs) // self.bucket_bytes),

@@ -180,14 +180,21 @@ def serves(server: Live, model: Any, version: int) -> bool:
 
 
 @contextmanager
-def live(model: Any, *, num_slots: int = 8, max_model_len: int = 512, engine_timeout_s: float = 60.0) -> Iterator[Live]:
-    """Serve `model` over HTTP on a free port, with a real engine thread."""
+def live(
+    model: Any,
+    *,
+    num_slots: int = 8,
+    max_model_len: int = 512,
+    engine_timeout_s: float = 60.0,
+    model_path: str = "nowhere/tiny",
+) -> Iterator[Live]:
+    """Serve `model` over HTTP on a free port, with a real engine thread. `model_path` is where it says that it comes from."""
     engine = SlotEngine(model, num_slots=num_slots, max_model_len=max_model_len)
     failed = threading.Event()
     info = ServerInfo(
         engine="embedded",
         engine_version="test",
-        model="tiny",
+        model=model_path,
         dtype="float32",
         max_model_len=max_model_len,
         policy_version=0,

@@ -98,7 +98,10 @@ def test_a_group_shares_its_prompt_and_each_completion_is_exact(model: Any) -> N
             step(engine)
     finally:
         model.forward = forward
-    assert shapes == [(1, 29), (1, 29)]  # one for the group, then one for both late ones and none for the third
+    assert shapes == [
+        (1, 32),
+        (1, 32),
+    ]  # 29, rounded up: one for the group, then one for both late ones and none for the third
     for request, output in zip(requests, outputs, strict=True):
         assert worst_error(model, request, output) < 1e-5
     for output in late:
@@ -368,3 +371,18 @@ def test_the_self_check_accepts_a_served_architecture_and_refuses_a_broken_one(t
     model.__class__ = ForgetsPositions
     with pytest.raises(ConfigError, match="not served right"):
         check_against_model(engine, model)
+
+
+@pytest.mark.parametrize("num_slots", [3, 40])
+def test_tokens_and_logprobs_are_the_same_to_the_last_bit_alone_and_among_others(model: Any, num_slots: int) -> None:
+    """What a synchronous run needs to be bit-exact: arrival, slots and neighbours change nothing."""
+    requests = [
+        make_request(prompt(2 + (i * 11) % 40, start=i // 3), seed=i, max_tokens=1 + (i * 7) % 40) for i in range(40)
+    ]
+    together = generate(_engine(model, num_slots=40), *requests)
+    again = generate(_engine(model, num_slots=num_slots), *requests[::-1])[::-1]
+    alone = [generate(_engine(model), request)[0] for request in requests[:10]]
+    for other in (again, alone):
+        for one, two in zip(together, other, strict=False):
+            assert one.token_ids == two.token_ids
+            assert one.logprobs == two.logprobs

@@ -25,8 +25,10 @@ from grpo_async.servers.embedded.answers import in_thread, read, read_query, wit
 from grpo_async.servers.embedded.engine import SlotEngine
 from grpo_async.servers.embedded.receiver import UpdateFailedError, UpdateRefusedError, WeightReceiver
 from grpo_async.servers.embedded.worker import EngineWorker
+from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.blame import NOT_ARRIVED
 
+_READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be slow
 _ANSWER_MARGIN_S = 15.0  # the trainer's deadline holds below; this is for the answer
 
 
@@ -36,13 +38,16 @@ class Control:
     Args:
         engine: of `worker`; what is read here never changes.
         timeout_s: for the engine to get to a command.
+        model_path: folder or hub name that the engine was loaded from; pushed adapters are added to those weights.
     """
 
-    def __init__(self, worker: EngineWorker, engine: SlotEngine, *, timeout_s: float) -> None:
+    def __init__(self, worker: EngineWorker, engine: SlotEngine, *, timeout_s: float, model_path: str) -> None:
         self._worker = worker
         self._engine = engine
         self._timeout_s = timeout_s
-        self._receiver = WeightReceiver(engine.parameters(), tied=engine.tied_names(), device=engine.device)
+        self._receiver = WeightReceiver(
+            engine.parameters(), tied=engine.tied_names(), device=engine.device, base=BaseWeights(model_path)
+        )
         self.routes = [
             Route("/pause", self._pause, methods=["POST"]),
             Route("/resume", self._resume, methods=["POST"]),
@@ -78,7 +83,10 @@ class Control:
         return JSONResponse({"is_paused": await within(is_paused, timeout_s=self._timeout_s)})
 
     async def _parameters(self, _: Request) -> Response:
-        return JSONResponse(self._receiver.parameters.model_dump())
+        described = await in_thread(
+            self._receiver.describe, timeout_s=_READ_TIMEOUT_S, what="a look at the model's files"
+        )
+        return JSONResponse(described.model_dump())
 
     async def _init_weight_transfer(self, request: Request) -> Response:
         info = (await read(InitBody, request)).init_info

@@ -5,6 +5,10 @@ Filling leaves a sequence's last token to the decode, so all sampling happens in
 abort, weights, version) happens between two steps: each token is of exactly the weights whose version it carries.
 Computed prompts are shared among sequences that the same weights fill, never across an update.
 Running rows are dense: when one ends, the last row moves into its slot.
+
+Tokens and logprobs of a request do not depend on what else is in flight, to the last bit: a matrix product of few rows, and
+attention over another length, would round in another way, so a forward has at least _MIN_ROWS rows and lengths are rounded up
+(measured on CPUs with float32; a GPU's libraries choose their kernels by other rules).
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from grpo_async.servers.embedded.sequence import RunningSequence
 
 _MIN_TEMPERATURE = 1e-4
 _PREFILL_TOKENS = 8192  # most tokens, padding included, of one prefill forward
+_MIN_ROWS = 16  # BLAS libraries take other kernels, which add in another order, for fewer rows
+_LENGTH_STEP = 32  # attention is computed over a multiple of this many positions
 _ADMIT_EVERY_STEPS = 4  # a prefill costs about a decode whatever its size, so a busy engine collects requests for one
 
 
@@ -51,7 +57,7 @@ class SlotEngine:
         self.eos_ids = _eos_ids(model)
         self.policy_version = 0
         self.num_generated_tokens = 0
-        self._cache = _slot_cache(model, num_slots, max_model_len)
+        self._cache = _slot_cache(model, max(num_slots, _MIN_ROWS), max_model_len)
         self._weights_number = 0  # of the weights that serve; versions may come again, this does not
         self._held: deque[RunningSequence] | None = None  # set: what arrives now does not enter before `admit_held`
         self._waiting: deque[RunningSequence] = deque()
@@ -60,11 +66,12 @@ class SlotEngine:
         self._steps_since_admission = 0
         # The running rows as tensors; rebuilt when rows come or go, else moved on by the decode itself.
         self._rows_changed = True
-        self._tokens = torch.empty(0, dtype=torch.int64, device=self.device)  # [n] last token of each row
-        self._positions = torch.empty(0, dtype=torch.int64, device=self.device)  # [n] its position
+        # [max(n, _MIN_ROWS)] last token of each row, and its position
+        self._tokens = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._positions = torch.empty(0, dtype=torch.int64, device=self.device)
         self._next_positions = np.empty(0, dtype=np.uint64)  # [n] position of the token to draw
         self._sampling: SamplingBatch | None = None
-        self._slot_starts = torch.arange(num_slots, device=self.device) * max_model_len  # [num_slots]
+        self._slot_starts = torch.arange(max(num_slots, _MIN_ROWS), device=self.device) * max_model_len
         self._all_positions = torch.arange(max_model_len, device=self.device)  # [max_model_len]
         self._visible = torch.zeros((), dtype=model.dtype, device=self.device)
         self._hidden = torch.full((), -torch.inf, dtype=model.dtype, device=self.device)
@@ -257,9 +264,9 @@ class SlotEngine:
 
     def _prefill(self, sequences: Sequence[RunningSequence]) -> None:
         contexts = [sequence.tokens[:-1] for sequence in sequences]
-        longest = max(map(len, contexts))
+        longest = self._round_up(max(map(len, contexts)))
         # Padding stands on the right, where causal attention cannot see it, so no mask is needed.
-        padded = [context + [0] * (longest - len(context)) for context in contexts]
+        padded = [context + [0] * (longest - len(context)) for context in contexts]  # at least _MIN_ROWS tokens in all
         input_ids = torch.tensor(padded, device=self.device)  # [rows, longest]
         self._cache.prefill([sequence.slot for sequence in sequences], longest)
         self._model(
@@ -274,10 +281,10 @@ class SlotEngine:
         rows = self._running
         if self._rows_changed:
             self._rebuild_rows()
-        longest = max([len(sequence.tokens) for sequence in rows])
+        longest = self._round_up(max([len(sequence.tokens) for sequence in rows]))
         attended = self._all_positions[:longest] <= self._positions.unsqueeze(1)  # [n, longest]
         mask = torch.where(attended, self._visible, self._hidden)[:, None, None]  # [n, 1, 1, longest]
-        self._cache.decode(self._slot_starts[: len(rows)] + self._positions, longest)
+        self._cache.decode(self._slot_starts[: len(self._positions)] + self._positions, longest)
         logits = self._model(
             input_ids=self._tokens.unsqueeze(1),
             attention_mask=mask,
@@ -286,10 +293,11 @@ class SlotEngine:
             use_cache=True,
         ).logits[:, -1]
         assert self._sampling is not None
-        self._tokens, logprobs = sample(logits, self._sampling, self._next_positions)
-        self._positions = self._positions + 1
+        tokens, logprobs = sample(logits[: len(rows)], self._sampling, self._next_positions)
+        self._tokens[: len(rows)] = tokens
+        self._positions[: len(rows)] += 1
         self._next_positions += np.uint64(1)
-        self._take(self._tokens.tolist(), logprobs.tolist())
+        self._take(tokens.tolist(), logprobs.tolist())
 
     def _take(self, tokens: list[int], logprobs: list[float]) -> None:
         """Give every row its token, send what is due, and free the slots of rows that ended."""
@@ -326,11 +334,16 @@ class SlotEngine:
         del self._running[num_left:]
         self._rows_changed = True
 
+    def _round_up(self, length: int) -> int:
+        return min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, self.max_model_len)
+
     def _rebuild_rows(self) -> None:
         rows = self._running
         lengths = [len(sequence.tokens) for sequence in rows]
-        self._tokens = torch.tensor([sequence.tokens[-1] for sequence in rows], device=self.device)
-        self._positions = torch.tensor(lengths, device=self.device) - 1
+        # what fills up to _MIN_ROWS writes to position 0 of slots that nobody has
+        filling = [0] * (_MIN_ROWS - len(rows))
+        self._tokens = torch.tensor([*(sequence.tokens[-1] for sequence in rows), *filling], device=self.device)
+        self._positions = torch.tensor([*(length - 1 for length in lengths), *filling], device=self.device)
         self._next_positions = np.array(lengths, dtype=np.uint64)
         requests = [sequence.request for sequence in rows]
         self._sampling = SamplingBatch.of(requests, vocab_size=self.vocab_size, device=self.device)

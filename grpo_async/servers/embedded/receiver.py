@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.inference.surface import ServedParameters, WeightInitInfo, WeightUpdateInfo
+from grpo_async.inference.surface import AdapterBase, ServedParameters, WeightInitInfo, WeightUpdateInfo
+from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import ITEM_SIZES, ParameterSpec
 from grpo_async.weights.carrier import Carrier, join_carrier, receive_parameters
 from grpo_async.weights.names import check_names
@@ -44,6 +45,7 @@ class WeightReceiver:
         expected: name -> parameter, as served; only dtype and shape are read.
         tied: further names of parameters -> their name in `expected`. They may be sent too, with the same values.
         device: where the model is.
+        base: what pushed adapters may be added to.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class WeightReceiver:
         *,
         tied: Mapping[str, str] | None = None,
         device: torch.device,
+        base: BaseWeights | None = None,
     ) -> None:
+        self._base = base
         self._tied = dict(tied or {})
         self._dtypes = {name: _dtype_name(tensor.dtype) for name, tensor in expected.items()}
         self._dtypes |= {name: self._dtypes[source] for name, source in self._tied.items()}
@@ -135,6 +139,8 @@ class WeightReceiver:
         try:
             specs = self._check(info)
             staged = dict(receive_parameters(carrier, specs, bucket_bytes=info.bucket_bytes, timeout_s=info.timeout_s))
+            if info.base is not None:
+                staged = self._add_to_base(staged, info.base)
             self._check_tied(staged)
         except (UpdateRefusedError, RuntimeError) as error:
             if not self.drop(job):
@@ -190,6 +196,9 @@ class WeightReceiver:
             for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
         ]
         tied_shapes = {name: self.parameters.shapes[source] for name, source in self._tied.items()}
+        if info.base is not None:
+            self._check_adapters(specs, info.base, self.parameters.shapes | tied_shapes)
+            return specs
         problems = check_names(specs, self.parameters.shapes | tied_shapes, self.parameters.optional)
         problems += [
             f"{spec.name} has the dtype {spec.dtype_name}, the server's {self._dtypes[spec.name]}"
@@ -201,6 +210,31 @@ class WeightReceiver:
                 f"the update does not fit the served model, the old weights stay: {_listed(problems)}"
             )
         return specs
+
+    def describe(self) -> ServedParameters:
+        """`parameters` with the digest of the base, which is computed once and takes a while with a large model."""
+        digest = self._base.digest_or_none() if self._base is not None else None
+        return self.parameters.model_copy(update={"base_digest": digest})
+
+    def _check_adapters(
+        self, specs: Sequence[ParameterSpec], base: AdapterBase, shapes: Mapping[str, Sequence[int]]
+    ) -> None:
+        digest = self._base.digest_or_none() if self._base is not None else None
+        if self._base is None or digest != base.digest:
+            raise UpdateRefusedError("adapters of another base than this server's; the old weights stay")
+        problems = self._base.problems(specs, shapes, self.parameters.optional)
+        if problems:
+            raise UpdateRefusedError(
+                f"the adapters do not fit the served model, the old weights stay: {_listed(problems)}"
+            )
+
+    def _add_to_base(self, factors: Mapping[str, torch.Tensor], base: AdapterBase) -> dict[str, torch.Tensor]:
+        assert self._base is not None  # checked before anything was received
+        dtype = getattr(torch, base.dtype_name)
+        merged = self._base.merge(
+            factors.items(), shapes=self.parameters.shapes, optional=self.parameters.optional, dtype=dtype
+        )
+        return {name: tensor.to(getattr(torch, self._dtypes[name])) for name, tensor in merged}
 
     def _check_tied(self, staged: Mapping[str, torch.Tensor]) -> None:
         wrong = [

@@ -65,7 +65,7 @@ class EmbeddedService:
             Route(INFO_PATH, self._describe, methods=["GET"]),
             Route(GENERATE_PATH, _Endpoint(self._generate), methods=["POST"]),
             Route(SCORE_PATH, self._score, methods=["POST"]),
-            *Control(self._worker, engine, timeout_s=engine_timeout_s).routes,
+            *Control(self._worker, engine, timeout_s=engine_timeout_s, model_path=info.model).routes,
         ]
         self.app = TokenGuard(Starlette(routes=routes, exception_handlers=ERROR_HANDLERS))
 

@@ -33,6 +33,7 @@ from grpo_async.inference.surface import GenerateRequest, ServedParameters, Serv
 from grpo_async.servers.vllm.drain import mark_asking, wait_until_handed_out
 from grpo_async.servers.vllm.receiver import WeightReceiver
 from grpo_async.servers.vllm.versions import release
+from grpo_async.weights.adapters import BaseWeights
 
 logger = init_logger("vllm.grpo_async")
 
@@ -115,7 +116,12 @@ class WorkerExtension:
         if "_weight_receiver" not in self.__dict__:
             parallel = self.vllm_config.parallel_config
             rank = parallel.data_parallel_index * parallel.world_size + self.rank
-            self._weight_receiver = WeightReceiver(rank=rank, device=torch.device(self.device))
+            self._weight_receiver = WeightReceiver(
+                rank=rank,
+                device=torch.device(self.device),
+                base=BaseWeights(str(self.vllm_config.model_config.model)),
+                served=_checkpoint_shapes,
+            )
         return self._weight_receiver
 
 

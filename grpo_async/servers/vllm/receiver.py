@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from grpo_async.inference.surface import WeightInitInfo, WeightUpdateInfo
 from grpo_async.servers.vllm.reports import Reporter
+from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import ParameterSpec
 from grpo_async.weights.carrier import Carrier, join_carrier, receive_parameters
 
@@ -30,10 +31,15 @@ class WeightReceiver:
     Args:
         rank: of this worker among those of its server, from 0.
         device: where its model is.
+        base: what pushed adapters are added to.
+        served: name -> shape of what the update has to bring, read when an update arrives; {} = all of the base.
     """
 
-    def __init__(self, *, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, *, rank: int, device: torch.device, base: BaseWeights, served: Mapping[str, tuple[int, ...]]
+    ) -> None:
         self._rank, self._device = rank, device
+        self._base, self._served = base, served
         self._lock = threading.Lock()
         self._job = 0
         self._carrier: Carrier | None = None
@@ -125,6 +131,10 @@ class WeightReceiver:
         staged = receive_parameters(
             carrier, parameter_specs(info), bucket_bytes=info.bucket_bytes, timeout_s=info.timeout_s
         )
+        if info.base is not None:
+            staged = self._base.merge(
+                staged, shapes=self._served, optional=(), dtype=getattr(torch, info.base.dtype_name)
+            )
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # waits: copies that are already running
         return staged

@@ -8,6 +8,7 @@ earlier moment is dropped by the next `start`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,10 +18,12 @@ from grpo_async.servers.vllm import compat
 from grpo_async.servers.vllm.answers import RefusedError
 from grpo_async.servers.vllm.receiver import parameter_specs
 from grpo_async.servers.vllm.reports import WorkerReports, collect_reports
+from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import ITEM_SIZES
 from grpo_async.weights.names import check_names
 
 _REPORT_MARGIN_S = 30.0  # the workers have the trainer's deadline; this is for their answer
+_READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be slow
 _SETTING = "weights.timeout_s"
 _MAX_NAMED = 5
 
@@ -38,6 +41,7 @@ class Updates:
         self._staged = False
         self._waiting: WorkerReports | None = None
         self._served: ServedParameters | None = None
+        self._base: BaseWeights | None = None
 
     @property
     def is_staged(self) -> bool:
@@ -46,7 +50,11 @@ class Updates:
     async def parameters(self, engine: Any) -> ServedParameters:
         """What an update has to bring; the same as long as the server runs."""
         if self._served is None:
-            self._served = await compat.served_parameters(engine)
+            served = await compat.served_parameters(engine)
+            self._base = BaseWeights(compat.describe(engine).model)
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                digest = await asyncio.to_thread(self._base.digest_or_none)
+            self._served = served.model_copy(update={"base_digest": digest})
         return self._served
 
     async def join(self, engine: Any, info: WeightInitInfo) -> None:
@@ -80,6 +88,8 @@ class Updates:
         if not self._started:
             raise RefusedError(409, "no update was started: POST /start_weight_update first")
         self._started = self._staged = False
+        if info.base is not None and (await self.parameters(engine)).base_digest != info.base.digest:
+            raise RefusedError(400, "adapters of another base than this server's; the old weights stay")
         await self._wait_for_workers(
             engine,
             lambda address: compat.stage_weights(engine, info, address),
@@ -127,6 +137,9 @@ class Updates:
         served = await self.parameters(engine)
         if not served.shapes:
             compat.logger.warning("cannot check the names of this update: vLLM loaded no checkpoint at start")
+        if info.base is not None:
+            assert self._base is not None  # its digest was compared
+            return self._base.problems(parameter_specs(info), served.shapes, served.optional)
         return check_names(parameter_specs(info), served.shapes, served.optional)
 
 

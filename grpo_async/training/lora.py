@@ -1,0 +1,187 @@
+"""LoRA through peft: adapters inside the Hugging Face model, their first values, and the folder that peft loads.
+
+The model stays a Hugging Face model (`inject_adapter_in_model`), so forward, checkpoints and pushes see no other class. Adapters
+are float32 beside a base of any dtype; only they get gradients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from grpo_async.config.model_sections import LoraSection
+from grpo_async.errors import ConfigError
+from grpo_async.training.sources import list_sources
+
+ADAPTER = "default"
+"""peft's name of the one adapter."""
+
+
+def add_adapters(model: Any, section: LoraSection) -> None:
+    """Put adapters at the layers that `target_modules` names, and freeze everything else. A model on "meta" stays there.
+
+    Raises:
+        ConfigError: peft is missing, or a name of `target_modules` fits no layer.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(f"model.lora: needs peft: {error}; install grpo-async[lora]") from error
+    targets = _target_names(model, section)
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,  # type: ignore[arg-type]  # peft divides it, a float is fine
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+    )
+    try:
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model.lora.target_modules: {error}") from error
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad and parameter.dtype != torch.float32:
+                module._parameters[name] = nn.Parameter(parameter.detach().float())
+    list_sources(model)  # refuses adapters that could not be pushed, a tied head for one
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether adapters were added."""
+    return any(True for _ in _adapter_layers(model))
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """The model as it was without adapters, inside the context. Nothing moves: the layers leave their product out."""
+    layers = list(_adapter_layers(model))
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True  # peft's enable_adapters() would also switch requires_grad, which FSDP has read
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer._disable_adapters = value
+
+
+def initialise_adapters(model: Any, *, seed: int) -> None:
+    """peft's first values: A uniform in +-1/sqrt(columns) (Kaiming, a = sqrt 5), B zero; of an embedding A zero and B normal. Each
+    tensor has a generator of its own, so they are the same on any number of ranks."""
+    for name, layer in model.named_modules():
+        if not hasattr(layer, "lora_A") or ADAPTER not in {**layer.lora_A, **layer.lora_embedding_A}:
+            continue
+        if ADAPTER in layer.lora_A:
+            _fill_uniform(layer.lora_A[ADAPTER].weight, f"{seed} {name}")
+            _fill(layer.lora_B[ADAPTER].weight, None)
+        else:
+            _fill(layer.lora_embedding_A[ADAPTER], None)
+            _fill_normal(layer.lora_embedding_B[ADAPTER], f"{seed} {name}")
+
+
+def gather_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The state of the Hugging Face model without adapters as modules: merged, dequantized, tied tensors once, on the CPU; what
+    `save_pretrained(state_dict=...)` wants. A collective: call it on every rank; rank 0 gets everything, the others {}."""
+    is_leader = not dist.is_initialized() or dist.get_rank() == 0
+    weights = {}
+    for source in list_sources(model):
+        whole = source.gather()
+        if is_leader:
+            weights[source.name] = whole.to(device="cpu", dtype=source.saved_dtype).contiguous()
+    return weights
+
+
+def gather_adapter(model: Any) -> dict[str, torch.Tensor]:
+    """The adapter under the names of peft's files. A collective; {} without adapters."""
+    state = {}
+    for name, layer in model.named_modules():
+        if not hasattr(layer, "lora_A"):
+            continue
+        for key in ("lora_A", "lora_B"):
+            if ADAPTER in getattr(layer, key):
+                state[f"base_model.model.{name}.{key}.weight"] = _whole(getattr(layer, key)[ADAPTER].weight)
+        for key in ("lora_embedding_A", "lora_embedding_B"):
+            if ADAPTER in getattr(layer, key):
+                state[f"base_model.model.{name}.{key}"] = _whole(getattr(layer, key)[ADAPTER])
+    return state
+
+
+def write_adapter(folder: Path, model: Any, state: dict[str, torch.Tensor]) -> None:
+    """Write `state` of `gather_adapter` as a folder that `PeftModel.from_pretrained(base, folder)` loads. Rank 0 only.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model.peft_config[ADAPTER]
+    config.base_model_name_or_path = model.config.name_or_path
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    save_file(state, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+
+
+def _target_names(model: Any, section: LoraSection) -> list[str]:
+    """Whole names of the layers that get adapters."""
+    head = model.get_output_embeddings()
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    if section.target_modules == "all-linear":
+        names = [name for name, module in linear.items() if isinstance(module, nn.Linear) and module is not head]
+        if not names:
+            raise ConfigError("model.lora.target_modules: the model has no linear layers; name the layers instead")
+        return names
+    chosen: list[str] = []
+    for target in section.target_modules:
+        fitting = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not fitting:
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            raise ConfigError(f"model.lora.target_modules: no layer's name ends in {target!r}; there are {known}")
+        chosen += [name for name in fitting if name not in chosen]
+    return chosen
+
+
+def _adapter_layers(model: Any) -> Iterator[Any]:
+    return (module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "_disable_adapters"))
+
+
+def _fill_uniform(parameter: torch.Tensor, key: str) -> None:
+    whole = torch.empty(parameter.shape)
+    nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=_generator(key))
+    _fill(parameter, whole)
+
+
+def _fill_normal(parameter: torch.Tensor, key: str) -> None:
+    _fill(parameter, torch.empty(parameter.shape).normal_(generator=_generator(key)))
+
+
+def _generator(key: str) -> torch.Generator:
+    digest = hashlib.sha256(key.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _fill(parameter: torch.Tensor, whole: torch.Tensor | None) -> None:
+    """Give this rank's rows of `parameter` the values of `whole`; None: zeros."""
+    from grpo_async.training.sources import rows_of
+
+    rows, offset = rows_of(parameter)
+    with torch.no_grad():
+        if whole is None:
+            rows.zero_()
+        else:
+            rows.copy_(whole[offset : offset + rows.shape[0]])
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.to("cpu").contiguous()

@@ -1,0 +1,168 @@
+"""The safetensors files of a model: which tensors they hold, and any part of one.
+
+Used at both ends: the trainer loads its shards from them, a server adds pushed adapters to them. Nothing is read before it is asked
+for, and only as much as is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_async.errors import ConfigError
+from grpo_async.weights.buckets import ParameterSpec
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_DTYPE_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+_SAMPLED_ROWS = 3
+
+
+class CheckpointFiles:
+    """Open files of one model. `read_rows` takes memory for what it returns and nothing else; `read` maps the file.
+
+    Raises:
+        ConfigError: a file is missing, no whole safetensors file, or holds a tensor that another one holds too.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._handles: dict[str, Any] = {}  # by the name of the tensor
+        self._places: dict[str, tuple[Path, int]] = {}  # file, and where in it the tensor begins
+        self.specs: dict[str, ParameterSpec] = {}
+        for file in files:
+            try:
+                handle: Any = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(
+                    f"model.path: {file} is no whole safetensors file: {error}; copy the model again"
+                ) from error
+            begins = _begins(file)
+            for name in handle.keys():  # noqa: SIM118 - it is no mapping
+                if name in self._handles:
+                    raise ConfigError(f"model.path: {name} is in two files of {file.parent}; copy the model again")
+                part = handle.get_slice(name)
+                dtype = _DTYPE_NAMES.get(part.get_dtype())
+                if dtype is None:
+                    raise ConfigError(f"model.path: {file} holds {name} as {part.get_dtype()}, which cannot be loaded")
+                self._handles[name] = handle
+                self._places[name] = file, begins[name]
+                self.specs[name] = ParameterSpec(name=name, dtype_name=dtype, shape=tuple(part.get_shape()))
+
+    @classmethod
+    def of(cls, path: str, *, is_local: bool = False) -> CheckpointFiles:
+        """The files of a folder, or of a name on a hub.
+
+        Args:
+            is_local: do not look at the hub itself, only at what was fetched from it.
+
+        Raises:
+            ConfigError: there are none, or they are of another format.
+        """
+        return cls(find_files(path, is_local=is_local))
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor; its memory is the file's, so do not write to it."""
+        tensor: torch.Tensor = self._handles[name].get_tensor(name)
+        return tensor
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Entries start..stop of the first dimension, (stop - start, ...); of a tensor without dimensions, all of it.
+
+        Raises:
+            ConfigError: the file has become shorter.
+        """
+        spec = self.specs[name]
+        shape = (stop - start, *spec.shape[1:]) if spec.shape else ()
+        size = spec.num_bytes // max(1, spec.shape[0]) if spec.shape else spec.num_bytes
+        rows = torch.empty(shape, dtype=getattr(torch, spec.dtype_name))
+        file, begin = self._places[name]
+        if rows.numel():
+            with file.open("rb", buffering=0) as stream:
+                stream.seek(begin + start * size if spec.shape else begin)
+                numbers: Any = rows.reshape(-1).view(torch.uint8).numpy()
+                target = memoryview(numbers)
+                while target:
+                    count = stream.readinto(target)
+                    if not count:
+                        raise ConfigError(f"model.path: {file} ends within {name}; copy the model again")
+                    target = target[count:]
+        return rows
+
+    def digest(self) -> str:
+        """SHA-256 over names, shapes, dtypes, and three rows of every tensor. Two models that differ in anything that training
+        changes differ in it, without reading all of them."""
+        sha = hashlib.sha256()
+        for name in sorted(self.specs):
+            spec = self.specs[name]
+            sha.update(f"{name} {spec.dtype_name} {spec.shape}\n".encode())
+            if not spec.shape or not spec.num_bytes:
+                continue
+            num_rows = spec.shape[0]
+            for row in sorted({number * (num_rows - 1) // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)}):
+                values = self.read_rows(name, row, row + 1).contiguous().reshape(-1)
+                sha.update(values.view(torch.uint8).numpy().tobytes())
+        return sha.hexdigest()
+
+
+def _begins(file: Path) -> dict[str, int]:
+    """Where each tensor of a safetensors file begins, in bytes; safe_open has checked the header."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    return {
+        name: 8 + length + int(entry["data_offsets"][0]) for name, entry in header.items() if name != "__metadata__"
+    }
+
+
+def find_files(path: str, *, is_local: bool = False) -> list[Path]:
+    """The safetensors files of a model's folder or of a hub name (fetched, or taken from the cache).
+
+    Raises:
+        ConfigError: see `CheckpointFiles.of`.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return _find_on_hub(path, is_local=is_local)
+    if (folder / _INDEX).is_file():
+        files = [folder / name for name in _files_of_index(folder / _INDEX)]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ConfigError(f"model.path: {folder / _INDEX} names files that are not there: {missing[:5]}")
+        return files
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    if any((folder / name).is_file() for name in _PICKLED):
+        raise ConfigError(
+            f"model.path: {path!r} holds its weights as pickled .bin files, which may run code when they are read; convert them "
+            "once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder) writes safetensors"
+        )
+    raise ConfigError(f"model.path: cannot load a model from {path!r}: neither {_SINGLE} nor {_INDEX} is there")
+
+
+def _files_of_index(index: Path) -> list[str]:
+    try:
+        return sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"model.path: {index} is broken: {error!r}; copy the model again") from error
+
+
+def _find_on_hub(path: str, *, is_local: bool) -> list[Path]:
+    from transformers.utils.hub import cached_file
+
+    try:
+        index = cached_file(path, _INDEX, local_files_only=is_local, _raise_exceptions_for_missing_entries=False)
+        names = [_SINGLE] if index is None else _files_of_index(Path(index))
+        return [Path(cached_file(path, name, local_files_only=is_local)) for name in names]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: cannot load a model from {path!r}: {error}") from error

@@ -1,0 +1,111 @@
+"""A push of adapters alone serves what a push of merged weights would serve, of this base and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_async.config.model_sections import LoraSection, ModelSection
+from grpo_async.errors import ConfigError, WeightPushError
+from grpo_async.inference.surface import PARAMETERS_PATH, SCORE_PATH, ServedParameters
+from grpo_async.training.load import load_policy
+from grpo_async.training.parameters import AdapterParameters, choose_parameters
+from grpo_async.training.score import score_sequences
+from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights
+from grpo_async.weights.buckets import ParameterSpec
+from tests.servers.embedded_support import live, load
+from tests.support.adapter_push import adapted_policy, merged, push
+from tests.support.tiny_model import build_tiny_model
+
+SEQUENCES = [[5, 9, 200, 31, 7, 7, 8, 100, 3], list(range(40, 80))]
+
+
+def _served(server: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in server.engine.parameters().items()}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_adapter_push_serves_exactly_what_a_merged_push_serves(tmp_path: Path, tied: bool) -> None:
+    folder = build_tiny_model(tmp_path, tie_word_embeddings=tied)
+    policy, section = adapted_policy(folder)
+    with live(load(folder), model_path=str(folder)) as server:
+        before = _served(server)
+        report = push(server.url, None, policy, section, 1)
+        by_adapters = _served(server)
+        whole = push(server.url, None, policy, merged(section), 2)
+        by_merged = _served(server)
+        assert all(torch.equal(by_adapters[name], by_merged[name]) for name in by_merged)
+        changed = {name for name in before if not torch.equal(before[name], by_merged[name])}
+        assert changed == {name for name in before if "proj" in name}
+        # a second push starts from the base again, not from what is served
+        push(server.url, None, policy, section, 3)
+        assert all(torch.equal(tensor, by_merged[name]) for name, tensor in _served(server).items())
+        expected = score_sequences(policy, SEQUENCES, device=torch.device("cpu"))
+        for sequence, logprobs in zip(SEQUENCES, expected, strict=True):
+            answer = server.client.post(SCORE_PATH, json={"token_ids": sequence})
+            assert answer.json()["logprobs"] == pytest.approx(logprobs, abs=1e-4)
+    # rank 4, float32; a layer: q 64+64, k and v 64+32 each, o 64+64, gate, up and down 64+128 each = 1024 rows and columns
+    assert report.num_bytes == 2 * 4 * 4 * 1024
+    assert whole.num_bytes > 5 * report.num_bytes
+
+
+def test_a_server_with_another_base_or_none_is_refused(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path / "model")
+    other = build_tiny_model(tmp_path / "other", seed=1)
+    policy, section = adapted_policy(folder)
+    parameters = choose_parameters(policy.model, section, served_dtype=torch.float32, device=torch.device("cpu"))
+    with live(load(other), model_path=str(other)) as server:
+        before = _served(server)
+        served = ServedParameters.model_validate_json(server.client.get(PARAMETERS_PATH).content)
+        assert "are not those of model.path" in parameters.problems(served)[0]
+        # a trainer that does not ask is refused by the server itself
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AdapterParameters, "problems", lambda *_: [])
+            with pytest.raises(WeightPushError, match="adapters of another base"):
+                push(server.url, None, policy, section, 1)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in _served(server).items())
+        assert server.info().policy_version == 0
+    assert "no safetensors files" in parameters.problems(ServedParameters(shapes={}))[0]
+
+
+def _spec(name: str, *shape: int, dtype: str = "float32") -> ParameterSpec:
+    return ParameterSpec(name=name, dtype_name=dtype, shape=shape)
+
+
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"  # (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ([_spec(WEIGHT + LEFT, 64, 4)], "only one of its factors"),
+        ([_spec(WEIGHT + LEFT, 64, 4), _spec(WEIGHT + RIGHT, 3, 64)], "have the shapes"),
+        ([_spec(WEIGHT + LEFT, 32, 4), _spec(WEIGHT + RIGHT, 4, 64)], "have the shapes"),
+        ([_spec("stranger.left", 4, 4), _spec("stranger.right", 4, 4)], "no factor of a weight"),
+        ([_spec(WEIGHT, 64, 64)], "no factor of a weight"),
+        ([_spec(WEIGHT + LEFT, 64, 4, dtype="bfloat16"), _spec(WEIGHT + RIGHT, 4, 64)], "not float32"),
+        ([_spec(WEIGHT + LEFT, 64, 4), _spec(WEIGHT + LEFT, 64, 4), _spec(WEIGHT + RIGHT, 4, 64)], "sent twice"),
+    ],
+)
+def test_factors_that_do_not_fit_the_base_are_named(tiny_model: Path, specs: list[ParameterSpec], words: str) -> None:
+    base = BaseWeights(str(tiny_model))
+    shapes = {name: list(spec.shape) for name, spec in base.files.specs.items()}
+    assert base.problems([_spec(WEIGHT + LEFT, 64, 4), _spec(WEIGHT + RIGHT, 4, 64)], shapes, []) == []
+    assert any(words in problem for problem in base.problems(specs, shapes, []))
+    # the base itself has to be what is served
+    assert base.problems([], {**shapes, "more": [3]}, []) == ["more is missing"]
+
+
+def test_a_base_that_the_trainer_has_rounded_is_refused(tiny_model: Path) -> None:
+    lora = LoraSection(rank=4, push="adapter")
+    policy = load_policy(
+        ModelSection(path=str(tiny_model), dtype="bfloat16", lora=lora),
+        temperature=1.0,
+        chunk_tokens=16,
+        max_model_len=64,
+    )
+    with pytest.raises(ConfigError, match=r"model\.lora\.push: adapter: .* \(float32\), the trainer has it rounded"):
+        AdapterParameters(policy.model, path=str(tiny_model), served_dtype=torch.float32)

@@ -1,0 +1,63 @@
+"""The trainer's end of a push of adapters, or of merged weights, to a server that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from grpo_async.config.model_sections import LoraSection, ModelSection
+from grpo_async.inference.control import ServerControl
+from grpo_async.training.load import load_policy
+from grpo_async.training.parameters import choose_parameters
+from grpo_async.training.policy import Policy
+from grpo_async.weights.push import PushReport, PushSettings, push_weights
+from grpo_async.weights.transport import WeightTransport
+
+LIMIT_S = 60.0
+
+
+def adapted_policy(folder: Path, *, seed: int = 0) -> tuple[Policy, ModelSection]:
+    """A policy whose adapters change what it says; `push` is adapter."""
+    section = ModelSection(path=str(folder), lora=LoraSection(rank=4, push="adapter"))
+    policy = load_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=512)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=generator)
+    return policy, section
+
+
+def push(url: str, token: str | None, policy: Policy, section: ModelSection, version: int) -> PushReport:
+    """One push as a run makes it, of what `model.lora.push` says."""
+    parameters = choose_parameters(policy.model, section, served_dtype=torch.float32, device=torch.device("cpu"))
+    control = ServerControl(url, token=token, timeout_s=LIMIT_S)
+    transport = WeightTransport(
+        "gloo",
+        host="127.0.0.1",
+        bucket_bytes=10_000,
+        timeout_s=LIMIT_S,
+        device=torch.device("cpu"),
+        base=parameters.base,
+    )
+    try:
+        control.info()
+        assert parameters.problems(control.parameters()) == []
+        transport.connect([control])
+        return push_weights(
+            parameters,
+            version=version,
+            targets=[control],
+            transport=transport,
+            settings=PushSettings(mode="recompute", timeout_s=LIMIT_S, drain_timeout_s=LIMIT_S),
+        )
+    finally:
+        transport.close()
+        control.close()
+
+
+def merged(section: ModelSection) -> ModelSection:
+    """The same with `push: merged`."""
+    assert section.lora is not None
+    return section.model_copy(update={"lora": section.lora.model_copy(update={"push": "merged"})})

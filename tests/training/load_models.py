@@ -1,0 +1,34 @@
+"""Tiny random models of several families for the tests of loading and sharding, and what ranks do with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32,
+}  # fmt: skip
+
+
+def save_model(folder: Path, family: str, *, tied: bool = False, seed: int = 0, **settings: Any) -> Path:
+    """Write a random model of a family (llama, qwen3, qwen3_moe, gemma) and return the folder."""
+    import transformers
+
+    torch.manual_seed(seed)
+    names = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "gemma": "Gemma"}
+    sizes = {**SIZES, **{name: settings.pop(name) for name in list(settings) if name != "max_shard_size"}}
+    if family == "qwen3_moe":
+        sizes |= {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    if family == "llama":  # rotary tables that are not the usual ones
+        sizes |= {
+            "rope_scaling": {
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        }  # fmt: skip
+    config = getattr(transformers, f"{names[family]}Config")(**sizes, tie_word_embeddings=tied, initializer_range=0.08)
+    getattr(transformers, f"{names[family]}ForCausalLM")(config).save_pretrained(folder, **settings)
+    return folder

@@ -1,0 +1,163 @@
+"""A policy as it is loaded equals `from_pretrained`, bit by bit, whole or sharded; what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_async.config.model_sections import ModelSection
+from grpo_async.errors import ConfigError
+from grpo_async.training.load import build_policy, load_policy
+from grpo_async.training.score import score_sequences
+from grpo_async.training.sources import list_sources
+from grpo_async.weights.checkpoint_files import CheckpointFiles
+from tests.support.ranks import run_on_ranks
+from tests.training.load_models import save_model
+from tests.training.shard_jobs import MODULE, SEQUENCES
+
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma"]
+
+
+def _load(folder: Path, **settings: Any) -> Any:
+    section = ModelSection(path=str(folder), **settings)
+    return load_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=128).model
+
+
+def _pretrained(folder: Path, **settings: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **settings)
+
+
+def _assert_equal(model: Any, expected: Any) -> None:
+    ours, theirs = model.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+    buffers = dict(expected.named_buffers())
+    assert dict(model.named_buffers()).keys() == buffers.keys()
+    for name, buffer in model.named_buffers():
+        assert buffer.dtype == buffers[name].dtype, name
+        assert torch.equal(buffer, buffers[name]), name
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_is_that_of_from_pretrained(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = save_model(tmp_path, family, tied=tied)
+    model, expected = _load(folder), _pretrained(folder)
+    _assert_equal(model, expected)
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+    ids = torch.randint(0, 40, (2, 20), generator=torch.Generator().manual_seed(0))
+    hidden = expected.eval()(ids).logits
+    # the policy has its own attention function, so the plain one is put back
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model.eval()(ids).logits, hidden)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_files_in_several_parts_and_in_bfloat16(tmp_path: Path, family: str) -> None:
+    folder = save_model(tmp_path, family, max_shard_size="60KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    _assert_equal(_load(folder), _pretrained(folder))
+    _assert_equal(_load(folder, dtype="bfloat16"), _pretrained(folder, dtype=torch.bfloat16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tied"), [("qwen3_moe", False), ("gemma", True)])
+def test_two_ranks_hold_the_model_of_from_pretrained_in_shards(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = save_model(tmp_path / "model", family, tied=tied, vocab_size=41)  # rows that do not divide evenly
+    done = run_on_ranks("load_sharded", 2, tmp_path / "run", model=folder, out=tmp_path / "weights.pt", module=MODULE)
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    expected = {source.name: source.tensor.detach() for source in list_sources(_pretrained(folder))}
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    # neither rank holds more than its half, the odd row of the embedding aside
+    total = sum(tensor.numel() for tensor in expected.values())
+    assert max(done["local"]) <= 0.52 * total
+    policy = load_policy(ModelSection(path=str(folder)), temperature=1.0, chunk_tokens=16, max_model_len=256)
+    (logprobs,) = score_sequences(policy, SEQUENCES[:1], device=torch.device("cpu"))
+    assert done["logprobs"] == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_a_policy_has_no_memory_before_its_weights_are_loaded(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "qwen3")
+    policy = build_policy(ModelSection(path=str(folder)), temperature=1.0, chunk_tokens=16, max_model_len=128)
+    assert {parameter.device.type for parameter in policy.parameters()} == {"meta"}
+    assert {buffer.device.type for buffer in policy.buffers()} == {"cpu"}
+
+
+def test_the_generation_config_comes_along(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "qwen3")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 7], "top_k": 11}))
+    assert _load(folder).generation_config.eos_token_id == [3, 7]
+
+
+def _change(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "words"),
+    [
+        ("qwen3", lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"lacks model\.layers\.1\.mlp\.up_proj\.weight"),
+        ("qwen3", lambda t: t.update(stranger=torch.zeros(2)), r"does not have: stranger"),
+        ("qwen3", lambda t: t.update({"model.norm.weight": torch.zeros(7)}), r"model\.norm\.weight in the shape \[7\].*\[64\]"),
+        ("qwen3_moe", lambda t: t.pop("model.layers.0.mlp.experts.1.up_proj.weight"), r"experts"),
+    ],
+    ids=["missing", "unexpected", "shape", "expert"],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, family: str, change: Any, words: str) -> None:
+    folder = save_model(tmp_path, family)
+    _change(folder, change)
+    with pytest.raises(ConfigError, match=words):
+        _load(folder)
+
+
+def test_a_tied_head_that_the_file_holds_too_must_be_the_embedding(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "qwen3", tied=True)
+    _change(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    _assert_equal(_load(folder), _pretrained(folder))
+    _change(folder, lambda t: t["lm_head.weight"].add_(1.0))
+    with pytest.raises(ConfigError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight"):
+        _load(folder)
+
+
+def test_a_head_may_be_the_only_one_of_a_tied_pair_in_the_file(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "qwen3", tied=True)
+    _change(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    _assert_equal(_load(folder), _pretrained(folder))
+
+
+def test_pickled_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "qwen3")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"pickled \.bin files.*save_pretrained"):
+        _load(folder)
+
+
+def test_broken_and_missing_files_are_named(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "qwen3", max_shard_size="60KB")
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=rf"{first.name} is no whole safetensors file"):
+        _load(folder)
+    second.unlink()
+    with pytest.raises(ConfigError, match=rf"names files that are not there: \['{second.name}'\]"):
+        _load(folder)
+
+
+def test_a_digest_tells_models_apart_and_not_how_they_are_cut_into_files(tmp_path: Path) -> None:
+    one = CheckpointFiles.of(str(save_model(tmp_path / "one", "qwen3")))
+    cut = CheckpointFiles.of(str(save_model(tmp_path / "cut", "qwen3", max_shard_size="60KB")))
+    other = CheckpointFiles.of(str(save_model(tmp_path / "other", "qwen3", seed=1)))
+    assert one.digest() == cut.digest() != other.digest()

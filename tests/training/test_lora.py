@@ -1,0 +1,195 @@
+"""Adapters as a run trains them: what moves, what is sent, what is exported; in 16 and 4 bits too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_async.config.model_sections import LoraSection, ModelSection
+from grpo_async.errors import ConfigError
+from grpo_async.training.load import build_policy, load_policy
+from grpo_async.training.lora import adapters_off, gather_adapter, gather_weights, write_adapter
+from grpo_async.training.nf4 import Nf4Linear, dequantize_rows, packed_width, quantize_rows
+from grpo_async.training.parameters import ShardedParameters
+from grpo_async.training.policy import Policy
+from grpo_async.training.score import _one_row
+from tests.support.ranks import run_on_ranks
+from tests.training.load_models import save_model
+from tests.training.parameter_models import collect
+from tests.training.shard_jobs import MODULE
+
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True, vocab_size=320)
+
+
+def _load(folder: Path, *, lora: dict[str, Any] | None = None, moved: bool = True, **settings: Any) -> Policy:
+    section = ModelSection(path=str(folder), lora=LoraSection(**{**LORA, **(lora or {})}), **settings)
+    policy = load_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=64)
+    if moved:
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.2, generator=generator)
+    return policy
+
+
+def _logprobs(policy: Policy) -> torch.Tensor:
+    with torch.no_grad():
+        logprobs: torch.Tensor = policy(_one_row([5, 9, 200, 31, 7, 7, 8, 100, 3])).logprobs
+    return logprobs
+
+
+def _plain(folder: Path, **settings: Any) -> Policy:
+    return load_policy(ModelSection(path=str(folder), **settings), temperature=1.0, chunk_tokens=16, max_model_len=64)
+
+
+def test_adapters_begin_as_nothing_and_are_all_that_is_trained(folder: Path) -> None:
+    policy = _load(folder, moved=False)
+    assert torch.equal(_logprobs(policy), _logprobs(_plain(folder)))
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 3 * 7 * 2  # A and B at every linear layer of three, the head left out
+    assert all("lora_" in name for name in trained)
+    torch.autograd.backward(policy(_one_row([1, 2, 3, 4])).logprobs.sum())
+    assert {name for name, parameter in policy.named_parameters() if parameter.grad is not None} == trained
+    first = policy.model.model.layers[0].self_attn.q_proj.lora_A.default.weight
+    # uniform in +-sqrt(6 / ((1 + 5) x 64)) = +-1/8: variance 1/192
+    assert first.abs().max() <= 1 / 8
+    assert first.var().item() == pytest.approx(1 / 192, rel=0.3)
+
+
+def test_adapters_off_is_the_model_without_them_also_after_an_error(folder: Path) -> None:
+    policy, plain = _load(folder), _plain(folder)
+    with_them = _logprobs(policy)
+    assert (with_them - _logprobs(plain)).abs().max() > 0.01
+    with adapters_off(policy.model):
+        assert torch.equal(_logprobs(policy), _logprobs(plain))
+    with pytest.raises(RuntimeError), adapters_off(policy.model):
+        raise RuntimeError
+    assert torch.equal(_logprobs(policy), with_them)
+    assert any(parameter.requires_grad for parameter in policy.parameters())
+
+
+def test_merged_weights_compute_what_base_and_adapters_do(folder: Path) -> None:
+    policy, plain = _load(folder), _plain(folder)
+    sent = collect(ShardedParameters(policy.model, wire_dtype=torch.float32))
+    plain.model.load_state_dict(sent, strict=False)
+    torch.testing.assert_close(_logprobs(plain), _logprobs(policy), rtol=0, atol=1e-5)
+
+
+def test_exports_are_a_merged_model_and_an_adapter_that_peft_loads(folder: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    policy = _load(folder)
+    policy.model.save_pretrained(tmp_path / "merged", state_dict=gather_weights(policy.model))
+    torch.testing.assert_close(_logprobs(_plain(tmp_path / "merged")), _logprobs(policy), rtol=0, atol=1e-5)
+    write_adapter(tmp_path / "adapter", policy.model, gather_adapter(policy.model))
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    peft_model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    ids = torch.tensor([[5, 9, 200, 31, 7, 7, 8, 100, 3]])
+    logits = torch.log_softmax(peft_model(ids).logits[0, :-1], dim=-1)
+    theirs = logits.gather(-1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(_logprobs(policy), theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [(["q_proj", "nonsense"], r"no layer's name ends in 'nonsense'.*q_proj"), (["lm_head"], r"are one tied weight")],
+)
+def test_targets_that_do_not_fit_are_refused(folder: Path, targets: list[str], words: str) -> None:
+    section = ModelSection(path=str(folder), lora=LoraSection(target_modules=targets))
+    with pytest.raises(ConfigError, match=words):
+        build_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=64)
+
+
+def test_adapters_are_float32_beside_a_base_in_bfloat16(folder: Path) -> None:
+    policy = _load(folder, dtype="bfloat16")
+    dtypes = {parameter.requires_grad: parameter.dtype for parameter in policy.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    sent = collect(ShardedParameters(policy.model, wire_dtype=torch.float32))
+    expected = collect(ShardedParameters(_load(folder).model, wire_dtype=torch.float32))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(sent[name], tensor, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_checkpointing": "full"},
+        {"dtype": "bfloat16", "compute_dtype": "bfloat16"},
+        {"lora": {**LORA, "quantization": "nf4"}},
+    ],
+    ids=["float32", "bfloat16-base", "nf4"],
+)
+def test_two_ranks_train_adapters_as_one_does(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    runs = {}
+    for ranks in (1, 2):
+        own = {"lora": LORA, **settings}
+        if ranks == 1:
+            own.pop("activation_checkpointing", None)
+        out = tmp_path / f"{ranks}.pt"
+        result = run_on_ranks("train", ranks, tmp_path / str(ranks), module=MODULE, model=folder, out=out, **own)
+        runs[ranks] = result, torch.load(out, weights_only=True)
+    (one, weights), (two, other) = runs[1], runs[2]
+    loose = settings.get("dtype") == "bfloat16"
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4, abs=1e-2 if loose else 1e-6)
+    assert two["norms"] == pytest.approx(one["norms"], rel=5e-2 if loose else 1e-4)
+    assert two["frozen"] == one["frozen"] > 20
+    start = collect(
+        ShardedParameters(_load(folder, moved=False, lora=settings.get("lora")).model, wire_dtype=torch.float32)
+    )
+    changed = {name for name in start if not torch.allclose(weights[name].float(), start[name], rtol=1e-2, atol=1e-4)}
+    assert changed <= {name for name in start if "proj" in name}
+    assert any((weights[name].float() - start[name]).abs().max() > 1e-3 for name in start if "proj" in name)
+    for name, tensor in weights.items():
+        far = (other[name].float() - tensor.float()).abs() > (2e-2 if loose else 2e-4)
+        assert far.float().mean() < 5e-3, name
+
+
+def test_four_bits_are_bitsandbytes_codes_row_by_row() -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weight = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
+    packed = quantize_rows(weight)
+    assert packed.shape == (6, packed_width(128)) == (6, 72)
+    assert torch.equal(torch.cat([quantize_rows(weight[:2]), quantize_rows(weight[2:])]), packed)  # any cut by rows
+    theirs = dequantize_4bit(*quantize_4bit(weight, blocksize=64, quant_type="nf4"))
+    assert torch.equal(dequantize_rows(packed, 128, torch.float32), theirs)
+
+
+def test_a_layer_in_four_bits_computes_and_differentiates_with_its_rounded_weight(folder: Path) -> None:
+    policy = _load(folder, lora={"quantization": "nf4"})
+    layer = policy.model.model.layers[1].mlp.down_proj.base_layer
+    assert isinstance(layer, Nf4Linear)
+    weight = dequantize_rows(layer.qweight, 128, torch.float32)
+    original = _plain(folder).model.model.layers[1].mlp.down_proj.weight
+    assert 0.0 < (weight - original).abs().mean() < 0.15 * original.abs().mean()
+    x = torch.randn(3, 128, requires_grad=True)
+    gradient = torch.randn(3, 64)
+    layer(x).backward(gradient)
+    torch.testing.assert_close(layer(x), x @ weight.T)
+    torch.testing.assert_close(x.grad, gradient @ weight)
+
+
+def test_a_model_in_four_bits_is_sent_dequantized_and_merged(folder: Path) -> None:
+    policy, plain = _load(folder, lora={"quantization": "nf4"}), _plain(folder)
+    sent = collect(ShardedParameters(policy.model, wire_dtype=torch.float32))
+    assert sent.keys() == collect(ShardedParameters(plain.model, wire_dtype=torch.float32)).keys()
+    plain.model.load_state_dict(sent, strict=False)
+    torch.testing.assert_close(_logprobs(plain), _logprobs(policy), rtol=0, atol=1e-5)
+
+
+def test_rows_that_cannot_be_cut_into_blocks_are_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "qwen3", intermediate_size=96)
+    section = ModelSection(path=str(folder), lora=LoraSection(quantization="nf4"))
+    with pytest.raises(ConfigError, match=r"a multiple of 64, model\.layers\.0\.mlp\.down_proj has 96"):
+        build_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=64)

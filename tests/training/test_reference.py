@@ -1,0 +1,59 @@
+"""Both kinds of reference answer with the model they stand for, leave nothing gathered, and do not move with the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_async.config.model_sections import ModelSection
+from grpo_async.errors import ConfigError
+from grpo_async.training.load import load_policy
+from grpo_async.training.policy import Policy
+from grpo_async.training.reference import check_vocabulary, is_policy_without_adapters
+from grpo_async.training.score import score_sequences
+from tests.support.ranks import run_on_ranks
+from tests.training.load_models import save_model
+from tests.training.shard_jobs import MODULE, SEQUENCES
+
+
+def _plain(folder: Path) -> Policy:
+    return load_policy(ModelSection(path=str(folder)), temperature=1.0, chunk_tokens=16, max_model_len=64)
+
+
+@pytest.mark.slow
+def test_references_answer_as_their_models_do_on_two_ranks(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen3", vocab_size=320)
+    other = save_model(tmp_path / "other", "qwen3", vocab_size=320, seed=1)
+    done = run_on_ranks("ask_references", 2, tmp_path / "run", module=MODULE, model=model, other=other)
+    expected = {
+        name: score_sequences(_plain(folder), SEQUENCES[:1], device=torch.device("cpu"))[0]
+        for name, folder in (("off", model), ("frozen", other))
+    }
+    for name, logprobs in expected.items():
+        assert done["first"][name] == pytest.approx(logprobs, abs=1e-5)
+        assert done["second"][name] == pytest.approx(logprobs, abs=1e-5)  # the policy has moved, the reference has not
+    assert done["moved"] == pytest.approx(done["merged"], abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(done["moved"], expected["off"], strict=True)) > 1e-4
+    assert (done["nothing"], done["gathered"], done["frozen"]) == ([0, 0], 0, 0)
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    policy = _plain(save_model(tmp_path / "one", "qwen3"))
+    other = _plain(save_model(tmp_path / "other", "qwen3", vocab_size=48))
+    with pytest.raises(
+        ConfigError, match=r"loss\.reference: 'elsewhere' has a vocabulary of 48 tokens, model\.path one of 40"
+    ):
+        check_vocabulary(policy, other, "elsewhere")
+    check_vocabulary(policy, policy, "same")
+
+
+@pytest.mark.parametrize(
+    ("lora", "reference", "expected"),
+    [(None, "initial", False), ("adapters", "initial", True), ("adapters", "/a/folder", False)],
+)
+def test_the_policy_without_adapters_is_the_initial_model(lora: str | None, reference: str, expected: bool) -> None:
+    config = SimpleNamespace(model=SimpleNamespace(lora=lora), loss=SimpleNamespace(reference=reference))
+    assert is_policy_without_adapters(config) == expected  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""A step is the same however it is sharded and whatever is computed again in the backward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_async.batching.pack import MicroBatch
+from grpo_async.config.model_sections import ModelSection
+from grpo_async.errors import ConfigError
+from grpo_async.training.load import load_policy
+from grpo_async.training.recompute import decoder_layers
+from grpo_async.training.score import _one_row
+from grpo_async.training.shard import shard_policy
+from tests.support.ranks import run_on_ranks
+from tests.training.load_models import save_model
+from tests.training.shard_jobs import MODULE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True, vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def one_rank(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    return _train(1, tmp_path_factory.mktemp("one"), model)
+
+
+def _train(ranks: int, folder: Path, model: Path, **settings: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    result = run_on_ranks("train", ranks, folder, module=MODULE, model=model, out=folder / "weights.pt", **settings)
+    return result, torch.load(folder / "weights.pt", weights_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, {"reshard_after_forward": False, "activation_checkpointing": "full"}),
+        (4, {"num_nodes": 2}),  # 2 x 2: sharded over the ranks of a machine, replicated over machines
+    ],
+    ids=["two-ranks-checkpointed", "hybrid"],
+)
+def test_two_steps_are_those_of_one_rank(
+    tmp_path: Path,
+    model: Path,
+    one_rank: tuple[dict[str, Any], dict[str, torch.Tensor]],
+    ranks: int,
+    settings: dict[str, Any],
+) -> None:
+    expected, expected_weights = one_rank
+    result, weights = _train(ranks, tmp_path, model, **settings)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4, abs=1e-6)
+    assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+    for name, tensor in expected_weights.items():
+        # AdamW's first step is lr x sign(g): an element whose gradient is all rounding may go either way
+        far = (weights[name] - tensor).abs() > 2e-4
+        assert far.float().mean() < 2e-3, name
+
+
+def _gradients(model: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    section = ModelSection(path=str(model), **settings)
+    policy = load_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=64)
+    output = policy(_batch())
+    torch.autograd.backward(output.logprobs.sum())
+    return {name: parameter.grad for name, parameter in policy.named_parameters() if parameter.grad is not None}
+
+
+def _batch() -> MicroBatch:
+    return _one_row([5, 9, 200, 31, 7, 7, 8, 100, 3])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_gradients_are_those_without_checkpointing_bit_by_bit(tmp_path: Path, family: str, mode: str) -> None:
+    folder = save_model(tmp_path, family, vocab_size=320)
+    expected, found = _gradients(folder), _gradients(folder, activation_checkpointing=mode)
+    assert found.keys() == expected.keys()
+    assert len(found) > 10
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def _saved_bytes(model: Path, mode: str) -> tuple[int, int]:
+    """(bytes that a forward pass keeps for the backward pass, matrix products that the backward pass runs)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    section = ModelSection(path=str(model), activation_checkpointing=mode)  # type: ignore[arg-type]
+    policy = load_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=64)
+    own = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    kept: dict[int, int] = {}
+
+    class Count(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.number += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return function(*args, **(kwargs or {}))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = policy(_batch())
+    with Count() as count:
+        torch.autograd.backward(output.logprobs.sum())
+    return sum(kept.values()), count.number
+
+
+def test_full_recomputes_the_products_and_selective_does_not(model: Path) -> None:
+    kept, products = _saved_bytes(model, "none")
+    full_kept, full_products = _saved_bytes(model, "full")
+    _, selective_products = _saved_bytes(model, "selective")
+    assert full_kept < kept / 2
+    # 3 layers x 7 projections, but for the last of each: nobody needs its result again
+    assert full_products == products + 18
+    assert selective_products == products
+
+
+def test_decoder_layers_are_not_the_experts_inside_them() -> None:
+    from torch import nn
+
+    layers = nn.ModuleList(
+        nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(1, 1) for _ in range(8))}) for _ in range(3)
+    )
+    model = nn.ModuleDict({"layers": layers, "others": nn.ModuleList([nn.Linear(1, 1)])})
+    assert list(decoder_layers(model)) == list(layers)
+
+
+def test_offloading_to_the_cpu_is_refused_on_a_cpu(model: Path) -> None:
+    class Mesh:
+        device_type = "cpu"
+
+    policy = load_policy(ModelSection(path=str(model)), temperature=1.0, chunk_tokens=16, max_model_len=64)
+    with pytest.raises(ConfigError, match=r"training\.cpu_offload"):
+        shard_policy(policy, Mesh(), compute_dtype=torch.float32, cpu_offload=True)  # type: ignore[arg-type]
