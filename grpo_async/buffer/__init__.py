@@ -1,1 +1,3 @@
-"""Between generator and trainer: `ledger` accounts for every group, `admission` paces, `sample_buffer` hands over."""
+"""Between generator and trainer: `ledger` accounts for every group, `admission` paces, `sample_buffer` hands over, and `resume` is
+what a checkpoint keeps of them.
+"""

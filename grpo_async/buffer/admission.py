@@ -56,6 +56,11 @@ class Admission:
                     return
             await self._changed.wait()  # waits: cancelled with the run
 
+    def occupy(self, num_groups: int) -> None:
+        """Take places without waiting, for groups that a resume puts back into the queue: they had them before."""
+        with self._lock:
+            self._admitted += num_groups
+
     def release(self, num_groups: int = 1) -> None:
         """Give back the places of groups that will not be trained."""
         with self._lock:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_async.records import GroupStatus
@@ -25,7 +26,7 @@ class _OpenGroup:
 class Ledger:
     """Counts groups and tokens by status."""
 
-    def __init__(self, totals: dict[str, dict[str, int]] | None = None) -> None:
+    def __init__(self, totals: Mapping[str, Mapping[str, int]] | None = None) -> None:
         """`totals` are those of a snapshot to go on from; what was open then must be empty."""
         self._lock = threading.Lock()
         self._open: dict[int, _OpenGroup] = {}
@@ -71,6 +72,12 @@ class Ledger:
         with self._lock:
             return group_id in self._open
 
+    def tokens_of(self, group_id: int) -> int:
+        """Tokens of an open group, without those of its failed rollouts; 0 for one that is not open."""
+        with self._lock:
+            group = self._open.get(group_id)
+            return 0 if group is None else group.tokens
+
     @property
     def num_events(self) -> int:
         """Grows while anything moves: tokens that arrive, groups that are started or settled."""
@@ -97,13 +104,17 @@ def is_closed(snapshot: dict[str, dict[str, int]]) -> bool:
 
 
 def totals_for_resume(snapshot: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """A snapshot in which what was open counts as cancelled: a resumed run issues those prompts again."""
+    """A snapshot without what was open: a resumed run takes those groups up again, with the tokens that it still has, and counts
+    them then. Each group counts once, so the resumed run's ledger is that of a run that was never interrupted.
+
+    started 10 = trained 7 + queued 2 + in flight 1  ->  started 7 = trained 7
+    """
     totals = {}
     for kind, counts in snapshot.items():
         still_open = counts[GroupStatus.QUEUED.value] + counts[GroupStatus.IN_FLIGHT.value]
         totals[kind] = {
             **counts,
-            GroupStatus.CANCELLED.value: counts[GroupStatus.CANCELLED.value] + still_open,
+            "started": counts["started"] - still_open,
             GroupStatus.QUEUED.value: 0,
             GroupStatus.IN_FLIGHT.value: 0,
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo_async.errors import DeadlineError
@@ -91,6 +91,22 @@ class SampleBuffer:
                 room = self._room
             await room.wait()  # waits: cancelled with the run
 
+    def restore(self, groups: Sequence[ScoredGroup]) -> None:
+        """Queue groups of a checkpoint, before anything is taken or put."""
+        with self._condition:
+            self._groups.extend(groups)
+            self._condition.notify_all()
+
+    def queued(self) -> list[ScoredGroup]:
+        """What is queued, in the order of the group ids; it stays there."""
+        with self._condition:
+            return sorted(self._groups, key=lambda scored: scored.group.group_id)
+
+    def noted(self) -> list[ScoredGroup]:
+        """The groups noted since the last `take_filtered`; they stay noted."""
+        with self._condition:
+            return list(self._filtered)
+
     def note_filtered(self, scored: ScoredGroup) -> None:
         """Remember a group that was scored but will be replaced, so that the metrics of the next step see its rewards."""
         with self._condition:
@@ -107,14 +123,16 @@ class SampleBuffer:
 
         Raises:
             DeadlineError: nothing moved for `watch.timeout_s` seconds.
-            BufferInterrupted: `interrupt` was called; what was taken so far is queued again.
+            BufferInterrupted: `interrupt` was called.
             BaseException: whatever was given to `fail`.
+
+        With each of them, what was taken so far is queued again: a checkpoint that is written then has it.
         """
         taken: list[ScoredGroup] = []
         while True:
             try:
                 taken.extend(self._pop(num_groups - len(taken), trainer_version, watch))
-            except BufferInterrupted:
+            except BaseException:
                 with self._condition:
                     self._groups.extend(taken)
                 raise

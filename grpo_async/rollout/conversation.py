@@ -19,8 +19,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import chain
+from typing import Protocol, Self
 
+from grpo_async.buffer.resume import PartialRollout
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.inference.client import Generation, OnTokens
 from grpo_async.inference.surface import GenerateRequest
@@ -41,7 +43,12 @@ class Generator(Protocol):
     """The inference client, as far as a conversation needs it."""
 
     async def generate(
-        self, request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = ""
+        self,
+        request: GenerateRequest,
+        *,
+        on_tokens: OnTokens | None = None,
+        affinity: str = "",
+        begun: Generation | None = None,
     ) -> Generation: ...
 
 
@@ -94,6 +101,47 @@ class RolloutStart:
     tool_names: Sequence[str] = ()
     world: World | None = None
     prompt_messages: Sequence[TaggedMessage] | None = None
+    live: LiveRollout | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveRollout:
+    """A rollout that others look at while it runs, or that begins where a checkpoint left it: the turns that are over, and the one
+    that is being generated. Without environment only: its state cannot be brought back."""
+
+    rollout_id: str
+    prompt_ids: Sequence[int] = ()
+    turns: list[TurnRecord] = field(default_factory=list)
+    open: Generation = field(default_factory=Generation)
+
+    @classmethod
+    def of(cls, partial: PartialRollout) -> Self:
+        """Goes on where a checkpoint left it."""
+        return cls(
+            rollout_id=partial.rollout_id,
+            prompt_ids=partial.prompt_ids,
+            turns=list(partial.turns),
+            open=Generation(
+                token_ids=list(partial.open_ids),
+                logprobs=list(partial.open_logprobs),
+                policy_versions=list(partial.open_versions),
+                finish_reason=partial.open_finish,
+            ),
+        )
+
+    def look(self) -> PartialRollout | None:
+        """A copy of what there is; None before the first token."""
+        if not self.turns and not self.open.token_ids:
+            return None
+        return PartialRollout(
+            rollout_id=self.rollout_id,
+            prompt_ids=self.prompt_ids,
+            turns=list(self.turns),
+            open_ids=list(self.open.token_ids),
+            open_logprobs=list(self.open.logprobs),
+            open_versions=list(self.open.policy_versions),
+            open_finish=self.open.finish_reason,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +153,12 @@ class _Progress:
     turns: list[TurnRecord] = field(default_factory=list)
     truncated: bool = False
     done: bool = False
+
+    @classmethod
+    def after(cls, prompt_ids: Sequence[int], turns: list[TurnRecord]) -> Self:
+        """After these turns, to which further ones are added."""
+        ids = chain.from_iterable(chain(turn.output_ids, turn.tool_response_ids) for turn in turns)
+        return cls(context=[*prompt_ids, *ids], num_prompt_tokens=len(prompt_ids), turns=turns)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -140,18 +194,18 @@ class Conversation:
         Args:
             start: prompt, tools, environment.
             on_tokens: called as tokens arrive.
-            turns: gets the turns as they are made, so that they are there when an error is raised.
+            turns: gets the turns as they are made, so that they are there when an error is raised; those of `start.live` where
+                there is one.
 
         Raises:
             InferenceError: a generation failed.
             GrpoAsyncError: the environment's `is_done` failed, or tool results cannot be rendered.
         """
         began = time.monotonic()
-        progress = _Progress(
-            context=list(start.prompt_ids),
-            num_prompt_tokens=len(start.prompt_ids),
-            turns=[] if turns is None else turns,
-        )
+        live = start.live
+        if live is not None:
+            turns = live.turns
+        progress = _Progress.after(start.prompt_ids, [] if turns is None else turns)
         if start.world is not None:
             progress.done = await start.world.is_done()
         ended = progress.done
@@ -161,8 +215,15 @@ class Conversation:
                 progress.truncated = True
                 break
             request = self._request(start, progress, budget)
-            generation = await self._client.generate(request, on_tokens=on_tokens, affinity=start.affinity)
+            if live is None:
+                generation = await self._client.generate(request, on_tokens=on_tokens, affinity=start.affinity)
+            else:
+                generation = await self._client.generate(
+                    request, on_tokens=on_tokens, affinity=start.affinity, begun=live.open
+                )
             ended = await self._after_generation(start, progress, generation)
+            if live is not None:  # the turn is among the turns now
+                live.open = Generation()
         return RolloutCompletion(
             rollout_id=start.rollout_id,
             prompt_ids=start.prompt_ids,

@@ -16,7 +16,7 @@ from typing import Any
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.envs import Environment, Environments
 from grpo_async.records import Origin, Prompt, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
-from grpo_async.rollout.conversation import Conversation, RolloutStart
+from grpo_async.rollout.conversation import Conversation, LiveRollout, RolloutStart
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.rollout.seeds import seed_of
@@ -86,14 +86,29 @@ class ConversationProducer:
         prompt_ids: Sequence[int] = ()
         messages: Sequence[TaggedMessage] | None = None
         turns: list[TurnRecord] = []
+        live: LiveRollout | None = None
+        over: RolloutCompletion | None = None
+        progress = group.request.progress
+        if progress is not None and environment is None:
+            restored = progress.restored(index)
+            if isinstance(restored, RolloutCompletion):
+                return restored
+            live = LiveRollout(rollout_id=rollout_id) if restored is None else LiveRollout.of(restored)
+            turns = live.turns
+            seen = live
+            # evaluated between two steps of the loop: when the last turn is among the turns, `over` is set too
+            progress.watch(index, lambda: over or seen.look())
         began = time.monotonic()
         try:
             # Those in the slots have that limit too.
             async with self._slots, asyncio.timeout(self._limits.rollout_timeout_s):  # waits: for rollouts with limits
                 began = time.monotonic()
                 messages = None if environment is None else await _reset(environment, group.request.prompt)
-                prompt_ids = group.prompt_ids(messages)
-                completion = await self._run(group, index, rollout_id, environment, messages, prompt_ids, turns)
+                if live is not None:
+                    prompt_ids = live.prompt_ids = live.prompt_ids or group.prompt_ids(messages)
+                else:
+                    prompt_ids = group.prompt_ids(messages)
+                completion = await self._run(group, index, rollout_id, environment, messages, prompt_ids, turns, live)
         except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
             self._errors.note("rollout", error)
             message = str(error) or (
@@ -101,7 +116,7 @@ class ConversationProducer:
                 if isinstance(error, TimeoutError)
                 else type(error).__name__
             )
-            return RolloutCompletion(
+            over = RolloutCompletion(
                 rollout_id=rollout_id,
                 prompt_ids=prompt_ids,
                 turns=turns,  # what led to it
@@ -110,9 +125,11 @@ class ConversationProducer:
                 total_duration_s=time.monotonic() - began,
                 prompt_messages=messages,
             )
+            return over
         if not completion.turns:
             self._errors.count("environment done at reset" if completion.done else "prompt too long")
-        return replace(completion, total_duration_s=time.monotonic() - began)
+        over = replace(completion, total_duration_s=time.monotonic() - began)
+        return over
 
     async def _run(
         self,
@@ -123,6 +140,7 @@ class ConversationProducer:
         messages: Sequence[TaggedMessage] | None,
         prompt_ids: Sequence[int],
         turns: list[TurnRecord],
+        live: LiveRollout | None,
     ) -> RolloutCompletion:
         request = group.request
         tools = self._tools_with(environment)
@@ -137,6 +155,7 @@ class ConversationProducer:
                 tool_names=[tool.name for tool in tools],
                 world=environment,
                 prompt_messages=messages,
+                live=live,
             ),
             on_tokens=None if on_tokens is None else lambda count, version: on_tokens(index, count, version),
             turns=turns,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 
@@ -14,8 +15,9 @@ logger = logging.getLogger(__name__)
 class ErrorLog:
     """Counts failures by kind, such as "rollout: ServerUnavailableError"."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
+        """`counts` are those of a checkpoint; their kinds were logged then."""
+        self._counts: Counter[str] = Counter(counts or {})
 
     def note(self, what: str, error: BaseException) -> None:
         """Count a failure of `what` ("rollout", "group")."""

@@ -1,87 +1,227 @@
-"""Greedy evaluation on held-out prompts, through the same server and the same reward functions."""
+"""Evaluation on held-out prompts, through the same servers, rollouts and reward functions as training.
+
+    prompts -> produce (samples rollouts each) -> score -> Outcome... -> evaluation_result
+                                                     '-> store (rows as those of training, never trained)
+
+Its seeds depend on the prompt and the number of the sample only: every evaluation draws the same, whatever training does. It
+counts its own tokens and its own failures; nothing of it enters the ledger or the metrics of training.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Sequence
-from statistics import fmean
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.errors import RunError
-from grpo_async.records import Prompt, RolloutCompletion, RolloutStatus
+from grpo_async.errors import ConfigError, RolloutContractError, RunError
+from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
+from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.evaluation_metrics import EvaluationResult, Outcome, PromptOutcomes, evaluation_result
 from grpo_async.rollout.producer import GroupProducer, GroupRequest
 from grpo_async.rollout.seeds import seed_of
 from grpo_async.scoring.advantages import combine_rewards
+from grpo_async.scoring.answers import read_answer
 from grpo_async.scoring.scorer import Scorer
+from grpo_async.store.rollout_store import RolloutStore
 
 _MAX_FAILED_SHARE = 0.05
+_MOST_GROUPS = 64
+"""Values of `evaluation.group_by`: each has a dozen metrics of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationTask:
+    """One evaluation. `step` names it; `served_version` tells the policy version that the servers serve at the moment of the call;
+    `max_in_flight` bounds its rollouts in progress (never fewer than those of one prompt); `store` takes its rows."""
+
+    step: int
+    served_version: Callable[[], int]
+    max_in_flight: int
+    store: RolloutStore | None = None
 
 
 class Evaluator:
-    """Makes one completion per prompt with `producer` (which samples with temperature 0) and scores it."""
+    """Makes `samples` completions per prompt with `producer`, which knows the temperature, and scores them.
+
+    Args:
+        pass_reward: a completion passes when its reward is at least this.
+        group_by: column whose values get results of their own.
+        errors: counts failures; that of an evaluation, not of training.
+
+    Raises:
+        ConfigError: `group_by` is no column of the prompts, or has too many values.
+    """
 
     def __init__(
-        self, prompts: Sequence[Prompt], producer: GroupProducer, scorer: Scorer, *, max_in_flight: int
+        self,
+        prompts: Sequence[Prompt],
+        producer: GroupProducer,
+        scorer: Scorer,
+        *,
+        samples: int = 1,
+        pass_reward: float = 1.0,
+        group_by: str | None = None,
+        errors: ErrorLog | None = None,
     ) -> None:
-        """`max_in_flight` bounds the environments that are leased at once."""
         self._prompts = prompts
-        self._max_in_flight = max_in_flight
         self._producer = producer
         self._scorer = scorer
+        self._samples = samples
+        self._pass_reward = pass_reward
+        self._errors = errors or ErrorLog()
+        self._groups = _groups(prompts, group_by)
+        self.num_tokens = 0
+        """Sampled so far, over all evaluations. Grows while one runs."""
 
-    async def run(self, *, version: int) -> dict[str, float]:
-        """Metrics of policy `version`: reward, rewards/{name}, mean_length, num_turns, truncated, num_prompts, and num_failed
-        and num_unscored where there are any (a rollout without tokens is not scored, as in training).
+    async def run(self, task: EvaluationTask) -> EvaluationResult:
+        """Evaluate once. Runs to its end beside whatever else the loop does; cancel it to break it off.
 
         Raises:
-            GrpoAsyncError: a reward failed, or more than 5% of the rollouts did: the rest would not compare.
+            RunError: more than 5% of the rollouts failed (a reward that fails counts too): the rest would not compare.
+            RolloutContractError: the rollout function returned something unusable.
         """
-        slots = asyncio.Semaphore(self._max_in_flight)
+        began = time.monotonic()
+        slots = asyncio.Semaphore(max(1, task.max_in_flight // self._samples))
 
-        async def one(number: int, prompt: Prompt) -> tuple[dict[str, float | None], RolloutCompletion]:
-            request = GroupRequest(
-                name=f"eval-v{version}-{number}",
-                prompt=prompt,
-                size=1,
-                seed=seed_of("evaluation", number),
-                served_version=lambda: version,
-            )
-            async with slots, self._producer.produce(request) as produced:  # waits: for rollouts with limits
-                (completion,) = produced.completions
-                if not completion.status.is_trainable or not completion.num_sampled_tokens:
-                    return dict.fromkeys(self._scorer.weights), completion
-                scores = await self._scorer.scores(prompt, [completion], environments=produced.environments)
-            return scores.parts[0], completion
+        async def one(number: int) -> _Made:
+            async with slots:  # waits: for rollouts with limits
+                return await self._make(task, number)
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(one(number, prompt)) for number, prompt in enumerate(self._prompts)]
+                running = [tasks.create_task(one(number)) for number in range(len(self._prompts))]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        results = [task.result() for task in running]
-        failed = [completion for _, completion in results if completion.status is RolloutStatus.FAILED]
-        if len(failed) > _MAX_FAILED_SHARE * len(results):
-            raise RunError(
-                f"{len(failed)} of {len(results)} rollouts of the evaluation failed; the first, {failed[0].rollout_id}: "
-                f"{failed[0].error}"
+        made = [each.result() for each in running]
+        self._check_failures([failure for each in made for failure in each.failures])
+        prompts = [PromptOutcomes(outcomes=m.outcomes, group=g) for m, g in zip(made, self._groups, strict=True)]
+        return evaluation_result(
+            prompts, samples=self._samples, pass_reward=self._pass_reward, duration_s=time.monotonic() - began
+        )
+
+    def _check_failures(self, failures: Sequence[str]) -> None:
+        total = len(self._prompts) * self._samples
+        if len(failures) > _MAX_FAILED_SHARE * total:
+            raise RunError(f"{len(failures)} of {total} rollouts of the evaluation failed; the first, {failures[0]}")
+
+    async def _make(self, task: EvaluationTask, number: int) -> _Made:
+        """The completions of one prompt. A failure is theirs alone."""
+        prompt = self._prompts[number]
+        request = GroupRequest(
+            name=f"eval-v{task.step}-{number}",
+            prompt=prompt,
+            size=self._samples,
+            seed=seed_of("evaluation", number),
+            served_version=task.served_version,
+            on_tokens=self._count,
+        )
+        group = RolloutGroup(group_id=number, prompt=prompt, completions=[])
+        try:
+            async with self._producer.produce(request) as produced:
+                group = RolloutGroup(group_id=number, prompt=prompt, completions=produced.completions)
+                scored, outcomes = await self._score(group, produced.environments)
+        except RolloutContractError:
+            raise
+        except Exception as error:  # noqa: BLE001 - this prompt's failure is its own, as in training; many end the evaluation
+            self._errors.note("evaluation", error)
+            words = f"{request.name}: {error or type(error).__name__}"
+            self._keep(task, group, GroupStatus.FAILED, None)
+            return _Made([Outcome(failed=True)] * self._samples, [words] * self._samples)
+        self._keep(task, group, GroupStatus.FILTERED, scored)
+        failed = [c for c in group.completions if c.status is RolloutStatus.FAILED]
+        return _Made(outcomes, [f"{completion.rollout_id}: {completion.error}" for completion in failed])
+
+    def _count(self, _index: int, num_tokens: int, _version: int) -> None:
+        self.num_tokens += num_tokens
+
+    async def _score(
+        self, group: RolloutGroup, environments: Sequence[Any] | None
+    ) -> tuple[ScoredGroup | None, list[Outcome]]:
+        """Outcomes of all completions, in their order. One that failed or has no token is not scored, as in training."""
+        survivors = group.trainable
+        kept = {id(completion): position for position, completion in enumerate(survivors)}
+        if not survivors:
+            return None, [_outcome(completion) for completion in group.completions]
+        if environments is not None:
+            environments = [e for e, c in zip(environments, group.completions, strict=True) if id(c) in kept]
+        scores = await self._scorer.scores(group.prompt, survivors, environments=environments)
+        rewards = combine_rewards(scores.parts, self._scorer.weights)
+        scored = ScoredGroup(
+            group=group,
+            samples=[],
+            rewards=rewards,
+            reward_parts=scores.parts,
+            metrics=scores.metrics,
+            extra_columns=scores.extra_columns,
+        )
+        outcomes = []
+        for completion in group.completions:
+            position = kept.get(id(completion))
+            if position is None:
+                outcomes.append(_outcome(completion))
+                continue
+            extra = {name: values[position] for name, values in scores.extra_columns.items()}
+            outcomes.append(
+                _outcome(
+                    completion,
+                    reward=rewards[position],
+                    parts=scores.parts[position],
+                    answer=read_answer(completion, extra),
+                )
             )
-        parts = [part for part, _ in results]
-        completions = [completion for _, completion in results if completion.num_sampled_tokens]
-        metrics = {"num_prompts": float(len(parts))}
-        scored = [reward for reward in combine_rewards(parts, self._scorer.weights) if reward is not None]
-        if scored:
-            metrics["reward"] = fmean(scored)
-        for name in self._scorer.weights:
-            values = [value for part in parts if (value := part[name]) is not None]
-            if values:
-                metrics[f"rewards/{name}"] = fmean(values)
-        if completions:
-            metrics["mean_length"] = fmean(completion.num_sampled_tokens for completion in completions)
-            metrics["num_turns"] = fmean(len(completion.turns) for completion in completions)
-        metrics["truncated"] = fmean(float(completion.truncated) for _, completion in results)
-        counts = {"num_failed": len(failed), "num_unscored": len(results) - len(scored) - len(failed)}
-        return metrics | {name: float(count) for name, count in counts.items() if count}
+        return scored, outcomes
+
+    def _keep(self, task: EvaluationTask, group: RolloutGroup, status: GroupStatus, scored: ScoredGroup | None) -> None:
+        if task.store is not None:
+            task.store.append(group, [], status, task.step, scored=scored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The completions of one prompt, and a sentence about each that failed."""
+
+    outcomes: Sequence[Outcome]
+    failures: Sequence[str]
+
+
+def _outcome(
+    completion: RolloutCompletion,
+    *,
+    reward: float | None = None,
+    parts: dict[str, float | None] | None = None,
+    answer: str | None = None,
+) -> Outcome:
+    versions = [version for turn in completion.turns for version in turn.policy_versions]
+    return Outcome(
+        reward=reward,
+        parts=parts or {},
+        answer=answer,
+        num_tokens=completion.num_sampled_tokens,
+        num_turns=len(completion.turns),
+        truncated=completion.truncated,
+        failed=completion.status is RolloutStatus.FAILED,
+        versions=(min(versions), max(versions)) if versions else None,
+    )
+
+
+def _groups(prompts: Sequence[Prompt], column: str | None) -> list[str | None]:
+    if column is None:
+        return [None] * len(prompts)
+    lacking = next((prompt for prompt in prompts if column not in prompt.columns), None)
+    if lacking is not None:
+        raise ConfigError(
+            f"evaluation.group_by: {column} is not one of the columns {sorted(lacking.columns)} of row {lacking.prompt_id}"
+        )
+    groups = [str(prompt.columns[column]) for prompt in prompts]
+    if len(set(groups)) > _MOST_GROUPS:
+        raise ConfigError(
+            f"evaluation.group_by: {column} has {len(set(groups))} different values; results are reported for each, so take a "
+            f"column with at most {_MOST_GROUPS}"
+        )
+    return list(groups)
 
 
 def majority_share(rows: Sequence[dict[str, Any]], column: str) -> float:

@@ -11,16 +11,22 @@ from statistics import fmean
 
 from grpo_async.records import RolloutCompletion, ScoredGroup
 
+_ZERO_STD = 1e-8  # as in TRL
+
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards, lengths and truncation over all groups of a step, trained or filtered."""
+    """Rewards, lengths and truncation over all groups of a step, trained or filtered.
+
+    reward and reward_std are over all of its rewards, frac_reward_zero_std is the share of its groups whose rewards are equal,
+    whatever they are compared with.
+    """
     metrics: dict[str, float] = {}
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     if rewards:
         metrics["reward"] = fmean(rewards)
         spreads = [_std([r for r in group.rewards if r is not None]) for group in groups]
-        metrics["reward_std"] = fmean(spreads)
-        metrics["frac_reward_zero_std"] = fmean(float(spread < 1e-9) for spread in spreads)
+        metrics["reward_std"] = _std(rewards)
+        metrics["frac_reward_zero_std"] = fmean(float(spread < _ZERO_STD) for spread in spreads)
     for name in sorted({name for group in groups for part in group.reward_parts for name in part}):
         values = [value for group in groups for part in group.reward_parts if (value := part.get(name)) is not None]
         if values:

@@ -12,10 +12,21 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from grpo_async.buffer.resume import Begun
 from grpo_async.records import Prompt, RolloutCompletion
 
 OnGroupTokens = Callable[[int, int, int], None]
 """Called with (index of the rollout, number of new tokens, policy version that sampled them) as they arrive."""
+
+
+class GroupProgress(Protocol):
+    """What a producer shows of a group while it makes it, and what it finds there to go on from."""
+
+    def restored(self, index: int) -> Begun | None:
+        """What a checkpoint had of this rollout."""
+
+    def watch(self, index: int, look: Callable[[], Begun | None]) -> None:
+        """`look` gives what there is of this rollout at the moment of the call, a copy; on the event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +35,8 @@ class GroupRequest:
 
     `name` begins the names of its rollouts ("g7" -> "g7-r0", "g7-r1", ...). `seed` is that of the group, from which rollouts
     and turns have theirs (`seed_of`). `served_version` tells the policy version that the server serves at the moment of the call.
+    `progress` is None where nobody asks; a producer that cannot go on in the middle (environments, the user's own function) leaves
+    it alone, and its groups are begun anew by a resume.
     """
 
     name: str
@@ -32,6 +45,7 @@ class GroupRequest:
     seed: int
     served_version: Callable[[], int]
     on_tokens: OnGroupTokens | None = None
+    progress: GroupProgress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,18 +12,22 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from grpo_async.buffer.admission import Admission
-from grpo_async.buffer.ledger import Ledger, totals_for_resume
+from grpo_async.buffer.ledger import Ledger
+from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.data.stream import PromptStream
 from grpo_async.errors import DeadlineError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.evaluation import Evaluator
+from grpo_async.rollout.evaluation import EvaluationTask, Evaluator
+from grpo_async.rollout.evaluation_metrics import EvaluationResult
+from grpo_async.rollout.in_flight import describe as describe_in_flight
 from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker
+from grpo_async.scoring.compare import Advantages
+from grpo_async.store.rollout_store import RolloutStore
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +43,12 @@ class AsyncRolloutSource:
         *,
         thread: LoopThread,
         client: InferenceClient,
-        stream: PromptStream,
         worker: RolloutWorker,
         buffer: SampleBuffer,
         ledger: Ledger,
         admission: Admission,
         errors: ErrorLog,
+        advantages: Advantages,
         server_events: Callable[[], int] = int,
         closing: Sequence[Callable[[], None]] = (),
         closing_on_loop: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
@@ -54,12 +58,12 @@ class AsyncRolloutSource:
         self._config = config
         self._thread = thread
         self._client = client
-        self._stream = stream
         self._worker = worker
         self._buffer = buffer
         self._ledger = ledger
         self._admission = admission
         self._errors = errors
+        self._advantages = advantages
         self._server_events = server_events
         self._attention = threading.Event()
         self._closing = closing
@@ -67,7 +71,8 @@ class AsyncRolloutSource:
         self._resampled: list[ScoredGroup] = []
         self._stopping = False
         self._is_closed = False
-        self._evaluation: Future[dict[str, float]] | None = None
+        self._evaluator: Evaluator | None = None
+        self._evaluation: Future[EvaluationResult] | None = None
 
     def start(self) -> None:
         """Begin to generate. Call after the first weight push, so that no token is sampled from unknown weights."""
@@ -77,12 +82,12 @@ class AsyncRolloutSource:
         """The run is to stop: a waiting or later `take` gives None, an evaluation is broken off."""
         self._stopping = True
         self._buffer.interrupt()
-        evaluation = self._evaluation  # `evaluate` may end meanwhile
+        evaluation = self._evaluation
         if evaluation is not None:
             evaluation.cancel()
 
     def wake(self) -> None:
-        """Make whoever waits in `take` or `evaluate` call its `attend`. From any thread."""
+        """Make whoever waits in `take` or `await_evaluation` call its `attend`. From any thread."""
         self._buffer.wake()
         self._attention.set()
 
@@ -97,21 +102,39 @@ class AsyncRolloutSource:
         watch = Watch(
             timeout_s=self._config.training.queue_timeout_s,
             setting="training.queue_timeout_s",
-            progress=lambda: self._ledger.num_events + self._server_events(),
+            progress=lambda: self._ledger.num_events + self._server_events() + self._evaluated_tokens(),
             heartbeat=heartbeat,
             attend=attend,
-            describe=self._describe,
+            describe=self.describe,
         )
         try:
             groups = self._buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
         except BufferInterrupted:
             return None
         self._resampled = self._buffer.take_filtered()
-        return groups
+        return self._advantages.over_step(groups)
 
-    def _describe(self) -> str:
-        groups = self._ledger.snapshot()["groups"]
-        return f"groups: {groups['in_flight']} in flight, {len(self._buffer)} queued, {groups['failed']} failed so far"
+    def describe(self) -> str:
+        """What there is and what the oldest of it waits for. From any thread, also when the rollout thread hangs."""
+        running = "" if self._evaluation is None or self._evaluation.done() else "; an evaluation is running"
+        num_failed = self._ledger.snapshot()["groups"]["failed"]
+        in_flight = describe_in_flight(self._worker.in_flight())
+        return f"{in_flight}; {len(self._buffer)} groups queued, {num_failed} failed so far{running}"
+
+    def task_stacks(self) -> str:
+        """Where the tasks of the rollout thread wait. From any thread, also when it hangs."""
+        return self._thread.task_stacks()
+
+    def fail(self, error: BaseException) -> None:
+        """A waiting and every later `take` raises `error`; an evaluation is broken off. From any thread."""
+        self._buffer.fail(error)
+        evaluation = self._evaluation
+        if evaluation is not None:
+            evaluation.cancel()
+
+    def _evaluated_tokens(self) -> int:
+        """Grows while an evaluation runs: one that holds the next push back is no stall."""
+        return 0 if self._evaluator is None else self._evaluator.num_tokens
 
     def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None:
         for group in groups:
@@ -125,10 +148,11 @@ class AsyncRolloutSource:
         self._thread.post(lambda: self._worker.on_version(version))
         self._admission.advance(version)
 
-    def resume_state(self) -> tuple[dict[str, Any], list[int], dict[str, dict[str, int]]]:
-        async def read() -> tuple[dict[str, Any], list[int], dict[str, dict[str, int]]]:
-            # on the loop, where no prompt can be issued between these reads
-            return self._stream.state(), self._worker.outstanding_prompts(), totals_for_resume(self._ledger.snapshot())
+    def resume_state(self) -> ResumeState:
+        """The rollout side at this instant; generation goes on. Call it between two steps, when what was taken is settled."""
+
+        async def read() -> ResumeState:
+            return self._worker.resume_state()
 
         return self._thread.call(
             read(),
@@ -147,31 +171,39 @@ class AsyncRolloutSource:
     def ledger_snapshot(self) -> dict[str, dict[str, int]]:
         return self._ledger.snapshot()
 
-    def evaluate(
-        self, evaluator: Evaluator, *, version: int, heartbeat: Callable[[], None], attend: Callable[[], None]
-    ) -> dict[str, float] | None:
-        """Metrics of the policy that is served; None when the run is to stop. Calls `heartbeat` now and then, and `attend` when
-        the servers change.
-
-        Raises:
-            GrpoAsyncError: a reward failed, or too many rollouts did.
-        """
-        self._evaluation = running = self._thread.submit(evaluator.run(version=version))
+    def begin_evaluation(
+        self, evaluator: Evaluator, *, step: int, max_in_flight: int, store: RolloutStore
+    ) -> Future[EvaluationResult]:
+        """Start an evaluation of what is served now, beside generation, on the same thread and servers. Who waits in `take` or
+        `await_evaluation` is woken when it ends; a request to stop cancels it. One at a time."""
+        task = EvaluationTask(
+            step=step, served_version=lambda: self._worker.served_version, max_in_flight=max_in_flight, store=store
+        )
+        self._evaluator = evaluator
+        self._evaluation = running = self._thread.submit(evaluator.run(task))
         if self._stopping:  # asked for between the two lines above
             running.cancel()
-        running.add_done_callback(lambda _: self._attention.set())
+        running.add_done_callback(lambda _: self.wake())
+        return running
+
+    def await_evaluation(
+        self, running: Future[EvaluationResult], *, heartbeat: Callable[[], None], attend: Callable[[], None]
+    ) -> EvaluationResult | None:
+        """Its result; None when the run is to stop. Calls `heartbeat` now and then, and `attend` when the servers change.
+
+        Raises:
+            GrpoAsyncError: too many rollouts failed.
+        """
+        while not running.done():  # waits: each of its rollouts has a deadline
+            if not self._attention.wait(timeout=_HEARTBEAT_S):
+                heartbeat()
+            elif not running.done():
+                self._attention.clear()
+                attend()
         try:
-            while not running.done():  # waits: each of its rollouts has a deadline
-                if not self._attention.wait(timeout=_HEARTBEAT_S):
-                    heartbeat()
-                elif not running.done():
-                    self._attention.clear()
-                    attend()
             return running.result(timeout=0.0)
         except CancelledError:
             return None
-        finally:
-            self._evaluation = None
 
     def stop_generating(self) -> None:
         """Cancel what is in flight and account for what is queued; the client stays usable (for a last evaluation)."""

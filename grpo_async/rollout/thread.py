@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+import types
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import uvloop
@@ -72,6 +74,14 @@ class LoopThread:
         """Run a function on the loop soon."""
         self._loop.call_soon_threadsafe(function)
 
+    def task_stacks(self, *, limit: int = 16) -> str:
+        """Where the tasks of the loop wait, a line for each, `limit` at most. From any thread, also when the loop hangs."""
+        tasks = sorted(asyncio.all_tasks(self._loop), key=lambda task: task.get_name())
+        lines = [f"{task.get_name()}: {' > '.join(_awaits(task.get_coro()))}" for task in tasks[:limit]]
+        if len(tasks) > limit:
+            lines.append(f"and {len(tasks) - limit} more tasks")
+        return "\n".join(lines)
+
     def cancel_all(self, *, timeout_s: float) -> bool:
         """Cancel every task of the loop and wait until they ended; False if some did not within `timeout_s`."""
 
@@ -107,3 +117,14 @@ class LoopThread:
             )
         else:
             self._loop.close()
+
+
+def _awaits(awaitable: object) -> Iterator[str]:
+    """The functions that a coroutine stands in, the outermost first: `_run_group worker.py:130`, `score function.py:162`."""
+    while isinstance(awaitable, types.CoroutineType | types.GeneratorType):
+        if isinstance(awaitable, types.CoroutineType):
+            frame, awaitable = awaitable.cr_frame, awaitable.cr_await
+        else:
+            frame, awaitable = awaitable.gi_frame, awaitable.gi_yieldfrom
+        if frame is not None:
+            yield f"{frame.f_code.co_name} {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

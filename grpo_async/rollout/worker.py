@@ -8,17 +8,20 @@ every group fails for a while does the run stop, with the cause.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from grpo_async.buffer.admission import Admission
-from grpo_async.buffer.ledger import Ledger
+from grpo_async.buffer.ledger import Ledger, totals_for_resume
+from grpo_async.buffer.resume import Begun, GroupInProgress, PartialRollout, QueuedGroup, ResumeState
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RolloutContractError, RunError
-from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup
+from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
 from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.in_flight import GroupInFlight
 from grpo_async.rollout.producer import GroupProducer, GroupRequest
 from grpo_async.rollout.seeds import seed_of
 from grpo_async.scoring.advantages import has_zero_variance
@@ -45,10 +48,37 @@ class _InFlight:
     """A group that is generating or being scored."""
 
     group: RolloutGroup
+    began: float = field(default_factory=time.monotonic)
     task: asyncio.Task[None] | None = None
+    scored: ScoredGroup | None = None  # when it only waits for room in the queue
+    begun: Mapping[int, Begun] = field(default_factory=dict)  # of a checkpoint
+    looks: dict[int, Callable[[], Begun | None]] = field(default_factory=dict)
     too_stale: bool = False
     oldest_versions: dict[int, int] = field(default_factory=dict)  # among the tokens of each rollout
     received: dict[int, int] = field(default_factory=dict)  # tokens of each rollout
+
+    def restored(self, index: int) -> Begun | None:
+        """See GroupProgress."""
+        return self.begun.get(index)
+
+    def watch(self, index: int, look: Callable[[], Begun | None]) -> None:
+        """See GroupProgress."""
+        self.looks[index] = look
+
+    def look(self) -> GroupInProgress:
+        """What there is of each rollout that has not failed: a failed one is tried again by a resume."""
+        found = dict(self.begun)  # what no producer has looked at yet
+        found |= {index: each for index, look in self.looks.items() if (each := look()) is not None}
+        whole = {i: e for i, e in found.items() if not (isinstance(e, RolloutCompletion) and not e.status.is_trainable)}
+        return GroupInProgress(prompt_id=self.group.prompt.prompt_id, begun=whole)
+
+    def take_up(self, begun: Mapping[int, Begun]) -> int:
+        """Go on with rollouts of a checkpoint; returns the number of their tokens."""
+        self.begun = begun
+        self.received = {index: each.num_sampled_tokens for index, each in begun.items()}
+        versions = {index: each.oldest_version for index, each in begun.items()}
+        self.oldest_versions = {index: version for index, version in versions.items() if version is not None}
+        return sum(self.received.values())
 
 
 class _TooStaleError(Exception):
@@ -56,14 +86,20 @@ class _TooStaleError(Exception):
 
 
 class RolloutWorker:
-    """See the module's docstring. Everything but `settle` and `outstanding_prompts` runs on the worker's loop."""
+    """See the module's docstring. Everything but `settle` runs on the worker's loop.
+
+    Args:
+        resume: what a checkpoint had of this side; its queued groups are put into the buffer here.
+        version: policy version at the start.
+        keeps_open_turns: a resume goes on in the middle of a turn. Without, a turn that was being generated is generated again from
+            its seed, which gives the same tokens and logprobs to the last bit where the engine's do not depend on how they are cut.
+    """
 
     def __init__(
         self,
         *,
         settings: WorkerSettings,
         stream: PromptStream,
-        reissue: Sequence[int],
         producer: GroupProducer,
         errors: ErrorLog,
         scorer: Scorer,
@@ -71,10 +107,12 @@ class RolloutWorker:
         ledger: Ledger,
         admission: Admission,
         store: RolloutStore,
+        resume: ResumeState | None = None,
+        version: int = 0,
+        keeps_open_turns: bool = True,
     ) -> None:
         self._settings = settings
         self._stream = stream
-        self._reissue = list(reissue)
         self._producer = producer
         self._errors = errors
         self._scorer = scorer
@@ -83,11 +121,39 @@ class RolloutWorker:
         self._admission = admission
         self._store = store
         self._in_flight: dict[int, _InFlight] = {}
-        self._outstanding: set[int] = set(reissue)
-        self._server_version = 0
-        self._failures_in_a_row = 0
+        self._server_version = version
         self._last_failure: Exception | None = None
-        self._without_signal_in_a_row = 0
+        self._keeps_open_turns = keeps_open_turns
+        counters = {} if resume is None else resume.counters
+        self._failures_in_a_row = counters.get("failures_in_a_row", 0)
+        self._without_signal_in_a_row = counters.get("without_signal_in_a_row", 0)
+        self._outstanding: set[int] = set() if resume is None else set(resume.outstanding)
+        self._begun: dict[int, GroupInProgress] = {}
+        self._reissue: list[int] = []
+        if resume is not None:
+            queued = self._put_back(resume, version)
+            self._reissue = [prompt_id for prompt_id in resume.outstanding if prompt_id not in queued]
+            self._begun = {group.prompt_id: group for group in resume.in_progress}
+
+    def _put_back(self, resume: ResumeState, version: int) -> set[int]:
+        """Queue the groups that were finished, but for those that are too stale by now (max_staleness was lowered): their
+        prompts are issued again. Returns the prompts of those that are queued."""
+        kept = [
+            queued
+            for queued in resume.queued
+            if (oldest := queued.scored.oldest_version) is None or version - oldest <= self._settings.max_staleness
+        ]
+        for queued in kept:
+            if queued.is_open:
+                group_id = queued.scored.group.group_id
+                self._ledger.start(group_id)
+                self._ledger.generated(group_id, queued.tokens)
+                self._ledger.queue(group_id)
+        self._admission.occupy(len(kept))
+        self._buffer.restore([queued.scored for queued in kept])
+        for noted in resume.noted:
+            self._buffer.note_filtered(noted)
+        return {queued.scored.group.prompt.prompt_id for queued in kept}
 
     @property
     def served_version(self) -> int:
@@ -110,9 +176,22 @@ class RolloutWorker:
                     entry = _InFlight(group=group)
                     self._in_flight[prompt.prompt_id] = entry
                     self._ledger.start(prompt.prompt_id)
+                    self._take_up(entry)
                     entry.task = tasks.create_task(self._run_group(prompt.prompt_id, entry))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
+
+    def _take_up(self, entry: _InFlight) -> None:
+        """Go on with what a checkpoint has of a group, unless it would be too stale when it is done."""
+        prompt_id = entry.group.prompt.prompt_id
+        group = self._begun.pop(prompt_id, None)
+        if group is None:
+            return
+        oldest = group.oldest_version
+        if oldest is not None and self._server_version - oldest > self._settings.max_staleness:
+            return
+        begun = group.begun if self._keeps_open_turns else without_open_turns(group.begun)
+        self._ledger.generated(prompt_id, entry.take_up(begun))
 
     def _next_prompt(self) -> Prompt:
         if self._reissue:
@@ -128,6 +207,7 @@ class RolloutWorker:
             if scored is None:
                 self._settle_dropped(entry.group, GroupStatus.FILTERED)
             else:
+                entry.scored = scored
                 await self._hand_over(scored)
             self._check_signal(scored)
         except NothingToLearnError:
@@ -178,6 +258,7 @@ class RolloutWorker:
             seed=seed_of(settings.seed, group_id),
             served_version=lambda: self._server_version,
             on_tokens=on_tokens,
+            progress=entry,
         )
         async with self._producer.produce(request) as produced:
             entry.group = group = RolloutGroup(
@@ -245,8 +326,56 @@ class RolloutWorker:
         self._store.append(group, scored.samples if scored else [], status, step, scored=scored)
 
     def outstanding_prompts(self) -> list[int]:
-        """Prompts that were issued and not settled, ascending: what a resume has to issue again. Thread-safe."""
-        return sorted(self._outstanding.copy())
+        """Prompts that were issued and not settled, ascending: what a resume has to take up or to issue again."""
+        return sorted(self._outstanding)
+
+    def resume_state(self) -> ResumeState:
+        """This side at this instant; on the loop, where nothing can be issued or finished between two lines. While the trainer's
+        thread calls, it takes and settles nothing."""
+        queued = {scored.group.group_id: scored for scored in self._buffer.queued()}
+        in_progress = []
+        for group_id, entry in sorted(self._in_flight.items()):
+            if entry.scored is not None:  # it waits for room
+                queued[group_id] = entry.scored
+            elif entry.task is not None and not entry.too_stale:
+                in_progress.append(entry.look())
+        in_progress += [group for _, group in sorted(self._begun.items())]  # of the checkpoint before, not taken up yet
+        return ResumeState(
+            data=self._stream.state(),
+            outstanding=self.outstanding_prompts(),
+            ledger=totals_for_resume(self._ledger.snapshot()),
+            queued=[
+                QueuedGroup(
+                    scored=scored, tokens=self._ledger.tokens_of(group_id), is_open=self._ledger.is_open(group_id)
+                )
+                for group_id, scored in sorted(queued.items())
+            ],
+            in_progress=[group for group in in_progress if group.begun],
+            noted=self._buffer.noted(),
+            store=self._store.position(),
+            failures=self._errors.counts,
+            counters={
+                "failures_in_a_row": self._failures_in_a_row,
+                "without_signal_in_a_row": self._without_signal_in_a_row,
+            },
+        )
+
+    def in_flight(self) -> list[GroupInFlight]:
+        """The groups that were started and are not queued yet. From any thread, also when the loop hangs."""
+        now = time.monotonic()
+        return [
+            GroupInFlight(
+                group_id=group_id,
+                age_s=now - entry.began,
+                stage="waiting for room in the queue"
+                if entry.scored is not None
+                else "being scored"
+                if entry.group.completions
+                else "generating",
+                tokens=entry.received.copy(),
+            )
+            for group_id, entry in self._in_flight.copy().items()
+        ]
 
     def on_version(self, version: int) -> None:
         """The server serves `version`: cancel the groups that could only be dropped as stale when they are done."""
@@ -260,6 +389,18 @@ class RolloutWorker:
     def _is_too_stale(self, entry: _InFlight) -> bool:
         oldest = min(entry.oldest_versions.values(), default=None)
         return oldest is not None and self._server_version - oldest > self._settings.max_staleness
+
+
+def without_open_turns(begun: Mapping[int, Begun]) -> dict[int, Begun]:
+    """What is over of each rollout: whole rollouts and whole turns. Rollouts of which nothing is left are not in it."""
+    kept: dict[int, Begun] = {}
+    for index, each in begun.items():
+        if isinstance(each, PartialRollout):
+            if not each.turns:
+                continue
+            each = replace(each, open_ids=(), open_logprobs=(), open_versions=(), open_finish=None)
+        kept[index] = each
+    return kept
 
 
 def _no_signal(scored: ScoredGroup | None) -> str:

@@ -1,7 +1,8 @@
 """Reads the rollout store, also while it is being written.
 
 A last line without a line feed is torn (a kill) or still being written: it is skipped. Any other line that cannot be
-read is a damaged file and an error. One row is in memory at a time.
+read is a damaged file and an error. One row is in memory at a time. What a run wrote after the checkpoint that it later went on
+from is left out, unless it is asked for: those groups were not trained in the run as it now is (`branches`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_async.errors import RunError
+from grpo_async.store.branches import read_branches
 from grpo_async.store.rows import GroupRow, from_json
 
 _PART_NAME = re.compile(r"part-(\d+)\.jsonl")
@@ -24,6 +26,7 @@ class StoredGroup:
     row: GroupRow
     part: Path
     offset: int  # bytes from the start of the part
+    superseded: bool = False  # written after the checkpoint that the run went on from
 
 
 def parts(folder: Path) -> list[Path]:
@@ -48,8 +51,9 @@ def read_groups(folder: Path) -> Iterator[GroupRow]:
     return (stored.row for stored in scan_groups(folder))
 
 
-def scan_groups(folder: Path) -> Iterator[StoredGroup]:
+def scan_groups(folder: Path, *, with_superseded: bool = False) -> Iterator[StoredGroup]:
     """As `read_groups`, with the place of each row."""
+    branches = read_branches(folder)
     for part in parts(folder):
         offset = 0
         with part.open("rb") as file:
@@ -62,7 +66,9 @@ def scan_groups(folder: Path) -> Iterator[StoredGroup]:
                     raise RunError(
                         f"{part}:{number}: the line is damaged: {error}; remove it to read the rest"
                     ) from error
-                yield StoredGroup(row, part, offset)
+                superseded = any(branch.covers(part_number(part), offset) for branch in branches)
+                if with_superseded or not superseded:
+                    yield StoredGroup(row, part, offset, superseded)
                 offset += len(line)
 
 

@@ -15,6 +15,7 @@ from typing import Self
 
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutGroup, RolloutSample, ScoredGroup
+from grpo_async.store.branches import Branch, add_branch
 from grpo_async.store.reader import part_number, parts
 from grpo_async.store.rows import group_row, to_json
 
@@ -35,6 +36,7 @@ class RolloutStore:
         self._lock = threading.Lock()
         self._file: FileIO | None = None
         self._written = 0  # bytes in the open part
+        self._number = 0  # of the open part
         self._closed = False
 
     def append(
@@ -69,6 +71,29 @@ class RolloutStore:
                     f"cannot write rollouts to {self._folder}: {error.strerror}; check its free space and permissions"
                 ) from error
 
+    def position(self) -> tuple[int, int]:
+        """(part, bytes): where the next line goes, or later in that part. What stands before it was written before this call."""
+        with self._lock:
+            if self._file is not None:
+                return self._number, self._written
+            return self._next_number(), 0
+
+    def supersede_from(self, position: tuple[int, int], *, step: int) -> None:
+        """A run goes on from a checkpoint of `step`: what was written behind the place it had then is no part of the run any more.
+        Nothing is removed: a line in branches.jsonl says so, and readers heed it. Call it before the first `append`.
+
+        Raises:
+            RunError: the line cannot be written.
+        """
+        with self._lock:
+            until = self._next_number()
+            branch = Branch(step=step, from_part=position[0], from_offset=position[1], until_part=until)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                add_branch(self._folder, branch)
+            except OSError as error:
+                raise RunError(f"cannot write to {self._folder}: {error.strerror}; check its free space") from error
+
     def close(self) -> None:
         """Close the open part. Allowed more than once."""
         with self._lock:
@@ -94,10 +119,13 @@ class RolloutStore:
 
     def _open_part(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        number = max((part_number(part) for part in parts(self._folder)), default=-1) + 1
+        number = self._number = self._next_number()
         # "x": should another writer have taken the name meanwhile, this fails instead of mixing two writers' lines
         self._file = FileIO(self._folder / f"part-{number:05d}.jsonl", "xb")
         self._written = 0
+
+    def _next_number(self) -> int:
+        return max((part_number(part) for part in parts(self._folder)), default=-1) + 1
 
     def _close_part(self) -> None:
         if self._file is not None:

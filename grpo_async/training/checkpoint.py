@@ -1,89 +1,169 @@
-"""Checkpoints: model and optimizer by torch's distributed checkpoint (DCP), everything else as one JSON file.
+"""What a checkpoint holds, and loading it.
 
-Invariant: a directory named step_N is whole. It is written under another name and renamed by rank 0 when every rank is done, so
-a crash or a full disk leaves the last good checkpoint untouched. A checkpoint loads on another number of ranks.
+    checkpoints/step_N/
+    |- *.distcp, .metadata   model and optimizer, by torch's distributed checkpoint (DCP)
+    |- rank_K.json           random number generators of rank K
+    |- state.json            step, counters, ledger, data cursor, prompts to issue again
+    |- rollouts.jsonl        finished groups that were not trained, and rollouts in progress (buffer.resume)
+    `- manifest.json         sizes and checksums of the others, written last
+
+Invariant: a directory named step_N is whole: it is written under another name (checkpoint_write) and renamed. A crash or a full
+disk leaves the last good checkpoint untouched. A checkpoint loads on another number of ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from grpo_async.buffer.resume import ResumeState, read_resume_state
 from grpo_async.errors import CheckpointError
-from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.records import Prompt
+from grpo_async.rundir import RunDir
+from grpo_async.training.checkpoint_manifest import FORMAT, STATE
+from grpo_async.training.checkpoint_rng import restore_rng, seed_rng
 from grpo_async.training.policy import Policy
 
-_FORMAT = 1
+logger = logging.getLogger(__name__)
+
+ROLLOUTS = "rollouts.jsonl"
 # DCP wraps what went wrong on a rank, a full disk too, into an exception that is no Exception
-_WRITE_ERRORS = (OSError, RuntimeError, dcp.api.CheckpointException)
+DCP_ERRORS = (OSError, RuntimeError, ValueError, KeyError, dcp.api.CheckpointException)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """What a resume needs beside tensors. `step` = finished optimizer steps = policy version."""
+    """What a resume needs beside tensors. `step` = finished training steps = policy version.
+
+    Attributes:
+        rollouts: ResumeState.small() of the rollout side.
+        lines: its groups; made one by one while they are written.
+        progress: of the run as a whole: totals of the meter, evaluations.
+        counters: of the main loop, such as steps in a row that were not finite.
+    """
 
     step: int
-    data: dict[str, Any]
-    outstanding_prompts: list[int]
-    ledger: dict[str, dict[str, int]]
-    progress: dict[str, Any]
+    rollouts: dict[str, Any]
+    lines: Iterator[str] | Sequence[str] = ()
+    progress: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, step: int, rollouts: ResumeState, *, progress: dict[str, Any], counters: dict[str, int]
+    ) -> TrainerState:
+        """Of one instant: `step` is trained, and the next has not begun."""
+        return cls(step=step, rollouts=rollouts.small(), lines=rollouts.lines(), progress=progress, counters=counters)
+
+    def resume_state(self, prompt_of: Callable[[int], Prompt]) -> ResumeState:
+        """The rollout side's part. `prompt_of` gives a prompt by its id.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            return read_resume_state(self.rollouts, list(self.lines), prompt_of)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the rollouts in the checkpoint of step {self.step} cannot be read: {error}"
+            ) from error
 
 
-def save_checkpoint(
-    rundir: RunDir, step: int, policy: Policy, optimizer: torch.optim.Optimizer, state: TrainerState | None
-) -> None:
-    """Write step_N. Every rank calls it; rank 0 passes the state.
+def write_state(folder: Path, state: TrainerState) -> None:
+    """Write state.json and rollouts.jsonl.
 
     Raises:
-        CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
+        OSError: the disk is full or not writable.
     """
-    final = rundir.checkpoint(step)
-    partial = final.with_name(f"writing_{final.name}")
-    leader = dist.get_rank() == 0
-    if leader and partial.exists():
-        shutil.rmtree(partial)
-    dist.barrier()
+    content = {
+        "format": FORMAT,
+        "step": state.step,
+        "rollouts": state.rollouts,
+        "progress": state.progress,
+        "counters": state.counters,
+    }
+    with (folder / ROLLOUTS).open("w", encoding="utf-8") as file:
+        for line in state.lines:
+            file.write(line + "\n")
+        _to_disk(file.fileno(), file.flush)
+    with (folder / STATE).open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        _to_disk(file.fileno(), file.flush)
+
+
+def _to_disk(descriptor: int, flush: Callable[[], None]) -> None:
+    flush()
+    os.fsync(descriptor)
+
+
+def load_state(rundir: RunDir, step: int) -> TrainerState:
+    """The part of a checkpoint that is no tensor.
+
+    Raises:
+        CheckpointError: missing, broken or of another format.
+    """
+    folder = rundir.checkpoint(step)
+    path = folder / STATE
     try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("format") != FORMAT:
+            raise CheckpointError(f"{path} has another format than this version reads ({FORMAT})")
+        lines = (folder / ROLLOUTS).read_text(encoding="utf-8").splitlines()
+        return TrainerState(lines=lines, **content)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; resume from another one with --resume N") from error
+
+
+def load_tensors(rundir: RunDir, step: int, policy: Policy, optimizer: torch.optim.Optimizer, *, seed: int = 0) -> None:
+    """Load model and optimizer of a checkpoint into this rank's shards, and its random number generators. Every rank calls it.
+
+    A checkpoint of step 0 holds the model as it was loaded and an optimizer that has not begun: there is no tensor to load. A rank
+    that the checkpoint does not have (it was written by fewer) begins its generators at a seed made of `seed`, step and rank.
+
+    Raises:
+        CheckpointError: files are missing or do not fit the model.
+    """
+    folder = rundir.checkpoint(step)
+    if step > 0:
         model_state, optimizer_state = get_state_dict(policy, optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(partial))
-        if leader:
-            if state is None:
-                raise ValueError("rank 0 saves the trainer's state")
-            write_atomically(partial / "state.json", json.dumps({"format": _FORMAT, **asdict(state)}))
-            replaced = final.with_name(f"writing_replaced_{final.name}")
-            if final.exists():
-                os.replace(final, replaced)
-            os.replace(partial, final)
-            shutil.rmtree(replaced, ignore_errors=True)
-    except _WRITE_ERRORS as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot write checkpoint {final}: {error}; free space or set run.dir to another disk, then `train --resume`"
-        ) from error
-    dist.barrier()
+        state = {"model": model_state, "optimizer": optimizer_state}
+        try:
+            dcp.load(state, checkpoint_id=str(folder))
+        except DCP_ERRORS as error:
+            raise CheckpointError(f"cannot load {folder}: {error}; resume from another one with --resume N") from error
+        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    _load_rng(folder, step, seed)
 
 
-def prune_checkpoints(rundir: RunDir, *, keep_last: int) -> None:
-    """Remove all but the newest `keep_last`, and what a crash left half-written."""
-    for step in rundir.checkpoint_steps()[:-keep_last]:
-        shutil.rmtree(rundir.checkpoint(step))
-    for leftover in rundir.checkpoints.glob("writing_*"):
-        shutil.rmtree(leftover)
+def _load_rng(folder: Path, step: int, seed: int) -> None:
+    rank = dist.get_rank()
+    path = folder / rank_file(rank)
+    if not path.exists():
+        logger.info("%s knows no rank %d: its random number generators begin anew, from run.seed", folder, rank)
+        digest = hashlib.blake2b(f"seed {seed}, step {step}, rank {rank}".encode(), digest_size=4).digest()
+        seed_rng(int.from_bytes(digest, "big"))
+        return
+    try:
+        restore_rng(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; resume from another one with --resume N") from error
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file with the generators of a rank."""
+    return f"rank_{rank}.json"
 
 
 def set_aside_later_checkpoints(rundir: RunDir, step: int) -> None:
@@ -91,67 +171,12 @@ def set_aside_later_checkpoints(rundir: RunDir, step: int) -> None:
     neither `--resume` nor pruning takes it for a part of this run."""
     for later in rundir.checkpoint_steps():
         if later > step:
-            target = rundir.checkpoints / f"replaced_step_{later}"
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(rundir.checkpoint(later), target)
+            set_aside(rundir.checkpoint(later), "replaced")
 
 
-def load_state(rundir: RunDir, step: int) -> TrainerState:
-    """The JSON part of a checkpoint.
-
-    Raises:
-        CheckpointError: missing, broken or of another format.
-    """
-    path = rundir.checkpoint(step) / "state.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content.pop("format") != _FORMAT:
-            raise CheckpointError(f"{path} has another format than this version writes ({_FORMAT})")
-        return TrainerState(**content)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; resume from another one with --resume-step N") from error
-
-
-def load_tensors(rundir: RunDir, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Load model and optimizer of a checkpoint into this rank's shards. Every rank calls it.
-
-    A checkpoint of step 0 holds the model as it was loaded and an optimizer that has not begun: there is nothing to load.
-
-    Raises:
-        CheckpointError: files are missing or do not fit the model.
-    """
-    if step == 0:
-        return
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    try:
-        dcp.load(state, checkpoint_id=str(rundir.checkpoint(step)))
-    except _WRITE_ERRORS as error:
-        raise CheckpointError(
-            f"cannot load {rundir.checkpoint(step)}: {error}; resume from another one with --resume-step N"
-        ) from error
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-
-def export_model(folder: Path, policy: Policy, tokenizer: Any) -> None:
-    """Write a Hugging Face folder that `from_pretrained` loads. Every rank calls it; rank 0 writes.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
-    """
-    state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if dist.get_rank() == 0:
-        partial = folder.with_name(f"writing_{folder.name}")
-        shutil.rmtree(partial, ignore_errors=True)
-        weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-        try:
-            policy.model.save_pretrained(partial, state_dict=weights)
-            tokenizer.save_pretrained(partial)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(
-                f"cannot write the model to {folder}: {error}; free space, then `train --resume` exports it again"
-            ) from error
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
-    dist.barrier()
+def set_aside(checkpoint: Path, reason: str) -> Path:
+    """Rename step_N to {reason}_step_N, replacing what an earlier call left; returns the new path."""
+    target = checkpoint.with_name(f"{reason}_{checkpoint.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(checkpoint, target)
+    return target

@@ -59,7 +59,7 @@ def test_an_open_ledger_is_recognised() -> None:
     assert not is_closed(snapshot)
 
 
-def test_totals_for_resume_count_open_groups_as_cancelled() -> None:
+def test_totals_for_resume_leave_out_what_is_open_so_that_it_counts_once() -> None:
     ledger = Ledger()
     for group_id in range(3):
         ledger.start(group_id)
@@ -68,8 +68,10 @@ def test_totals_for_resume_count_open_groups_as_cancelled() -> None:
     ledger.queue(1)
     resumed = Ledger(totals_for_resume(ledger.snapshot()))
     assert is_closed(resumed.snapshot())
-    assert resumed.snapshot()["groups"]["cancelled"] == 2
-    assert resumed.snapshot()["tokens"]["cancelled"] == 14
+    assert resumed.snapshot()["groups"] == {**dict.fromkeys(GroupStatus, 0), "started": 1, "trained": 1}
+    assert resumed.snapshot()["tokens"]["started"] == 7
+    assert ledger.tokens_of(1) == 7
+    assert ledger.tokens_of(0) == 0  # settled
 
 
 def test_events_grow_with_everything_that_moves() -> None:

@@ -67,6 +67,26 @@ def test_a_round_without_any_samples_is_given_back_and_the_next_one_taken() -> N
     assert [scored.group.group_id for scored in fixture.buffer.take_filtered()] == [0, 1]
 
 
+def test_what_was_taken_before_a_failure_is_queued_again_for_the_checkpoint_that_is_written_then() -> None:
+    fixture = _Fixture()
+    fixture.put(make_scored(1), make_scored(0))
+    with pytest.raises(DeadlineError):
+        fixture.take(3, timeout_s=0.05)
+    assert [scored.group.group_id for scored in fixture.buffer.queued()] == [0, 1]
+    assert len(fixture.buffer) == 2  # they stay
+
+
+def test_groups_of_a_checkpoint_are_handed_out_like_others() -> None:
+    fixture = _Fixture()
+    fixture.put(make_scored(2))
+    fixture.buffer.restore([make_scored(1), make_scored(0, has_samples=False)])
+    fixture.buffer.note_filtered(make_scored(9))
+    assert [scored.group.group_id for scored in fixture.buffer.noted()] == [9]
+    assert fixture.take(3) == [0, 1, 2]
+    assert [scored.group.group_id for scored in fixture.buffer.take_filtered()] == [9]
+    assert fixture.buffer.noted() == []
+
+
 def test_take_without_progress_names_the_wait_and_the_setting() -> None:
     fixture = _Fixture()
     with pytest.raises(DeadlineError, match=r"samples for step 1; .* raise `training.queue_timeout_s`"):

@@ -23,11 +23,11 @@ def _scored(rewards: list[float | None], lengths: list[int], **logged: float) ->
 
 
 def test_means_are_over_what_exists_and_nothing_is_filled_with_zero() -> None:
-    """R1.5. Rewards 0, 1 and 1, None: mean 2 / 3; spreads sqrt(0.5) and 0 (one value)."""
+    """R1.5. Rewards 0, 1 and 1, None: mean 2 / 3, std sqrt((4 + 1 + 1) / 9 / 2) = sqrt(1 / 3); one group has one value."""
     metrics = group_metrics([_scored([0.0, 1.0], [2, 4], seen=1.0), _scored([1.0, None], [6, 8])])
     assert metrics["reward"] == pytest.approx(2 / 3)
     assert metrics["rewards/f/mean"] == pytest.approx(2 / 3)
-    assert metrics["reward_std"] == pytest.approx(0.5**0.5 / 2)
+    assert metrics["reward_std"] == pytest.approx((1 / 3) ** 0.5)
     assert metrics["frac_reward_zero_std"] == 0.5
     assert metrics["seen"] == 1.0  # logged by one group only
     assert metrics["completions/mean_length"] == 5.0  # the failed rollout has no length

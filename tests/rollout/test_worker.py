@@ -14,7 +14,9 @@ import pytest
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, is_closed
+from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
+from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RequestRejectedError, RolloutContractError, RunError
 from grpo_async.inference.client import Generation, OnTokens
@@ -51,7 +53,12 @@ class _Client:
     names: list[str] = field(default_factory=list)
 
     async def generate(
-        self, request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = ""
+        self,
+        request: GenerateRequest,
+        *,
+        on_tokens: OnTokens | None = None,
+        affinity: str = "",
+        begun: Generation | None = None,
     ) -> Generation:
         name = request.request_id.rpartition("-")[0]
         self.names.append(name)
@@ -91,31 +98,36 @@ class _Setup:
         reward: Callable[..., list[float]] = reward_of_first_token,
         zero_variance: str = "skip",
         texts: Sequence[str] = ("ab", "cd", "ef"),
-        reissue: Sequence[int] = (),
-        state: dict[str, Any] | None = None,
+        resume: ResumeState | None = None,
+        version: int = 0,
+        keeps_open_turns: bool = True,
+        max_staleness: int = 1,
     ) -> None:
         self.client = _Client(script)
         self.stale: list[ScoredGroup] = []
-        self.ledger = Ledger()
+        self.ledger = Ledger(resume.ledger if resume else None)
         self.errors = ErrorLog()
-        self.admission = Admission(groups_per_step=2, max_staleness=1, version=0, last_version=50)
-        self.buffer = SampleBuffer(max_groups=100, max_staleness=1, on_stale=self._stale, on_empty=self._empty)
+        self.admission = Admission(groups_per_step=2, max_staleness=max_staleness, version=version, last_version=50)
+        self.buffer = SampleBuffer(
+            max_groups=100, max_staleness=max_staleness, on_stale=self._stale, on_empty=self._empty
+        )
         self.folder = folder
         self.store = RolloutStore(folder)
-        self.stream = PromptStream([{"prompt": text} for text in texts], seed=0, shuffle=False, state=state)
+        self.stream = PromptStream(
+            [{"prompt": text} for text in texts], seed=0, shuffle=False, state=resume.data if resume else None
+        )
         renderer: Any = _Renderer()
         settings = SamplingSettings(temperature=1.0, max_completion_tokens=8, max_model_len=20)
         self.worker = RolloutWorker(
             settings=WorkerSettings(
                 group_size=4,
-                max_staleness=1,
+                max_staleness=max_staleness,
                 zero_variance=zero_variance,  # type: ignore[arg-type]
                 seed=0,
                 max_failed_groups=6,
                 max_groups_without_signal=12,
             ),
             stream=self.stream,
-            reissue=reissue,
             producer=ConversationProducer(
                 Conversation(self.client, renderer, settings),
                 renderer,
@@ -125,13 +137,16 @@ class _Setup:
             errors=self.errors,
             scorer=Scorer(
                 [RewardFunction(reward)],
-                advantage_scale="group",
+                advantage=AdvantageSection(),
                 train_zero_variance=zero_variance == "train",
             ),
             buffer=self.buffer,
             ledger=self.ledger,
             admission=self.admission,
             store=self.store,
+            resume=resume,
+            version=version,
+            keeps_open_turns=keeps_open_turns,
         )
 
     def _stale(self, scored: ScoredGroup) -> None:
@@ -406,19 +421,19 @@ def test_in_flight_groups_that_became_too_stale_are_cancelled_and_counted(tmp_pa
     assert setup.ledger.snapshot()["tokens"]["stale"] == 4 * 4 * 2
 
 
-def test_cancelled_prompts_are_outstanding_and_issued_first_after_a_resume(tmp_path: Path) -> None:
+def test_prompts_that_were_not_settled_are_issued_first_after_a_resume(tmp_path: Path) -> None:
     """Design, invariant 10: no prompt is skipped."""
     setup = _Setup(tmp_path / "a")
-    kept: dict[str, Any] = {}
+    kept: list[ResumeState] = []
 
     async def steps(task: asyncio.Task[None]) -> None:
         groups = await setup.take(4)
         setup.worker.settle(groups[1].group, GroupStatus.TRAINED, scored=groups[1], step=1)
-        kept["outstanding"], kept["state"] = setup.worker.outstanding_prompts(), setup.stream.state()
+        kept.append(setup.worker.resume_state())
 
     setup.run(steps)
-    assert kept["outstanding"] == [0, 2, 3]
-    resumed = _Setup(tmp_path / "b", reissue=kept["outstanding"], state=kept["state"])
+    assert kept[0].outstanding == [0, 2, 3]
+    resumed = _Setup(tmp_path / "b", resume=kept[0])
 
     async def again(task: asyncio.Task[None]) -> None:
         groups = await resumed.take(4)

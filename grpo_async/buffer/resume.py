@@ -1,0 +1,287 @@
+"""What the rollout side puts into a checkpoint and goes on from: a picture of one instant, and its JSON lines.
+
+    prompts to issue again | groups that are finished and not trained | rollouts in progress
+
+Worked example: step 3 was trained; group 8 is scored and queued, group 9 has one rollout that is over and one that made its
+first turn and 5 tokens of the second, group 10 waits for its first token. `queued` = [8], `in_progress` = [9], `outstanding` =
+[8, 9, 10]. A resume puts 8 back into the queue, goes on with 9 and begins 10 anew, all under the ids and seeds that they had.
+
+Prompts are not written: the stream gives them again, and has checked that the data is the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from grpo_async.records import (
+    FinishReason,
+    Origin,
+    Prompt,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutSample,
+    RolloutStatus,
+    ScoredGroup,
+    TaggedMessage,
+    ToolCallRecord,
+    TurnRecord,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialRollout:
+    """A rollout in progress. `open_ids`, `open_logprobs` and `open_versions` have equal length and are the tokens of the turn that
+    is being generated; `open_finish` is set when that turn is whole and what follows it (a tool's answer) is not there yet."""
+
+    rollout_id: str
+    prompt_ids: Sequence[int]
+    turns: Sequence[TurnRecord] = ()
+    open_ids: Sequence[int] = ()
+    open_logprobs: Sequence[float] = ()
+    open_versions: Sequence[int] = ()
+    open_finish: FinishReason | None = None
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(turn.output_ids) for turn in self.turns) + len(self.open_ids)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version among the sampled tokens; None when there is none."""
+        return min((v for versions in self._versions() for v in versions), default=None)
+
+    def _versions(self) -> Iterator[Sequence[int]]:
+        yield from (turn.policy_versions for turn in self.turns)
+        yield self.open_versions
+
+
+Begun = RolloutCompletion | PartialRollout
+"""A rollout of a group in progress that has got somewhere: it is over, or it has tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedGroup:
+    """A group that is scored and not trained. `tokens`: what the ledger holds for it; `is_open`: whether it is still queued there
+    (a group without samples was settled as filtered, and keeps its place until its step is taken)."""
+
+    scored: ScoredGroup
+    tokens: int
+    is_open: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupInProgress:
+    """Rollouts of one prompt. `begun` maps the index of a rollout to what there is of it."""
+
+    prompt_id: int
+    begun: Mapping[int, Begun]
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min((v for each in self.begun.values() if (v := each.oldest_version) is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeState:
+    """The rollout side at one instant.
+
+    Attributes:
+        data: cursor of the prompt stream.
+        outstanding: prompts that were issued and are not settled, ascending; those of `queued` and `in_progress` among them.
+        ledger: totals of what is settled; what is open is counted when it is taken up again, so every group counts once.
+        queued: in the order of their ids.
+        in_progress: in the order of their prompts.
+        noted: groups without a signal whose rewards the metrics of the next step are to see.
+        store: place in the rollout store behind the last settled group: (part, bytes).
+        failures: counts of the error log.
+        counters: consecutive failures and groups without a signal.
+    """
+
+    data: Mapping[str, Any]
+    outstanding: Sequence[int]
+    ledger: Mapping[str, Mapping[str, int]]
+    queued: Sequence[QueuedGroup] = ()
+    in_progress: Sequence[GroupInProgress] = ()
+    noted: Sequence[ScoredGroup] = ()
+    store: tuple[int, int] | None = None
+    failures: Mapping[str, int] = field(default_factory=dict)
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+    def small(self) -> dict[str, Any]:
+        """What goes into the checkpoint's main file, ready for JSON."""
+        return {
+            "data": dict(self.data),
+            "outstanding": list(self.outstanding),
+            "ledger": {kind: dict(counts) for kind, counts in self.ledger.items()},
+            "store": None if self.store is None else list(self.store),
+            "failures": dict(self.failures),
+            "counters": dict(self.counters),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The groups, one JSON line each, made one after the other: no thread is held up for longer than one takes."""
+        for queued in self.queued:
+            yield _line("queued", _scored_dict(queued.scored) | {"tokens": queued.tokens, "is_open": queued.is_open})
+        for group in self.in_progress:
+            begun = {str(index): _begun_dict(each) for index, each in group.begun.items()}
+            yield _line("in_progress", {"prompt_id": group.prompt_id, "begun": begun})
+        for noted in self.noted:
+            yield _line("noted", _scored_dict(noted))
+
+
+def read_resume_state(
+    small: Mapping[str, Any], lines: Sequence[str], prompt_of: Callable[[int], Prompt]
+) -> ResumeState:
+    """The inverse of `small` and `lines`.
+
+    Args:
+        prompt_of: gives a prompt by its id.
+
+    Raises:
+        ValueError, KeyError, TypeError: this is not what was written.
+    """
+    queued: list[QueuedGroup] = []
+    in_progress: list[GroupInProgress] = []
+    noted: list[ScoredGroup] = []
+    for line in lines:
+        content = json.loads(line)
+        match content.pop("kind"):
+            case "queued":
+                tokens, is_open = content.pop("tokens"), content.pop("is_open")
+                queued.append(QueuedGroup(scored=_scored_from(content, prompt_of), tokens=tokens, is_open=is_open))
+            case "in_progress":
+                begun = {int(index): _begun_from(each) for index, each in content["begun"].items()}
+                in_progress.append(GroupInProgress(prompt_id=content["prompt_id"], begun=begun))
+            case "noted":
+                noted.append(_scored_from(content, prompt_of))
+            case other:
+                raise ValueError(f"a line of kind {other!r}")
+    store = small["store"]
+    return ResumeState(
+        data=small["data"],
+        outstanding=small["outstanding"],
+        ledger=small["ledger"],
+        queued=queued,
+        in_progress=in_progress,
+        noted=noted,
+        store=None if store is None else (store[0], store[1]),
+        failures=small["failures"],
+        counters=small["counters"],
+    )
+
+
+def _line(kind: str, content: Mapping[str, Any]) -> str:
+    # the standard library's: it keeps NaN, integers of any size and half surrogate pairs, which a policy may write
+    return json.dumps({"kind": kind, **content}, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know: records by field, numbers of numpy as numbers, anything else (a user's own type) as its repr."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _fields(value)
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", 0) == 0:
+        return item()
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else repr(value)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """Not `asdict`: it copies every token."""
+    return {each.name: getattr(record, each.name) for each in fields(record)}
+
+
+def _columns(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns of users' functions; a value that has no JSON form at all becomes its repr."""
+    return {name: _storable(value) for name, value in values.items()}
+
+
+def _storable(value: Any) -> Any:
+    try:
+        json.dumps(value, default=_plain)
+    except (TypeError, ValueError, RecursionError):  # an odd key, a circle
+        return repr(value)
+    return value
+
+
+def _completion_dict(completion: RolloutCompletion) -> dict[str, Any]:
+    return {**_fields(completion), "reward_columns": _columns(completion.reward_columns)}
+
+
+def _scored_dict(scored: ScoredGroup) -> dict[str, Any]:
+    return {
+        "group_id": scored.group.group_id,
+        "prompt_id": scored.group.prompt.prompt_id,
+        "completions": [_completion_dict(completion) for completion in scored.group.completions],
+        "samples": list(scored.samples),
+        "rewards": list(scored.rewards),
+        "reward_parts": [dict(parts) for parts in scored.reward_parts],
+        "metrics": dict(scored.metrics),
+        "extra_columns": {
+            name: [_storable(value) for value in values] for name, values in scored.extra_columns.items()
+        },
+    }
+
+
+def _scored_from(content: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> ScoredGroup:
+    return ScoredGroup(
+        group=RolloutGroup(
+            group_id=content["group_id"],
+            prompt=prompt_of(content["prompt_id"]),
+            completions=[_completion_from(each) for each in content["completions"]],
+        ),
+        samples=[RolloutSample(**sample) for sample in content["samples"]],
+        rewards=content["rewards"],
+        reward_parts=content["reward_parts"],
+        metrics=content["metrics"],
+        extra_columns=content["extra_columns"],
+    )
+
+
+def _begun_dict(begun: Begun) -> dict[str, Any]:
+    if isinstance(begun, RolloutCompletion):
+        return {"over": True, **_completion_dict(begun)}
+    return {"over": False, **_fields(begun)}
+
+
+def _begun_from(content: dict[str, Any]) -> Begun:
+    if content.pop("over"):
+        return _completion_from(content)
+    finish = content["open_finish"]
+    return PartialRollout(
+        **{
+            **content,
+            "turns": [_turn_from(turn) for turn in content["turns"]],
+            "open_finish": None if finish is None else FinishReason(finish),
+        }
+    )
+
+
+def _completion_from(content: Mapping[str, Any]) -> RolloutCompletion:
+    messages = content["prompt_messages"]
+    return RolloutCompletion(
+        **{
+            **content,
+            "turns": [_turn_from(turn) for turn in content["turns"]],
+            "status": RolloutStatus(content["status"]),
+            "prompt_messages": None if messages is None else [_message_from(message) for message in messages],
+        }
+    )
+
+
+def _turn_from(content: Mapping[str, Any]) -> TurnRecord:
+    return TurnRecord(
+        **{
+            **content,
+            "finish_reason": FinishReason(content["finish_reason"]),
+            "messages": [_message_from(message) for message in content["messages"]],
+            "tool_calls": [ToolCallRecord(**call) for call in content["tool_calls"]],
+        }
+    )
+
+
+def _message_from(content: Mapping[str, Any]) -> TaggedMessage:
+    return TaggedMessage(**{**content, "origin": Origin(content["origin"]), "tool_calls": tuple(content["tool_calls"])})

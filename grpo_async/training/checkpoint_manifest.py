@@ -1,0 +1,119 @@
+"""Whether a checkpoint is whole: manifest.json lists its files with sizes and checksums, and is written last.
+
+    {"format": 2, "step": 40, "world_size": 2, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
+
+Loads no torch: the launcher asks before anything is started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from grpo_async.errors import CheckpointError
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+STATE = "state.json"
+
+
+def write_manifest(folder: Path, *, step: int, world_size: int) -> int:
+    """List what `folder` holds and put it on the disk, the list last; returns the bytes of all files.
+
+    Raises:
+        OSError: a file cannot be read or the list cannot be written.
+    """
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _checksum(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    content = {"format": FORMAT, "step": step, "world_size": world_size, "files": files}
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def read_manifest(folder: Path) -> dict[str, object]:
+    """The list.
+
+    Raises:
+        CheckpointError: it is missing, unreadable or of another format.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = content["format"]
+    except FileNotFoundError:
+        _refuse_format_1(folder)
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if found != FORMAT:
+        raise OtherFormatError(f"{folder} has format {found!r}; this version reads format {FORMAT}")
+    return dict(content)
+
+
+class OtherFormatError(CheckpointError):
+    """A checkpoint that another version of this package wrote: whole, but nothing to go on from."""
+
+
+def problem_of(folder: Path) -> str | None:
+    """Why this checkpoint cannot be used, or None: every file is there, of its size and with its checksum.
+
+    Raises:
+        OtherFormatError: another version wrote it.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except OtherFormatError:
+        raise
+    except CheckpointError as error:
+        return str(error)
+    files = manifest.get("files")
+    if not isinstance(files, dict) or STATE not in files:
+        return f"{folder / MANIFEST} lists no {STATE}"
+    for name, expected in files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != expected["bytes"]:
+                return f"{path} has {size} bytes instead of {expected['bytes']}"
+            if _checksum(path) != expected["sha256"]:
+                return f"{path} is damaged: its checksum is not the one it was written with"
+        except FileNotFoundError:
+            return f"{path} is missing"
+        except (OSError, KeyError, TypeError) as error:
+            return f"{path} cannot be checked: {error}"
+    return None
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_format_1(folder: Path) -> None:
+    try:
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if isinstance(content, dict) and content.get("format") == 1:
+        raise OtherFormatError(
+            f"{folder} has format 1, of an older version of this package; finish that run with that version, or begin a new one "
+            "(`model/` of a finished run can be its model.path)"
+        )
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,148 @@
+"""Hugging Face folders of the policy: of the one in memory, on all ranks, and of a checkpoint, in one process.
+
+    model/     merged weights, generation config, tokenizer with chat template, README.md (model_card)
+    adapter/   with LoRA: the adapter alone, as peft loads it
+
+Invariant: a folder that exists is whole; it is written beside and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import CheckpointError
+from grpo_async.rundir import RunDir
+from grpo_async.training.checkpoint import DCP_ERRORS
+from grpo_async.training.checkpoint_manifest import problem_of
+from grpo_async.training.lora import gather_adapter, gather_weights, has_adapters, write_adapter
+from grpo_async.training.model_card import write_model_card
+from grpo_async.training.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """What the model card tells. `evaluation`: metrics on held-out data, if there are any."""
+
+    config: ExperimentConfig
+    step: int
+    evaluation: Mapping[str, float] | None = None
+
+
+def export_model(
+    folder: Path, policy: Policy, tokenizer: Any, *, adapter: Path | None = None, provenance: Provenance | None = None
+) -> None:
+    """Write a Hugging Face folder that `from_pretrained` loads. Every rank calls it; rank 0 writes.
+
+    Args:
+        adapter: where the adapter goes, if the policy has one.
+        provenance: for the model card; None: none is written. Only rank 0 needs it.
+
+    Raises:
+        CheckpointError: a folder cannot be written.
+    """
+    weights = gather_weights(policy.model)
+    adapter_state = gather_adapter(policy.model) if adapter is not None and has_adapters(policy.model) else None
+    is_alone = not dist.is_initialized()
+    if is_alone or dist.get_rank() == 0:
+        _write(folder, policy, tokenizer, weights, provenance)
+        if adapter is not None and adapter_state is not None:
+            _write_adapter(adapter, policy, adapter_state)
+    if not is_alone:
+        dist.barrier()  # waits: the process group has its timeout
+
+
+def export_checkpoint(rundir: RunDir, step: int, config: ExperimentConfig, folder: Path) -> None:
+    """Turn the checkpoint of a step into a Hugging Face folder, in this process alone and on the CPU.
+
+    Args:
+        config: that of the run (`runs/NAME/config.yaml`).
+        folder: where the model goes; with LoRA the merged one.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or the folder cannot be written.
+        ConfigError: the base model cannot be loaded.
+    """
+    from grpo_async.chat.renderer import ChatRenderer
+    from grpo_async.training.load import load_policy
+
+    checkpoint = rundir.checkpoint(step)
+    if not checkpoint.is_dir():
+        known = ", ".join(map(str, rundir.checkpoint_steps())) or "none"
+        raise CheckpointError(
+            f"there is no checkpoint of step {step} in {rundir.checkpoints}; the steps there: {known}"
+        )
+    if (problem := problem_of(checkpoint)) is not None:
+        raise CheckpointError(f"the checkpoint of step {step} cannot be used: {problem}")
+    policy = load_policy(
+        config.model,
+        temperature=config.rollout.temperature,
+        chunk_tokens=config.training.logprob_chunk_tokens,
+        max_model_len=config.inference.max_model_len,
+    )
+    if step > 0:
+        state = {"model": get_model_state_dict(policy)}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is the intent
+                dcp.load(state, checkpoint_id=str(checkpoint), no_dist=not dist.is_initialized())
+        except DCP_ERRORS as error:
+            raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
+        set_model_state_dict(policy, state["model"])
+    tokenizer = ChatRenderer.load(
+        config.model.path,
+        chat_template=config.model.chat_template,
+        template_arguments=config.model.chat_template_arguments,
+        end_of_turn_tokens=config.model.end_of_turn_tokens,
+        parser=config.tool_calling.parser,
+        trust_remote_code=config.model.trust_remote_code,
+    ).tokenizer
+    export_model(folder, policy, tokenizer, provenance=Provenance(config=config, step=step))
+
+
+def _write(
+    folder: Path, policy: Policy, tokenizer: Any, weights: dict[str, torch.Tensor], provenance: Provenance | None
+) -> None:
+    partial = folder.with_name(f"writing_{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        policy.model.save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+        if provenance is not None:
+            write_model_card(partial, provenance.config, step=provenance.step, evaluation=provenance.evaluation)
+        _put(partial, folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write the model to {folder}: {error}; free space, then `train --resume` exports it again"
+        ) from error
+
+
+def _write_adapter(folder: Path, policy: Policy, state: dict[str, torch.Tensor]) -> None:
+    partial = folder.with_name(f"writing_{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        write_adapter(partial, policy.model, state)
+        _put(partial, folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write the adapter to {folder}: {error}; free space, then `train --resume` exports it again"
+        ) from error
+
+
+def _put(partial: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)

@@ -1,0 +1,125 @@
+"""What the rollout side puts into a checkpoint is read back as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from grpo_async.buffer.resume import (
+    GroupInProgress,
+    PartialRollout,
+    QueuedGroup,
+    ResumeState,
+    read_resume_state,
+)
+from grpo_async.records import FinishReason, Origin, RolloutStatus, TaggedMessage, ToolCallRecord, TurnRecord
+from tests.support.records import make_completion, make_prompt, make_scored
+
+
+def _turn() -> TurnRecord:
+    call = ToolCallRecord(
+        tool_call_id="abcdefghi", name="add", arguments={"a": 2**70}, result="half \ud800 a pair", failed=False, duration_s=0.5
+    )  # fmt: skip
+    message = TaggedMessage(role="assistant", content="3", origin=Origin.POLICY, tool_calls=({"id": "abcdefghi"},))
+    return TurnRecord(
+        output_ids=[5, 6],
+        output_logprobs=[-0.1234567890123456, -1e-300],
+        policy_versions=[3, 4],
+        finish_reason=FinishReason.STOP,
+        messages=[message],
+        tool_calls=[call],
+        tool_response_ids=[9],
+        parse_error="no",
+        generation_duration_s=0.25,
+    )
+
+
+def _state() -> ResumeState:
+    scored = replace(
+        make_scored(8, version=3),
+        metrics={"mine": math.nan},
+        extra_columns={"note": ["a", None]},
+        reward_parts=[{"f": None}, {"f": 1.0}],
+    )
+    partial = PartialRollout(
+        rollout_id="g9-r1",
+        prompt_ids=[1, 2],
+        turns=[_turn()],
+        open_ids=[7],
+        open_logprobs=[-0.3],
+        open_versions=[4],
+        open_finish=FinishReason.LENGTH,
+    )
+    over = replace(make_completion("g9-r0"), turns=[_turn()], prompt_messages=[_turn().messages[0]])
+    return ResumeState(
+        data={"next_prompt_id": 11},
+        outstanding=[8, 9, 10],
+        ledger={"groups": {"started": 3, "trained": 3}, "tokens": {"started": 30, "trained": 30}},
+        queued=[
+            QueuedGroup(scored=scored, tokens=4, is_open=True),
+            QueuedGroup(scored=make_scored(7, has_samples=False), tokens=0, is_open=False),
+        ],
+        in_progress=[GroupInProgress(prompt_id=9, begun={0: over, 1: partial})],
+        noted=[make_scored(6, has_samples=False)],
+        store=(2, 1234),
+        failures={"rollout: TimeoutError": 2},
+        counters={"failures_in_a_row": 1},
+    )
+
+
+def _through_files(state: ResumeState) -> ResumeState:
+    lines = [line.encode("utf-8").decode("utf-8") for line in state.lines()]  # as a file would hold them
+    assert not any("\n" in line for line in lines)
+    return read_resume_state(json.loads(json.dumps(state.small())), lines, make_prompt)
+
+
+def test_a_state_is_read_back_as_it_was() -> None:
+    state = _state()
+    read = _through_files(state)
+    assert math.isnan(read.queued[0].scored.metrics["mine"])
+    assert (read.small(), list(read.lines())) == (state.small(), list(state.lines()))  # tuples have become lists
+    assert read.store == (2, 1234)
+    assert [queued.is_open for queued in read.queued] == [True, False]
+    turn = read.in_progress[0].begun[0].turns[0]
+    assert (turn.output_logprobs, turn.policy_versions) == (_turn().output_logprobs, _turn().policy_versions)
+    assert turn.tool_calls == _turn().tool_calls
+    assert turn.messages == _turn().messages
+    begun = read.in_progress[0].begun
+    assert isinstance(begun[0].turns[0].finish_reason, FinishReason)
+    assert begun[0].status is RolloutStatus.FINISHED  # type: ignore[union-attr]
+
+
+def test_what_json_does_not_know_is_kept_as_a_number_or_as_text() -> None:
+    class Own:
+        def __repr__(self) -> str:
+            return "Own()"
+
+    scored = replace(
+        make_scored(1),
+        extra_columns={"n": [np.float32(0.5), np.int64(3)], "o": [Own(), np.ones(2)], "k": [{(1, 2): 3}]},
+    )
+    state = replace(_state(), queued=[QueuedGroup(scored=scored, tokens=1, is_open=True)], in_progress=[], noted=[])
+    assert _through_files(state).queued[0].scored.extra_columns == {
+        "n": [0.5, 3],
+        "o": ["Own()", [1.0, 1.0]],
+        "k": ["{(1, 2): 3}"],
+    }
+
+
+def test_the_oldest_version_counts_the_open_turn_and_every_rollout() -> None:
+    partial = PartialRollout(rollout_id="r", prompt_ids=[1], open_ids=[7], open_logprobs=[-0.3], open_versions=[2])
+    assert partial.oldest_version == 2
+    assert partial.num_sampled_tokens == 1
+    assert PartialRollout(rollout_id="r", prompt_ids=[1]).oldest_version is None
+    group = GroupInProgress(prompt_id=0, begun={0: make_completion(version=5), 1: partial})
+    assert group.oldest_version == 2
+    assert GroupInProgress(prompt_id=0, begun={}).oldest_version is None
+
+
+def test_a_line_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="other"):
+        read_resume_state(_state().small(), ['{"kind": "other"}'], make_prompt)

@@ -1,0 +1,163 @@
+"""kill -9 of a whole run at random moments: every resumed run closes its ledger, none loses a prompt, and synchronous ones end
+with the weights of a run that was never interrupted, bit by bit.
+
+Two chains, one synchronous and one asynchronous: a run is killed, resumed, killed again, twenty times in all, and then finished.
+The moments are drawn from a seed: some seconds after the start, or after a step that many further on was written to metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_async.store import read_groups
+from tests.e2e.support import Run, make_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+STEPS = 14
+KILLS = 10  # in each of the two chains
+SMALL = (
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_completion_tokens=32",
+    "rollout.zero_variance=resample",  # every step trains four groups, so their number does not hang on luck
+    f"training.max_steps={STEPS}",
+    "optimizer.warmup_steps=0",
+    "checkpoint.every_steps=1",
+    "evaluation=null",
+)
+# what depends on the clock: seconds and what is derived from them, and what is in flight when a line is written
+_OF_THE_MOMENT = (
+    "step_time", "pipeline/", "perf/", "sync/", "checkpoint/", "buffer/", "rollout/duration_s", "fleet/", "servers/",
+    "ledger/groups/started", "ledger/groups/in_flight", "ledger/groups/queued",
+    "ledger/tokens/started", "ledger/tokens/in_flight", "ledger/tokens/queued",
+)  # fmt: skip
+
+
+def _of_the_moment(name: str) -> bool:
+    return name.startswith(_OF_THE_MOMENT) or name.endswith(("_s", "_per_s"))
+
+
+def _what_is_repeatable(run: Run) -> list[dict[str, Any]]:
+    return [{name: v for name, v in line.items() if not _of_the_moment(name)} for line in run.metrics()]
+
+
+def _weights(run: Run) -> dict[str, bytes]:
+    from safetensors.torch import load_file
+
+    tensors = load_file(run.folder / "model" / "model.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def _trained(run: Run) -> dict[int, Counter[int]]:
+    """step -> prompts that the rollout store says were trained in it."""
+    found: dict[int, Counter[int]] = {}
+    for row in read_groups(run.folder / "rollouts"):
+        if row.status.value == "trained":
+            assert row.step is not None
+            found.setdefault(row.step, Counter())[row.prompt_id] += 1
+    return found
+
+
+def _kill_everything(run: Run, process: subprocess.Popen[str]) -> None:
+    """SIGKILL to every process of the run, the launcher first, so that nobody has time to tidy up."""
+    process.kill()
+    for each in run.processes():
+        try:
+            each.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.communicate(timeout=30.0)
+    run.assert_nothing_is_left(within_s=30.0)
+
+
+def _wait_for_the_moment(run: Run, process: subprocess.Popen[str], moments: random.Random) -> str:
+    """Until a random moment; says which. It ends early when the run does."""
+    steps_before = len(run.metrics())
+    further = moments.choice([0, 1, 1, 2, 2])
+    delay_s = moments.uniform(0.0, 12.0 if further == 0 else 0.7)
+    ends_at = time.monotonic() + 120.0
+    while further and process.poll() is None and len(run.metrics()) < min(steps_before + further, STEPS):
+        assert time.monotonic() < ends_at, run.logs()[-3000:]
+        time.sleep(0.01)
+    began = time.monotonic()
+    while process.poll() is None and time.monotonic() - began < delay_s:
+        time.sleep(0.01)
+    return f"{further} steps and {delay_s:.2f} s"
+
+
+def _chain(run: Run, *, kills: int, seed: int) -> list[str]:
+    """Kill and resume, then finish; the moments, with the step that each resume went on from."""
+    moments = random.Random(seed)
+    arguments: list[str] = []
+    history: list[str] = []
+    for _ in range(kills):
+        process = run.start(*arguments)
+        moment = _wait_for_the_moment(run, process, moments)
+        if process.poll() is not None:
+            output = process.communicate(timeout=30.0)[0]
+            assert process.returncode == 0, "\n".join([*history, output[-3000:], run.logs()[-3000:]])
+            break  # it was finished before its turn to be killed came
+        _kill_everything(run, process)
+        steps = sorted(int(p.name.removeprefix("step_")) for p in (run.folder / "checkpoints").glob("step_*"))
+        history.append(f"killed after {moment}; checkpoints {steps}, lines {len(run.metrics())}")
+        arguments = ["--resume"] if steps else ["--clean"]
+    if not (run.folder / "summary.json").exists():
+        done = run.train(*arguments, timeout_s=240.0)
+        assert done.returncode == 0, "\n".join([*history, done.stdout[-3000:], run.logs()[-3000:]])
+        run.assert_nothing_is_left()
+    return history
+
+
+def _assert_accounts_are_right(run: Run, history: list[str]) -> None:
+    where = "\n".join(history)
+    summary = run.summary()
+    assert summary["ledger_closed"], where
+    groups = summary["ledger"]["groups"]
+    assert groups["trained"] == STEPS * 4, f"{groups}\n{where}"
+    assert groups["queued"] == groups["in_flight"] == 0, f"{groups}\n{where}"
+    assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1)), where
+    for line in run.metrics():
+        for kind in ("groups", "tokens"):
+            counts = {k.rpartition("/")[2]: v for k, v in line.items() if k.startswith(f"ledger/{kind}/")}
+            assert counts.pop("started") == sum(counts.values()), f"step {line['step']}: {line}\n{where}"
+    # the store agrees: each step trained four prompts, and no prompt was trained twice
+    trained = _trained(run)
+    assert {step: counts.total() for step, counts in trained.items()} == dict.fromkeys(range(1, STEPS + 1), 4), where
+    assert max(sum(trained.values(), Counter()).values()) == 1, where
+    rows = [row for row in read_groups(run.folder / "rollouts") if row.status.value != "cancelled"]
+    settled = Counter(row.prompt_id for row in rows)
+    assert set(settled.values()) == {1}, f"a prompt was settled twice: {settled}\n{where}"
+    # no prompt was skipped: what was settled, and what was in flight at the end, are the first ones of the stream
+    known = {row.prompt_id for row in read_groups(run.folder / "rollouts")}
+    assert known == set(range(len(known))), f"{sorted(known)}\n{where}"
+
+
+def test_a_synchronous_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path) -> None:
+    sync = (*SMALL, "rollout.max_staleness=0")
+    straight = make_run(tmp_path, "quickstart.yaml", sync, name="straight")
+    straight.complete()
+    killed = make_run(tmp_path, "quickstart.yaml", sync, name="killed")
+    history = _chain(killed, kills=KILLS, seed=1)
+    print("\n".join(history))
+    _assert_accounts_are_right(straight, [])
+    _assert_accounts_are_right(killed, history)
+    assert _what_is_repeatable(killed) == _what_is_repeatable(straight), "\n".join(history)
+    assert _weights(killed) == _weights(straight), "\n".join(history)
+    assert json.dumps(killed.summary()["ledger"]) == json.dumps(straight.summary()["ledger"]), "\n".join(history)
+
+
+def test_an_asynchronous_run_that_is_killed_again_and_again_loses_no_prompt(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, "rollout.max_staleness=2"), name="killed")
+    history = _chain(run, kills=KILLS, seed=2)
+    print("\n".join(history))
+    _assert_accounts_are_right(run, history)

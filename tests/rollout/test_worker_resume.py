@@ -1,0 +1,253 @@
+"""A worker that goes on from a checkpoint: what was finished is reused, what was begun goes on, and every group counts once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async.buffer.ledger import is_closed
+from grpo_async.buffer.resume import GroupInProgress, PartialRollout, ResumeState, read_resume_state
+from grpo_async.inference.client import Generation, OnTokens
+from grpo_async.inference.surface import GenerateRequest
+from grpo_async.records import GroupStatus, RolloutCompletion, ScoredGroup
+from grpo_async.rollout.worker import without_open_turns
+from tests.rollout.test_worker import _answer, _Setup
+from tests.support.records import make_completion, make_turn
+
+
+class _Slow(_Setup):
+    """Rollouts of the groups in `held` get one token and wait there; `begun` is what each request was given to go on from."""
+
+    def __init__(self, folder: Path, held: tuple[int, ...] = (), **arguments: Any) -> None:
+        super().__init__(folder, **arguments)
+        self.held = held
+        self.begun: dict[str, list[int]] = {}
+        generate = self.client.generate
+
+        async def slowly(
+            request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = "", begun: Generation
+        ) -> Generation:
+            name = request.request_id.rpartition("-")[0]
+            self.begun[name] = list(begun.token_ids)
+            if int(name[1 : name.index("-")]) in self.held:
+                begun.token_ids.append(9)
+                begun.logprobs.append(-0.5)
+                begun.policy_versions.append(self.client.version)
+                assert on_tokens is not None
+                on_tokens(1, self.client.version)
+                await asyncio.Event().wait()
+            return await generate(request, on_tokens=on_tokens, affinity=affinity, begun=begun)
+
+        self.client.generate = slowly  # type: ignore[method-assign]
+
+
+async def _until(condition: Any) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def _of_a_run(folder: Path, *, held: tuple[int, ...] = (2,), trained: int = 0) -> ResumeState:
+    """Groups 0 to 3 were admitted at version 0; `held` are in progress, the others are queued, `trained` of them were trained.
+    What comes back has gone through JSON."""
+    setup = _Slow(folder, held)
+    kept: list[ResumeState] = []
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await _until(lambda: len(setup.buffer) == 4 - len(held) and len(setup.begun) == 16)
+        for group in await setup.take(trained) if trained else []:
+            setup.worker.settle(group.group, GroupStatus.TRAINED, scored=group, step=1)
+        kept.append(setup.worker.resume_state())
+
+    setup.run(steps)
+    (state,) = kept
+    return read_resume_state(json.loads(json.dumps(state.small())), list(state.lines()), setup.stream.prompt)
+
+
+def _resumed(
+    folder: Path, state: ResumeState, take: int, *, at: int = 0, **arguments: Any
+) -> tuple[_Slow, list[ScoredGroup]]:
+    setup = _Slow(folder, resume=state, version=at, **arguments)
+    setup.client.version = at
+    setup.client.script = lambda name: _answer(1 - int(name[-1]) % 2, version=at)
+    taken: list[ScoredGroup] = []
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        taken.extend(await setup.take(take, version=at))
+        for group in taken:
+            setup.worker.settle(group.group, GroupStatus.TRAINED, scored=group, step=at + 1)
+
+    setup.run(steps)
+    return setup, taken
+
+
+def test_finished_groups_are_not_generated_again_and_count_once(tmp_path: Path) -> None:
+    state = _of_a_run(tmp_path / "a", held=(2,))
+    assert [queued.scored.group.group_id for queued in state.queued] == [0, 1, 3]
+    assert state.outstanding == [0, 1, 2, 3]
+    assert state.ledger["groups"]["started"] == 0
+    setup, taken = _resumed(tmp_path / "b", state, 4)
+    assert [group.group.group_id for group in taken] == [0, 1, 2, 3]
+    assert {name.partition("-")[0] for name in setup.client.names} == {"g2"}
+    counts = setup.ledger.snapshot()
+    assert is_closed(counts)
+    assert counts["groups"]["trained"] == counts["groups"]["started"] == 4
+    # 3 groups of 4 rollouts with 2 tokens, kept; one whose 4 rollouts had 1 token and got 2 more of the script
+    assert counts["tokens"]["trained"] == 3 * 8 + 4 * 3
+
+
+def test_queued_groups_hold_their_places(tmp_path: Path) -> None:
+    """Room for 2 steps of 2 groups; all four are queued, so no prompt is issued before the trainer moves on."""
+    state = _of_a_run(tmp_path / "a", held=())
+    setup = _Slow(tmp_path / "b", resume=state)
+    assert setup.admission.capacity == 0
+    assert len(setup.buffer) == 4
+    assert _Slow(tmp_path / "c", resume=_of_a_run(tmp_path / "d", held=(1, 2))).admission.capacity == 2
+
+
+def test_a_group_without_samples_keeps_its_place_in_the_queue_of_the_resumed_run(tmp_path: Path) -> None:
+    """It was settled as filtered, and a step that counts on it must not take another prompt instead."""
+    setup = _Setup(tmp_path / "a", lambda name: _answer(1 if name.startswith("g1-") else 1 - int(name[-1]) % 2))
+    kept: list[ResumeState] = []
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await _until(lambda: len(setup.buffer) == 4)
+        kept.append(setup.worker.resume_state())
+
+    setup.run(steps)
+    assert [(q.scored.group.group_id, q.is_open) for q in kept[0].queued] == [
+        (0, True), (1, False), (2, True), (3, True),
+    ]  # fmt: skip
+    resumed, taken = _Setup(tmp_path / "b", resume=kept[0]), []
+
+    async def again(task: asyncio.Task[None]) -> None:
+        taken.extend(await resumed.take(2))
+
+    resumed.run(again)
+    assert [group.group.group_id for group in taken] == [0, 1]
+    counts = resumed.ledger.snapshot()["groups"]
+    assert (counts["filtered"], counts["started"]) == (1, 4)
+
+
+def test_groups_that_were_replaced_count_in_the_metrics_of_the_step_after_the_resume(tmp_path: Path) -> None:
+    """Dynamic sampling: group 1 has no signal, its rewards belong to the next step's mean."""
+    script: Any = lambda name: _answer(1 if name.startswith("g1-") else 1 - int(name[-1]) % 2)  # noqa: E731
+    setup = _Setup(tmp_path / "a", script, zero_variance="resample")
+    kept: list[ResumeState] = []
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await _until(lambda: len(setup.buffer) == 4)
+        kept.append(setup.worker.resume_state())
+
+    setup.run(steps)
+    assert [scored.group.group_id for scored in kept[0].noted] == [1]
+    resumed = _Setup(tmp_path / "b", resume=kept[0], zero_variance="resample")
+    assert [scored.group.group_id for scored in resumed.buffer.take_filtered()] == [1]
+
+
+def test_finished_groups_that_would_be_too_stale_are_issued_again(tmp_path: Path) -> None:
+    """Version 0, at version 2, with max_staleness 1."""
+    setup, taken = _resumed(tmp_path / "b", _of_a_run(tmp_path / "a", held=()), 4, at=2)
+    assert sorted({name.partition("-")[0] for name in setup.client.names}) == ["g0", "g1", "g2", "g3"]
+    assert {group.oldest_version for group in taken} == {2}
+    assert setup.ledger.snapshot()["groups"] == {
+        **setup.ledger.snapshot()["groups"], "started": 4, "trained": 4, "stale": 0, "cancelled": 0,
+    }  # fmt: skip
+
+
+def test_rollouts_in_progress_go_on_with_the_tokens_they_have(tmp_path: Path) -> None:
+    state = _of_a_run(tmp_path / "a", held=(2,))
+    (group,) = state.in_progress
+    assert group.prompt_id == 2
+    assert sorted(group.begun) == [0, 1, 2, 3]
+    setup, _ = _resumed(tmp_path / "b", state, 4, at=1)
+    assert {name: ids for name, ids in setup.begun.items() if name.startswith("g2")} == {
+        f"g2-r{index}": [9] for index in range(4)
+    }
+
+
+def test_rollouts_in_progress_that_would_be_too_stale_begin_anew(tmp_path: Path) -> None:
+    setup, _ = _resumed(tmp_path / "b", _of_a_run(tmp_path / "a", held=(2,)), 4, at=2)
+    assert setup.begun["g2-r0"] == []
+
+
+def test_a_synchronous_run_generates_a_turn_that_was_open_again_from_its_seed(tmp_path: Path) -> None:
+    setup, _ = _resumed(tmp_path / "b", _of_a_run(tmp_path / "a", held=(2,)), 4, keeps_open_turns=False)
+    assert setup.begun["g2-r0"] == []
+    assert setup.ledger.snapshot()["tokens"]["started"] == 4 * 4 * 2  # as if there had been no token
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_what_was_not_taken_up_yet_is_in_the_next_checkpoint_too(tmp_path: Path, max_staleness: int) -> None:
+    """With 0 there is no place for groups 2 and 3 yet: 0 and 1 are queued; with 1 they are admitted and have not begun to run."""
+    state = _of_a_run(tmp_path / "a", held=(2, 3))
+    setup = _Slow(tmp_path / "b", resume=state, max_staleness=max_staleness)
+    again: list[ResumeState] = []
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        again.append(setup.worker.resume_state())
+
+    setup.run(steps)
+    assert again[0].in_progress == state.in_progress
+    assert again[0].outstanding == state.outstanding
+    assert [queued.scored.group.group_id for queued in again[0].queued] == [0, 1]
+    assert again[0].ledger["groups"]["started"] == 0
+
+
+def test_whole_rollouts_and_turns_stay_when_open_turns_are_dropped() -> None:
+    over = make_completion("r0")
+    second_turn = PartialRollout(
+        rollout_id="r1", prompt_ids=[1], turns=[make_turn()], open_ids=[7], open_logprobs=[-0.1], open_versions=[0]
+    )
+    first_turn = replace(second_turn, turns=[])
+    kept = without_open_turns({0: over, 1: second_turn, 2: first_turn})
+    assert kept == {0: over, 1: replace(second_turn, open_ids=(), open_logprobs=(), open_versions=())}
+
+
+def test_a_rollout_that_failed_is_tried_again_and_one_that_is_over_is_not(tmp_path: Path) -> None:
+    """Group 2 waits for its slowest rollout; one of the others failed."""
+    setup = _Slow(tmp_path / "a")
+    produced: list[ResumeState] = []
+    gate = asyncio.Event()
+    generate = setup.client.generate
+
+    async def one_is_slow(request: GenerateRequest, **more: Any) -> Generation:
+        if request.request_id.startswith("g2-r3"):
+            await gate.wait()
+        if request.request_id.startswith("g2-r1"):
+            raise RuntimeError("broken")
+        return await generate(request, **more)
+
+    setup.client.generate = one_is_slow  # type: ignore[method-assign]
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await _until(lambda: len(setup.buffer) == 3)
+        produced.append(setup.worker.resume_state())
+
+    setup.run(steps)
+    (group,) = produced[0].in_progress
+    assert isinstance(group, GroupInProgress)
+    assert sorted(group.begun) == [0, 2]
+    assert all(isinstance(each, RolloutCompletion) for each in group.begun.values())
+    resumed, _ = _resumed(tmp_path / "b", produced[0], 4)
+    assert sorted(name for name in resumed.client.names if name.startswith("g2")) == ["g2-r1", "g2-r3"]
+
+
+@pytest.mark.parametrize("status", [GroupStatus.FILTERED, GroupStatus.STALE])
+def test_settled_groups_are_not_issued_again(tmp_path: Path, status: GroupStatus) -> None:
+    setup = _Setup(tmp_path / "a")
+    kept: list[ResumeState] = []
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        for group in await setup.take(2):
+            setup.worker.settle(group.group, status, scored=group)
+        kept.append(setup.worker.resume_state())
+
+    setup.run(steps)
+    assert kept[0].outstanding == [2, 3]
+    assert kept[0].ledger["groups"][status.value] == 2

@@ -1,0 +1,134 @@
+"""The main loop and its checkpoints: what is saved, in which order, and when a failed write is noticed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from grpo_async.buffer.resume import ResumeState
+from grpo_async.config import ExperimentConfig
+from grpo_async.errors import CheckpointError
+from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.training.checkpoint import TrainerState
+from grpo_async.training.loop import LeaderLoop
+from grpo_async.training.meter import PipelineMeter, Reading
+from grpo_async.training.ranks import SaveCommand
+from grpo_async.training.step import StepResult
+from tests.support.records import make_scored
+from tests.training.fakes import FakeSync
+
+
+class _World:
+    """Source, writer and channel in one; `events` says who was asked for what, in order."""
+
+    def __init__(self, *, steps: int = 4, every: int = 2) -> None:
+        self.events: list[str] = []
+        self.states: list[TrainerState] = []
+        self.failure: CheckpointError | None = None
+        self.config = ExperimentConfig.model_validate(
+            {
+                "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
+                "rewards": [{"function": "a:b"}], "rollout": {"groups_per_step": 1, "group_size": 2, "max_staleness": 3},
+                "training": {"max_steps": steps}, "checkpoint": {"every_steps": every},
+            }
+        )  # fmt: skip
+        self.lines: list[dict[str, float]] = []
+        self._num_taken = 0
+        # a place
+        self.num_ranks, self.rundir, self.policy, self.optimizer = 1, None, None, None
+        self.channel = self.checkpoints = self
+
+    def loop(self, **arguments: Any) -> LeaderLoop:
+        reading = Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
+        return LeaderLoop(
+            self,  # type: ignore[arg-type]
+            source=self,  # type: ignore[arg-type]
+            sync=FakeSync(),
+            read=lambda: reading,
+            on_step=lambda step, metrics: self.lines.append(metrics),
+            meter=PipelineMeter(reading),
+            progress={"mine": {"a": 1}},
+            **arguments,
+        )
+
+    def step(self, *_: Any) -> StepResult:
+        return StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
+
+    def send(self, commands: Sequence[Any]) -> None:
+        if isinstance(commands[0], SaveCommand):
+            self.events.append(f"tell {commands[0].step}")
+
+    def take(self, *_: Any, **__: Any) -> list[ScoredGroup]:
+        self._num_taken += 1
+        return [make_scored(self._num_taken)]
+
+    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None: ...
+
+    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        return {}
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def advance(self, version: int) -> None: ...
+
+    def resume_state(self) -> ResumeState:
+        self.events.append("state")
+        return ResumeState(data={"next": self._num_taken}, outstanding=[], ledger={})
+
+    def prepare(self, heartbeat: Callable[[], None]) -> None:
+        self.events.append("prepare")
+
+    def begin(
+        self, step: int, policy: Any, optimizer: Any, state: TrainerState, *, on_written: Callable[[], None]
+    ) -> None:
+        self.events.append(f"begin {step}")
+        self.states.append(state)
+
+    def poll(self) -> None:
+        if self.failure is not None and self.states:
+            raise self.failure
+
+    def wait(self, heartbeat: Callable[[], None]) -> None:
+        self.events.append("wait")
+
+    def take_metrics(self) -> dict[str, float]:
+        return {"checkpoint/staged_s": 0.5} if self.states else {}
+
+
+def test_the_last_write_is_over_before_the_state_is_taken_and_the_ranks_are_told_before_the_tensors_are_copied() -> (
+    None
+):
+    world = _World(steps=5)
+    world.loop(counters={"bad_steps": 2}).run(first_step=1)
+    assert world.events == ["prepare", "state", "tell 2", "begin 2", "prepare", "state", "tell 4", "begin 4"]
+    assert [(state.step, state.rollouts["data"]) for state in world.states] == [(2, {"next": 2}), (4, {"next": 4})]
+    assert world.states[0].counters == {"bad_steps": 0}  # a step was finite
+    assert world.states[0].progress["mine"] == {"a": 1}
+    assert world.states[0].progress["totals"]["trained_tokens"] == 8
+    assert ["checkpoint/staged_s" in line for line in world.lines] == [False, False, True, True, True]
+
+
+def test_a_write_that_failed_ends_the_run_at_the_next_step() -> None:
+    world = _World()
+    world.failure = CheckpointError("the disk is full")
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        world.loop().run(first_step=1)
+    assert len(world.lines) == 2
+
+
+def test_a_step_is_saved_once_and_whoever_wants_it_written_waits_in_any_case() -> None:
+    world = _World()
+    loop = world.loop()
+    loop.save(3)
+    loop.save(3, wait=True)
+    assert world.events == ["prepare", "state", "tell 3", "begin 3", "wait"]
+
+
+def test_what_the_run_goes_on_from_is_not_written_again() -> None:
+    world = _World()
+    world.loop(saved_step=3).save(3)
+    assert world.events == []

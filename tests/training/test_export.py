@@ -1,0 +1,96 @@
+"""Hugging Face folders: of the policy in memory and of a checkpoint, and the model card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_async.config import ExperimentConfig
+from grpo_async.errors import CheckpointError
+from grpo_async.rundir import RunDir
+from grpo_async.training.model_card import model_card, write_model_card
+from tests.support.ranks import run_on_ranks
+
+MODULE = "tests.support.checkpoint_jobs"
+
+
+def _config(model: Path | str = "base/model", *, lora: dict[str, int] | None = None) -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
+        {
+            "run": {"name": "my-run"}, "model": {"path": str(model), "lora": lora},
+            "data": {"train": {"type": "jsonl", "path": "rows.jsonl"}}, "rewards": [{"function": "mine:right", "weight": 2.0}],
+            "inference": {"max_model_len": 1024},
+        }
+    )  # fmt: skip
+
+
+def _assert_holds(folder: Path, expected: dict[str, float]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(names) == sorted(expected)
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().double().reshape(-1)
+        value = float((flat * torch.linspace(1.0, 2.0, flat.numel())).sum())
+        assert value == pytest.approx(expected[name], abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_the_exported_model_is_the_trained_one(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    result = run_on_ranks("export", 2, tmp_path / "job", module=MODULE, model=tiny_model, target=folder)
+    _assert_holds(folder, result["weights"])
+    assert not list(tmp_path.glob("writing_*"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_becomes_a_folder_in_one_process(tiny_model: Path, tmp_path: Path) -> None:
+    from grpo_async.training.export import export_checkpoint
+
+    run = tmp_path / "run"
+    saved = run_on_ranks("save_after_one_step", 2, tmp_path / "job", module=MODULE, model=tiny_model, run=run)
+    folder = tmp_path / "out"
+    config = _config(tiny_model)
+    export_checkpoint(RunDir(run), 1, config, folder)
+    _assert_holds(folder, saved["saved"])
+    assert "trained for 1 of" in (folder / "README.md").read_text()
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 2 .* the steps there: 1"):
+        export_checkpoint(RunDir(run), 2, config, folder)
+    (run / "checkpoints" / "step_1" / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"cannot be used: .*state\.json has 2 bytes"):
+        export_checkpoint(RunDir(run), 1, config, folder)
+
+
+def test_the_card_states_the_run() -> None:
+    config = _config()
+    card = model_card(config, step=7, evaluation={"pass@1": 0.25, "reward": 0.5})
+    front, _, text = card.removeprefix("---\n").partition("---\n")
+    assert yaml.safe_load(front)["base_model"] == "base/model"
+    assert "# my-run" in text
+    assert f"trained for 7 of {config.training.max_steps} steps" in text
+    assert "jsonl: rows.jsonl" in text
+    assert "`mine:right`, weight 2" in text
+    assert "| pass@1 | 0.25 |" in text
+    assert "- torch " in text
+    resolved = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    assert ExperimentConfig.model_validate(resolved) == config
+    assert "not evaluated" in model_card(config, step=7)
+
+
+def test_the_card_of_an_adapter_says_that_it_is_merged() -> None:
+    card = model_card(_config(lora={"rank": 4}), step=1)
+    assert "LoRA of rank 4, merged" in card
+
+
+def test_a_card_is_replaced_when_the_last_evaluation_is_known(tmp_path: Path) -> None:
+    write_model_card(tmp_path, _config(), step=3)
+    write_model_card(tmp_path, _config(), step=3, evaluation={"reward": 0.125})
+    assert "| reward | 0.125 |" in (tmp_path / "README.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
