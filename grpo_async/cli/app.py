@@ -13,7 +13,9 @@ from grpo_async.cli.check_reward import check_reward
 from grpo_async.cli.configs import schema, validate
 from grpo_async.cli.doctor import doctor
 from grpo_async.cli.errors import ReportingGroup
+from grpo_async.cli.eval import evaluate
 from grpo_async.cli.inspect_rollouts import inspect_rollouts
+from grpo_async.cli.launch import launch_app
 from grpo_async.cli.preflight import preflight
 from grpo_async.cli.quickstart import prepare_quickstart
 from grpo_async.cli.serve import serve_embedded, serve_vllm
@@ -55,6 +57,8 @@ def _root(
 
 
 app.command("train", cls=TrainCommand, short_help="Run an experiment: server, trainer, progress.")(train)
+app.command("eval", short_help="Evaluate a model or a checkpoint on held-out data.")(evaluate)
+app.add_typer(launch_app, name="launch", short_help="Run on several machines by a scheduler.")
 app.command("validate", short_help="Check a configuration; print it and the plan.")(validate)
 app.command("preflight", short_help="Start everything, check it against each other, end it.")(preflight)
 app.command("doctor", short_help="Look at the machine: versions, GPUs, limits, disk.")(doctor)

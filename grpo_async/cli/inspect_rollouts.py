@@ -15,6 +15,12 @@ _WIDTH_OF_A_PIPE = 200  # wide enough for grep; rich would take 80
 
 def inspect_rollouts(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run below runs/, or a run directory.")],
+    evaluation: Annotated[
+        str | None,
+        typer.Option(
+            "--evaluation", metavar="STEP|last", help="Rollouts of an evaluation instead of those of training."
+        ),
+    ] = None,
     group: Annotated[int | None, typer.Option("--group", metavar="ID", help="All rollouts of one group.")] = None,
     rollout: Annotated[
         str | None, typer.Option("--rollout", metavar="ID", help="One rollout with all its tokens.")
@@ -52,12 +58,13 @@ def inspect_rollouts(
       grpo-async inspect-rollouts quickstart --max-reward 0 --truncated --search "what is"
       grpo-async inspect-rollouts quickstart --group 17
       grpo-async inspect-rollouts quickstart --rollout g17-r3
+      grpo-async inspect-rollouts quickstart --evaluation last --max-reward 0.5
       grpo-async inspect-rollouts quickstart --status trained --json | jq .summary.reward_mean
     """
     if group is not None and rollout is not None:
         raise typer.BadParameter("choose one of --group and --rollout", param_hint="--group")
 
-    from grpo_async.viewer.runs import find_run
+    from grpo_async.viewer.runs import find_evaluation, find_run
     from grpo_async.viewer.selection import Filters, parse_statuses, parse_steps
     from grpo_async.viewer.show import show_group, show_groups, show_rollout, write_json
 
@@ -72,6 +79,8 @@ def inspect_rollouts(
         rollout_id=rollout,
     )
     run_dir = find_run(run)
+    if evaluation is not None:
+        run_dir = find_evaluation(run_dir, evaluation)
     if as_json:
         write_json(run_dir, filters, sort, limit or None, typer.echo)
     elif rollout is not None:

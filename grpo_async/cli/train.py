@@ -47,12 +47,24 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print the plan; start and write nothing.")
     ] = False,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--node-rank",
+            metavar="K",
+            min=0,
+            help="Which of launch.nodes machines this is; 0 leads. Default: $GRPO_ASYNC_NODE_RANK, else $SLURM_NODEID.",
+        ),
+    ] = None,
 ) -> None:
     """Train: start the inference servers and the trainer, show progress, and end all of them.
 
     A server that dies or hangs is started again (inference.max_restarts) while training goes on. Ctrl-C saves a
     checkpoint and stops; a second Ctrl-C stops at once. Exit code: 0 finished, 1 failed, 2 the configuration is wrong,
     130 or 143 stopped by SIGINT or SIGTERM.
+
+    With launch.nodes above 1, run the same command on every machine, with its --node-rank and the same $GRPO_ASYNC_TOKEN;
+    node 0 decides about --resume and --clean. What ends one of them ends all.
 
     \b
     Examples:
@@ -61,6 +73,7 @@ def train(
       grpo-async train configs/quickstart.yaml --resume
       grpo-async train configs/quickstart.yaml --resume 40
       grpo-async train configs/quickstart.yaml --dry-run
+      grpo-async train configs/cluster.yaml --node-rank 1
     """
     if resume is not None and resume != "auto" and not resume.isdecimal():
         raise typer.BadParameter(f"{resume!r} is neither auto nor a step number", param_hint="--resume")
@@ -68,4 +81,5 @@ def train(
     from grpo_async.config.loader import load_config
     from grpo_async.launch import run
 
-    raise typer.Exit(run(load_config(config, overrides or ()), resume=resume, clean=clean, dry_run=dry_run))
+    loaded = load_config(config, overrides or ())
+    raise typer.Exit(run(loaded, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank))

@@ -10,7 +10,8 @@ from typing import cast, get_args
 
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TransportKind
-from grpo_async.launch.plan import (
+from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE
+from grpo_async.launch.trainer_plan import (
     PREFLIGHT_VARIABLE,
     RESUME_VARIABLE,
     RUN_DIR_VARIABLE,
@@ -18,13 +19,12 @@ from grpo_async.launch.plan import (
     STORE_VARIABLE,
     TRANSPORT_VARIABLE,
 )
-from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE
 from grpo_async.rundir import RunDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """One rank's place in the run. `store_file` is where the ranks meet; None: torchrun's own address."""
+    """One rank's place in the run. `store_file` is where the ranks meet; None: in the store of torchrun (several machines)."""
 
     rundir: RunDir
     attempt_dir: Path
@@ -35,6 +35,9 @@ class Assignment:
     rank: int
     local_rank: int
     world_size: int
+    num_nodes: int = 1
+    node_rank: int = 0
+    """Of this machine among `num_nodes`; each has world_size / num_nodes ranks, in the order of the machines."""
     store_file: Path | None
     resume_step: int | None
     preflight_only: bool = False
@@ -53,6 +56,7 @@ class Assignment:
             urls = json.loads(env[SERVER_URLS_VARIABLE])
             transport = env[TRANSPORT_VARIABLE]
             rank, local_rank, world_size = int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
+            num_nodes, node_rank = int(env.get("GROUP_WORLD_SIZE", "1")), int(env.get("GROUP_RANK", "0"))
         except KeyError as error:
             raise ConfigError(
                 f"${error.args[0]} is not set; start the trainer with `grpo-async train CONFIG`"
@@ -74,6 +78,8 @@ class Assignment:
             rank=rank,
             local_rank=local_rank,
             world_size=world_size,
+            num_nodes=num_nodes,
+            node_rank=node_rank,
             store_file=Path(store) if store else None,
             resume_step=int(resume) if resume else None,
             preflight_only=bool(env.get(PREFLIGHT_VARIABLE)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,16 +23,22 @@ from grpo_async.launch import machine as machine_module
 from grpo_async.launch.checks import check_inputs
 from grpo_async.launch.display import make_display
 from grpo_async.launch.engine_choice import EngineChoice, choose_engine
+from grpo_async.launch.follower import Follower
 from grpo_async.launch.layout import split_memory
-from grpo_async.launch.plan import Machine, Places, ProcessPlan, plan_processes
+from grpo_async.launch.node_hub import HubListener, NodeHub
+from grpo_async.launch.node_link import Offer, leave_mark, own_versions
+from grpo_async.launch.node_place import NodePlace, choose_node_rank, leading_address, shared_token, socket_names
+from grpo_async.launch.plan import ProcessPlan, plan_follower, plan_processes
 from grpo_async.launch.preflight_report import Check
-from grpo_async.launch.prepare import Start, check_start, empty, lock
+from grpo_async.launch.prepare import Start, check_start, empty, lock, set_aside_broken
 from grpo_async.launch.server_keeper import RestartRules
 from grpo_async.launch.summary import print_summary
 from grpo_async.launch.supervisor import Outcome, Supervisor
+from grpo_async.launch.trainer_plan import Machine, Places
 from grpo_async.launch.wording import plain
 from grpo_async.rundir import RunDir, write_atomically
 
+_ALONE = NodePlace()
 Amend = Callable[[ProcessPlan], ProcessPlan]
 
 
@@ -41,6 +48,7 @@ def launch(
     resume: str | None,
     clean: bool,
     dry_run: bool,
+    node_rank: int | None = None,
     preflight_only: bool = False,
     on_checks: Callable[[Sequence[Check]], None] = lambda checks: None,
     amend: Amend = lambda plan: plan,
@@ -48,6 +56,8 @@ def launch(
     """Run one experiment; returns the exit code. See `grpo_async.launch.run`.
 
     Args:
+        node_rank: of this machine; None: see node_place.choose_node_rank. Of several, node 0 decides all that concerns the run
+            directory (`resume`, `clean`); the others follow it.
         preflight_only: start the processes, make the checks before the first step, print them and end everything: exit code 0
             when none failed, else 1. Everything is written to a temporary run directory; that of `config` is not touched.
         on_checks: with `preflight_only`, gets the checks at the end, if they were made.
@@ -58,9 +68,17 @@ def launch(
     """
     from grpo_async.config.loader import dump_config
 
-    notes = check_inputs(config)
+    if preflight_only:
+        config, alone = _on_one_machine(config)
+        rank = 0
+    else:
+        alone = ()
+        rank = 0 if dry_run and node_rank is None else choose_node_rank(config, node_rank)
+    notes = [*check_inputs(config, node_rank=rank), *alone]
     engine = choose_engine(config)
     console = Console(highlight=False)
+    if rank > 0 and not dry_run:
+        return _follow(config, console, rank=rank, amend=amend)
     if preflight_only:
         return _preflight(config, engine, console, notes=notes, on_checks=on_checks, amend=amend)
     start = check_start(config, resume=resume, clean=clean)
@@ -68,14 +86,21 @@ def launch(
     if dry_run:
         machine = machine_module.look()
         places = _places_of_a_dry_run(run_dir, config)
-        plan = amend(_plan(config, engine, machine, places, token=None, start=start, notes=notes))
+        node = _place_of_a_dry_run(config, rank)
+        if rank == 0:
+            plan = _plan(config, engine, machine, places, token=None, start=start, notes=notes, node=node)
+        else:
+            plan = plan_follower(config, node=node, places=places, machine=machine)
+        plan = amend(plan)
         _print(console, f"{plan.describe()}\n{dump_config(config)}dry run: nothing was started or written")
         return 0
+    node = _lead_nodes(config)
     with lock(run_dir):
         start = check_start(config, resume=resume, clean=clean)  # again: another launcher may have had it until now
         if clean:
             empty(run_dir)
-        outcome = _run(config, engine, run_dir, console, start=start, notes=notes, amend=amend)
+        set_aside_broken(run_dir, start)
+        outcome = _run(config, engine, run_dir, console, start=start, notes=notes, amend=amend, node=node)
     return _report(outcome, run_dir, console)
 
 
@@ -83,9 +108,51 @@ def describe_plan(config: ExperimentConfig) -> str:
     """The processes that `config` would start, for humans; looks at the machine, not at the files that `config` names."""
     places = _places_of_a_dry_run(RunDir(config.run_path.absolute()), config)
     plan = plan_processes(
-        config, engine=choose_engine(config), places=places, machine=machine_module.look(), token=None
+        config,
+        engine=choose_engine(config),
+        places=places,
+        machine=machine_module.look(),
+        token=None,
+        node=_place_of_a_dry_run(config, 0),
     )
     return plan.describe()
+
+
+def _follow(config: ExperimentConfig, console: Console, *, rank: int, amend: Amend) -> int:
+    run_dir = RunDir(config.run_path.absolute())
+    outcome = asyncio.run(Follower(config, run_dir, console, rank=rank, amend=amend).run())
+    return _report(outcome, run_dir, console)
+
+
+def _on_one_machine(config: ExperimentConfig) -> tuple[ExperimentConfig, tuple[str, ...]]:
+    """`config` with the trainer ranks of this machine only, and what is to be said of it."""
+    nodes = config.launch.nodes
+    if nodes == 1:
+        return config, ()
+    launch_section = config.launch.model_copy(update={"nodes": 1, "rdzv": None, "sharding": "full"})
+    note = f"launch.nodes: {nodes}; the checks are made with the trainer ranks of this machine only"
+    return config.model_copy(update={"launch": launch_section}), (note,)
+
+
+def _lead_nodes(config: ExperimentConfig) -> NodePlace:
+    """This machine's place as node 0, before anything is written.
+
+    Raises:
+        ConfigError: the machines could not meet here.
+    """
+    if config.launch.nodes == 1:
+        return NodePlace()
+    shared_token()
+    address = leading_address(config)
+    _, port = config.launch.meeting_point
+    machine_module.check_can_listen(address, port, "launch.rdzv")
+    return NodePlace(
+        count=config.launch.nodes,
+        address=address,
+        store_port=machine_module.free_ports(address, 1)[0],
+        own_address=address,
+        socket_names=socket_names(address),
+    )
 
 
 def _preflight(
@@ -125,6 +192,7 @@ def _run(
     notes: Sequence[str],
     amend: Amend,
     preflight_only: bool = False,
+    node: NodePlace = _ALONE,
 ) -> Outcome:
     from grpo_async.config.loader import dump_config
 
@@ -132,20 +200,30 @@ def _run(
     run_dir.create()
     attempt = run_dir.new_attempt()
     write_atomically(run_dir.config, dump_config(config))
-    with _token(engine, run_dir) as token, machine_module.private_folder() as private:
+    with _token(engine, run_dir, node) as token, machine_module.private_folder() as private:
         places = Places(run_dir=run_dir, attempt=attempt, private=private, ports=_free_ports(config))
         plan = amend(
-            _plan(config, engine, machine, places, token=token, start=start, notes=notes, preflight_only=preflight_only)
+            _plan(
+                config,
+                engine,
+                machine,
+                places,
+                token=token,
+                start=start,
+                notes=notes,
+                preflight_only=preflight_only,
+                node=node,
+            )
         )
         write_atomically(run_dir.plan, plan.describe())
         _print(console, plan.describe())
-        return _supervise(config, plan, console)
+        return _supervise(config, plan, console, _hub_maker(config, plan, node))
 
 
 @contextlib.contextmanager
-def _token(engine: EngineChoice, run_dir: RunDir) -> Iterator[str | None]:
-    """The token of the servers: that of running ones from the environment, of our own ones a new one."""
-    if engine.engine == "external":
+def _token(engine: EngineChoice, run_dir: RunDir, node: NodePlace) -> Iterator[str | None]:
+    """The token of the servers: that of running ones, and that of several machines, from the environment; else a new one."""
+    if engine.engine == "external" or not node.is_alone:
         yield token_from_environment()
         return
     with run_dir.new_token() as token:
@@ -162,6 +240,7 @@ def _plan(
     start: Start,
     notes: Sequence[str],
     preflight_only: bool = False,
+    node: NodePlace = _ALONE,
 ) -> ProcessPlan:
     return plan_processes(
         config,
@@ -173,6 +252,7 @@ def _plan(
         resume_step=start.resume_step,
         preflight_only=preflight_only,
         notes=(*start.notes, *notes),
+        node=node,
     )
 
 
@@ -182,18 +262,66 @@ def _places_of_a_dry_run(run_dir: RunDir, config: ExperimentConfig) -> Places:
     return Places(run_dir=run_dir, attempt=run_dir.logs / "attempt_N", private=private, ports=_free_ports(config))
 
 
+def _place_of_a_dry_run(config: ExperimentConfig, rank: int) -> NodePlace:
+    """Nothing is looked up: the machines need not be there. Port 0 stands for one that is chosen at the start."""
+    if config.launch.nodes == 1:
+        return NodePlace()
+    host, _ = config.launch.meeting_point
+    return NodePlace(rank=rank, count=config.launch.nodes, address=host, own_address=host if rank == 0 else "")
+
+
 def _free_ports(config: ExperimentConfig) -> tuple[int, ...]:
     if config.inference.urls:
         return ()
     return machine_module.free_ports(config.inference.host, config.inference.replicas)
 
 
-def _supervise(config: ExperimentConfig, plan: ProcessPlan, console: Console) -> Outcome:
+def _hub_maker(config: ExperimentConfig, plan: ProcessPlan, node: NodePlace) -> Callable[[HubListener], NodeHub] | None:
+    """Builds node 0's channel to the other machines; None where there are none."""
+    from grpo_async.config.loader import dump_config
+
+    if node.is_alone:
+        return None
+    mark = secrets.token_hex(16)
+    leave_mark(plan.places.attempt, mark)
+    offer = Offer(
+        config=dump_config(config),
+        versions=own_versions(),
+        attempt=plan.places.attempt.name,
+        mark=mark,
+        store_port=node.store_port,
+        server_urls=plan.server_urls,
+        transport=plan.transport,
+        resume_step=plan.resume_step,
+    )
+    _, port = config.launch.meeting_point
+
+    def make(listener: HubListener) -> NodeHub:
+        return NodeHub(
+            node.address, port, count=node.count, token=shared_token(), offer=offer.as_json(), listener=listener
+        )
+
+    return make
+
+
+def _supervise(
+    config: ExperimentConfig,
+    plan: ProcessPlan,
+    console: Console,
+    make_hub: Callable[[HubListener], NodeHub] | None,
+) -> Outcome:
     display = make_display(
         console, run_name=config.run.name, max_steps=config.training.max_steps, logs=plan.places.run_dir.latest_logs
     )
     restarts = RestartRules(max_restarts=config.inference.max_restarts, delay_s=config.inference.restart_delay_s)
-    supervisor = Supervisor(plan, display, stop_timeout_s=config.launch.stop_timeout_s, restarts=restarts)
+    supervisor = Supervisor(
+        plan,
+        display,
+        stop_timeout_s=config.launch.stop_timeout_s,
+        restarts=restarts,
+        make_hub=make_hub,
+        rdzv_timeout_s=config.launch.rdzv_timeout_s,
+    )
     with display:
         return asyncio.run(supervisor.run())
 

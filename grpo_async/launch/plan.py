@@ -8,84 +8,30 @@ Secrets travel by environment only, and `describe` shows neither the token nor a
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE, TransportKind
-from grpo_async.launch.control import CONTROL_VARIABLE
 from grpo_async.launch.engine_choice import EngineChoice
 from grpo_async.launch.layout import MemorySplit, plan_transport, share_gpus
-from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE
-from grpo_async.rundir import RunDir
+from grpo_async.launch.node_place import NodePlace
+from grpo_async.launch.trainer_plan import (
+    Machine,
+    Places,
+    ProcessSpec,
+    threads_environment,
+    trainer_spec,
+    visible_gpus,
+)
 
-RUN_DIR_VARIABLE = "GRPO_ASYNC_RUN_DIR"
-SERVER_URLS_VARIABLE = "GRPO_ASYNC_SERVER_URLS"
-"""A JSON list."""
-TRANSPORT_VARIABLE = "GRPO_ASYNC_TRANSPORT"
-RESUME_VARIABLE = "GRPO_ASYNC_RESUME"
-STORE_VARIABLE = "GRPO_ASYNC_STORE"
-PREFLIGHT_VARIABLE = "GRPO_ASYNC_PREFLIGHT_ONLY"
-"""Set to 1 for a trainer that makes its checks and ends: exit code 0 when none failed, else 1."""
-
+_FOLLOWS = "node 0 looks after the servers"
+_ALONE = NodePlace()
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to connect to instead
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Where a run reads and writes. `private` is a folder that only this user can enter; `ports` are those of the spawned
-    servers, which keep them over restarts."""
-
-    run_dir: RunDir
-    attempt: Path
-    private: Path
-    ports: tuple[int, ...]
-
-    @property
-    def control_socket(self) -> Path:
-        return self.private / "control"
-
-    @property
-    def rendezvous(self) -> Path:
-        return self.private / "rendezvous"
-
-    @property
-    def store(self) -> Path:
-        return self.private / "store"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What the plan takes from the machine. `gpus` are the entries of CUDA_VISIBLE_DEVICES that may be given away."""
-
-    num_cpus: int = 1
-    gpus: tuple[str, ...] = ()
-    gpu_bytes: int | None = None
-    """Memory of the smallest GPU; None: no GPU, or not known."""
-    python: str = sys.executable
-    working_dir: Path = Path()
-    python_path: str = ""
-    """The caller's PYTHONPATH."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSpec:
-    """One child. `environment` holds what is added to the caller's."""
-
-    name: str
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
-    log_name: str
-    num_processes: int
-    threads: int
-    """CPU threads of each process."""
-    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +45,7 @@ class ProcessPlan:
     trainer: ProcessSpec
     places: Places
     resume_step: int | None
+    transport: TransportKind = "gloo"
     preflight_only: bool = False
     facts: tuple[tuple[str, str], ...] = ()
     """Further lines of the description: weights, TLS, memory; (name, text)."""
@@ -113,7 +60,7 @@ class ProcessPlan:
         start = "from the beginning" if self.resume_step is None else f"from the checkpoint of step {self.resume_step}"
         if self.preflight_only:
             start = "checks only"
-        external = "" if self.servers else " (not started by this run)"
+        external = "" if self.servers or self.engine.reason == _FOLLOWS else " (not started by this run)"
         lines = [
             f"run        {self.run_name}, {start}",
             f"directory  {self.places.run_dir.root}",
@@ -146,10 +93,12 @@ def plan_processes(
     resume_step: int | None = None,
     preflight_only: bool = False,
     notes: Sequence[str] = (),
+    node: NodePlace = _ALONE,
 ) -> ProcessPlan:
-    """Plan the processes of one run.
+    """Plan the processes of one run; of several machines, those of node 0 (of the others: `plan_follower`).
 
     Args:
+        node: this machine among those of the run.
         token: guards the servers; None only with servers that ask for none.
         memory: of a GPU that the trainer shares with vLLM, see layout.split_memory.
         notes: shown with the plan, after its own.
@@ -168,13 +117,11 @@ def plan_processes(
         urls = tuple(config.inference.urls)
     else:
         urls = tuple(_url(config.inference.scheme, config.inference.host, port) for port in places.ports)
+    # where everything is on one machine, NCCL must not meet on another address of it
+    is_here = sys.platform == "linux" and engine.engine != "external" and node.is_alone
     common = {
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.working_dir), machine.python_path])),
-        **({TOKEN_VARIABLE: token} if token else {}),
-        # where everything is on one machine, NCCL must not meet on another address of it
-        **({"NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" and engine.engine != "external" else {}),
+        **common_environment(machine, token, node),
+        **({"NCCL_SOCKET_IFNAME": "lo"} if is_here else {}),
     }
     servers = (
         ()
@@ -184,31 +131,17 @@ def plan_processes(
             for index, gpus in enumerate(shares.servers)
         )
     )
-    trainer = ProcessSpec(
-        name="trainer",
-        command=_torchrun(config, places, machine),
-        environment={
-            **common,
-            **_threads(config.launch.trainer_threads),
-            **_visible(shares.trainer),
-            # torchrun would otherwise listen on every interface, for a store that the ranks do not use
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
-            # a generator of rows that walks a set then gives the same rows to a resumed run
-            "PYTHONHASHSEED": "0",
-            RUN_DIR_VARIABLE: str(places.run_dir.root),
-            ATTEMPT_VARIABLE: str(places.attempt),
-            SERVER_URLS_VARIABLE: json.dumps(urls),
-            TRANSPORT_VARIABLE: transport,
-            CONTROL_VARIABLE: str(places.control_socket),
-            STORE_VARIABLE: str(places.store),
-            RESUME_VARIABLE: "" if resume_step is None else str(resume_step),
-            **({PREFLIGHT_VARIABLE: "1"} if preflight_only else {}),
-        },
-        log_name="trainer.log",
-        num_processes=config.launch.num_trainer_ranks,
-        threads=config.launch.trainer_threads,
-        gpus=shares.trainer or (),
+    trainer = trainer_spec(
+        config,
+        places,
+        machine,
+        common,
+        node=node,
+        gpus=shares.trainer,
+        server_urls=urls,
+        transport=transport,
+        resume_step=resume_step,
+        preflight_only=preflight_only,
     )
     return ProcessPlan(
         run_name=config.run.name,
@@ -219,9 +152,64 @@ def plan_processes(
         places=places,
         resume_step=resume_step,
         preflight_only=preflight_only,
-        facts=tuple(_facts(config, transport, reason, memory)),
+        transport=transport,
+        facts=(*_nodes_facts(config, node), *_facts(config, transport, reason, memory)),
         notes=(*shares.notes, *_own_notes(config, machine, [*servers, trainer], memory), *notes),
     )
+
+
+def plan_follower(
+    config: ExperimentConfig,
+    *,
+    node: NodePlace,
+    places: Places,
+    machine: Machine,
+    token: str | None = None,
+    server_urls: Sequence[str] = (),
+    transport: TransportKind = "gloo",
+    resume_step: int | None = None,
+) -> ProcessPlan:
+    """Plan the processes of a machine that follows node 0: torchrun with its ranks, and nothing else.
+
+    Args:
+        server_urls: as node 0 says, like `transport` and `resume_step`.
+    """
+    engine = EngineChoice(engine="external", reason=_FOLLOWS)
+    shares = share_gpus(config, engine, machine.gpus)
+    trainer = trainer_spec(
+        config,
+        places,
+        machine,
+        common_environment(machine, token, node),
+        node=node,
+        gpus=shares.trainer,
+        server_urls=server_urls,
+        transport=transport,
+        resume_step=resume_step,
+    )
+    return ProcessPlan(
+        run_name=config.run.name,
+        engine=engine,
+        server_urls=tuple(server_urls),
+        servers=(),
+        trainer=trainer,
+        places=places,
+        resume_step=resume_step,
+        transport=transport,
+        facts=tuple(_nodes_facts(config, node)),
+        notes=(*shares.notes, *_own_notes(config, machine, [trainer], None)),
+    )
+
+
+def common_environment(machine: Machine, token: str | None, node: NodePlace) -> dict[str, str]:
+    """What every process of a run gets."""
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.working_dir), machine.python_path])),
+        **({TOKEN_VARIABLE: token} if token else {}),
+        **(node.socket_names or {}),
+    }
 
 
 def _server(
@@ -249,8 +237,8 @@ def _server(
         ),
         environment={
             **common,
-            **_threads(config.inference.threads),
-            **_visible(gpus),
+            **threads_environment(config.inference.threads),
+            **visible_gpus(gpus),
             # unix sockets between vLLM's processes: by default in a folder that everybody can list
             **({"VLLM_RPC_BASE_PATH": str(places.private)} if engine.engine == "vllm" else {}),
         },
@@ -261,14 +249,28 @@ def _server(
     )
 
 
-def _torchrun(config: ExperimentConfig, places: Places, machine: Machine) -> tuple[str, ...]:
-    return (
-        *(machine.python, "-m", "grpo_async.launch.torchrun_entry"),
-        *("--nnodes", "1", "--nproc-per-node", str(config.launch.num_trainer_ranks), "--max-restarts", "0"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(places.rendezvous), "--rdzv-conf", "store_type=file"),
-        *("--rdzv-id", config.run.name, "--local-addr", "127.0.0.1"),  # without it the host's name is looked up
-        *("-m", "grpo_async.launch.trainer"),
+def _nodes_facts(config: ExperimentConfig, node: NodePlace) -> Iterator[tuple[str, str]]:
+    """Which machine does what; nothing where there is one."""
+    if node.is_alone:
+        return
+    ranks = config.launch.num_trainer_ranks
+    meets = f", {node.address}" if node.address else ""
+    yield (
+        "nodes",
+        f"{node.count}, which meet at {config.launch.rdzv} (launch.rdzv{meets}); sharding: {config.launch.sharding}",
     )
+    for rank in range(node.count):
+        first, last = rank * ranks, (rank + 1) * ranks - 1
+        own = f"trainer rank {first}" if ranks == 1 else f"trainer ranks {first} to {last}"
+        leads = "leads: run directory, spawned servers, progress; " if rank == 0 else ""
+        here = " (this machine)" if rank == node.rank else f": grpo-async train CONFIG --node-rank {rank}"
+        yield f"node {rank}", f"{leads}{own}{here}"
+    names = node.socket_names or {}
+    if names:
+        yield (
+            "interface",
+            f"{', '.join(sorted(set(names.values())))} ({node.own_address}), for {' and '.join(sorted(names))}",
+        )
 
 
 def _facts(
@@ -294,14 +296,6 @@ def _own_notes(
         )
     if config.inference.vllm.sleep_while_training and memory is None:
         yield "inference.vllm.sleep_while_training: the servers share no GPU with the trainer, so sleeping gains nothing"
-
-
-def _visible(gpus: tuple[str, ...] | None) -> dict[str, str]:
-    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-
-
-def _threads(count: int) -> dict[str, str]:
-    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(count))
 
 
 def _url(scheme: str, host: str, port: int) -> str:

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
+from grpo_async.training.checkpoint_manifest import OtherFormatError, problem_of
 
 # What a checkpoint means depends on these: other weights, another order of the data, another meaning of a group.
 _FIXED = (
@@ -37,9 +38,11 @@ _FREE = ("run.dir", "run.name", "launch", "inference")  # where and by what it r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run begins: `resume_step` None is the beginning. `notes` tell what the user should know."""
+    """Where a run begins: `resume_step` None is the beginning. `notes` tell what the user should know; `broken_steps` have
+    checkpoints that are damaged and newer than the one to resume from (see `set_aside_broken`)."""
 
     resume_step: int | None
+    broken_steps: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -47,7 +50,8 @@ def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) ->
     """Decide where the run begins; changes nothing on disk.
 
     Args:
-        resume: None, "auto" (the newest whole checkpoint) or a step number as text.
+        resume: None, "auto" (the newest checkpoint that is whole: each is read and compared with its checksums, until one is) or
+            a step number as text.
         clean: an old run directory is going to be removed.
 
     Raises:
@@ -90,6 +94,15 @@ def lock(run_dir: RunDir) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def set_aside_broken(run_dir: RunDir, start: Start) -> None:
+    """Rename checkpoints that `check_start` found damaged to broken_step_N, where nothing takes them for whole ones."""
+    for step in start.broken_steps:
+        checkpoint = run_dir.checkpoint(step)
+        target = checkpoint.with_name(f"broken_{checkpoint.name}")
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(checkpoint, target)
 
 
 def empty(run_dir: RunDir) -> None:
@@ -144,13 +157,53 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
             f"--resume {resume}: no such checkpoint in {run_dir.checkpoints}; there are the steps "
             f"{', '.join(map(str, steps))}; `auto` takes the newest"
         )
-    step = steps[-1] if resume == "auto" else int(resume)
+    if resume == "auto":
+        step, broken = _newest_whole(run_dir, steps)
+    else:
+        step, broken = int(resume), {}
+        try:
+            problem = problem_of(run_dir.checkpoint(step))
+        except OtherFormatError as error:
+            problem = str(error)
+        if problem is not None:
+            raise ConfigError(f"--resume {resume}: {problem}; `--resume auto` takes the newest whole checkpoint")
     if step >= config.training.max_steps and _has_finished(run_dir):  # else evaluation or export are still to be done
         raise ConfigError(
             f"--resume: the run in {run_dir.root} has finished its {config.training.max_steps} steps; "
             "raise training.max_steps to train on"
         )
-    return Start(resume_step=step, notes=tuple(_compare_with_last_attempt(run_dir, config)))
+    notes = [
+        f"the checkpoint of step {number} is damaged and set aside as broken_step_{number}: {problem}; going on from step {step}"
+        for number, problem in broken.items()
+    ]
+    changes = _compare_with_last_attempt(run_dir, config)
+    return Start(resume_step=step, broken_steps=tuple(broken), notes=(*notes, *changes))
+
+
+def _newest_whole(run_dir: RunDir, steps: Sequence[int]) -> tuple[int, dict[int, str]]:
+    """The step to resume from, and what is wrong with each newer one.
+
+    Raises:
+        ConfigError: none is whole.
+    """
+    broken: dict[int, str] = {}
+    for step in reversed(steps):
+        try:
+            problem = problem_of(run_dir.checkpoint(step))
+        except OtherFormatError as error:
+            raise ConfigError(f"--resume: {error}") from error
+        if problem is None:
+            return step, broken
+        broken[step] = problem
+    raise ConfigError(
+        "\n".join(
+            [
+                f"--resume: no checkpoint in {run_dir.checkpoints} is whole:",
+                *(f"  step {step}: {problem}" for step, problem in broken.items()),
+                "restore one from a copy, or begin the run anew with --clean",
+            ]
+        )
+    )
 
 
 def _has_finished(run_dir: RunDir) -> bool:
@@ -163,9 +216,7 @@ def _has_finished(run_dir: RunDir) -> bool:
 def _compare_with_last_attempt(run_dir: RunDir, config: ExperimentConfig) -> Iterator[str]:
     from grpo_async.config.loader import load_config
 
-    old, new = (dict(_leaves(c.model_dump(mode="json"))) for c in (load_config(run_dir.config), config))
-    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    described = {key: f"{key}: {_short(old.get(key))} -> {_short(new.get(key))}" for key in changed}
+    described = _changes(load_config(run_dir.config).model_dump(mode="json"), config.model_dump(mode="json"))
     fixed = [text for key, text in described.items() if _is_below(key, _FIXED)]
     if fixed:
         raise ConfigError(
@@ -180,6 +231,18 @@ def _compare_with_last_attempt(run_dir: RunDir, config: ExperimentConfig) -> Ite
     for key, text in described.items():
         if not _is_below(key, _FREE):
             yield f"changed since the run began: {text}"
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Values in which two configurations differ: ["optimizer.lr: 1e-05 -> 0.0001"]."""
+    return list(_changes(old, new).values())
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """By dotted path."""
+    old, new = dict(_leaves(before)), dict(_leaves(after))
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return {key: f"{key}: {_short(old.get(key))} -> {_short(new.get(key))}" for key in changed}
 
 
 def _is_below(key: str, sections: tuple[str, ...]) -> bool:

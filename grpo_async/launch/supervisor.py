@@ -5,6 +5,7 @@
     outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and its last words;
                 SIGINT -> 130, SIGTERM and SIGHUP -> 143, after a checkpoint when the trainer manages in time
                 preflight only: 0 when no check failed, else 1
+    machines    of several, this one leads (node 0): it begins when all are there, and a machine that is lost ends the run
 
 The first failure wins: what dies after it is a consequence and not reported. Afterwards everything that was started,
 and everything that those started, is ended: SIGTERM with a grace, then SIGKILL.
@@ -13,22 +14,25 @@ and everything that those started, is ended: SIGTERM with a grace, then SIGKILL.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
+from grpo_async.errors import DeadlineError
 from grpo_async.launch.child import Child
 from grpo_async.launch.control import ControlServer
 from grpo_async.launch.display import Display
 from grpo_async.launch.failures import explain
-from grpo_async.launch.plan import ProcessPlan, ProcessSpec
+from grpo_async.launch.node_hub import HubListener, NodeHub
+from grpo_async.launch.plan import ProcessPlan
 from grpo_async.launch.preflight_report import Check, Status
 from grpo_async.launch.server_keeper import RestartRules, ServerEvent, ServerKeepers
+from grpo_async.launch.signals import Signals, end_children, first_of
+from grpo_async.launch.trainer_plan import ProcessSpec
 from grpo_async.launch.tree import ProcessTree, adopting_orphans
 
-_GRACE_S = 10.0  # between SIGTERM and SIGKILL
+_SETTLE_S = 10.0  # for the other machines to say how their ranks ended
 _KILL_TIMEOUT_S = 10.0  # for SIGKILL to take effect
 _DRAIN_TIMEOUT_S = 5.0  # for the last messages of a trainer that has ended
 _KEEPER_TIMEOUT_S = 25.0  # for a restart that is under way to come to a point where it can be left
@@ -45,41 +49,23 @@ class Outcome:
     checks: Sequence[Check] | None = None
 
 
-class Signals:
-    """SIGINT, SIGTERM and SIGHUP as an event of the loop. `arrived` may be cleared to wait for the next one."""
-
-    def __init__(self) -> None:
-        self.arrived = asyncio.Event()
-        self.first: signal.Signals | None = None
-
-    @property
-    def exit_code(self) -> int:
-        """By the shell's convention, 128 + number; SIGHUP counts as SIGTERM."""
-        return 130 if self.first is signal.SIGINT else 143
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        caught = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
-            caught.append(signal.SIGHUP)
-        for number in caught:
-            loop.add_signal_handler(number, self._take, number)
-        try:
-            yield
-        finally:
-            for number in caught:
-                loop.remove_signal_handler(number)
-
-    def _take(self, number: signal.Signals) -> None:
-        self.first = self.first or number
-        self.arrived.set()
-
-
 class Supervisor:
-    """One run of one plan. `stop_timeout_s` is the trainer's time to checkpoint after the first signal."""
+    """One run of one plan. `stop_timeout_s` is the trainer's time to checkpoint after the first signal.
 
-    def __init__(self, plan: ProcessPlan, display: Display, *, stop_timeout_s: float, restarts: RestartRules) -> None:
+    Args:
+        make_hub: of several machines, this is node 0: the channel to the others; they have `rdzv_timeout_s` to come.
+    """
+
+    def __init__(
+        self,
+        plan: ProcessPlan,
+        display: Display,
+        *,
+        stop_timeout_s: float,
+        restarts: RestartRules,
+        make_hub: Callable[[HubListener], NodeHub] | None = None,
+        rdzv_timeout_s: float = 600.0,
+    ) -> None:
         self._plan = plan
         self._display = display
         self._stop_timeout_s = stop_timeout_s
@@ -88,6 +74,8 @@ class Supervisor:
         self._summary: Mapping[str, Any] | None = None
         self._checks: list[Check] | None = None
         self._reported_failure: str | None = None
+        self._hub = None if make_hub is None else make_hub(self)
+        self._rdzv_timeout_s = rdzv_timeout_s
 
     async def run(self) -> Outcome:
         """Start, watch, end. Call it from the main thread (signals; the children's death signal)."""
@@ -100,7 +88,7 @@ class Supervisor:
                     self._plan.places.control_socket, self._on_message, self._display.note
                 ) as control:
                     self._control = control
-                    return await self._supervise(control)
+                    return await self._supervise_with_nodes(control)
             finally:
                 await self._servers.abandon(_KILL_TIMEOUT_S)
                 for process in await tree.kill(_KILL_TIMEOUT_S):
@@ -108,23 +96,85 @@ class Supervisor:
                 if self._children:
                     await asyncio.wait([child.exited for child in self._children], timeout=_KILL_TIMEOUT_S)
 
+    async def _supervise_with_nodes(self, control: ControlServer) -> Outcome:
+        """`_supervise`, and what comes of it is told to the other machines, if there are any."""
+        if self._hub is None:
+            return await self._supervise(control)
+        async with self._hub as hub:  # waits: not at all, it binds
+            outcome = Outcome(exit_code=1, error="its launcher failed")
+            try:
+                outcome = await self._supervise(control)
+            finally:
+                await hub.end(outcome.exit_code, outcome.error)
+            return outcome
+
     async def _supervise(self, control: ControlServer) -> Outcome:
         servers = self._servers
         await servers.start()
+        if self._hub is not None:
+            early = await self._gather_nodes(self._hub)
+            if early is not None:
+                return early
         trainer = await self._spawn(self._plan.trainer)
-        await self._first_of([trainer], servers.lost_all)
+        await first_of(self._signals, [trainer], [servers.lost_all, *self._hub_events])
         if self._signals.arrived.is_set() and trainer.is_running:
             return await self._stop(control, trainer)
+        has_ended_well = not trainer.is_running and trainer.exited.result() == 0
+        if self._hub is not None and self._hub.trouble.is_set() and not has_ended_well:
+            return await self._lose_nodes(self._hub, trainer)
         servers.raise_errors()
         if servers.failure is not None and (trainer.is_running or trainer.exited.result() != 0):
             # both at once: lost servers end the trainer, never the other way round
             self._display.phase("no server is left: ending the trainer")
             if servers.have_served:  # the trainer saves the steps that it has made
                 control.request_stop("no server is left")
-                await self._first_of([trainer], timeout_s=self._stop_timeout_s)
-            await self._end([trainer])
+                await first_of(self._signals, [trainer], timeout_s=self._stop_timeout_s)
+            await end_children(self._signals, [trainer])
             return self._failed(servers.failure)
         return await self._finish(control, trainer, exit_code=0)
+
+    @property
+    def _hub_events(self) -> list[asyncio.Event]:
+        return [] if self._hub is None else [self._hub.trouble]
+
+    async def _gather_nodes(self, hub: NodeHub) -> Outcome | None:
+        """Wait until every machine is there; an outcome when it does not come to that."""
+        servers = self._servers
+        self._display.phase(f"waiting for {hub.describe_missing()}")
+        events = [hub.all_ready, hub.trouble, servers.lost_all]
+        await first_of(self._signals, [], events, timeout_s=self._rdzv_timeout_s)
+        if self._signals.first is not None:
+            name = self._signals.first.name
+            return Outcome(exit_code=self._signals.exit_code, error=f"{name} before the trainer had begun")
+        if hub.failure is not None:
+            return self._failed(hub.failure)
+        servers.raise_errors()
+        if servers.failure is not None:
+            return self._failed(servers.failure)
+        if not hub.all_ready.is_set():
+            error = DeadlineError(
+                f"{hub.describe_missing()} to join",
+                waited_s=self._rdzv_timeout_s,
+                setting="launch.rdzv_timeout_s",
+                hint="On each machine: grpo-async train CONFIG --node-rank K, with the same $GRPO_ASYNC_TOKEN.",
+            )
+            return self._failed(str(error))
+        hub.begin()
+        return None
+
+    async def _lose_nodes(self, hub: NodeHub, trainer: Child) -> Outcome:
+        """The ranks of another machine are gone: those of this one cannot even save."""
+        self._display.phase("another machine has failed: ending the trainer")
+        await end_children(self._signals, [trainer])
+        await hub.settle(_SETTLE_S)
+        return self._failed(self._nodes_failure(hub))
+
+    def _nodes_failure(self, hub: NodeHub) -> str:
+        assert hub.failure is not None
+        if hub.has_lost_a_node:
+            return hub.failure
+        words = explain(self._plan.places.attempt)
+        return hub.failure if words is None else f"{words}\nreported by {hub.failed_node}"
 
     async def _spawn(self, spec: ProcessSpec, life: int = 0) -> Child:
         child = await Child.spawn(spec, self._plan.places.attempt, life=life)
@@ -143,7 +193,7 @@ class Supervisor:
         self._display.note("stopping: finishing the step and saving a checkpoint (press Ctrl-C again to end at once)")
         stopping = asyncio.create_task(self._servers.stop(_KEEPER_TIMEOUT_S))  # a server that ends now is no loss
         try:
-            await self._first_of([trainer], timeout_s=self._stop_timeout_s)
+            await first_of(self._signals, [trainer], timeout_s=self._stop_timeout_s)
         finally:
             stopping.cancel()
             await asyncio.wait([stopping], timeout=_KILL_TIMEOUT_S)
@@ -159,9 +209,11 @@ class Supervisor:
     async def _finish(self, control: ControlServer, trainer: Child, *, exit_code: int) -> Outcome:
         """The trainer has ended by itself; end the servers and say how it went."""
         await control.drain(_DRAIN_TIMEOUT_S)
+        if self._hub is not None and trainer.exited.result() != 0:
+            await self._hub.settle(_SETTLE_S)  # it may have failed only because another machine's has
         outcome = self._judge(trainer, exit_code)
         await self._servers.stop(_KEEPER_TIMEOUT_S)
-        await self._end(self._servers.running)
+        await end_children(self._signals, self._servers.running)
         return outcome
 
     def _judge(self, trainer: Child, exit_code: int) -> Outcome:
@@ -184,6 +236,8 @@ class Supervisor:
         if status == 0:
             result = "the result of its checks" if self._plan.preflight_only else "a summary"
             return f"the trainer ended without {result}\n{trainer.describe_end()}"
+        if self._hub is not None and self._hub.has_lost_a_node:
+            return self._nodes_failure(self._hub)
         words = explain(self._plan.places.attempt) or self._reported_failure
         if words is None or status < 0:
             return "\n".join(filter(None, [words, f"the {trainer.describe_end()}"]))
@@ -201,32 +255,9 @@ class Supervisor:
             return "there is no checkpoint yet; begin again with --clean"
         return f"the newest checkpoint is step {steps[-1]}; go on with: grpo-async train {run_dir.config} --resume auto"
 
-    async def _end(self, children: Sequence[Child]) -> None:
-        """SIGTERM and wait; a signal to the launcher cuts the grace short. What is left is killed with the tree."""
-        self._signals.arrived.clear()
-        for child in children:
-            child.terminate()
-        ends_at = asyncio.get_running_loop().time() + _GRACE_S
-        while (left := [child for child in children if child.is_running]) and not self._signals.arrived.is_set():
-            left_s = ends_at - asyncio.get_running_loop().time()
-            if left_s <= 0:
-                return
-            await self._first_of(left, timeout_s=left_s)
-
-    async def _first_of(
-        self, children: Iterable[Child], event: asyncio.Event | None = None, *, timeout_s: float | None = None
-    ) -> None:
-        """Until one of the children ends, `event` is set or a signal arrives. Without `timeout_s` as long as the run takes:
-        the trainer has deadlines for everything that it waits for, and a run has no other natural bound."""
-        events = [self._signals.arrived, *([] if event is None else [event])]
-        waits = [asyncio.ensure_future(event.wait()) for event in events]  # waits: cancelled a few lines below
-        exits = [child.exited for child in children]
-        try:
-            first = asyncio.FIRST_COMPLETED
-            await asyncio.wait([*waits, *exits], timeout=timeout_s, return_when=first)  # waits: until the run ends
-        finally:
-            for wait in waits:
-                wait.cancel()
+    def remote_signal(self, number: signal.Signals) -> None:
+        """See HubListener."""
+        self._signals.take_remote(number)
 
     def server_event(self, index: int, event: ServerEvent, detail: str, life: int) -> None:
         """See ServerNews."""

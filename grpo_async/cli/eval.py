@@ -1,0 +1,69 @@
+"""`eval`: how good a model is on held-out data, without training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from grpo_async.cli.options import ConfigArgument, SetOption
+
+
+def evaluate(
+    config: ConfigArgument,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint",
+            metavar="STEP|latest|PATH",
+            help="A checkpoint of the run, a Hugging Face folder, or a folder RUN/checkpoints/step_N.",
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run",
+            metavar="DIR",
+            help="Run directory, where it is not that of CONFIG; alone: the model that the run exported, else its newest "
+            "checkpoint.",
+        ),
+    ] = None,
+    overrides: SetOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder for the results; default: beside the run, NAME.eval-WHAT."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object with the results on stdout; all else goes to stderr.")
+    ] = False,
+) -> None:
+    """Evaluate a model on the held-out data of a configuration: start its servers, ask them, print a table, end them.
+
+    Without --checkpoint and --run it is the model that CONFIG names, or what the servers of `inference.urls` serve. Prompts,
+    rollouts (tools, environments, rollout function), rewards and sampling are those of a run's own evaluations; the section
+    `evaluation` says how many prompts and samples. Numbers go to DIR/evaluation.json, rollouts to DIR/rollouts. Exit code: 0
+    evaluated, 1 failed, 2 the configuration is wrong, 130 or 143 stopped by SIGINT or SIGTERM.
+
+    \b
+    Examples:
+      grpo-async eval configs/quickstart.yaml
+      grpo-async eval configs/quickstart.yaml --checkpoint latest
+      grpo-async eval configs/quickstart.yaml --checkpoint runs/quickstart/model --set evaluation.samples=4 \\
+          --set evaluation.temperature=1
+      grpo-async eval configs/quickstart.yaml --run runs/quickstart --json | jq .metrics.reward
+    """
+    from grpo_async.config.loader import load_config
+    from grpo_async.launch.evaluate import evaluate as run_evaluation
+
+    resolved = load_config(config, overrides or ())
+    if not as_json:
+        raise typer.Exit(run_evaluation(resolved, checkpoint=checkpoint, run=run, out=out).exit_code)
+    with contextlib.redirect_stdout(sys.stderr):
+        outcome = run_evaluation(resolved, checkpoint=checkpoint, run=run, out=out)
+    if outcome.result is not None:
+        typer.echo(json.dumps(outcome.result))
+    raise typer.Exit(outcome.exit_code)

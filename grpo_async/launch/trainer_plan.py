@@ -1,0 +1,174 @@
+"""The trainer's process on one machine, as data: torchrun's command line and the environment of its ranks. Pure.
+
+One machine: the ranks meet through private files, and nothing listens beyond loopback. Several: torchrun on each of them, and
+one store that node 0's torchrun opens on the address of `launch.rdzv` and on no other (torchrun_entry).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpo_async.config import ExperimentConfig
+from grpo_async.inference.surface import TransportKind
+from grpo_async.launch.control import CONTROL_VARIABLE
+from grpo_async.launch.node_place import NODE_RANK_VARIABLE, NodePlace
+from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE, RENDEZVOUS_BACKEND
+from grpo_async.rundir import RunDir
+
+RUN_DIR_VARIABLE = "GRPO_ASYNC_RUN_DIR"
+SERVER_URLS_VARIABLE = "GRPO_ASYNC_SERVER_URLS"
+"""A JSON list."""
+TRANSPORT_VARIABLE = "GRPO_ASYNC_TRANSPORT"
+RESUME_VARIABLE = "GRPO_ASYNC_RESUME"
+STORE_VARIABLE = "GRPO_ASYNC_STORE"
+"""A file through which the ranks meet; unset: at torchrun's address."""
+PREFLIGHT_VARIABLE = "GRPO_ASYNC_PREFLIGHT_ONLY"
+"""Set to 1 for a trainer that makes its checks and ends: exit code 0 when none failed, else 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where a run reads and writes. `private` is a folder that only this user can enter; `ports` are those of the spawned
+    servers, which keep them over restarts."""
+
+    run_dir: RunDir
+    attempt: Path
+    private: Path
+    ports: tuple[int, ...]
+
+    @property
+    def control_socket(self) -> Path:
+        return self.private / "control"
+
+    @property
+    def rendezvous(self) -> Path:
+        return self.private / "rendezvous"
+
+    @property
+    def store(self) -> Path:
+        return self.private / "store"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the plan takes from the machine. `gpus` are the entries of CUDA_VISIBLE_DEVICES that may be given away."""
+
+    num_cpus: int = 1
+    gpus: tuple[str, ...] = ()
+    gpu_bytes: int | None = None
+    """Memory of the smallest GPU; None: no GPU, or not known."""
+    python: str = sys.executable
+    working_dir: Path = field(default_factory=Path)
+    python_path: str = ""
+    """The caller's PYTHONPATH."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One child. `environment` holds what is added to the caller's."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    log_name: str
+    num_processes: int
+    threads: int
+    """CPU threads of each process."""
+    gpus: tuple[str, ...] = ()
+
+
+def trainer_spec(
+    config: ExperimentConfig,
+    places: Places,
+    machine: Machine,
+    common: Mapping[str, str],
+    *,
+    node: NodePlace,
+    gpus: tuple[str, ...] | None,
+    server_urls: Sequence[str],
+    transport: TransportKind,
+    resume_step: int | None,
+    preflight_only: bool = False,
+) -> ProcessSpec:
+    """torchrun with the ranks of this machine.
+
+    Args:
+        common: environment that every process of the run gets.
+        gpus: see layout.GpuShares.
+    """
+    return ProcessSpec(
+        name="trainer",
+        command=_torchrun(config, places, machine, node),
+        environment={
+            **common,
+            **threads_environment(config.launch.trainer_threads),
+            **visible_gpus(gpus),
+            **(_meeting_alone(places) if node.is_alone else {}),
+            # a generator of rows that walks a set then gives the same rows to a resumed run
+            "PYTHONHASHSEED": "0",
+            NODE_RANK_VARIABLE: str(node.rank),
+            RUN_DIR_VARIABLE: str(places.run_dir.root),
+            ATTEMPT_VARIABLE: str(places.attempt),
+            SERVER_URLS_VARIABLE: json.dumps(list(server_urls)),
+            TRANSPORT_VARIABLE: transport,
+            **({CONTROL_VARIABLE: str(places.control_socket)} if node.rank == 0 else {}),
+            RESUME_VARIABLE: "" if resume_step is None else str(resume_step),
+            **({PREFLIGHT_VARIABLE: "1"} if preflight_only else {}),
+        },
+        log_name="trainer.log" if node.rank == 0 else f"trainer_node{node.rank}.log",
+        num_processes=config.launch.num_trainer_ranks,
+        threads=config.launch.trainer_threads,
+        gpus=gpus or (),
+    )
+
+
+def visible_gpus(gpus: tuple[str, ...] | None) -> dict[str, str]:
+    """Hide all other GPUs from a process; nothing where `gpus` is None."""
+    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+
+def threads_environment(count: int) -> dict[str, str]:
+    """CPU threads of a process, for every library that has a say."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(count))
+
+
+def _meeting_alone(places: Places) -> dict[str, str]:
+    return {
+        # torchrun would otherwise listen on every interface, for a store that the ranks do not use
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
+        STORE_VARIABLE: str(places.store),
+    }
+
+
+def _torchrun(config: ExperimentConfig, places: Places, machine: Machine, node: NodePlace) -> tuple[str, ...]:
+    launch = config.launch
+    if node.is_alone:
+        meeting = (
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            str(places.rendezvous),
+            "--rdzv-conf",
+            "store_type=file",
+        )
+        own_address = "127.0.0.1"  # without it the host's name is looked up
+    else:
+        host = f"[{node.address}]" if ":" in node.address else node.address
+        settings = f"rank={node.rank},timeout={max(1, round(launch.rdzv_timeout_s))}"
+        meeting = (
+            *("--rdzv-backend", RENDEZVOUS_BACKEND),
+            *("--rdzv-endpoint", f"{host}:{node.store_port}", "--rdzv-conf", settings),
+        )
+        own_address = node.own_address
+    return (
+        *(machine.python, "-m", "grpo_async.launch.torchrun_entry"),
+        *("--nnodes", str(node.count), "--nproc-per-node", str(launch.num_trainer_ranks), "--max-restarts", "0"),
+        *meeting,
+        *("--rdzv-id", config.run.name, "--local-addr", own_address),
+        *("-m", "grpo_async.launch.trainer"),
+    )
