@@ -29,7 +29,7 @@ Layers; imports go down only, packages of one layer do not import each other:
 
 Where to look: what may be configured: config/*sections.py. How a rollout goes and ends: rollout/conversation.py. What a server must
 serve: inference/surface.py. How stale a sample may be: buffer/sample_buffer.py and buffer/admission.py. The loss:
-training/losses.py. The main loop: training/loop.py. The order of a weight push: weights/push.py. Which servers are up:
+training/objective.py. The main loop: training/loop.py. The order of a weight push: weights/push.py. Which servers are up:
 inference/fleet.py; who gets the weights, and what follows when a server fails: launch/weight_sync.py. What restarts a server:
 launch/supervisor.py. What is checked before step 1: launch/preflight.py. Which objects are connected to which: launch/lead.py,
 launch/rollout_side.py and launch/participants.py.

@@ -9,8 +9,11 @@ runs/NAME/
 |- metrics.jsonl            one line per optimizer step
 |- trackers/                files of TensorBoard and Weights & Biases
 |- rollouts/part-N.jsonl    what was generated, one line per group
+|- evaluations.jsonl        one line per evaluation: its step, its numbers
+|- evaluations/step_N/      what was generated for it, as in rollouts/
 |- checkpoints/step_N/      written beside and renamed, so a name that exists is whole
-|- model/                   final Hugging Face export
+|- model/                   final Hugging Face export, with a model card
+|- adapter/                 with LoRA: the adapter alone, as peft loads it
 `- logs/attempt_N/          trainer.log, server.log; logs/latest points at the newest
 """
 
@@ -63,12 +66,28 @@ class RunDir:
         return self.root / "rollouts"
 
     @property
+    def evaluation_log(self) -> Path:
+        return self.root / "evaluations.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations"
+
+    def evaluation(self, step: int) -> Path:
+        """The rollouts of the evaluation of a step."""
+        return self.evaluations / f"step_{step}"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
     @property
     def model(self) -> Path:
         return self.root / "model"
+
+    @property
+    def adapter(self) -> Path:
+        return self.root / "adapter"
 
     @property
     def logs(self) -> Path:

@@ -125,3 +125,13 @@ def _release_later(slots: asyncio.Semaphore, future: Future[Any], deadline: floa
 
     timer = loop.call_later(max(0.0, deadline - time.monotonic()), release)
     future.add_done_callback(release_from_thread)
+
+
+def call_when_set(event: threading.Event, function: Callable[[], None]) -> None:
+    """Call `function`, in a thread of its own, as soon as the event is set."""
+
+    def wait() -> None:
+        event.wait()  # waits: as long as the process, in a daemon thread
+        function()
+
+    threading.Thread(target=wait, name="stop-watch", daemon=True).start()

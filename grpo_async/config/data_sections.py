@@ -148,20 +148,25 @@ class EvaluationSection(StrictModel):
     num_prompts: int = Field(default=200, ge=1)
     """The first N of them."""
     every_steps: int | None = Field(default=None, ge=1)
-    """Evaluate every N steps, while training goes on; null = only at start and end."""
+    """Evaluate every N steps, beside training and generation, which go on; null = only at start and end. A step that is due while
+    the evaluation before it still runs is left out."""
     at_start: bool = True
     """Evaluate before the first step."""
     samples: int = Field(default=1, ge=1)
-    """Completions per prompt; with more than one, pass@k, mean@k and majority@k are reported for k = 1, 2, 4, ... up to this."""
+    """Completions per prompt. With more than one, pass@k is reported for k = 1, 2, 4, ... up to this, majority@k (where answers
+    can be read) for those from 3 on, and mean@k for k = this."""
     temperature: float = Field(default=0.0, ge=0.0)
     """Sampling temperature; 0 = greedy."""
     pass_reward: float = 1.0
     """A completion passes (pass@k) when its reward is at least this."""
     group_by: str | None = None
-    """A column of the data: results are reported for each of its values, too."""
+    """A column of the data, such as its source: results are reported for each of its values, too."""
+    max_in_flight: int | None = Field(default=None, ge=1)
+    """Most rollouts of an evaluation in progress at once, beside those of training (but never fewer than one prompt's); null = a
+    quarter of `rollout.max_in_flight` while training goes on, all of it before and after."""
     pin_version: bool = False
-    """true: no weights are pushed while an evaluation runs, so that one policy version answers; training may have to wait for it.
-    false: pushes go on, and a result that several versions made is marked as mixed."""
+    """true: no weights are pushed while an evaluation runs, so that one policy version answers; training goes on until
+    `rollout.max_staleness` makes it wait. false: pushes go on, and a result that several versions made is marked as mixed."""
     leak_check: Literal["error", "warn", "off"] = "error"
     """What happens when a prompt to evaluate on is also trained on (letter case and white space aside)."""
     baseline_column: str | None = None

@@ -97,7 +97,15 @@ class ExperimentConfig(StrictModel):
     @property
     def connection_limit(self) -> int:
         """HTTP connections to the server: every completion in flight has its own, plus some for control."""
-        return self.rollout.max_in_flight + 8
+        evaluation = self.evaluation_in_flight if self.evaluation and self.evaluation.every_steps else 0
+        return self.rollout.max_in_flight + evaluation + 8
+
+    @property
+    def evaluation_in_flight(self) -> int:
+        """Rollouts of an evaluation in progress beside those of training; by default max(1, rollout.max_in_flight / 4)."""
+        if self.evaluation is not None and self.evaluation.max_in_flight is not None:
+            return self.evaluation.max_in_flight
+        return max(1, self.rollout.max_in_flight // 4)
 
     @property
     def run_path(self) -> Path:

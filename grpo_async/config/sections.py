@@ -66,8 +66,7 @@ class TrainingSection(StrictModel):
     micro_batch_tokens: int = Field(default=4096, ge=8)
     """Most tokens (padding included) that one forward holds on one rank."""
     row_tokens: int | None = Field(default=None, ge=8)
-    """Samples are packed into rows of this many tokens; null = the longest sample of the step. Longer rows pad less but
-    attend over a larger block mask."""
+    """Samples are packed into rows of this many tokens; null = the longest sample of the step. Longer rows pad less."""
     pack: bool = True
     """false: one sample per row (for comparison; the loss is the same)."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)

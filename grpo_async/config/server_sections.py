@@ -127,8 +127,9 @@ class WeightsSection(StrictModel):
     """Deadline of each phase of a push."""
     drain_timeout_s: float = Field(default=600.0, gt=0.0)
     """Longest wait for requests in flight with `mode: drain`."""
-    host: str = "127.0.0.1"
-    """Address of the trainer on which the weight group meets."""
+    host: str | None = None
+    """Address of the trainer's machine (node rank 0) on which the weight group meets. null = the one that reaches the servers:
+    127.0.0.1 where they are on the same machine."""
     verify_every_pushes: int = Field(default=25, ge=0)
     """After every Nth push, and when a server joins, log-probabilities of trainer and servers are compared on fixed probe
     sequences, and the run stops when they differ (the preflight does so after the first push in any case). 0: never. Finds weights

@@ -147,13 +147,20 @@ class InferenceClient:
             task.add_done_callback(self._closing.discard)
 
     async def generate(
-        self, request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = ""
+        self,
+        request: GenerateRequest,
+        *,
+        on_tokens: OnTokens | None = None,
+        affinity: str = "",
+        begun: Generation | None = None,
     ) -> Generation:
         """Run one request to its end.
 
         Args:
             request: its `instance_id` is set to that of the server it goes to.
-            on_tokens: called as tokens arrive.
+            on_tokens: called as tokens arrive; not for those that are in `begun`.
+            begun: is filled and returned, so that others see the tokens as they arrive; it may hold the first of them, from before
+                a resume.
             affinity: what requests with a common context share, such as "group/rollout"; see `router`.
 
         Raises:
@@ -162,7 +169,11 @@ class InferenceClient:
             BadResponseError: an answer that cannot be used.
             DeadlineError: no server served within `wait_timeout_s`.
         """
-        generation = Generation()
+        if begun is not None:
+            begun.finish_reason = begun.finish_reason or _reason_to_end(request, begun)
+            if begun.finish_reason is not None:
+                return begun
+        generation = Generation() if begun is None else begun
         began = time.monotonic()
         attempt = num_aborts = 0
         route: Route | None = None

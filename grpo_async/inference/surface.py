@@ -134,6 +134,8 @@ class ServedParameters(Message):
     """Empty when the server cannot know them (vLLM with --load-format dummy)."""
     optional: list[str] = Field(default_factory=list)
     """Names that may be left out or given: a head that is tied to the embedding."""
+    base_digest: str | None = None
+    """Of the files that the server was started from (weights.checkpoint_files); null when it cannot add adapters to them."""
 
 
 class ScoreRequest(Message):
@@ -164,6 +166,15 @@ class WeightInitInfo(Message):
     """Prefix in the store, new for every connect."""
 
 
+class AdapterBase(Message):
+    """What pushed adapters belong to."""
+
+    digest: str
+    """Of the trainer's base; must be the server's own."""
+    dtype_name: str
+    """In which the merged weights are served."""
+
+
 class WeightUpdateInfo(Message):
     """The parameters that follow, in the order they are sent; both sides cut them into buckets by the same rule."""
 
@@ -172,6 +183,8 @@ class WeightUpdateInfo(Message):
     shapes: list[list[int]]
     bucket_bytes: int
     timeout_s: float
+    base: AdapterBase | None = None
+    """Set: what follows are factors of adapters (weights.adapters), and not whole parameters."""
 
 
 class PauseQuery(Message):

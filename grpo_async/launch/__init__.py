@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 
-def run(config: ExperimentConfig, *, resume: str | None, clean: bool, dry_run: bool) -> int:
+def run(
+    config: ExperimentConfig, *, resume: str | None, clean: bool, dry_run: bool, node_rank: int | None = None
+) -> int:
     """Run an experiment to its end, with all its processes; call it from the main thread.
 
     Args:
         resume: None begins a new run; "auto" goes on from the newest whole checkpoint, "40" from that of step 40.
         clean: remove an old run of the same name first.
         dry_run: check, print the plan and the resolved configuration, start and write nothing.
+        node_rank: which machine of several this is; None: $GRPO_ASYNC_NODE_RANK, else $SLURM_NODEID.
 
     Returns:
         The exit code: 0 finished, 1 failed (the cause is on stderr), 130 after SIGINT, 143 after SIGTERM or SIGHUP.
@@ -30,4 +33,4 @@ def run(config: ExperimentConfig, *, resume: str | None, clean: bool, dry_run: b
     """
     from grpo_async.launch.launcher import launch
 
-    return launch(config, resume=resume, clean=clean, dry_run=dry_run)
+    return launch(config, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank)

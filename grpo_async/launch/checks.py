@@ -18,10 +18,12 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.inference.surface import token_from_environment
+from grpo_async.launch.addresses import weights_host
 from grpo_async.launch.participants import Participants, load_participants, startup_notes
 from grpo_async.launch.renderer import load_renderer
 from grpo_async.references import resolve
 from grpo_async.rewards import RewardFunction, load_rewards
+from grpo_async.scoring.user_advantage import UserAdvantage
 
 if TYPE_CHECKING:
     from grpo_async.data import LoadedData, Rows
@@ -31,8 +33,11 @@ _SMALL_BYTES = 32 << 20  # about a second
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
 
 
-def check_inputs(config: ExperimentConfig) -> list[str]:
+def check_inputs(config: ExperimentConfig, *, node_rank: int = 0) -> list[str]:
     """Look at everything that the configuration names; returns notes (what could not be checked).
+
+    Args:
+        node_rank: of this machine; addresses are those of node 0.
 
     Raises:
         ConfigError: all problems, one a line, each with its dotted path.
@@ -47,12 +52,14 @@ def check_inputs(config: ExperimentConfig) -> list[str]:
     )
     if participants is not None and has_model:
         _check_template(config, participants, problems, notes)
-    _check_baseline(config, held_out_rows or train_rows, problems)
+    _check_evaluation_columns(config, held_out_rows or train_rows, problems)
     _check_rewards(config, participants, train_rows, problems, notes)
+    _check_own_functions(config, problems)
     if participants is not None:
         asyncio.run(participants.aclose())
     _check_tls(config, problems)
-    _check_weights_host(config.weights.host, problems)
+    if node_rank == 0:
+        _check_weights_host(config, problems, notes)
     if config.inference.urls and token_from_environment() is None:
         notes.append(
             "inference.urls is set and $GRPO_ASYNC_TOKEN is not: the server must be one that asks for no token"
@@ -62,7 +69,12 @@ def check_inputs(config: ExperimentConfig) -> list[str]:
     return notes
 
 
-def _check_weights_host(host: str, problems: list[str]) -> None:
+def _check_weights_host(config: ExperimentConfig, problems: list[str], notes: list[str]) -> None:
+    try:
+        host = weights_host(config)
+    except ConfigError as error:  # the server may still be about to come
+        notes.append(str(error))
+        return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -170,10 +182,11 @@ def _load_all(config: ExperimentConfig, problems: list[str], notes: list[str]) -
     return loaded
 
 
-def _check_baseline(config: ExperimentConfig, rows: Rows | None, problems: list[str]) -> None:
-    baseline = None if config.evaluation is None else config.evaluation.baseline_column
-    if rows and baseline is not None and baseline not in rows[0]:
-        problems.append(f"evaluation.baseline_column: {baseline} is not one of the columns {sorted(rows[0])}")
+def _check_evaluation_columns(config: ExperimentConfig, rows: Rows | None, problems: list[str]) -> None:
+    for name in ("baseline_column", "group_by"):
+        column = getattr(config.evaluation, name, None)
+        if rows and column is not None and column not in rows[0]:
+            problems.append(f"evaluation.{name}: {column} is not one of the columns {sorted(rows[0])}")
 
 
 def _check_participants(
@@ -243,6 +256,21 @@ def _check_rewards(
         except ConfigError as error:
             problems.append(f"reward {reward.name!r}: {error}")
         reward.close()
+
+
+def _check_own_functions(config: ExperimentConfig, problems: list[str]) -> None:
+    try:
+        if config.advantage.type == "custom":
+            UserAdvantage(config.advantage)
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        if config.loss.type == "custom":
+            from grpo_async.training.losses.user_loss import UserLoss  # here: it imports torch
+
+            UserLoss(config.loss)
+    except ConfigError as error:
+        problems.append(str(error))
 
 
 def reward_problems(config: ExperimentConfig, rewards: Sequence[RewardFunction], columns: Collection[str]) -> list[str]:

@@ -18,7 +18,9 @@ import psutil
 from grpo_async.errors import RunError
 from grpo_async.inference.surface import TOKEN_VARIABLE
 from grpo_async.launch.control import CONTROL_VARIABLE
-from grpo_async.launch.plan import (
+from grpo_async.launch.node_place import NODE_RANK_VARIABLE
+from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE
+from grpo_async.launch.trainer_plan import (
     PREFLIGHT_VARIABLE,
     RESUME_VARIABLE,
     RUN_DIR_VARIABLE,
@@ -27,7 +29,6 @@ from grpo_async.launch.plan import (
     TRANSPORT_VARIABLE,
     ProcessSpec,
 )
-from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE
 from grpo_async.launch.tree import MARK_VARIABLE
 from grpo_async.launch.wording import describe_exit, tail
 from grpo_async.processes import LAUNCHER_PID_VARIABLE
@@ -43,6 +44,7 @@ _OF_ANOTHER_RUN = {
         STORE_VARIABLE,
         PREFLIGHT_VARIABLE,
         ATTEMPT_VARIABLE,
+        NODE_RANK_VARIABLE,
     ),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }

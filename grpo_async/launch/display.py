@@ -24,6 +24,7 @@ from grpo_async.launch.progress import (
     Progress,
     duration,
     evaluation_line,
+    evaluations_text,
     join,
     ledger_text,
     servers_text,
@@ -51,7 +52,7 @@ class Display(Protocol):
         """An optimizer step has ended."""
 
     def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
-        """Held-out results; `when` is before or after."""
+        """Held-out results; `when` is before, after or "step 20"."""
 
     def preflight(self, checks: Sequence[Check]) -> None:
         """What the checks before the first step found."""
@@ -209,11 +210,7 @@ class LiveDisplay:
             ("servers", servers_text(progress)),
             (
                 "held out",
-                join(
-                    f"{when} {metrics['reward']:.3f}"
-                    for when, metrics in progress.evaluations.items()
-                    if "reward" in metrics
-                ),
+                evaluations_text(progress),
             ),
             ("logs", str(self._logs)),
         ]

@@ -1,7 +1,8 @@
 """What the trainer leaves behind when it fails, in the attempt's log folder.
 
     failure_rank{R}.json   written by the rank that raised: {"rank", "time", "error", "traceback"}
-    rank_exits.json        of the torchrun agent: [{"rank", "pid", "time", "exit_code"}], -9 = killed by signal 9
+    rank_exits.json        of the torchrun agent: [{"rank", "pid", "time", "exit_code"}], -9 = killed by signal 9;
+                           rank_exits_node1.json of that of node 1, and so on
 
 A rank that raises takes the others with it (their collectives break), so the earliest failure is the cause; but a rank
 that was killed leaves no file, and then the files of the others are consequences.
@@ -21,7 +22,6 @@ from pathlib import Path
 from grpo_async.launch.wording import describe_exit, plain
 from grpo_async.rundir import write_atomically
 
-_EXITS_NAME = "rank_exits.json"
 _TRACEBACK_LINES = 16
 _NOTICE_S = 5.0  # the agent notices a death within this; it kills ranks that outlive its SIGTERM only after 30 s
 
@@ -77,15 +77,22 @@ def first_failure(folder: Path) -> RankFailure | None:
     return min(failures, key=lambda failure: failure.time, default=None)
 
 
-def write_rank_exits(folder: Path, exits: Sequence[RankExit]) -> None:
-    """Write rank_exits.json, in the order in which the ranks ended."""
-    write_atomically(folder / _EXITS_NAME, json.dumps([asdict(exit_) for exit_ in exits]))
+def write_rank_exits(folder: Path, exits: Sequence[RankExit], *, node_rank: int = 0) -> None:
+    """Write rank_exits.json of one machine, in the order in which its ranks ended."""
+    name = f"rank_exits_node{node_rank}.json" if node_rank else "rank_exits.json"
+    write_atomically(folder / name, json.dumps([asdict(exit_) for exit_ in exits]))
 
 
 def rank_exits(folder: Path) -> list[RankExit]:
-    """The ranks that failed, first one first; empty when the agent did not get to write it."""
-    path = folder / _EXITS_NAME
-    return [RankExit(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+    """The ranks that failed, first one first; empty when no agent got to write them."""
+    found = [
+        RankExit(**entry)
+        for path in sorted(folder.glob("rank_exits*.json"))
+        for entry in json.loads(path.read_text(encoding="utf-8"))
+    ]
+    return sorted(
+        found, key=lambda exit_: exit_.time
+    )  # a stable sort: each file is in order, and times are whole seconds
 
 
 def explain(folder: Path) -> str | None:

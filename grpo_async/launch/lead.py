@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -18,21 +17,27 @@ from grpo_async.buffer.ledger import is_closed
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, GrpoAsyncError, InferenceError, RunError
-from grpo_async.inference.fleet import Fleet, FleetSettings, Server
+from grpo_async.inference.fleet import Server
 from grpo_async.inference.surface import token_from_environment
+from grpo_async.launch.addresses import weights_host
 from grpo_async.launch.assignment import Assignment
+from grpo_async.launch.connections import open_fleet
 from grpo_async.launch.control import ControlClient
+from grpo_async.launch.evaluations import Listeners, RunEvaluations
 from grpo_async.launch.preflight import Check, run_preflight
 from grpo_async.launch.preflight_context import PreflightContext
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
-from grpo_async.launch.server_news import ServerNews
+from grpo_async.launch.stall import StallGuard
 from grpo_async.launch.weight_sync import FleetSync
 from grpo_async.rundir import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.threads import call_when_set
 from grpo_async.tracking import MetricsLog, open_trackers
 from grpo_async.training.checkpoint import load_state, load_tensors, set_aside_later_checkpoints
+from grpo_async.training.keeping import CheckpointKeeper
 from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.meter import PipelineMeter, Reading, Totals
+from grpo_async.training.model_card import write_model_card
 from grpo_async.training.ranks import StopCommand
 from grpo_async.training.workplace import Workplace
 from grpo_async.weights.transport import WeightTransport
@@ -72,39 +77,23 @@ class _Leader:
         self._stack = stack
         self._state = load_state(place.rundir, place.resume_step) if place.resume_step is not None else None
         self._progress: dict[str, Any] = dict(self._state.progress) if self._state else {}
-        self._fleet = self._build_fleet()
+        self._keeper = CheckpointKeeper(place.rundir, config.checkpoint, resumed_step=place.resume_step)
+        self._fleet = open_fleet(config, place.server_urls, control, stack)
         self._engine = "unknown"
-
-    def _build_fleet(self) -> Fleet:
-        config = self._config
-        inference = config.inference
-        fleet = Fleet(
-            self._place.server_urls,
-            token=token_from_environment(),
-            settings=FleetSettings(
-                heartbeat_interval_s=inference.heartbeat_interval_s,
-                heartbeat_timeout_s=inference.heartbeat_timeout_s,
-                startup_timeout_s=inference.startup_timeout_s,
-            ),
-            control_timeout_s=config.weights.timeout_s,
-            authority=inference.tls.trusted if inference.tls else None,
-            ask_restart=None if inference.urls else self._ask_restart,
-        )
-        self._stack.callback(fleet.close)
-        self._control.on_server = fleet.on_launcher_message
-        if inference.urls:  # of its own servers the launcher tells by itself
-            fleet.subscribe(ServerNews(fleet, lambda text: self._control.send("phase", name=text)))
-        return fleet
-
-    def _ask_restart(self, index: int, reason: str) -> None:
-        self._control.send("restart_server", index=index, reason=reason)
+        self._evaluations: RunEvaluations  # from `run` on
 
     def run(self) -> None:
         config, control = self._config, self._control
         side = self._build_rollout_side()
         if self._place.resume_step is not None:
             workplace = self._workplace
-            load_tensors(self._place.rundir, self._place.resume_step, workplace.policy, workplace.optimizer)
+            load_tensors(
+                self._place.rundir,
+                self._place.resume_step,
+                workplace.policy,
+                workplace.optimizer,
+                seed=config.run.seed,
+            )
             set_aside_later_checkpoints(self._place.rundir, self._place.resume_step)
         control.send("phase", name="waiting for the server")
         self._fleet.start()
@@ -117,6 +106,7 @@ class _Leader:
             self._workplace.channel.send([StopCommand()] * self._place.world_size)
             return
         start = self._state.step if self._state else 0
+        self._evaluations = self._build_evaluations(side, start)
         totals = self._progress.pop("totals", None)
         meter = PipelineMeter(self._read(), Totals(**totals) if totals else None)
         loop = self._build_loop(side, meter, start)
@@ -130,9 +120,9 @@ class _Leader:
         if self._place.preflight_only:
             loop.stop_followers()
             return
-        _call_when_set(control.stop_requested, side.source.interrupt)
-        if "evaluation_before" not in self._progress:
-            self._evaluate("before", side, start, loop)
+        call_when_set(control.stop_requested, side.source.interrupt)
+        self._watch_for_stalls(side, loop)
+        self._evaluations.before_training(loop)
         finished = self._train(side, loop, meter, start)
         self._write_summary(side, meter, finished)
 
@@ -149,16 +139,35 @@ class _Leader:
         self._stack.callback(side.source.close)
         return side
 
+    def _build_evaluations(self, side: RolloutSide, start: int) -> RunEvaluations:
+        evaluations = RunEvaluations(
+            self._config,
+            self._place.rundir,
+            source=side.source,
+            side=side.evaluation,
+            start=start,
+            listeners=Listeners(
+                tell=lambda when, metrics: self._control.send("evaluation", when=when, metrics=dict(metrics)),
+                track=lambda step, metrics: self._trackers.log(step, metrics),
+                note=self._keeper.note_evaluation,
+                expect=self._keeper.expect_evaluation,
+                phase=lambda name: self._control.send("phase", name=name),
+            ),
+        )
+        self._stack.callback(evaluations.close)
+        return evaluations
+
     def _build_loop(self, side: RolloutSide, meter: PipelineMeter, start: int) -> LeaderLoop:
         config, workplace = self._config, self._workplace
         log = MetricsLog(self._place.rundir.metrics, first_step=start + 1)
         self._stack.callback(log.close)
         transport = WeightTransport(
             self._place.transport,
-            host=config.weights.host,
+            host=weights_host(config),
             bucket_bytes=config.weights.bucket_mb << 20,
             timeout_s=config.weights.timeout_s,
             device=workplace.device,
+            base=workplace.parameters.base,
         )
         self._stack.callback(transport.close)
         sync = FleetSync(
@@ -169,7 +178,7 @@ class _Leader:
             probes=self._probes(side),
             on_serving=self._tell_serving,
         )
-        trackers = open_trackers(config, self._place.rundir)
+        trackers = self._trackers = open_trackers(config, self._place.rundir)
         self._stack.callback(trackers.close)
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
@@ -186,7 +195,10 @@ class _Leader:
             on_step=on_step,
             meter=meter,
             progress=self._progress,
+            evaluations=self._evaluations,
             saved_step=self._place.resume_step,
+            counters=self._state.counters if self._state else None,
+            on_saved=self._keeper.prune,
         )
 
     def _probes(self, side: RolloutSide) -> list[list[int]]:
@@ -322,50 +334,48 @@ class _Leader:
         finished = loop.run(first_step=start + 1)
         control.send("phase", name="saving")
         if finished < self._config.training.max_steps:
-            loop.save(finished)  # before generation is stopped: what is in flight is issued again by a resume
+            loop.save(
+                finished, wait=True
+            )  # before generation is stopped: what is in flight is issued again by a resume
             source.stop_generating()
         else:
+            self._evaluations.end_running(loop)
             source.stop_generating()
             try:
                 self._await_server(loop)
             except GrpoAsyncError as error:  # the model can be saved and exported without one
                 logger.error("no inference server for the last weights: %s", error)
             loop.finish(finished)
-            try:
-                self._evaluate("after", side, finished, loop)
-            except GrpoAsyncError as error:  # the model is trained, saved and exported: that is not undone by this
-                logger.exception("the evaluation after training failed")
-                self._control.send("phase", name=f"the evaluation after training failed: {error}")
+            self._evaluations.after_training(finished, loop)
+            self._complete_model_card(finished)
         loop.stop_followers()
         return finished
 
-    def _evaluate(self, when: str, side: RolloutSide, version: int, loop: LeaderLoop) -> None:
-        if side.evaluator is None:
-            return
-        self._control.send("phase", name="evaluating")
-        metrics = side.source.evaluate(side.evaluator, version=version, heartbeat=loop.heartbeat, attend=loop.attend)
-        if metrics is None:
-            return
-        self._progress[f"evaluation_{when}"] = metrics
-        self._control.send("evaluation", when=when, metrics=metrics)
+    def _complete_model_card(self, step: int) -> None:
+        """The model was exported before the last evaluation."""
+        summary = self._evaluations.summary()
+        if summary is not None and summary["after"]:
+            write_model_card(self._place.rundir.model, self._config, step=step, evaluation=summary["after"])
+
+    def _watch_for_stalls(self, side: RolloutSide, loop: LeaderLoop) -> None:
+        guard = StallGuard(self._place, self._config, self._control, source=side.source, loop=loop, fleet=self._fleet)
+        loop.activity.begin("evaluating before training")
+        guard.start()
+        self._stack.callback(guard.stop)
 
     def _read(self) -> Reading:
+        """Without the tokens of evaluations; the time that the servers are busy includes them."""
         counters = self._fleet.read()
         return Reading(
             time_s=time.monotonic(),
             generation_busy_s=counters.busy_s,
-            generated_tokens=counters.generated_tokens,
+            generated_tokens=counters.generated_tokens - self._evaluations.num_tokens,
         )
 
     def _write_summary(self, side: RolloutSide, meter: PipelineMeter, steps: int) -> None:
         rundir = self._place.rundir
         is_finished = steps == self._config.training.max_steps
         ledger = side.source.ledger_snapshot()
-        evaluation: dict[str, Any] | None = None
-        if self._config.evaluation is not None:
-            evaluation = {when: self._progress.get(f"evaluation_{when}") for when in ("before", "after")}
-            if side.majority_baseline is not None:
-                evaluation["majority_baseline"] = side.majority_baseline
         summary = {
             "status": "finished" if is_finished else "stopped",
             "steps": steps,
@@ -377,17 +387,9 @@ class _Leader:
                 for failure in self._fleet.failures
             ],
             **meter.summary(),
-            "evaluation": evaluation,
+            "evaluation": self._evaluations.summary(),
             "ledger": ledger,
             "ledger_closed": is_closed(ledger),
         }
         write_atomically(rundir.summary, json.dumps(summary, indent=2))
         self._control.send("summary", summary=summary)
-
-
-def _call_when_set(event: threading.Event, function: Callable[[], None]) -> None:
-    def wait() -> None:
-        event.wait()  # waits: as long as the run, in a daemon thread
-        function()
-
-    threading.Thread(target=wait, name="stop-watch", daemon=True).start()

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.launch.plan import Machine
+from grpo_async.launch.trainer_plan import Machine
 
 _SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
@@ -51,6 +51,23 @@ def free_ports(host: str, count: int) -> tuple[int, ...]:
                 ) from error
             ports.append(int(probe.getsockname()[1]))
     return tuple(ports)
+
+
+def check_can_listen(address: str, port: int, setting: str) -> None:
+    """Look whether `address`:`port` can be bound.
+
+    Raises:
+        ConfigError: it is no address of this machine, or the port is taken; `setting` is where it stands.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            raise ConfigError(
+                f"{setting}: {address}:{port} cannot be bound on this machine, which is node 0 ({error}); name an address of "
+                "this machine and a port that nothing uses"
+            ) from error
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE
+from grpo_async.launch.addresses import is_loopback, weights_host
 from grpo_async.launch.doctor_hardware import machine_memory
 from grpo_async.launch.machine import free_ports
 from grpo_async.launch.memory import estimate_server, estimate_trainer, format_bytes
@@ -22,16 +23,6 @@ _IMPOSSIBLE = 1.5
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host` is reached from this machine only; a name other than localhost may resolve to anything."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def check_addresses(context: PreflightContext) -> list[Check]:
     """The trainer can be met where `weights.host` says, and no server can be used by strangers."""
     return [_weights_host(context), *(_address_of(context, server) for server in context.servers)]
@@ -39,7 +30,7 @@ def check_addresses(context: PreflightContext) -> list[Check]:
 
 def _weights_host(context: PreflightContext) -> Check:
     name = "addresses"
-    host = context.config.weights.host
+    host = weights_host(context.config)
     try:
         free_ports(host, 1)
     except ConfigError:

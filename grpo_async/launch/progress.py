@@ -6,6 +6,7 @@ Unknown metrics are ignored and missing ones left out, so a trainer may report m
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,10 @@ from dataclasses import dataclass, field
 from grpo_async.launch.wording import plain
 
 _BARS = "▁▂▃▄▅▆▇█"
+_NUM_BARS = 24
 _AVERAGED_STEPS = 5
+_EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")
+_OF_SAMPLES = re.compile(r"(pass|mean|majority)@\d+")
 LEDGER_STATES = ("trained", "filtered", "stale", "failed", "cancelled", "queued", "in_flight")
 
 
@@ -27,6 +31,7 @@ class Progress:
     phase: str = "starting"
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
+    """Of the last steps: as many as are shown."""
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     servers_down: dict[str, str] = field(default_factory=dict)
     """What is wrong, by name of the server."""
@@ -36,7 +41,7 @@ class Progress:
     def add_step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
         self.step, self.max_steps, self.metrics = step, max_steps, dict(metrics)
         if math.isfinite(reward := metrics.get("reward", math.nan)):
-            self.rewards.append(reward)
+            self.rewards = [*self.rewards, reward][-_NUM_BARS:]
         if math.isfinite(step_time := metrics.get("step_time", math.nan)):
             self._step_times.append(step_time)
 
@@ -80,7 +85,7 @@ class Progress:
         return pattern.format(value * scale) if math.isfinite(value) else None
 
 
-def sparkline(values: Iterable[float], width: int = 24) -> str:
+def sparkline(values: Iterable[float], width: int = _NUM_BARS) -> str:
     """The last `width` values as bars between their minimum and maximum: [0, 1, 2] -> "▁▅█"; all equal -> all "▁"."""
     shown = list(values)[-width:]
     if not shown:
@@ -160,6 +165,20 @@ def servers_text(progress: Progress) -> str | None:
 
 
 def evaluation_line(when: str, metrics: Mapping[str, float]) -> str:
-    """`held-out before training: reward 0.540`."""
-    values = join(f"{name} {value:.3f}" for name, value in metrics.items() if isinstance(value, int | float))
-    return f"held-out {when} training: {values}"
+    """`held-out before training: reward 0.540  pass@4 0.700`, `held-out at step 20: ... versions 20 to 22`; `when` is before,
+    after, or "step 20". What `evaluation.group_by` adds (names that end in /VALUE) is left to the table at the end."""
+    where = f"at {when}" if when.startswith("step") else f"{when} training"
+    shown = join(
+        f"{name} {value:.3f}"
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and (name in _EVALUATION_SHOWN or _OF_SAMPLES.fullmatch(name))
+    )
+    mixed = f"versions {metrics['version_min']:.0f} to {metrics['version_max']:.0f}" if metrics.get("mixed") else None
+    return f"held-out {where}: {join([shown, mixed])}"
+
+
+def evaluations_text(progress: Progress) -> str | None:
+    """The rewards of the first evaluation and of the last three: `before 0.300  step 20 0.450`."""
+    known = [(when, metrics["reward"]) for when, metrics in progress.evaluations.items() if "reward" in metrics]
+    shown = known[:1] + known[1:][-3:]
+    return join(f"{plain(when)} {reward:.3f}" for when, reward in shown) or None

@@ -14,17 +14,15 @@ from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data import PromptStream, load_data, make_prompt
 from grpo_async.errors import ConfigError
-from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.fleet import Fleet
 from grpo_async.inference.router import FixedServers
-from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch.checks import reward_problems
+from grpo_async.launch.connections import make_client
+from grpo_async.launch.evaluation_side import EvaluationSide, build_evaluation_side
 from grpo_async.launch.participants import ProducerParts, load_participants, token_counter
 from grpo_async.records import GroupStatus, Prompt, ScoredGroup
-from grpo_async.retry import RetryPolicy
 from grpo_async.rewards import load_rewards
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.evaluation import Evaluator, majority_share
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
@@ -39,13 +37,11 @@ _NUM_FIRST_PROMPTS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSide:
-    """What rank 0 generates with. `evaluator` is None when the config has no `evaluation`; `majority_baseline` is the share of
-    the most frequent held-out answer, None without `evaluation.baseline_column`; `first_prompts` are a few of the data,
-    `tool_sets` the sets of tools that rollouts may be offered."""
+    """What rank 0 generates with. `evaluation` is None when the config has none; `first_prompts` are a few of the data, `tool_sets`
+    the sets of tools that rollouts may be offered."""
 
     source: AsyncRolloutSource
-    evaluator: Evaluator | None
-    majority_baseline: float | None
+    evaluation: EvaluationSide | None
     first_prompts: Sequence[Prompt]
     tool_sets: Sequence[Sequence[Mapping[str, Any]]]
 
@@ -59,6 +55,8 @@ def build_rollout_side(
     state: TrainerState | None,
 ) -> RolloutSide:
     """Connect everything between the data and the trainer; `state` is that of the checkpoint to go on from.
+
+    What the store has of a run that went on behind that checkpoint is marked as superseded.
 
     Raises:
         ConfigError: data or reward functions cannot be used.
@@ -74,21 +72,24 @@ def build_rollout_side(
         seed=config.run.seed,
         shuffle=config.data.shuffle,
         system_prompt=data.train_system_prompt,
-        state=state.data if state else None,
+        state=state.rollouts["data"] if state else None,
     )
+    resume = state.resume_state(stream.prompt) if state else None
+    if resume is not None and resume.store is not None:
+        store.supersede_from(resume.store, step=start)
     rewards = load_rewards(config.rewards)
     problems = reward_problems(config, rewards, data.train[0])
     if problems:
         raise ConfigError("\n".join(problems))
     scorer = Scorer(
         rewards,
-        advantage_scale="none" if config.advantage.type == "none" else "group",
+        advantage=config.advantage,
         train_zero_variance=rollout.zero_variance == "train",
         train_truncated=rollout.overlong == "train",
         environment_weights=participants.environments.reward_weights if participants.environments else {},
         max_steps=config.training.max_steps,
     )
-    ledger = Ledger(state.ledger if state else None)
+    ledger = Ledger(resume.ledger if resume else None)
     admission = Admission(
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,
@@ -109,17 +110,8 @@ def build_rollout_side(
         on_stale=on_stale,
         on_empty=on_empty,
     )
-    client = InferenceClient(
-        fleet,
-        token=token_from_environment(),
-        max_connections=config.connection_limit,
-        request_timeout_s=config.inference.request_timeout_s,
-        wait_timeout_s=config.inference.longest_outage_s,
-        authority=config.inference.tls.trusted if config.inference.tls else None,
-        retry=RetryPolicy(max_retries=config.inference.max_retries),
-    )
-
-    errors = ErrorLog()
+    client = make_client(config, fleet)
+    errors = ErrorLog(resume.failures if resume else None)
     parts = ProducerParts(
         config=config,
         participants=participants,
@@ -138,7 +130,6 @@ def build_rollout_side(
             max_groups_without_signal=rollout.max_rounds_without_signal * rollout.groups_per_step,
         ),
         stream=stream,
-        reissue=state.outstanding_prompts if state else [],
         producer=parts.build(temperature=rollout.temperature, group_size=rollout.group_size),
         errors=errors,
         scorer=scorer,
@@ -146,6 +137,9 @@ def build_rollout_side(
         ledger=ledger,
         admission=admission,
         store=store,
+        resume=resume,
+        version=start,
+        keeps_open_turns=rollout.max_staleness > 0,  # synchronous runs are bit-exact: see the worker
     )
     thread = LoopThread()
     thread.start()
@@ -153,35 +147,24 @@ def build_rollout_side(
         config,
         thread=thread,
         client=client,
-        stream=stream,
         worker=worker,
         buffer=buffer,
         ledger=ledger,
         admission=admission,
         errors=errors,
+        advantages=scorer.advantages,
         # servers that others run may come and go for ever
         server_events=(lambda: 0) if config.inference.urls else (lambda: fleet.num_events),
         closing=[reward.close for reward in rewards],
         closing_on_loop=[participants.aclose],
     )
-    evaluator = majority_baseline = None
-    if config.evaluation is not None and data.evaluation is not None:
-        if config.evaluation.baseline_column is not None:
-            majority_baseline = majority_share(data.evaluation, config.evaluation.baseline_column)
-        evaluator = Evaluator(
-            [make_prompt(row, number, data.evaluation_system_prompt) for number, row in enumerate(data.evaluation)],
-            parts.build(temperature=0.0, group_size=1),
-            scorer,
-            max_in_flight=rollout.max_in_flight,
-        )
     first = [
         make_prompt(data.train[number], number, data.train_system_prompt)
         for number in range(min(_NUM_FIRST_PROMPTS, len(data.train)))
     ]
     return RolloutSide(
         source=source,
-        evaluator=evaluator,
-        majority_baseline=majority_baseline,
+        evaluation=build_evaluation_side(config, data, parts, scorer),
         first_prompts=first,
         tool_sets=participants.tool_sets,
     )

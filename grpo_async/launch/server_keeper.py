@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 from grpo_async.errors import RunError
 from grpo_async.launch.child import Child, mark_of
-from grpo_async.launch.plan import ProcessSpec
+from grpo_async.launch.trainer_plan import ProcessSpec
 from grpo_async.launch.tree import ProcessTree
 from grpo_async.launch.wording import describe_exit
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from grpo_async.launch.evaluation_table import print_evaluation
 from grpo_async.launch.progress import LEDGER_STATES, duration
 from grpo_async.launch.wording import plain
 
@@ -23,6 +24,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path) -
     for name, value in _rows(summary, run_dir):
         table.add_row(name, Text(value))
     console.print(table)
+    _print_evaluation(console, summary.get("evaluation"))
     console.print(Text("\nnext:"))
     for command in _next_commands(summary, run_dir):
         console.print(Text(f"  {command}"), soft_wrap=True)
@@ -63,6 +65,20 @@ def _held_out(evaluation: Any) -> Iterator[tuple[str, str]]:
         text += f" (always the most frequent answer: {baseline:.3f})"
     if text:
         yield "held out", text
+
+
+def _print_evaluation(console: Console, evaluation: Any) -> None:
+    """The last whole one, where it says more than the line above it does: parts of the data, or several samples."""
+    if not isinstance(evaluation, Mapping):
+        return
+    for when in ("after", "before"):
+        metrics = evaluation.get(when)
+        by_group = (evaluation.get("by_group") or {}).get(when) or {}
+        if isinstance(metrics, Mapping) and (by_group or "pass@2" in metrics):
+            console.print()
+            group_by = evaluation.get("group_by")
+            print_evaluation(console, metrics, by_group, group_by=group_by, title=f"held out, {when} training")
+            return
 
 
 def _ledger(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

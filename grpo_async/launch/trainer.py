@@ -66,7 +66,13 @@ def _run_rank(place: Assignment, config: ExperimentConfig, control: ControlClien
             lead(place, config, control, workplace, renderer)
         else:
             if place.resume_step is not None:
-                load_tensors(place.rundir, place.resume_step, workplace.policy, workplace.optimizer)
+                load_tensors(
+                    place.rundir,
+                    place.resume_step,
+                    workplace.policy,
+                    workplace.optimizer,
+                    seed=config.run.seed,
+                )
             follow(workplace)
         dist.barrier()
     finally:

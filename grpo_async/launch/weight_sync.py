@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError, GrpoAsyncError, RequestRejectedError, RunError, WeightPushError
 from grpo_async.inference.fleet import Fleet, Server, ServerState
-from grpo_async.inference.surface import ServerInfo
+from grpo_async.inference.surface import ServedParameters, ServerInfo
 from grpo_async.weights.blame import is_answer
-from grpo_async.weights.names import check_names
 from grpo_async.weights.push import GatheredParameters, PushFailedError, PushSettings, push_weights
 from grpo_async.weights.transport import WeightTransport
 from grpo_async.weights.verify import compare_logprobs, verify_limit
@@ -30,6 +29,13 @@ _ATTEMPTS_WITHOUT_BLAME = 3
 """Pushes that fail in a row although no server failed: then the fault is not with the servers."""
 
 Score = Callable[[Sequence[Sequence[int]]], list[list[float]]]
+
+
+class CheckedParameters(GatheredParameters, Protocol):
+    """Parameters that know which servers can take them."""
+
+    def problems(self, served: ServedParameters) -> list[str]:
+        """Why a server cannot; [] when it can."""
 
 
 class FleetSync:
@@ -46,7 +52,7 @@ class FleetSync:
         config: ExperimentConfig,
         fleet: Fleet,
         transport: WeightTransport,
-        parameters: GatheredParameters,
+        parameters: CheckedParameters,
         *,
         probes: Sequence[Sequence[int]],
         on_serving: Callable[[Server], None],
@@ -206,7 +212,7 @@ class FleetSync:
         except GrpoAsyncError as error:
             self._fleet.fence(server, f"it does not say what it serves: {error}")
             return False
-        problems = check_names(self._parameters.specs, served.shapes, served.optional)
+        problems = self._parameters.problems(served)
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise ConfigError(

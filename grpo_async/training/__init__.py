@@ -1,5 +1,7 @@
 """The trainer. `loop` is rank 0's main loop and that of the ranks that follow; `ranks` carries the commands between them.
 
-`policy` is the sharded model, `logprobs` its head in chunks, `losses` the objective, `step` one optimizer step, `parameters`
-gathers for the push, `checkpoint` saves, restores and exports, `meter` measures who waited for whom.
+`policy` is the sharded model, `logprobs` its head in chunks, `losses` and `objective` what is minimised, `step` one step,
+`parameters` gathers for the push, `meter` measures who waited for whom. `checkpoint` is what a resume needs and loads it,
+`checkpoint_write` writes it beside training, `checkpoint_manifest` says whether it is whole, `keeping` which ones stay, `export`
+makes Hugging Face folders.
 """

@@ -7,16 +7,21 @@ Version = finished optimizer steps. The loop knows its sources and sinks as smal
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from grpo_async.batching.pack import pack_rank, token_weights
+from grpo_async.batching.minibatch import Minibatch, split_groups
+from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
+from grpo_async.batching.weights import token_weights
+from grpo_async.buffer.resume import ResumeState
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup
-from grpo_async.training.checkpoint import TrainerState, export_model, prune_checkpoints, save_checkpoint
+from grpo_async.training.checkpoint import TrainerState
+from grpo_async.training.export import Provenance, export_model
 from grpo_async.training.meter import PipelineMeter, Reading
 from grpo_async.training.ranks import (
     Command,
@@ -29,6 +34,7 @@ from grpo_async.training.ranks import (
     WaitCommand,
 )
 from grpo_async.training.step import StepResult
+from grpo_async.training.watchdog import Activity
 from grpo_async.training.workplace import Workplace
 
 logger = logging.getLogger(__name__)
@@ -55,8 +61,8 @@ class RolloutSource(Protocol):
     def advance(self, version: int) -> None:
         """The servers serve `version` from now on."""
 
-    def resume_state(self) -> tuple[dict[str, Any], list[int], dict[str, dict[str, int]]]:
-        """Data cursor, prompts to issue again, ledger."""
+    def resume_state(self) -> ResumeState:
+        """Everything that a resume needs of this side, of one instant; call it between two steps."""
 
     def gauges(self) -> dict[str, float]:
         """Queue length and ledger."""
@@ -86,6 +92,27 @@ class WeightSync(Protocol):
         """A step begins to train. What the servers hold of a shared GPU may be given back until the next push."""
 
 
+class Evaluations(Protocol):
+    """Evaluations beside training. Neither member ever blocks."""
+
+    @property
+    def holds_push(self) -> bool:
+        """Whether one is running that wants one policy version only: the servers keep theirs until it is over."""
+
+    def after_step(self, step: int, metrics: dict[str, float]) -> None:
+        """`step` is done and its weights are served: add the results of an evaluation that has ended to its metrics, and start the
+        one that is due."""
+
+
+class NoEvaluations:
+    """A run without evaluations."""
+
+    holds_push = False
+
+    def after_step(self, step: int, metrics: dict[str, float]) -> None:
+        """There is nothing to do."""
+
+
 class LeaderLoop:
     """Rank 0.
 
@@ -97,6 +124,9 @@ class LeaderLoop:
         on_step: gets (step, metrics) after each step.
         meter: figures of the run.
         progress: further state to keep in checkpoints.
+        counters: of the checkpoint that this run goes on from.
+        on_saved: called by the writing thread when a checkpoint stands; removes old ones.
+        evaluations: beside training; None: none.
         saved_step: the checkpoint that this run goes on from.
     """
 
@@ -110,27 +140,42 @@ class LeaderLoop:
         on_step: Callable[[int, dict[str, float]], None],
         meter: PipelineMeter,
         progress: dict[str, Any],
+        evaluations: Evaluations | None = None,
         saved_step: int | None = None,
+        counters: Mapping[str, int] | None = None,
+        on_saved: Callable[[], None] = lambda: None,
     ) -> None:
         self._place = place
         self._config = place.config
+        self._on_saved = on_saved
         self._source = source
         self._sync = sync
         self._read = read
         self._on_step = on_step
         self._meter = meter
         self._progress = progress
-        self._bad_steps = 0
+        self._evaluations: Evaluations = evaluations or NoEvaluations()
+        self._push_is_held = False  # by an evaluation: it follows as soon as that is over
+        self._bad_steps = (counters or {}).get("bad_steps", 0)
         self._pushed_version = -1
         self._saved_step = saved_step
         self._version = 0  # of the weights in this process
+        self.activity = Activity()
+        """What this thread is doing, for the stall watchdog."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights in this process: the number of finished steps. From any thread."""
+        return self._version
 
     def push(self, version: int) -> dict[str, float]:
         """Push the current weights as `version`, on all ranks. With no server up, training goes on with what is queued: the
         weights follow as soon as one is (`attend`)."""
         gather = GatherCommand(bucket_bytes=self._config.weights.bucket_mb << 20)
         self._version = version
-        metrics = self._sync.push(version, before_gather=lambda: self._command_all(gather))
+        self._push_is_held = False
+        with self.activity.during(f"pushing version {version} to the servers"):
+            metrics = self._sync.push(version, before_gather=lambda: self._command_all(gather))
         if metrics is None:
             return {"sync/skipped": 1.0}
         metrics.update(self._sync.verify(self.score))
@@ -147,8 +192,9 @@ class LeaderLoop:
             raise
 
     def attend(self) -> None:
-        """The servers have changed while this thread waited: give the weights to those that can serve again."""
-        if self._sync.has_joiners:
+        """Something has changed while this thread waited: give the weights to servers that can serve again (they have none, so
+        no evaluation holds that back), and make the push that an evaluation held back until now."""
+        if self._sync.has_joiners or (self._push_is_held and not self._evaluations.holds_push):
             self.push(self._version)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -164,41 +210,48 @@ class LeaderLoop:
         """
         config = self._config
         for step in range(first_step, config.training.max_steps + 1):
+            self._place.checkpoints.poll()
             wait_began = time.monotonic()
             groups = self._take(step)
             if groups is None:
                 return step - 1
             waited_s = time.monotonic() - wait_began
             metrics = self._source.group_metrics(groups)
-            samples = [sample for group in groups for sample in group.samples]
+            minibatches = split_groups(groups, config.training.minibatches)
             self._sync.rest()
-            result = self._train(samples, step)
+            result = self._train(minibatches, step)
             self._version = step
-            self._check_finite(result, step)
-            trained = [group for group in groups if group.samples]
-            self._source.settle(trained, GroupStatus.TRAINED if result.is_finite else GroupStatus.FAILED, step=step)
-            if step % config.training.weight_sync_steps == 0 or step == config.training.max_steps:
+            trained = self._settle(minibatches, result, step)
+            is_due = step % config.training.weight_sync_steps == 0 or step == config.training.max_steps
+            if (is_due or self._push_is_held) and self._evaluations.holds_push:
+                self._push_is_held = True
+                metrics["sync/held"] = 1.0
+            elif is_due or self._push_is_held:
                 metrics.update(self._push_or_save(step))
             # tokens that are not trained have version -1
-            versions = [v for sample in samples for v in sample.policy_versions if v >= 0] if result.is_finite else []
+            versions = [v for sample in trained for v in sample.policy_versions if v >= 0]
             metrics.update(result.metrics)
             metrics.update(
                 self._meter.step(
                     self._read(),
                     waited_s=waited_s,
-                    trained_tokens=result.num_tokens if result.is_finite else 0,
+                    trained_tokens=result.num_tokens,
                     staleness=[step - 1 - version for version in versions],
                     reward=metrics.get("reward"),
                 )
             )
             metrics.update(self._source.gauges())
+            metrics.update(self._place.checkpoints.take_metrics())
+            self._evaluations.after_step(step, metrics)
             self._on_step(step, metrics)
+            self._check_finite(result, step)
             if step % config.checkpoint.every_steps == 0 and step < config.training.max_steps:
                 self.save(step)
         return config.training.max_steps
 
     def _take(self, step: int) -> list[ScoredGroup] | None:
         """The groups of a step. When generation has failed for good, the steps so far are saved before its error goes on."""
+        self.activity.begin(f"waiting for the samples of step {step}")
         try:
             return self._source.take(
                 self._config.rollout.groups_per_step,
@@ -212,28 +265,46 @@ class LeaderLoop:
 
     def _save_in_need(self, step: int) -> None:
         try:
-            self.save(step)
+            self.save(step, wait=True)
         except RunError:
             logger.exception("the steps since the last checkpoint could not be saved")  # the cause goes on
 
-    def _train(self, samples: Sequence[RolloutSample], step: int) -> StepResult:
+    def _train(self, minibatches: Sequence[Minibatch], step: int) -> StepResult:
+        self.activity.begin(f"training step {step}")
         config, place = self._config, self._place
-        plan = plan_batch(
-            [len(sample.token_ids) for sample in samples],
-            num_ranks=place.num_ranks,
-            micro_batch_tokens=config.training.micro_batch_tokens,
-            row_tokens=config.training.row_tokens,
-            pack=config.training.pack,
-        )
-        weights = token_weights(
-            samples,
-            reduction=config.loss.reduction or "dapo",
-            max_completion_tokens=config.rollout.max_completion_tokens,
-        )
         lr = config.optimizer.lr * config.lr_factor(step - 1)
-        parts = [pack_rank(samples, weights, plan, rank, trainer_version=step - 1) for rank in range(place.num_ranks)]
-        place.channel.send([StepCommand(micro_batches=part, lr=lr) for part in parts])
+        parts: list[list[list[MicroBatch]]] = [[] for _ in range(place.num_ranks)]  # [num_ranks][num_minibatches]
+        for minibatch in minibatches:
+            samples = minibatch.samples
+            plan = plan_batch(
+                [len(sample.token_ids) for sample in samples],
+                num_ranks=place.num_ranks,
+                micro_batch_tokens=config.training.micro_batch_tokens,
+                row_tokens=config.training.row_tokens,
+                pack=config.training.pack,
+            )
+            weights = token_weights(
+                samples,
+                plan,
+                reduction=config.loss.reduction_in_use,
+                max_completion_tokens=config.rollout.max_completion_tokens,
+                num_masked=minibatch.num_masked,
+            )
+            for rank, part in enumerate(parts):
+                part.append(pack_rank(samples, weights, plan, rank, trainer_version=step - 1))
+        place.channel.send([StepCommand(minibatches=part, lr=lr) for part in parts])
         return place.step(parts[0], lr)
+
+    def _settle(self, minibatches: Sequence[Minibatch], result: StepResult, step: int) -> list[RolloutSample]:
+        """Say what became of each group; returns the samples that were trained. Those of a skipped update were not."""
+        made = [minibatch for minibatch, is_made in zip(minibatches, result.updates, strict=True) if is_made]
+        skipped = [minibatch for minibatch, is_made in zip(minibatches, result.updates, strict=True) if not is_made]
+        for parts, status in ((made, GroupStatus.TRAINED), (skipped, GroupStatus.FAILED)):
+            if parts:
+                self._source.settle([group for part in parts for group in part.groups], status, step=step)
+        if made and skipped:
+            logger.warning("step %d: %d of %d updates were skipped: not finite", step, len(skipped), len(minibatches))
+        return [sample for minibatch in made for sample in minibatch.samples]
 
     def _check_finite(self, result: StepResult, step: int) -> None:
         if result.is_finite:
@@ -248,34 +319,47 @@ class LeaderLoop:
             self._bad_steps,
         )
         if self._bad_steps >= self._config.training.max_bad_steps:
+            self._save_in_need(step)  # the weights are those of the last finite step
             raise RunError(
                 f"{self._bad_steps} steps in a row were not finite; step {step} had loss {result.loss} and gradient norm "
                 f"{result.grad_norm}. Lower optimizer.lr, or look at sampling/importance_sampling_ratio/max in metrics.jsonl"
             )
 
-    def save(self, step: int) -> None:
-        """Write checkpoint `step` on all ranks and remove old ones. Generation goes on meanwhile."""
-        if step == self._saved_step:
-            return
-        data, outstanding, ledger = self._source.resume_state()
-        state = TrainerState(
-            step=step,
-            data=data,
-            outstanding_prompts=outstanding,
-            ledger=ledger,
-            progress={**self._progress, "totals": self._meter.totals.as_dict()},
-        )
+    def save(self, step: int, *, wait: bool = False) -> None:
+        """Begin to write checkpoint `step` on all ranks; training stands still while the tensors are copied, generation does not.
+        The last one has to be written first, and old ones are removed after it. `wait`: until it is written.
+
+        Raises:
+            CheckpointError: this one, or the last one, could not be written.
+        """
         place = self._place
-        self._command_all(SaveCommand(step=step))
-        save_checkpoint(place.rundir, step, place.policy, place.optimizer, state)
-        prune_checkpoints(place.rundir, keep_last=self._config.checkpoint.keep_last)
-        self._saved_step = step
+        if step != self._saved_step:
+            place.checkpoints.prepare(self.heartbeat)
+            state = TrainerState.of(
+                step,
+                self._source.resume_state(),
+                progress={**copy.deepcopy(self._progress), "totals": self._meter.totals.as_dict()},
+                counters={"bad_steps": self._bad_steps},
+            )
+            self._command_all(SaveCommand(step=step))
+            place.checkpoints.begin(step, place.policy, place.optimizer, state, on_written=self._on_saved)
+            self._saved_step = step
+        if wait:
+            place.checkpoints.wait(self.heartbeat)
 
     def finish(self, step: int) -> None:
         """Write the last checkpoint and the exported model, and make the servers serve the last weights."""
-        self.save(step)
+        self.activity.begin("writing the last checkpoint and the model")
+        self.save(step, wait=True)
         self._command_all(ExportCommand())
-        export_model(self._place.rundir.model, self._place.policy, self._place.tokenizer)
+        place = self._place
+        export_model(
+            place.rundir.model,
+            place.policy,
+            place.tokenizer,
+            adapter=place.rundir.adapter,
+            provenance=Provenance(config=self._config, step=step),
+        )
         if self._pushed_version != step:
             self.push(step)
 

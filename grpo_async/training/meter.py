@@ -8,6 +8,9 @@ tokens/s        = tokens of the window / seconds of the window
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
+
+_NUM_REWARDS = 3  # kept of each end: totals do not grow with the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +24,7 @@ class Reading:
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """Sums over the steps so far; survives a resume."""
+    """Sums over the steps so far, of bounded size; survives a resume."""
 
     wall_s: float = 0.0
     waited_s: float = 0.0
@@ -30,7 +33,8 @@ class Totals:
     trained_tokens: int = 0
     staleness_sum: float = 0.0
     staleness_max: float = 0.0
-    rewards: list[float] = field(default_factory=list)
+    first_rewards: list[float] = field(default_factory=list)  # of the first three steps that have one
+    last_rewards: list[float] = field(default_factory=list)  # of the last three
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -69,7 +73,9 @@ class PipelineMeter:
         totals.staleness_sum += sum(staleness)
         totals.staleness_max = max([totals.staleness_max, *map(float, staleness)])
         if reward is not None:
-            totals.rewards.append(reward)
+            if len(totals.first_rewards) < _NUM_REWARDS:
+                totals.first_rewards.append(reward)
+            totals.last_rewards = [*totals.last_rewards, reward][-_NUM_REWARDS:]
         metrics = {
             "step_time": wall,
             "pipeline/trainer_idle_ratio": waited_s / wall,
@@ -97,8 +103,7 @@ class PipelineMeter:
             "staleness_mean": totals.staleness_sum / max(totals.trained_tokens, 1),
             "staleness_max": totals.staleness_max,
         }
-        if totals.rewards:
-            first, last = totals.rewards[:3], totals.rewards[-3:]
-            summary["reward_first"] = sum(first) / len(first)
-            summary["reward_last"] = sum(last) / len(last)
+        if totals.first_rewards:
+            summary["reward_first"] = fmean(totals.first_rewards)
+            summary["reward_last"] = fmean(totals.last_rewards)
         return summary

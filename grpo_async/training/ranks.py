@@ -23,9 +23,9 @@ from grpo_async.errors import DeadlineError, RunError
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
-    """Train on this rank's micro-batches."""
+    """Train on this rank's micro-batches, those of one minibatch after another: an optimizer update for each minibatch."""
 
-    micro_batches: Sequence[MicroBatch]
+    minibatches: Sequence[Sequence[MicroBatch]]
     lr: float
 
 

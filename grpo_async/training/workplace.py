@@ -14,8 +14,10 @@ import torch
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.rundir import RunDir
-from grpo_async.training.checkpoint import export_model, save_checkpoint
-from grpo_async.training.parameters import ShardedParameters
+from grpo_async.training.checkpoint_write import CheckpointWriter
+from grpo_async.training.export import export_model
+from grpo_async.training.objective import Objective
+from grpo_async.training.parameters import AdapterParameters, ShardedParameters
 from grpo_async.training.policy import Policy
 from grpo_async.training.ranks import (
     CommandChannel,
@@ -27,6 +29,7 @@ from grpo_async.training.ranks import (
     StopCommand,
     WaitCommand,
 )
+from grpo_async.training.reference import Reference
 from grpo_async.training.score import score_sequences
 from grpo_async.training.step import StepResult, train_step
 
@@ -39,18 +42,23 @@ class Workplace:
     rundir: RunDir
     policy: Policy
     optimizer: torch.optim.Optimizer
-    parameters: ShardedParameters
+    objective: Objective
+    reference: Reference | None  # where the objective has a KL
+    parameters: ShardedParameters | AdapterParameters
     channel: CommandChannel
+    checkpoints: CheckpointWriter
     tokenizer: Any
     device: torch.device
     num_ranks: int
 
-    def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+    def step(self, minibatches: Sequence[Sequence[MicroBatch]], lr: float) -> StepResult:
+        """This rank's part of one training step, an update for each minibatch. A collective."""
         return train_step(
             self.policy,
             self.optimizer,
-            micro_batches,
-            loss=self.config.loss,  # type: ignore[arg-type]
+            minibatches,
+            objective=self.objective,
+            reference=self.reference,
             lr=lr,
             max_grad_norm=self.config.optimizer.max_grad_norm,
             device=self.device,
@@ -68,15 +76,16 @@ def follow(place: Workplace) -> None:
             case WaitCommand():
                 continue
             case StepCommand():
-                place.step(command.micro_batches, command.lr)
+                place.step(command.minibatches, command.lr)
             case GatherCommand():
                 for _ in place.parameters.buckets(command.bucket_bytes):
                     pass  # only rank 0 sends
             case ScoreCommand():
                 place.score(command.sequences)
             case SaveCommand():
-                save_checkpoint(place.rundir, command.step, place.policy, place.optimizer, None)
+                place.checkpoints.begin(command.step, place.policy, place.optimizer, None)
             case ExportCommand():
-                export_model(place.rundir.model, place.policy, place.tokenizer)
+                export_model(place.rundir.model, place.policy, place.tokenizer, adapter=place.rundir.adapter)
             case StopCommand():
+                place.checkpoints.wait()
                 return

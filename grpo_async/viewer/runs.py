@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -9,6 +10,34 @@ from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
 
 RUNS_FOLDER = Path("runs")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationDir(RunDir):
+    """A run directory whose rollouts are those of the evaluation of step `step`."""
+
+    step: int
+
+    @property
+    def rollouts(self) -> Path:
+        return self.evaluation(self.step)
+
+
+def find_evaluation(run: RunDir, step: str) -> EvaluationDir:
+    """The evaluation of a step of `run`; "last": the newest.
+
+    Raises:
+        ConfigError: there is none; the message lists those that there are.
+    """
+    names = (folder.name.removeprefix("step_") for folder in run.evaluations.glob("step_*"))
+    steps = sorted(int(name) for name in names if name.isdecimal())
+    wanted = steps[-1] if step == "last" and steps else int(step) if step.isdecimal() else None
+    if wanted not in steps or wanted is None:
+        known = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(f"--evaluation {step}: {run.root} has no evaluation of that step; it has: {known}")
+    return EvaluationDir(run.root, wanted)
+
+
 _MOST_LISTED = 5
 
 

@@ -26,7 +26,7 @@ inference: {engine: embedded}
 """
 COMMANDS = [
     "train", "validate", "preflight", "doctor", "check-reward", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart",
-    "inspect-rollouts",
+    "inspect-rollouts", "launch",
 ]  # fmt: skip
 
 
@@ -42,8 +42,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What `train` asks of the launcher. The launcher itself has its own tests; this is about what reaches it."""
     calls: list[dict[str, Any]] = []
 
-    def run(config: ExperimentConfig, *, resume: str | None, clean: bool, dry_run: bool) -> int:
-        calls.append({"config": config, "resume": resume, "clean": clean, "dry_run": dry_run})
+    def run(
+        config: ExperimentConfig, *, resume: str | None, clean: bool, dry_run: bool, node_rank: int | None = None
+    ) -> int:
+        calls.append({"config": config, "resume": resume, "clean": clean, "dry_run": dry_run, "node_rank": node_rank})
         return 7
 
     monkeypatch.setattr("grpo_async.launch.run", run)
@@ -61,14 +63,21 @@ def test_every_command_explains_itself_with_examples(command: str) -> None:
     assert f"Examples:\n    grpo-async {command}" in result.stdout
 
 
+def test_a_machine_says_which_one_it_is(config: str, runs: list[dict[str, Any]]) -> None:
+    assert _invoke("train", config, "--node-rank", "3").exit_code == 7
+    assert runs[0]["node_rank"] == 3
+    assert _invoke("train", config, "--node-rank", "-1").exit_code == 2
+
+
 def test_the_examples_of_the_help_parse(config: str, runs: list[dict[str, Any]]) -> None:
     lines = [line.strip() for line in _invoke("train", "--help").stdout.splitlines()]
     examples = [line.split()[2:] for line in lines if line.startswith("grpo-async train ")]
-    assert len(examples) == 5
+    assert len(examples) == 6
     for example in examples:
         result = _invoke("train", *[config if word.endswith(".yaml") else word for word in example])
         assert result.exit_code == 7, result.output
-    assert [call["resume"] for call in runs] == [None, None, "auto", "40", None]
+    assert [call["resume"] for call in runs] == [None, None, "auto", "40", None, None]
+    assert [call["node_rank"] for call in runs] == [None] * 5 + [1]
 
 
 def test_help_lists_every_command() -> None:

@@ -29,7 +29,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"inference": {"urls": ["http://a:1/v1"]}}, "pattern"),
         ({"inference": {"urls": ["ftp://a"]}}, "pattern"),
         (
-            {"inference": {"urls": ["http://10.0.0.7:8000"]}},
+            {"inference": {"urls": ["http://10.0.0.7:8000"]}, "weights": {"host": "127.0.0.1"}},
             "weights.host: 127.0.0.1 cannot be reached from http://10.0.0.7:8000",
         ),
         ({"inference": {"tls": {"key": "k.pem"}}}, "certificate and key go together"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.support import Run, finish, make_run
+from tests.e2e.support import Run, finish, make_run, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +66,8 @@ def test_killing_the_launcher_leaves_no_process_and_resume_goes_on_from_the_last
     run = _run(tmp_path)
     process = run.start()
     run.wait_for_step(3, process)
+    # it is written beside training
+    wait_for(lambda: any((run.folder / "checkpoints").glob("step_*")), what="a checkpoint", timeout_s=60.0)
     process.kill()
     process.communicate(timeout=30.0)
     run.assert_nothing_is_left()
@@ -79,9 +81,10 @@ def test_killing_the_launcher_leaves_no_process_and_resume_goes_on_from_the_last
     new_parts = set((run.folder / "rollouts").glob("part-*.jsonl")) - parts_before
     issued = {json.loads(line)["prompt_id"] for part in new_parts for line in part.read_text().splitlines()}
     # at most (max_staleness + 1) x 4 = 8 prompts were open at the checkpoint: all come again, then the next ones in order
-    assert set(state["outstanding_prompts"]) <= issued
-    following = sorted(issued - set(state["outstanding_prompts"]))
-    begin = state["data"]["next_prompt_id"]
+    outstanding = set(state["rollouts"]["outstanding"])
+    assert outstanding <= issued
+    following = sorted(issued - outstanding)
+    begin = state["rollouts"]["data"]["next_prompt_id"]
     assert following == list(range(begin, begin + len(following)))
 
 

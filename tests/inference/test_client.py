@@ -58,7 +58,7 @@ class _Server:
 
 
 def _generate(
-    server: _Server, *, max_retries: int = 3, max_tokens: int = 8
+    server: _Server, *, max_retries: int = 3, max_tokens: int = 8, begun: Generation | None = None
 ) -> tuple[Generation, list[tuple[int, int]]]:
     seen: list[tuple[int, int]] = []
 
@@ -75,7 +75,9 @@ def _generate(
         )
         async with client:
             request = GenerateRequest(request_id="r", token_ids=[1, 2], max_tokens=max_tokens, temperature=1.0)
-            return await client.generate(request, on_tokens=lambda count, version: seen.append((count, version)))
+            return await client.generate(
+                request, on_tokens=lambda count, version: seen.append((count, version)), begun=begun
+            )
 
     return asyncio.run(run()), seen
 
@@ -88,6 +90,31 @@ def test_chunks_are_joined_and_each_token_keeps_its_version() -> None:
     assert generation.policy_versions == [3, 3, 4]
     assert generation.finish_reason is FinishReason.STOP
     assert seen == [(2, 3), (1, 4)]
+
+
+def test_a_generation_that_was_begun_goes_on_and_only_new_tokens_are_told() -> None:
+    """What a resume brings: 2 of 8 tokens are there."""
+    begun = Generation(token_ids=[5, 6], logprobs=[-0.1, -0.2], policy_versions=[3, 3])
+    server = _Server(_stream(_chunk([7], version=4, finish="stop")))
+    generation, seen = _generate(server, begun=begun)
+    assert generation is begun
+    assert (generation.token_ids, generation.policy_versions) == ([5, 6, 7], [3, 3, 4])
+    assert generation.logprobs == [-0.1, -0.2, -0.5]
+    assert seen == [(1, 4)]
+    assert (server.requests[0]["token_ids"], server.requests[0]["max_tokens"]) == ([1, 2, 5, 6], 6)
+
+
+@pytest.mark.parametrize("finish", [None, FinishReason.STOP])
+def test_a_generation_that_was_whole_asks_nobody(finish: FinishReason | None) -> None:
+    """It has its end, or as many tokens as were asked for."""
+    length = 1 if finish else 8
+    begun = Generation(
+        token_ids=[5] * length, logprobs=[-0.1] * length, policy_versions=[3] * length, finish_reason=finish
+    )
+    server = _Server(httpx.ConnectError("nobody is there"))
+    generation, _ = _generate(server, begun=begun)
+    assert generation.finish_reason is (finish or FinishReason.LENGTH)
+    assert server.requests == []
 
 
 def test_every_sampling_field_is_sent() -> None:

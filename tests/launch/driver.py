@@ -1,7 +1,7 @@
 """The launcher with stand-ins for its children: `python -m tests.launch.driver JSON`, see `LauncherProcess`.
 
-Options: folder; trainer and server (modes of the stand-ins); torchrun; stop_timeout_s; inference (values of that section);
-preflight.
+Options: folder; trainer and server (modes of the stand-ins); torchrun; stop_timeout_s; inference and launch (values of these
+sections); preflight; node_rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(options: dict[str, Any]) -> int:
 
     config = make_config(
         folder,
-        launch={"num_trainer_ranks": 2, "stop_timeout_s": options["stop_timeout_s"]},
+        launch={"num_trainer_ranks": 2, "stop_timeout_s": options["stop_timeout_s"], **options.get("launch", {})},
         inference=options.get("inference", {}),
     )
     code = launch(
@@ -48,6 +48,7 @@ def main(options: dict[str, Any]) -> int:
         resume=None,
         clean=False,
         dry_run=False,
+        node_rank=options.get("node_rank"),
         preflight_only=options.get("preflight", False),
         amend=amend,
     )

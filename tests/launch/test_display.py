@@ -49,7 +49,7 @@ def test_each_step_is_one_plain_line() -> None:
         display.phase("training")
         display.step(11, 60, {**METRICS, "reward": 0.51})
         display.step(12, 60, METRICS)
-        display.evaluation("after", {"reward": 0.9, "completions/mean_length": 20.0})
+        display.evaluation("after", {"reward": 0.9, "mean_length": 20.0})
     assert _text(console).splitlines() == [
         "logs: runs/x/logs/latest",
         "training",
@@ -58,7 +58,7 @@ def test_each_step_is_one_plain_line() -> None:
         "trainer idle 12%  push 0.04 s  2.0 s/step  1:38 left",
         "step 12/60  reward 0.530 (+0.020)  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  "
         "in flight 16  trainer idle 12%  push 0.04 s  2.0 s/step  1:36 left",
-        "held-out after training: reward 0.900  completions/mean_length 20.000",
+        "held-out after training: reward 0.900  mean_length 20.000",
     ]
 
 
@@ -69,7 +69,7 @@ def test_no_text_moves_the_cursor(terminal: bool) -> None:
     bad = "a\x1b]0;x\x07b\x1b[2Jc\rd"
     display.phase(bad)
     display.note(bad)
-    display.evaluation("after", {f"{bad}/mean": 1.0})
+    display.evaluation(f"step {bad}", {"mean_length": 1.0})
     if terminal:
         console.print(display.render())
     assert "\x1b" not in _text(console)

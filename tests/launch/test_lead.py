@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_async.buffer.resume import ResumeState
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.data_sections import EvaluationSection
 from grpo_async.errors import DeadlineError, RunError, ServerUnavailableError
+from grpo_async.inference.fleet import Fleet
+from grpo_async.launch import connections as connections_module
 from grpo_async.launch import lead as lead_module
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
@@ -103,9 +108,12 @@ class _Source:
         self.start = lambda: events.append("start generating")
         self.close = lambda: closed.append("rollout side")
 
-    def evaluate(self, evaluator: Any, *, version: int, heartbeat: Any, attend: Any) -> dict[str, float]:
-        self.events.append(f"evaluate {version}")
-        return {"reward": 0.5}
+    def begin_evaluation(self, evaluator: Any, *, step: int, max_in_flight: int, store: Any) -> Future[Any]:
+        self.events.append(f"evaluate {step}")
+        return Future()
+
+    def await_evaluation(self, running: Future[Any], *, heartbeat: Any, attend: Any) -> None:
+        """It has no result: the run was to stop."""
 
     def take(self, num_groups: int, *, trainer_version: int, heartbeat: Any, attend: Any) -> Sequence[Any] | None:
         self.events.append(f"take {trainer_version}")
@@ -114,8 +122,8 @@ class _Source:
     def advance(self, version: int) -> None:
         self.events.append(f"serve {version}")
 
-    def resume_state(self) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
-        return {}, [], {}
+    def resume_state(self) -> ResumeState:
+        return ResumeState(data={}, outstanding=[], ledger={})
 
     def ledger_snapshot(self) -> dict[str, Any]:
         return {}
@@ -139,29 +147,32 @@ class _World:
         self.checks: list[Check] = []
         self.meanwhile: list[Callable[[], None]] = []  # what happens during the next preflights
         self.context: PreflightContext | None = None
-        side = SimpleNamespace(
-            source=self.source, evaluator=self, majority_baseline=None, first_prompts=[], tool_sets=[]
-        )
+        evaluator = SimpleNamespace(num_tokens=0)
+        evaluation = SimpleNamespace(evaluator=evaluator, majority_baseline=None)
+        side = SimpleNamespace(source=self.source, evaluation=evaluation, first_prompts=[], tool_sets=[])
         for module, name, fake in (
-            (lead_module, "Fleet", lambda urls, **_: self.fleet),
+            (connections_module, "Fleet", lambda urls, **_: self.fleet),
             (lead_module, "build_rollout_side", lambda config, **_: side),
             (lead_module, "WeightTransport", lambda kind, **_: self._transport()),
             (lead_module, "FleetSync", lambda *_, **__: self.sync),
             (lead_module, "run_preflight", self._preflight),
             (lead_module, "load_state", lambda rundir, step: self._state(step)),
-            (lead_module, "load_tensors", lambda rundir, step, *_: self.events.append(f"restore {step}")),
+            (lead_module, "load_tensors", lambda rundir, step, *_, seed: self.events.append(f"restore {step}")),
             (lead_module, "set_aside_later_checkpoints", lambda rundir, step: None),
-            (loop_module, "save_checkpoint", lambda rundir, step, *_: self.events.append(f"save {step}")),
-            (loop_module, "prune_checkpoints", lambda rundir, **_: None),
-            (loop_module, "export_model", lambda *_: self.events.append("export")),
+            (loop_module, "export_model", lambda *_, **__: self.events.append("export")),
+            (loop_module.LeaderLoop, "save", lambda loop, step, wait=False: self._save(loop._saved_step, step)),
         ):
             monkeypatch.setattr(module, name, fake)
+
+    def _save(self, saved_step: int | None, step: int) -> None:
+        if step != saved_step:
+            self.events.append(f"save {step}")
 
     def _transport(self) -> SimpleNamespace:
         return SimpleNamespace(close=lambda: self.closed.append("weight group"))
 
     def _state(self, step: int) -> TrainerState:
-        return TrainerState(step=step, data={}, outstanding_prompts=[], ledger={}, progress={})
+        return TrainerState(step=step, rollouts={})
 
     def _preflight(self, context: PreflightContext) -> list[Check]:
         self.events.append("preflight")
@@ -179,6 +190,7 @@ def _lead(
     preflight_only: bool = False,
 ) -> list[str]:
     """Run rank 0; what it told the other ranks."""
+    config = config.model_copy(update={"evaluation": EvaluationSection()})
     rundir = RunDir(config.run_path)
     rundir.create()
     place = Assignment(
@@ -190,7 +202,8 @@ def _lead(
     cpu = torch.device("cpu")
     workplace: Any = SimpleNamespace(
         config=config, rundir=rundir, policy=SimpleNamespace(model=model), optimizer=None, tokenizer=None,
-        parameters=SimpleNamespace(specs=[], device=cpu), num_ranks=1, device=cpu,
+        checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
+        parameters=SimpleNamespace(specs=[], base=None, device=cpu), num_ranks=1, device=cpu,
         channel=SimpleNamespace(send=lambda commands: told.append(type(commands[0]).__name__)),
     )  # fmt: skip
     renderer: Any = SimpleNamespace(tokenizer=range(7))
@@ -354,7 +367,7 @@ def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_sam
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = _World(monkeypatch)
-    monkeypatch.setattr(lead_module.LeaderLoop, "run", lambda self, first_step: 2)  # all its steps
+    monkeypatch.setattr(loop_module.LeaderLoop, "run", lambda self, first_step: 2)  # all its steps
     world.fleet.up = [True, RunError("all servers were given up")]
     _lead(make_config(tmp_path))
     assert world.events[-5:] == ["save 2", "export", "push 2", "serve 2", "evaluate 2"]
@@ -362,14 +375,13 @@ def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_sam
 
 def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R1.4: /health answers 503 for ever; the request time-out and the queue wait are much longer."""
-    fleet = lead_module.Fleet
 
     async def not_ready(request: Any) -> Any:
         raise Refusal(503)
         yield b""
 
     _World(monkeypatch)
-    monkeypatch.setattr(lead_module, "Fleet", fleet)
+    monkeypatch.setattr(connections_module, "Fleet", Fleet)
     config = make_config(
         tmp_path,
         inference={"startup_timeout_s": 0.4, "request_timeout_s": 500.0},

@@ -260,3 +260,68 @@ def test_bytes_read_well() -> None:
     ]  # fmt: skip
     words = MemoryEstimate(weights=2 * GIB, kv_cache=GIB).describe()
     assert words == "weights 2.0 GiB, kv cache 1.0 GiB (3.0 GiB at once)"
+
+
+def _trainer(folder: Path, **sections: Any) -> MemoryEstimate:
+    return estimate_trainer(_config(folder, **sections), NUMBER, SHAPE)
+
+
+def test_adapters_need_gradients_and_moments_of_their_own_only(tmp_path: Path) -> None:
+    plain, lora = _trainer(tmp_path), _trainer(tmp_path, model={"lora": {"rank": 16}})
+    # q 3072, k and v 2048 each, o 3072, gate, up, down 4096 each: 22,528 x 16 x 28
+    adapters = 10_092_544
+    assert (lora.gradients, lora.optimizer) == (4 * adapters, 12 * adapters)
+    assert lora.weights == plain.weights + 4 * adapters
+    only_q = _trainer(tmp_path, model={"lora": {"rank": 16, "target_modules": ["q_proj"]}})
+    assert only_q.gradients == 4 * 1_376_256
+    packed = _trainer(tmp_path, model={"lora": {"rank": 16, "quantization": "nf4"}})
+    layers = NUMBER - 151_936 * 1024
+    assert lora.weights - packed.weights > 3.4 * layers  # 4 bytes become 0.5625
+    assert packed.gradients == lora.gradients
+
+
+def test_a_second_model_as_reference_counts_and_the_policy_without_adapters_does_not(tmp_path: Path) -> None:
+    assert _trainer(tmp_path).reference == 0
+    assert _trainer(tmp_path, loss={"type": "dapo", "beta": 0.1}).reference == 2 * NUMBER  # bfloat16
+    assert _trainer(tmp_path, loss={"type": "dapo", "beta": 0.1}, model={"lora": {}}).reference == 0
+    other = _trainer(tmp_path, loss={"type": "dapo", "beta": 0.1, "reference": "/a/folder"}, model={"lora": {}})
+    assert other.reference == 2 * NUMBER
+    assert other.total - _trainer(tmp_path, model={"lora": {}}).total == 2 * NUMBER
+    assert "reference 1.1 GiB" in other.describe()
+
+
+def test_optimizers_differ_in_their_state(tmp_path: Path) -> None:
+    adamw, eight, muon = (
+        _trainer(tmp_path, optimizer={"type": kind}).optimizer for kind in ("adamw", "adamw_8bit", "muon")
+    )
+    embedding = 151_936 * 1024
+    assert adamw == 12 * NUMBER
+    assert eight == int(2.1 * NUMBER) + 16 * embedding
+    assert muon == 4 * (NUMBER + embedding) + 12 * 1024 * 3072
+
+
+def test_offloaded_shards_are_not_on_the_device(tmp_path: Path) -> None:
+    plain, offloaded = _trainer(tmp_path), _trainer(tmp_path, training={"cpu_offload": True})
+    assert (offloaded.optimizer, plain.weights - offloaded.weights) == (0, 4 * NUMBER)
+
+
+def test_hybrid_sharding_divides_by_the_ranks_of_a_machine(tmp_path: Path) -> None:
+    nodes = {"nodes": 2, "rdzv": "somewhere:29400", "num_trainer_ranks": 4}
+    full, hybrid = (_trainer(tmp_path, launch={**nodes, "sharding": kind}) for kind in ("full", "hybrid"))
+    assert (full.optimizer, hybrid.optimizer) == (12 * NUMBER // 8, 12 * NUMBER // 4)
+
+
+def test_selective_checkpointing_lies_between_none_and_full(tmp_path: Path) -> None:
+    none, selective, full = (
+        _trainer(tmp_path, model={"activation_checkpointing": mode}).activations
+        for mode in ("none", "selective", "full")
+    )
+    # q 2048, attention 2048, k and v 1024 each, o and down 1024 each, gate and up 3072 each: 14,336 in bfloat16
+    assert selective - full == 4096 * 28 * 2 * 14_336
+    assert full < selective < none
+
+
+def test_layers_that_stay_gathered_are_all_counted(tmp_path: Path) -> None:
+    plain, kept = _trainer(tmp_path), _trainer(tmp_path, training={"reshard_after_forward": False})
+    layer = (NUMBER - 151_936 * 1024) // 28
+    assert kept.weights - plain.weights == 26 * layer * 2

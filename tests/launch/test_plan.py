@@ -18,7 +18,8 @@ from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.engine_choice import EngineChoice, choose_engine
 from grpo_async.launch.layout import GpuShares, plan_transport, share_gpus, split_memory
 from grpo_async.launch.machine import free_ports, look
-from grpo_async.launch.plan import Machine, Places, ProcessPlan, plan_processes
+from grpo_async.launch.plan import ProcessPlan, plan_processes
+from grpo_async.launch.trainer_plan import Machine, Places
 from grpo_async.rundir import RunDir
 from grpo_async.servers.vllm import command
 from tests.launch.support import make_config

@@ -17,10 +17,11 @@ from rich.console import Console
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import ServerInfo
 from grpo_async.launch import preflight_machine
+from grpo_async.launch.addresses import is_loopback
 from grpo_async.launch.doctor_hardware import Memory
 from grpo_async.launch.memory import estimate_trainer
 from grpo_async.launch.preflight_context import PreflightContext
-from grpo_async.launch.preflight_machine import check_addresses, check_disk, check_memory, is_loopback
+from grpo_async.launch.preflight_machine import check_addresses, check_disk, check_memory
 from grpo_async.launch.preflight_report import (
     Check,
     as_json,

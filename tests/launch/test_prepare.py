@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from grpo_async.config.loader import dump_config
 from grpo_async.errors import ConfigError
 from grpo_async.launch import run
 from grpo_async.launch.checks import check_inputs
-from grpo_async.launch.prepare import check_start, empty, lock
+from grpo_async.launch.prepare import check_start, empty, lock, set_aside_broken
 from grpo_async.rundir import RunDir
+from grpo_async.training.checkpoint_manifest import write_manifest
 from tests.launch.support import make_config
 
 
@@ -25,8 +27,16 @@ def _old_run(config: ExperimentConfig, *, steps: tuple[int, ...] = ()) -> RunDir
     run_dir.create()
     run_dir.config.write_text(dump_config(config))
     for step in steps:
-        run_dir.checkpoint(step).mkdir()
+        _make_checkpoint(run_dir, step)
     return run_dir
+
+
+def _make_checkpoint(run_dir: RunDir, step: int) -> None:
+    folder = run_dir.checkpoint(step)
+    folder.mkdir()
+    (folder / "state.json").write_text('{"format": 2}')
+    (folder / "__0_0.distcp").write_bytes(bytes(range(256)))
+    write_manifest(folder, step=step, world_size=1)
 
 
 def _refused(config: ExperimentConfig, *words: str, resume: str | None = None, clean: bool = False) -> None:
@@ -54,6 +64,74 @@ def test_resume_takes_the_newest_whole_checkpoint_or_the_named_one(tmp_path: Pat
     assert check_start(config, resume="auto", clean=False).resume_step == 10
     assert check_start(config, resume="9", clean=False).resume_step == 9
     _refused(config, "--resume 3", "2, 9, 10", resume="3")
+
+
+def _truncate(folder: Path) -> None:
+    os.truncate(folder / "__0_0.distcp", 255)
+
+
+def _flip_a_bit(folder: Path) -> None:
+    content = bytearray((folder / "__0_0.distcp").read_bytes())
+    content[100] ^= 1
+    (folder / "__0_0.distcp").write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_truncate, "has 255 bytes instead of 256"),
+        (_flip_a_bit, "is damaged: its checksum"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format": 2, "files": {}}'), "lists no state.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken(
+    tmp_path: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1, 2, 3))
+    damage(run_dir.checkpoint(3))
+    start = check_start(config, resume="auto", clean=False)
+    assert (start.resume_step, start.broken_steps) == (2, (3,))
+    (note,) = start.notes
+    assert words in note
+    assert "going on from step 2" in note
+    assert run_dir.checkpoint_steps() == [1, 2, 3]  # nothing is changed by looking
+    set_aside_broken(run_dir, start)
+    assert run_dir.checkpoint_steps() == [1, 2]
+    assert (run_dir.checkpoints / "broken_step_3").is_dir()
+    assert check_start(config, resume="auto", clean=False).notes == ()
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_is_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    _flip_a_bit(_old_run(config, steps=(1, 2)).checkpoint(2))
+    _refused(config, "--resume 2", "is damaged", "--resume auto", resume="2")
+    assert check_start(config, resume="1", clean=False).resume_step == 1
+
+
+def test_without_a_whole_checkpoint_each_is_named(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1, 2))
+    _truncate(run_dir.checkpoint(1))
+    _flip_a_bit(run_dir.checkpoint(2))
+    with pytest.raises(ConfigError) as raised:
+        check_start(config, resume="auto", clean=False)
+    assert "step 2: " in str(raised.value)
+    assert "step 1: " in str(raised.value)
+    assert "--clean" in str(raised.value)
+
+
+def test_a_checkpoint_of_the_first_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1,))
+    old = run_dir.checkpoint(2)
+    old.mkdir()
+    (old / "state.json").write_text('{"format": 1, "step": 2}')
+    _refused(config, "has format 1, of an older version", resume="auto")
+    _refused(config, "has format 1, of an older version", resume="2")
 
 
 def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:

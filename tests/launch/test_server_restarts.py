@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from grpo_async.launch.child import Child
-from grpo_async.launch.plan import ProcessSpec
 from grpo_async.launch.server_keeper import RestartCount, RestartRules, ServerEvent, ServerKeepers
+from grpo_async.launch.trainer_plan import ProcessSpec
 from grpo_async.launch.tree import ProcessTree
 from tests.launch.support import START_S, LauncherProcess, eventually, is_alive
 

@@ -19,6 +19,7 @@ from grpo_async.inference.surface import ScoreAnswer, ServedParameters, ServerIn
 from grpo_async.launch import weight_sync as module
 from grpo_async.launch.weight_sync import FleetSync
 from grpo_async.weights.buckets import ParameterSpec
+from grpo_async.weights.names import check_names
 from grpo_async.weights.push import PushFailedError
 from tests.launch.support import make_config
 
@@ -178,7 +179,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _Wor
             make_config(tmp_path, **sections),
             fleet,  # type: ignore[arg-type]
             transport,  # type: ignore[arg-type]
-            SimpleNamespace(specs=[SPEC]),  # type: ignore[arg-type]
+            SimpleNamespace(  # type: ignore[arg-type]
+                specs=[SPEC], problems=lambda served: check_names([SPEC], served.shapes, served.optional)
+            ),
             probes=PROBES,
             on_serving=lambda server: told.append(server.name),
         )

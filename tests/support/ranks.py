@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 
-def run_on_ranks(job: str, num_ranks: int, folder: Path, **arguments: Any) -> dict[str, Any]:
-    """Run `tests.support.rank_jobs:{job}` on every rank; returns what rank 0 returned (JSON)."""
+def run_on_ranks(
+    job: str, num_ranks: int, folder: Path, *, module: str = "tests.support.rank_jobs", **arguments: Any
+) -> dict[str, Any]:
+    """Run `{module}:{job}` on every rank; returns what rank 0 returned (JSON)."""
     folder.mkdir(parents=True, exist_ok=True)
     result = folder / "result.json"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
         "--rdzv-backend", "c10d", "--rdzv-endpoint", str(folder / "rendezvous"), "--rdzv-conf", "store_type=file",
-        "--rdzv-id", folder.name, "-m", "tests.support.rank_jobs", job, str(result), json.dumps(arguments, default=str),
+        "--rdzv-id", folder.name, "-m", module, job, str(result), json.dumps(arguments, default=str),
     ]  # fmt: skip
     environment = {
         **os.environ,

@@ -12,7 +12,7 @@ import pytest
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import WeightPushError
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.training.loop import LeaderLoop
+from grpo_async.training.loop import Evaluations, LeaderLoop
 from grpo_async.training.meter import PipelineMeter, Reading
 from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand
 from grpo_async.training.step import StepResult
@@ -26,16 +26,16 @@ class _Source:
     def __init__(self, before: dict[int, Callable[[], None]]) -> None:
         self.before = before
         self.versions: list[int] = []
-        self._num_taken = 0
+        self.num_taken = 0
 
     def take(
         self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None], attend: Callable[[], None]
     ) -> list[ScoredGroup]:
-        self._num_taken += 1
-        if self._num_taken in self.before:
-            self.before[self._num_taken]()
+        self.num_taken += 1
+        if self.num_taken in self.before:
+            self.before[self.num_taken]()
             attend()
-        return [make_scored(self._num_taken)]
+        return [make_scored(self.num_taken)]
 
     def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None: ...
 
@@ -50,7 +50,7 @@ class _Source:
 
 
 def _run(
-    sync: FakeSync, source: _Source, *, steps: int, sync_steps: int = 1
+    sync: FakeSync, source: _Source, *, steps: int, sync_steps: int = 1, evaluations: Evaluations | None = None
 ) -> tuple[list[dict[str, float]], list[Command]]:
     config = ExperimentConfig.model_validate(
         {
@@ -60,12 +60,13 @@ def _run(
         }
     )  # fmt: skip
     commands: list[Command] = []
-    result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, is_finite=True, metrics={})
+    result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
     place: Any = SimpleNamespace(
         config=config,
         num_ranks=1,
         channel=SimpleNamespace(send=lambda sent: commands.append(sent[0])),
         step=lambda micro_batches, lr: result,
+        checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
         score=lambda sequences: [[-1.0] * (len(sequence) - 1) for sequence in sequences],
     )
 
@@ -81,6 +82,7 @@ def _run(
         on_step=lambda step, metrics: lines.append(metrics),
         meter=PipelineMeter(read()),
         progress={},
+        evaluations=evaluations,
     )
     loop.run(first_step=1)
     assert loop.score([[1, 2, 3]]) == [[-1.0, -1.0]]
@@ -135,7 +137,7 @@ def test_the_steps_so_far_are_saved_before_a_push_that_fails_for_good_ends_the_r
                 raise WeightPushError("it was refused")
             return super().push(version, before_gather=before_gather)
 
-    monkeypatch.setattr(LeaderLoop, "save", lambda self, step: saved.append(step))
+    monkeypatch.setattr(LeaderLoop, "save", lambda self, step, wait: saved.append(step))
     with pytest.raises(WeightPushError, match="it was refused"):
         _run(Failing(), _Source({}), steps=3)
     assert saved == [2]
@@ -158,3 +160,55 @@ def test_the_weights_are_compared_with_the_trainers_own_scores_after_a_push() ->
         next(i for i, c in enumerate(commands) if isinstance(c, kind)) for kind in (GatherCommand, ScoreCommand)
     )
     assert gather < scored
+
+
+class _Evaluations:
+    """Holds pushes from the end of step `begins` on, until `ends` is called."""
+
+    def __init__(self, begins: int) -> None:
+        self.holds_push = False
+        self._begins = begins
+
+    def after_step(self, step: int, metrics: dict[str, float]) -> None:
+        self.holds_push = self.holds_push or step == self._begins
+        metrics["eval/step"] = float(step)
+
+    def ends(self) -> None:
+        self.holds_push = False
+
+
+def test_an_evaluation_that_is_pinned_holds_pushes_and_the_last_one_follows_while_the_trainer_waits() -> None:
+    """Begun after step 1, ended while step 4 is waited for: steps 2 and 3 are trained meanwhile, and of their weights only those
+    of step 3 are sent."""
+    sync, evaluations = FakeSync(), _Evaluations(1)
+    lines, _ = _run(sync, _Source({4: evaluations.ends}), steps=4, evaluations=evaluations)
+    assert sync.events == ["rest", "push 1", "rest", "rest", "push 3", "rest", "push 4"]
+    assert ["sync/held" in line for line in lines] == [False, True, True, False]
+    assert [line["eval/step"] for line in lines] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_push_that_was_held_follows_at_the_next_step_also_where_none_is_due() -> None:
+    """Pushes every second step, that of 4 held: the evaluation ends while step 5 trains."""
+    evaluations = _Evaluations(2)
+
+    class EndsIt(FakeSync):
+        def rest(self) -> None:
+            if source.num_taken == 5:
+                evaluations.ends()
+
+    sync, source = EndsIt(), _Source({})
+    _run(sync, source, steps=6, sync_steps=2, evaluations=evaluations)
+    assert sync.pushed == [2, 5, 6]
+    waited, evaluations = FakeSync(), _Evaluations(2)
+    _run(waited, _Source({5: evaluations.ends}), steps=6, sync_steps=2, evaluations=evaluations)
+    assert waited.pushed == [2, 4, 6]
+
+
+def test_a_server_that_joins_gets_the_weights_although_an_evaluation_holds_pushes() -> None:
+    sync, evaluations = FakeSync(), _Evaluations(1)
+
+    def joins() -> None:
+        sync.has_joiners = True
+
+    _run(sync, _Source({3: joins}), steps=3, evaluations=evaluations)
+    assert sync.pushed == [1, 2]

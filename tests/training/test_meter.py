@@ -56,3 +56,12 @@ def test_what_happened_before_restart_is_left_out() -> None:
     metrics = meter.step(_reading(101.0, 51.0, 1010), waited_s=0.0, trained_tokens=0, staleness=[], reward=None)
     assert metrics["step_time"] == 1.0
     assert metrics["perf/generated_tokens_per_s"] == 10.0
+
+
+def test_totals_keep_the_first_and_last_three_rewards_however_long_the_run() -> None:
+    meter = PipelineMeter(_reading(0.0, 0.0, 0))
+    for step in range(1000):
+        now = _reading(step + 1.0, 0.0, 0)
+        meter.step(now, waited_s=0.0, trained_tokens=1, staleness=[0], reward=float(step))
+    assert (meter.totals.first_rewards, meter.totals.last_rewards) == ([0.0, 1.0, 2.0], [997.0, 998.0, 999.0])
+    assert (meter.summary()["reward_first"], meter.summary()["reward_last"]) == (1.0, 998.0)

@@ -61,7 +61,7 @@ def _ignore(scored: ScoredGroup) -> None: ...
 def _train_one_step(source: _Source) -> tuple[dict[str, float], list[Command]]:
     """One step of the real loop; the step itself takes no time. Its metrics, and what the other ranks were told."""
     commands: list[Command] = []
-    result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, is_finite=True, metrics={})
+    result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
     place: Any = SimpleNamespace(
         config=_config(),
         num_ranks=1,

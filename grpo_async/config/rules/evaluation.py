@@ -17,6 +17,24 @@ def conflicts(config: ExperimentConfig) -> Iterator[str]:
             f"evaluation.samples: {evaluation.samples} greedy completions of a prompt are all the same; set "
             "evaluation.temperature, or samples: 1"
         )
+    every = None if evaluation is None else evaluation.every_steps
+    if every is not None and every % config.training.weight_sync_steps:
+        yield (
+            f"evaluation.every_steps: {every} is no multiple of training.weight_sync_steps: "
+            f"{config.training.weight_sync_steps}, so the servers would be asked about a step whose weights they have not got; "
+            "make it one"
+        )
+    if every is not None and config.inference.vllm.sleep_while_training:
+        yield (
+            f"evaluation.every_steps: {every} needs the servers while training goes on, and "
+            "inference.vllm.sleep_while_training puts them to sleep then; leave one of them out"
+        )
+    if config.checkpoint.keep_best and every is not None and every % config.checkpoint.every_steps:
+        yield (
+            f"checkpoint.keep_best: {config.checkpoint.keep_best} keeps the checkpoints of steps that are evaluated, and not every "
+            f"one of them has a checkpoint; make evaluation.every_steps: {every} a multiple of checkpoint.every_steps: "
+            f"{config.checkpoint.every_steps}"
+        )
     if config.checkpoint.keep_best and (evaluation is None or evaluation.every_steps is None):
         yield (
             f"checkpoint.keep_best: {config.checkpoint.keep_best} goes by evaluations during training, and there are none; set "

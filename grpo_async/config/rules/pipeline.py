@@ -99,9 +99,9 @@ def conflicts(config: ExperimentConfig) -> list[str]:
             f"training.micro_batch_tokens: {training.micro_batch_tokens} is less than inference.max_model_len: "
             f"{inference.max_model_len}; the longest possible sample would not fit into a micro-batch"
         )
-    if config.launch.num_trainer_ranks > rollout.groups_per_step * rollout.group_size:
+    if config.launch.world_size > rollout.groups_per_step * rollout.group_size:
         found.append(
-            f"launch.num_trainer_ranks: {config.launch.num_trainer_ranks} is more than the samples of a step "
+            f"launch.num_trainer_ranks: {config.launch.world_size} on all machines is more than the samples of a step "
             f"({rollout.groups_per_step} groups x {rollout.group_size})"
         )
     if config.optimizer.warmup_steps > training.max_steps:
@@ -115,10 +115,10 @@ def conflicts(config: ExperimentConfig) -> list[str]:
             "already; remove one of the two"
         )
     remote = [url for url in inference.urls if not _is_loopback(url)]
-    if remote and _is_loopback(f"//{config.weights.host}"):
+    if remote and config.weights.host is not None and _is_loopback(f"//{config.weights.host}"):
         found.append(
-            f"weights.host: {config.weights.host} cannot be reached from {remote[0]} (inference.urls); set the address of the "
-            "trainer's machine in the network that it shares with the servers"
+            f"weights.host: {config.weights.host} cannot be reached from {remote[0]} (inference.urls); leave it out, or set "
+            "the address of the trainer's machine in the network that it shares with the servers"
         )
     if inference.vllm.sleep_while_training and rollout.max_staleness > 0:
         found.append(

@@ -1,0 +1,136 @@
+"""`eval`: what it evaluates, what it refuses before anything starts, and the configuration that its servers get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from grpo_async.cli.app import app
+from grpo_async.config import ExperimentConfig
+from grpo_async.errors import ConfigError
+from grpo_async.launch import evaluate as evaluate_module
+from grpo_async.launch.eval_subject import Subject, choose_subject
+from grpo_async.launch.evaluate import evaluate
+from grpo_async.launch.evaluation_table import print_evaluation
+from grpo_async.rundir import RunDir
+from tests.launch.support import make_config
+
+
+def _config(folder: Path, **sections: Any) -> ExperimentConfig:
+    return make_config(folder, evaluation={"data": {"type": "jsonl", "path": "held.jsonl"}}, **sections)
+
+
+def _checkpoints(run: RunDir, *steps: int) -> RunDir:
+    for step in steps:
+        run.checkpoint(step).mkdir(parents=True)
+    return run
+
+
+def _model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_without_a_choice_it_is_the_model_of_the_configuration_or_what_running_servers_serve(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    assert choose_subject(config, checkpoint=None, run=None) == Subject(label="base", folder=config.model.path)
+    served = _config(tmp_path, inference={"urls": ["http://127.0.0.1:1"]})
+    assert choose_subject(served, checkpoint=None, run=None) == Subject(label="served")
+    with pytest.raises(ConfigError, match="serve what they serve"):
+        choose_subject(served, checkpoint="latest", run=None)
+
+
+def test_a_run_gives_the_model_that_it_exported_or_else_its_newest_checkpoint(tmp_path: Path) -> None:
+    config, run = _config(tmp_path), RunDir(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="no such directory"):
+        choose_subject(config, checkpoint=None, run=run.root)
+    _checkpoints(run, 5, 10)
+    assert choose_subject(config, checkpoint=None, run=run.root) == Subject(label="step_10", run=run, step=10)
+    model = _model(run.model)
+    assert choose_subject(config, checkpoint=None, run=run.root) == Subject(label="model", folder=str(model))
+    assert choose_subject(config, checkpoint="latest", run=run.root).step == 10
+
+
+def test_a_checkpoint_is_a_step_the_latest_one_or_a_folder(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    run = RunDir(config.run_path)
+    with pytest.raises(ConfigError, match="has no checkpoint; name another run"):
+        choose_subject(config, checkpoint="latest", run=None)
+    _checkpoints(run, 5, 10)
+    assert choose_subject(config, checkpoint="5", run=None) == Subject(label="step_5", run=run, step=5)
+    with pytest.raises(ConfigError, match="has no such step; there are: 5, 10"):
+        choose_subject(config, checkpoint="6", run=None)
+    by_path = choose_subject(config, checkpoint=str(run.checkpoint(10)), run=None)
+    assert (by_path.label, by_path.step) == ("step_10", 10)
+    folder = _model(tmp_path / "My model!")
+    assert choose_subject(config, checkpoint=str(folder), run=None) == Subject(label="My-model-", folder=str(folder))
+    with pytest.raises(ConfigError, match="neither a step, `latest`, a Hugging Face folder"):
+        choose_subject(config, checkpoint=str(tmp_path), run=None)
+
+
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate_module, "check_inputs", lambda config: [])
+    with pytest.raises(ConfigError, match="evaluation: the configuration has none"):
+        evaluate(make_config(tmp_path), checkpoint=None, run=None, out=None)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    with pytest.raises(ConfigError, match="is not an empty directory"):
+        evaluate(_config(tmp_path), checkpoint=None, run=None, out=tmp_path / "full")
+    done = CliRunner().invoke(app, ["eval", str(tmp_path / "none.yaml")])
+    assert done.exit_code == 2
+
+
+def test_results_get_a_folder_of_their_own_each_time(tmp_path: Path) -> None:
+    config, subject = _config(tmp_path), Subject(label="step_5")
+    first = evaluate_module._choose_folder(config, subject, None)
+    assert first == config.run.dir / f"{config.run.name}.eval-step_5"
+    first.mkdir(parents=True)
+    assert evaluate_module._choose_folder(config, subject, None).name == f"{config.run.name}.eval-step_5-2"
+    assert evaluate_module._choose_folder(config, subject, tmp_path / "out") == tmp_path / "out"
+
+
+def test_servers_get_the_model_and_nothing_of_how_it_is_trained(tmp_path: Path) -> None:
+    """Adapters are merged by then; GPUs of the trainer go to the servers."""
+    config = _config(
+        tmp_path,
+        model={"path": "base", "lora": {}},
+        loss={"type": "dapo", "beta": 0.1},
+        training={"max_steps": 7},
+        launch={"num_trainer_ranks": 4, "stop_timeout_s": 9.0},
+        inference={"engine": "embedded", "max_model_len": 64},
+        rollout={"max_completion_tokens": 16},
+    )
+    served = evaluate_module._to_serve(config, "exported", RunDir(tmp_path / "runs" / "x"))
+    assert (served.model.path, served.model.lora) == ("exported", None)
+    assert (served.launch.num_trainer_ranks, served.launch.device, served.launch.stop_timeout_s) == (1, "cpu", 9.0)
+    assert served.run_path == tmp_path / "runs" / "x"
+    assert served.inference == config.inference
+    assert served.rollout == config.rollout
+    assert served.training.max_steps == 7
+    assert served.evaluation == config.evaluation
+
+
+def test_the_table_fits_a_terminal_with_few_and_with_many_groups() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    metrics = {
+        "num_prompts": 200.0, "reward": 0.5, "reward_stderr": 0.02, "pass@1": 0.5, "pass@2": 0.6, "pass@4": 0.7,
+        "mean@4": 0.5, "majority@4": 0.65, "mean_length": 123.4, "truncated": 0.01, "num_failed": 3.0, "rewards/a": 1.0,
+    }  # fmt: skip
+    for count in (0, 2, 12):
+        text = StringIO()
+        by_group = {f"a source with a rather long name {n}": metrics for n in range(count)}
+        print_evaluation(Console(file=text, width=80), metrics, by_group, group_by="source", title="held out")
+        shown = text.getvalue()
+        assert max(len(line) for line in shown.splitlines()) <= 80
+        assert "…" not in shown
+        for word in ("prompts", "pass@4", "majority@4", "0.650", "123.4"):
+            assert word in shown
+        assert ("pass@2" in shown) == (count < 12)
+        assert "rewards/a" not in shown

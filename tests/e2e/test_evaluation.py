@@ -1,0 +1,257 @@
+"""Evaluations of real runs: beside training, pinned, over a kill, and of the models that came out of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.support import _MARK as MARK_VARIABLE
+from tests.e2e.support import REPOSITORY, Run, finish, make_run, wait_for
+
+pytestmark = pytest.mark.slow
+
+# 2 groups of 4 per step; evaluations that last for some steps: 12 prompts x 4 samples, 8 at once
+SMALL = (
+    "rollout.groups_per_step=2",
+    "rollout.group_size=4",
+    "rollout.zero_variance=train",
+    "optimizer.warmup_steps=0",
+    "optimizer.lr=0.001",
+    "evaluation.num_prompts=12",
+    "evaluation.samples=4",
+    "evaluation.temperature=1.0",
+    "evaluation.every_steps=2",
+    "evaluation.max_in_flight=8",
+    "evaluation.group_by=answer",
+)
+
+
+def _log(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "evaluations.jsonl").read_text().splitlines()]
+
+
+def _eval(config: Path, *arguments: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
+    """`grpo-async eval --json`: what it prints on stdout."""
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_async", "eval", str(config), "--json", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=300.0,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_training_goes_on_while_an_evaluation_runs_and_its_numbers_stay_apart(tmp_path: Path) -> None:
+    keep = ("checkpoint.every_steps=2", "checkpoint.keep_last=1", "checkpoint.keep_best=1")
+    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, *keep, "training.max_steps=24", "rollout.max_staleness=2"))
+    summary, output = run.complete()
+    lines, log = run.metrics(), _log(run)
+    assert [line["step"] for line in lines] == list(range(1, 25))
+    # the step that reports an evaluation, and the one at whose end it began: those between were made meanwhile
+    reported = [(line["step"], int(line["eval/step"])) for line in lines if "eval/step" in line]
+    meanwhile = [step - began - 1 for step, began in reported if began > 0]
+    assert max(meanwhile, default=0) >= 1
+    done = {record["step"]: record["metrics"] for record in log if "metrics" in record and record["when"] == "step"}
+    assert all(metrics["version_min"] == step for step, metrics in done.items())
+    assert any(metrics["mixed"] == 1.0 and metrics["version_max"] > step for step, metrics in done.items())
+    # every due step is in the log once: done, or left out because another ran
+    assert sorted(record["due"] for record in log) == list(range(0, 25, 2))
+    assert all("still running" in record["skipped"] for record in log if "metrics" not in record)
+    # the last checkpoint, and the one with the best evaluation during training (of equal ones the newer)
+    best = max((metrics["reward"], step) for step, metrics in done.items())[1]
+    assert {int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step_*")} == {best, 24}
+    # the tokens of evaluations are none of training's
+    generated = sum(line["perf/generated_tokens_per_s"] * line["step_time"] for line in lines)
+    started = lines[-1]["ledger/tokens/started"]
+    assert generated == pytest.approx(started, rel=0.15)
+    # parts of the data
+    after = summary["evaluation"]["after"]
+    by_answer = summary["evaluation"]["by_group"]["after"]
+    assert sum(part["num_prompts"] for part in by_answer.values()) == after["num_prompts"] == 12
+    weighted = sum(part["reward"] * part["num_prompts"] for part in by_answer.values()) / 12
+    assert weighted == pytest.approx(after["reward"])
+    assert after["pass@1"] <= after["pass@2"] <= after["pass@4"]
+    assert {f"eval/reward/{answer}" for answer in by_answer} <= lines[0].keys()
+    assert "held-out at step 2" in output
+    assert "held out, after training" in output
+    rows = _rows(run, "last")
+    assert len(rows) == 12
+    assert {row["step"] for row in rows} == {24}
+    assert all(len(row["rollouts"]) == 4 for row in rows)
+    mean = sum(rollout["reward"] for row in rows for rollout in row["rollouts"]) / 48
+    assert mean == pytest.approx(after["reward"])
+
+
+def _rows(run: Run, evaluation: str) -> list[dict[str, Any]]:
+    shown = subprocess.run(
+        [sys.executable, "-m", "grpo_async", "inspect-rollouts", str(run.folder), "--evaluation", evaluation, "--json"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return [json.loads(line) for line in shown.stdout.splitlines()]
+
+
+def test_a_pinned_evaluation_is_answered_by_one_version_and_nothing_of_training_is_lost(tmp_path: Path) -> None:
+    settings = (*SMALL, "training.max_steps=9", "rollout.max_staleness=1", "evaluation.pin_version=true")
+    run = make_run(tmp_path, "quickstart.yaml", settings)
+    summary, _ = run.complete()
+    lines = run.metrics()
+    during = [record for record in _log(run) if record["when"] == "step" and "metrics" in record]
+    assert during
+    for record in during:
+        metrics = record["metrics"]
+        assert metrics["mixed"] == 0.0
+        assert metrics["version_min"] == metrics["version_max"] == record["step"]
+    assert any("sync/held" in line for line in lines)  # the trainer made steps meanwhile
+    assert all(line.get("async/staleness_max", 0.0) <= 1 for line in lines)
+    assert summary["ledger"]["groups"]["stale"] == 0
+    assert summary["ledger"]["groups"]["trained"] == 18
+    assert summary["evaluation"]["after"]["version_min"] == 9
+
+
+def test_an_evaluation_that_a_kill_broke_off_is_made_again_and_those_that_were_done_are_not(tmp_path: Path) -> None:
+    settings = (
+        *SMALL,
+        "training.max_steps=8",
+        "checkpoint.every_steps=1",
+        "evaluation.every_steps=3",
+        "evaluation.num_prompts=64",
+        "evaluation.max_in_flight=1",
+    )
+    run = make_run(tmp_path, "quickstart.yaml", settings)
+    process = run.start()
+    run.wait_for_step(4, process)
+    wait_for(lambda: (run.folder / "checkpoints" / "step_3").exists(), what="a checkpoint", timeout_s=60.0)
+    assert [record["due"] for record in _log(run)] == [0], "the evaluation of step 3 has ended: it was to be long"
+    process.send_signal(signal.SIGKILL)
+    finish(process, timeout_s=30.0)
+    run.assert_nothing_is_left(within_s=20.0)
+    summary, _ = run.complete("--resume")
+    log = _log(run)
+    assert sorted(record["due"] for record in log) == [0, 3, 6, 8]
+    again = next(record for record in log if record["due"] == 3)
+    assert again["step"] >= 3
+    assert "metrics" in again
+    assert "the evaluation of step 3 had not ended" in run.logs()
+    assert summary["evaluation"]["before"]["reward"] == log[0]["metrics"]["reward"]
+    assert not list((run.folder / "evaluations").glob("step_0/part-00001*"))  # that before training was not made again
+
+
+def test_eval_finds_what_the_run_found_in_its_model_and_in_its_checkpoints(tmp_path: Path) -> None:
+    """Greedy, float32 throughout: the exported model and the last checkpoint are the policy of the run's last evaluation."""
+    settings = (
+        *SMALL,
+        "training.max_steps=4",
+        "checkpoint.every_steps=2",
+        "evaluation.samples=1",
+        "evaluation.temperature=0.0",
+        "evaluation.pin_version=true",
+    )
+    run = make_run(tmp_path, "quickstart.yaml", settings)
+    summary, _ = run.complete()
+    before, after = (summary["evaluation"][when] for when in ("before", "after"))
+    step_2 = next(record["metrics"] for record in _log(run) if record["step"] == 2)
+    names = ("num_prompts", "reward", "pass@1", "mean_length", "truncated")
+
+    def numbers(metrics: dict[str, float]) -> list[float]:
+        return [metrics[name] for name in names]
+
+    exported = _eval(run.config, "--run", str(run.folder))
+    assert exported["evaluated"] == "model"
+    assert numbers(exported["metrics"]) == numbers(after)
+    assert exported["by_group"].keys() == summary["evaluation"]["by_group"]["after"].keys()
+    assert numbers(_eval(run.config, "--checkpoint", "latest")["metrics"]) == numbers(after)
+    earlier = _eval(
+        run.config, "--checkpoint", str(run.folder / "checkpoints" / "step_2"), "--out", str(tmp_path / "out")
+    )
+    assert numbers(earlier["metrics"]) == numbers(step_2)
+    assert numbers(step_2) != numbers(after) != numbers(before)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("checkpoints", "config.yaml", "evaluation.json", "logs", "plan.txt", "rollouts"),
+    ]
+
+
+def test_eval_asks_servers_that_run_already_and_leaves_them_running(tmp_path: Path) -> None:
+    """They serve the base model, as servers of its own do."""
+    settings = ("evaluation.num_prompts=12", "evaluation.group_by=answer")
+    run = make_run(tmp_path, "quickstart.yaml", settings)
+    own = _eval(run.config)
+    assert own["evaluated"] == "base"
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {"GRPO_ASYNC_TOKEN": "a-token-of-the-user"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "grpo_async", "serve-embedded", str(run.config), "--port", str(port)],
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+    )
+    try:
+        served = _eval(run.config, "--set", f"inference.urls=[http://127.0.0.1:{port}]", environment=environment)
+        assert served["evaluated"] == "served"
+        assert {**served["metrics"], "duration_s": 0} == {**own["metrics"], "duration_s": 0}
+        assert served["by_group"] == own["by_group"]
+        assert server.poll() is None
+    finally:
+        server.terminate()
+        assert server.wait(timeout=30.0) in (0, -15)
+
+
+def test_eval_that_is_interrupted_ends_at_once_with_130_and_leaves_nothing(tmp_path: Path) -> None:
+    settings = ("evaluation.samples=8", "evaluation.temperature=1.0", "evaluation.max_in_flight=1")
+    run = make_run(tmp_path, "quickstart.yaml", settings)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_async", "eval", str(run.config), "--checkpoint", _base_model()],
+        cwd=REPOSITORY,
+        env={**os.environ, MARK_VARIABLE: run.mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    folder = tmp_path / "run.eval-model"
+    wait_for(lambda: _has_rows(folder / "rollouts"), what="the first rollouts", timeout_s=120.0)
+    process.send_signal(signal.SIGINT)
+    assert finish(process, timeout_s=60.0).returncode == 130
+    run.assert_nothing_is_left()
+    assert not (folder / "evaluation.json").exists()
+    assert not (folder / "token").exists()
+
+
+def _base_model() -> str:
+    return str(REPOSITORY / ".cache" / "quickstart" / "seed_0" / "model")
+
+
+def _has_rows(folder: Path) -> bool:
+    return any(path.stat().st_size for path in folder.glob("part-*"))
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("needs_vllm")
+def test_eval_on_vllm_gives_the_embedded_engines_greedy_numbers(tmp_path: Path) -> None:
+    """Float32 on both; a tie between two tokens may fall differently, so a completion of 40 may."""
+    settings = ("evaluation.num_prompts=40",)
+    numbers = []
+    for base in ("quickstart.yaml", "quickstart-vllm.yaml"):
+        run = make_run(tmp_path, base, settings, name=base.removesuffix(".yaml"))
+        result = _eval(run.config)
+        assert result["engine"] == ("vllm" if "vllm" in base else "embedded")
+        numbers.append(result["metrics"])
+    assert numbers[0]["reward"] == pytest.approx(numbers[1]["reward"], abs=0.026)
+    assert numbers[0]["mean_length"] == pytest.approx(numbers[1]["mean_length"], rel=0.05)
