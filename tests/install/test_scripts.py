@@ -117,7 +117,10 @@ def test_an_unknown_extra_is_refused_with_the_known_ones(checkout: Path) -> None
     command: list[str | Path] = [checkout / "scripts/bootstrap.sh", "--with", "mats"]
     result = _run(command, folder=checkout, environment=_environment(checkout))
     assert result.returncode == 2
-    assert "unknown extra mats; known: hub, lora, math, parquet, quantization, reasoning-gym, tensorboard, vllm, wandb" in result.stderr
+    assert (
+        "unknown extra mats; known: hub, lora, math, parquet, quantization, reasoning-gym, tensorboard, vllm, wandb"
+        in result.stderr
+    )
 
 
 def test_a_missing_python_is_told_with_what_to_install(checkout: Path) -> None:
