@@ -13,7 +13,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -109,3 +109,35 @@ def _choices(wanted: str, available: Iterable[str]) -> str:
     if nearest:
         return f"`{nearest[0]}`; did you mean that?"
     return ", ".join(f"`{name}`" for name in names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def resolve_plain_function(
+    reference: str, setting: str, *, given: Mapping[str, Any], arguments: Mapping[str, Any], turns: str
+) -> Callable[..., Any]:
+    """A function of the user's that is called as f(*given, **arguments), checked before anything is started.
+
+    Args:
+        setting: path of the setting that names it, such as `loss.function`; its arguments stand beside it.
+        given: name and a stand-in of each positional argument.
+        turns: what it turns into what, for the message about one that is async.
+
+    Raises:
+        ConfigError: it is not there, is a coroutine, or does not take what it would be given.
+    """
+    where = f"{setting}: {reference}"
+    function = resolve_function(reference, where)
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - of an object that is called, not whether it can be
+    ):
+        raise ConfigError(f"{where}: is async; make it a plain function, it has {turns}")
+    names = ", ".join(given)
+    try:
+        inspect.signature(function).bind(*given.values(), **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}: does not take ({names}{''.join(f', {name}=' for name in arguments)}): {error}; it is called as "
+            f"f({names}, **{setting.removesuffix('function')}arguments)"
+        ) from error
+    except ValueError as error:  # a builtin without a signature
+        raise ConfigError(f"{where}: has no signature to check; wrap it in a function of your own") from error
+    return function

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterable
 
 from grpo_async.config.loss_sections import AdvantageSection
-from grpo_async.errors import ConfigError, RunError
-from grpo_async.references import resolve_function
+from grpo_async.errors import RunError
+from grpo_async.references import resolve_plain_function
 from grpo_async.scoring.advantages import Rewards
 
 
@@ -27,21 +26,13 @@ class UserAdvantage:
         assert section.function is not None
         self._name = section.function
         self._arguments = dict(section.arguments)
-        where = f"advantage.function: {section.function}"
-        self._function = resolve_function(section.function, where)
-        if inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
-            getattr(self._function, "__call__", None)  # noqa: B004 - of an object that is called, not whether it can be
-        ):
-            raise ConfigError(f"{where}: is async; make it a plain function, it has numbers to turn into numbers")
-        try:
-            inspect.signature(self._function).bind([0.0, None], **self._arguments)
-        except TypeError as error:
-            raise ConfigError(
-                f"{where}: does not take (rewards{''.join(f', {name}=' for name in self._arguments)}): {error}; it is called as "
-                "f(rewards, **advantage.arguments)"
-            ) from error
-        except ValueError as error:  # a builtin without a signature
-            raise ConfigError(f"{where}: has no signature to check; wrap it in a function of your own") from error
+        self._function = resolve_plain_function(
+            section.function,
+            "advantage.function",
+            given={"rewards": [0.0, None]},
+            arguments=self._arguments,
+            turns="numbers to turn into numbers",
+        )
 
     def __call__(self, rewards: Rewards) -> list[float]:
         """Advantages of one group, [num_completions]; unscored rewards get 0, whatever the function says.

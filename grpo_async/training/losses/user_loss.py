@@ -8,13 +8,11 @@ def reinforce(inputs: LossInputs, *, scale: float) -> torch.Tensor:
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 
 from grpo_async.config.loss_sections import CustomLoss
-from grpo_async.errors import ConfigError, RunError
-from grpo_async.references import resolve_function
+from grpo_async.errors import RunError
+from grpo_async.references import resolve_plain_function
 from grpo_async.training.losses.inputs import LossInputs, TokenLoss
 
 
@@ -32,21 +30,13 @@ class UserLoss:
     def __init__(self, section: CustomLoss) -> None:
         self._name = section.function
         self._arguments = dict(section.arguments)
-        where = f"loss.function: {section.function}"
-        self._function = resolve_function(section.function, where)
-        if inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
-            getattr(self._function, "__call__", None)  # noqa: B004 - of an object that is called, not whether it can be
-        ):
-            raise ConfigError(f"{where}: is async; make it a plain function, it has tensors to turn into a tensor")
-        try:
-            inspect.signature(self._function).bind(None, **self._arguments)
-        except TypeError as error:
-            raise ConfigError(
-                f"{where}: does not take (inputs{''.join(f', {name}=' for name in self._arguments)}): {error}; it is called as "
-                "f(inputs, **loss.arguments)"
-            ) from error
-        except ValueError as error:  # a builtin without a signature
-            raise ConfigError(f"{where}: has no signature to check; wrap it in a function of your own") from error
+        self._function = resolve_plain_function(
+            section.function,
+            "loss.function",
+            given={"inputs": None},
+            arguments=self._arguments,
+            turns="tensors to turn into a tensor",
+        )
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """Its loss of each token. What it raises goes on as it is: the traceback shows the user's own line.
