@@ -14,7 +14,7 @@ runs/NAME/
 |- checkpoints/step_N/      written beside and renamed, so a name that exists is whole
 |- model/                   final Hugging Face export, with a model card
 |- adapter/                 with LoRA: the adapter alone, as peft loads it
-`- logs/attempt_N/          trainer.log, server.log; logs/latest points at the newest
+`- logs/attempt_N/          trainer.log, server.log, slurm_job; logs/latest points at the newest
 """
 
 from __future__ import annotations
@@ -142,8 +142,17 @@ class RunDir:
         return attempt
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to a temporary name beside `path`, then rename: a reader sees the old file or the new one."""
+def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
+    """Write `text` to a temporary name beside `path`, then rename: a reader sees the old file or the new one.
+
+    Args:
+        mode: of the file, from its first moment on (less the umask); None: as usual, 0666 less the umask.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    if mode is None:
+        temporary.write_text(text, encoding="utf-8")
+    else:
+        temporary.unlink(missing_ok=True)  # one that a killed process left has another mode, perhaps
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+            file.write(text)
     os.replace(temporary, path)

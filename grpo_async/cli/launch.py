@@ -63,7 +63,7 @@ def slurm(
         return
     path = out or loaded.run.dir / f"{loaded.run.name}.sbatch"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text)
+    write_atomically(path, text, mode=0o700)  # what was set on the command line may be confidential
     typer.echo(f"wrote {path}")
     if submit:
         raise typer.Exit(_submit(path))

@@ -3,6 +3,9 @@
 A plain (unquoted) value that is nothing but one interpolation is then read as a YAML scalar: with LR=1e-6 in the
 environment `lr: ${LR}` is a number, while `name: "${RUN}"` stays text whatever RUN holds. What a variable holds is not
 interpolated again.
+
+The lines that `launch slurm` writes into its script (`launch.slurm.setup`, `.options`) are left to the job: `${NAME}` stays as
+it is, so that no secret of this environment gets into the script; only `$${` is read as `${` there too.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from grpo_async.config.tree import Node, Path, Problems
 from grpo_async.config.yaml_source import read_scalar
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{(?P<body>[^}]*)(?P<end>\}?)")
+_OF_THE_JOB = (("launch", "slurm", "setup"), ("launch", "slurm", "options"))
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -33,6 +37,8 @@ def interpolate(node: Node, environment: Mapping[str, str], problems: Problems, 
     if not isinstance(node.value, str) or "${" not in node.value:
         return node
     text = node.value
+    if path[:3] in _OF_THE_JOB:
+        return Node(value=text.replace("$${", "${"), place=node.place, quoted=node.quoted)
     faults: list[str] = []
 
     def replacement(match: re.Match[str]) -> str:

@@ -31,9 +31,10 @@ class SlurmSection(StrictModel):
     server_port: int = Field(default=8000, ge=1024, le=65000)
     """Port of the first server of a machine; the next ones follow."""
     options: list[_Option] = Field(default_factory=list)
-    """Further `#SBATCH` options as they are, such as `--constraint=a100`."""
+    """Further `#SBATCH` options as they are, such as `--constraint=a100`; variables (${NAME}) are not replaced in them."""
     setup: list[_Line] = Field(default_factory=list)
-    """Shell lines before anything is started, such as `module load cuda`."""
+    """Shell lines before anything is started, such as `module load cuda`. ${NAME} in them is a variable of the job, which its shell
+    reads; it is not filled in when the script is written."""
 
 
 class LaunchSection(StrictModel):

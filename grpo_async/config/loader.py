@@ -10,7 +10,7 @@ configuration are relative to the working directory; only `extends` is relative 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path, PurePath
@@ -57,8 +57,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
 
 def dump_config(config: ExperimentConfig) -> str:
     """The whole configuration, defaults included, as YAML that `load_config` reads back to an equal object."""
+    return dump_values(config.model_dump())
+
+
+def dump_values(values: Mapping[str, Any]) -> str:
+    """A configuration, or a part of one, as YAML that `load_config` reads back."""
     return yaml.dump(
-        _writable(config.model_dump()),
+        _writable(dict(values)),
         Dumper=_Dumper,
         sort_keys=False,
         default_flow_style=False,

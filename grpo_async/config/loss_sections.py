@@ -69,7 +69,8 @@ class BaseLoss(StrictModel):
     reduction: Reduction | None = None
     """How tokens are averaged; null = as the type says. grpo: mean over samples of the token mean. bnpo: token mean of each
     micro-batch (depends on how samples are packed). dr_grpo: sum / (samples x max_completion_tokens). dapo: sum / trained tokens of
-    the whole optimizer update. Samples that are masked whole (rollout.overlong) count as samples."""
+    the whole optimizer update. Samples that are masked whole (rollout.overlong) count as samples, in groups
+    that have others."""
     proximal: Literal["sampler", "recomputed", "log_linear"] = "sampler"
     """The policy that the ratio is taken against. sampler: the one that sampled, by its own logprobs. recomputed: the trainer's, at
     the start of the step; costs a forward pass where training.minibatches is more than 1. log_linear: between the two by the age of

@@ -57,6 +57,11 @@ class EvaluationLog:
         """That of the last evaluation before (`start`) or after training (`end`)."""
         return next((r.result for r in reversed(self.records) if r.when == when and r.result is not None), None)
 
+    def has_failed(self, step: int) -> bool:
+        """Whether the last evaluation of this step is recorded as failed."""
+        last = next((record for record in reversed(self.records) if record.step == step), None)
+        return last is not None and last.error is not None
+
     def pending(self, start: int, *, at_start: bool, every_steps: int | None) -> int | None:
         """The step for which a run that goes on from step `start` still owes an evaluation; None: it owes none.
 

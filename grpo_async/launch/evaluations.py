@@ -14,7 +14,6 @@ An evaluation that runs when the process ends is no result: a resumed run makes 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
 from collections.abc import Callable, Mapping
@@ -144,7 +143,7 @@ class RunEvaluations:
             logger.info("the evaluation of step %d had not ended: it is made again, on step %d", due, self._start)
             self._begin(self._start, due=due, when="step", max_in_flight=self._config.evaluation_in_flight)
 
-    def after_step(self, step: int, metrics: dict[str, float]) -> None:
+    def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
         """See training.loop.Evaluations."""
         if self._evaluator is None or self._section is None:
             return
@@ -152,10 +151,13 @@ class RunEvaluations:
             self._collect(self._running)
         every = self._section.every_steps
         if every is not None and step % every == 0 and step < self._config.training.max_steps:
-            if self._running is None:
-                self._begin(step, due=step, when="step", max_in_flight=self._config.evaluation_in_flight)
+            if self._running is not None:
+                why = f"the evaluation of step {self._running.step} was still running"
+                self._skip(step, why + "; evaluation.every_steps is short for it")
+            elif not is_served:
+                self._skip(step, "no server had the weights of this step")
             else:
-                self._skip(step, self._running)
+                self._begin(step, due=step, when="step", max_in_flight=self._config.evaluation_in_flight)
         metrics.update(self._unreported)
         self._unreported = {}
 
@@ -219,9 +221,8 @@ class RunEvaluations:
         self._running = _Running(step=step, due=due, when=when, future=future, store=store)
         logger.info("an evaluation begins after step %d, with at most %d rollouts in flight", step, max_in_flight)
 
-    def _skip(self, step: int, running: _Running) -> None:
-        why = f"the evaluation of step {running.step} was still running"
-        logger.warning("the evaluation of step %d is left out: %s; evaluation.every_steps is short for it", step, why)
+    def _skip(self, step: int, why: str) -> None:
+        logger.warning("the evaluation of step %d is left out: %s", step, why)
         self._log.add(EvaluationRecord(step=step, due=step, when="step", skipped=why))
         self._num_skipped += 1
         self._unreported["eval/num_skipped"] = float(self._num_skipped)
@@ -232,7 +233,10 @@ class RunEvaluations:
         try:
             result = self._source.await_evaluation(running.future, heartbeat=waiting.heartbeat, attend=waiting.attend)
         except GrpoAsyncError as error:
-            self._fail(running, error)
+            if running.future.done():
+                self._fail(running, error)
+            else:  # it is no fault of the evaluation: a push failed, say
+                self.close()
             raise
         self._end(running, result)
 
@@ -274,8 +278,12 @@ class RunEvaluations:
 
     def _await_last(self, waiting: Waiting) -> None:
         """Training is over: a failure does not matter to it, and no step reports the result any more."""
-        with contextlib.suppress(GrpoAsyncError):  # recorded and told
+        running = self._running
+        try:
             self._await(waiting)
+        except GrpoAsyncError:
+            if running is None or not self._log.has_failed(running.step):
+                raise  # it is no failure of the evaluation; those are recorded and told
         if self._unreported:
             self._listeners.track(self._config.training.max_steps, self._unreported)
             self._unreported = {}

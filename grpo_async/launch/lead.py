@@ -81,6 +81,7 @@ class _Leader:
         self._fleet = open_fleet(config, place.server_urls, control, stack)
         self._engine = "unknown"
         self._evaluations: RunEvaluations  # from `run` on
+        self._guard: StallGuard
 
     def run(self) -> None:
         config, control = self._config, self._control
@@ -95,6 +96,7 @@ class _Leader:
                 seed=config.run.seed,
             )
             set_aside_later_checkpoints(self._place.rundir, self._place.resume_step)
+            side.supersede()  # not before: a start that fails leaves the run's files as they are
         control.send("phase", name="waiting for the server")
         self._fleet.start()
         is_ready = self._fleet.wait_for_members(
@@ -125,6 +127,7 @@ class _Leader:
         self._evaluations.before_training(loop)
         finished = self._train(side, loop, meter, start)
         self._write_summary(side, meter, finished)
+        self._guard.check()
 
     def _build_rollout_side(self) -> RolloutSide:
         store = RolloutStore(self._place.rundir.rollouts)
@@ -334,9 +337,7 @@ class _Leader:
         finished = loop.run(first_step=start + 1)
         control.send("phase", name="saving")
         if finished < self._config.training.max_steps:
-            loop.save(
-                finished, wait=True
-            )  # before generation is stopped: what is in flight is issued again by a resume
+            loop.save(finished, wait=True)  # before generation is stopped: a resume goes on with what is in flight
             source.stop_generating()
         else:
             self._evaluations.end_running(loop)
@@ -346,6 +347,7 @@ class _Leader:
             except GrpoAsyncError as error:  # the model can be saved and exported without one
                 logger.error("no inference server for the last weights: %s", error)
             loop.finish(finished)
+            loop.activity.begin("evaluating after training")
             self._evaluations.after_training(finished, loop)
             self._complete_model_card(finished)
         loop.stop_followers()
@@ -358,7 +360,9 @@ class _Leader:
             write_model_card(self._place.rundir.model, self._config, step=step, evaluation=summary["after"])
 
     def _watch_for_stalls(self, side: RolloutSide, loop: LeaderLoop) -> None:
-        guard = StallGuard(self._place, self._config, self._control, source=side.source, loop=loop, fleet=self._fleet)
+        guard = self._guard = StallGuard(
+            self._place, self._config, self._control, source=side.source, loop=loop, fleet=self._fleet
+        )
         loop.activity.begin("evaluating before training")
         guard.start()
         self._stack.callback(guard.stop)

@@ -25,10 +25,11 @@ BEAT_S = 5.0
 SILENCE_S = 60.0
 """A launcher that says nothing for so long is gone: dead, or cut off."""
 HANDSHAKE_S = 20.0
-"""For each line of the handshake."""
+"""For the whole handshake, whatever the other end says meanwhile."""
 
 _LINE_LIMIT = 4 << 20  # bytes; the offer holds a whole configuration
 _FIRST_LINE_LIMIT = 4096  # before the other end has proven anything
+_CHUNK = 1 << 16
 
 
 class LostError(Exception):
@@ -45,6 +46,7 @@ class NodeChannel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._unread = bytearray()  # never more than the limit of a line and one chunk
         self._closed = asyncio.Event()
         self._beating: asyncio.Task[None] | None = None
 
@@ -62,28 +64,47 @@ class NodeChannel:
     async def receive(self, timeout_s: float | None = None, *, limit: int = _LINE_LIMIT) -> dict[str, Any]:
         """The next message that is no beat.
 
+        Args:
+            timeout_s: for this message; beats do not renew it. None: for as long as there are beats.
+            limit: of a line, bytes; no more than that is read of a longer one (but for a part that comes with it).
+
         Raises:
-            LostError: none within `timeout_s` or SILENCE_S (not even a beat), the connection has ended, or the line is no message.
+            LostError: none within `timeout_s`, or not even a beat within SILENCE_S; the connection has ended; it is no message.
         """
-        within_s: float = SILENCE_S if timeout_s is None else timeout_s
+        loop = asyncio.get_running_loop()
+        ends_at = None if timeout_s is None else loop.time() + timeout_s
         while True:
             try:
-                async with asyncio.timeout(within_s):
-                    line = await self._reader.readline()  # waits: a beat is due every BEAT_S, `close` ends it
+                async with asyncio.timeout_at(loop.time() + SILENCE_S if ends_at is None else ends_at):
+                    line = await self._read_line(limit)
             except TimeoutError as error:
-                raise LostError(f"not a word for {within_s:.0f} s") from error
-            except (OSError, ValueError) as error:  # ValueError: a line over the limit
+                said = "not a word for" if timeout_s is None else "no message within"
+                raise LostError(f"{said} {SILENCE_S if timeout_s is None else timeout_s:.0f} s") from error
+            except OSError as error:
                 raise LostError(str(error)) from error
-            if not line.endswith(b"\n"):
-                raise LostError("the connection has ended")
             try:
-                message = json.loads(line) if len(line) <= limit else None
-            except ValueError as error:
+                message = json.loads(line)
+            except (ValueError, RecursionError) as error:  # RecursionError: lists in lists in lists
                 raise LostError("it sent a line that is no message") from error
             if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
                 raise LostError("it sent a line that is no message")
             if message["kind"] != "beat":
                 return message
+
+    async def _read_line(self, limit: int) -> bytes:
+        """Up to and with the next line feed. The reader's own `readline` has one limit for good, that of its longest line."""
+        searched = 0
+        while (end := self._unread.find(b"\n", searched)) < 0 and len(self._unread) <= limit:
+            searched = len(self._unread)
+            chunk = await self._reader.read(_CHUNK)  # waits: `receive` has a deadline, `close` ends it
+            if not chunk:
+                raise LostError("the connection has ended")
+            self._unread += chunk
+        if not 0 <= end < limit:
+            raise LostError(f"it sent a line of more than {limit} bytes")
+        line = bytes(self._unread[: end + 1])
+        del self._unread[: end + 1]
+        return line
 
     def beat(self) -> None:
         """Say from now on, every few seconds, that this end lives."""
@@ -159,12 +180,14 @@ async def apply(channel: NodeChannel, token: str, *, rank: int, host: str) -> di
     Raises:
         LostError: node 0 refused, does not know the token either, or hung up.
     """
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + HANDSHAKE_S
     challenge = await channel.receive(HANDSHAKE_S, limit=_FIRST_LINE_LIMIT)
     nonce, its_nonce = new_nonce(), str(challenge.get("nonce"))
     channel.send(
         "hello", rank=rank, host=host, nonce=nonce, proof=proof(token, "follow", its_nonce, nonce, str(rank), host)
     )
-    answer = await channel.receive(HANDSHAKE_S)
+    answer = await channel.receive(max(0.0, ends_at - loop.time()))
     if answer["kind"] == "refused":
         raise RefusedError(str(answer.get("reason")))
     text = str(answer.get("offer"))
@@ -182,7 +205,7 @@ async def open_server(
     Raises:
         OSError: it is none of this machine, or the port is taken.
     """
-    return await asyncio.start_server(serve, host=address, port=port, limit=_LINE_LIMIT)
+    return await asyncio.start_server(serve, host=address, port=port, limit=_FIRST_LINE_LIMIT)
 
 
 async def connect(address: str, port: int, timeout_s: float) -> NodeChannel:
@@ -192,4 +215,4 @@ async def connect(address: str, port: int, timeout_s: float) -> NodeChannel:
         OSError: nobody listens there; TimeoutError, which is one, when nothing answers.
     """
     async with asyncio.timeout(timeout_s):
-        return NodeChannel(*await asyncio.open_connection(address, port, limit=_LINE_LIMIT))
+        return NodeChannel(*await asyncio.open_connection(address, port, limit=_FIRST_LINE_LIMIT))

@@ -144,7 +144,7 @@ class NodeHub:
 
     async def _admit(self, channel: NodeChannel) -> _Node | None:
         try:
-            rank, host = await admit(channel, self._token, self._offer, refuse=self._refuse)  # waits: HANDSHAKE_S each
+            rank, host = await admit(channel, self._token, self._offer, refuse=self._refuse)  # waits: HANDSHAKE_S
         except LostError as error:
             self._listener.note(f"{channel.peer} wanted to join the run and may not: {plain(str(error))}")
             return None

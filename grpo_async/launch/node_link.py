@@ -133,7 +133,7 @@ class NodeLink:
         if channel is None:
             return None
         try:
-            answer = await apply(channel, token, rank=rank, host=socket.gethostname())  # waits: HANDSHAKE_S each
+            answer = await apply(channel, token, rank=rank, host=socket.gethostname())  # waits: HANDSHAKE_S
             offer = Offer.from_json(answer)
             reason = objection(offer, config, run_dir)
             if reason is not None:

@@ -167,7 +167,8 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
             problem = str(error)
         if problem is not None:
             raise ConfigError(f"--resume {resume}: {problem}; `--resume auto` takes the newest whole checkpoint")
-    if step >= config.training.max_steps and _has_finished(run_dir):  # else evaluation or export are still to be done
+    # else evaluation or export are still to be done
+    if step >= config.training.max_steps and _has_finished(run_dir, config):
         raise ConfigError(
             f"--resume: the run in {run_dir.root} has finished its {config.training.max_steps} steps; "
             "raise training.max_steps to train on"
@@ -206,11 +207,12 @@ def _newest_whole(run_dir: RunDir, steps: Sequence[int]) -> tuple[int, dict[int,
     )
 
 
-def _has_finished(run_dir: RunDir) -> bool:
+def _has_finished(run_dir: RunDir, config: ExperimentConfig) -> bool:
+    """Also an earlier attempt with a lower `training.max_steps` leaves a summary that says so."""
     if not run_dir.summary.is_file():
         return False
     summary = json.loads(run_dir.summary.read_text(encoding="utf-8"))
-    return bool(summary.get("status") == "finished")
+    return summary.get("status") == "finished" and int(summary.get("steps", 0)) >= config.training.max_steps
 
 
 def _compare_with_last_attempt(run_dir: RunDir, config: ExperimentConfig) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,14 @@ _NUM_FIRST_PROMPTS = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSide:
     """What rank 0 generates with. `evaluation` is None when the config has none; `first_prompts` are a few of the data, `tool_sets`
-    the sets of tools that rollouts may be offered."""
+    the sets of tools that rollouts may be offered. `supersede` marks what the store has of a run that went on behind the
+    checkpoint: to be called when the checkpoint is loaded, before anything is generated."""
 
     source: AsyncRolloutSource
     evaluation: EvaluationSide | None
     first_prompts: Sequence[Prompt]
     tool_sets: Sequence[Sequence[Mapping[str, Any]]]
+    supersede: Callable[[], None]
 
 
 def build_rollout_side(
@@ -55,8 +57,6 @@ def build_rollout_side(
     state: TrainerState | None,
 ) -> RolloutSide:
     """Connect everything between the data and the trainer; `state` is that of the checkpoint to go on from.
-
-    What the store has of a run that went on behind that checkpoint is marked as superseded.
 
     Raises:
         ConfigError: data or reward functions cannot be used.
@@ -75,8 +75,6 @@ def build_rollout_side(
         state=state.rollouts["data"] if state else None,
     )
     resume = state.resume_state(stream.prompt) if state else None
-    if resume is not None and resume.store is not None:
-        store.supersede_from(resume.store, step=start)
     rewards = load_rewards(config.rewards)
     problems = reward_problems(config, rewards, data.train[0])
     if problems:
@@ -96,6 +94,10 @@ def build_rollout_side(
         version=start,
         last_version=config.training.max_steps,
     )
+
+    def supersede() -> None:
+        if resume is not None and resume.store is not None:
+            store.supersede_from(resume.store, step=start)
 
     def on_stale(scored: ScoredGroup) -> None:
         worker.settle(scored.group, GroupStatus.STALE, scored=scored)
@@ -167,4 +169,5 @@ def build_rollout_side(
         evaluation=build_evaluation_side(config, data, parts, scorer),
         first_prompts=first,
         tool_sets=participants.tool_sets,
+        supersede=supersede,
     )

@@ -1,18 +1,21 @@
-"""A batch script for Slurm from a configuration: one job with machines that train and machines that serve. Pure.
+"""A batch script for Slurm from a configuration: one job with machines that train and machines that serve.
 
 job      launch.nodes + launch.slurm.server_nodes machines, whole ones
 node 0   the machine of the batch script itself: what Slurm sends to the script, the script passes on to it and to nothing else
 others   `srun` on one machine each: trainers by their --node-rank, servers by their port
 time     a while before the limit the run saves and ends, and the job is queued again to go on from there
+again    a job that is queued again goes on only with what it began itself: every attempt notes its job, see `note_job`
 """
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.rundir import write_atomically
 
 _MARGIN_S = 60  # to end the servers, and for Slurm, which looks at its clock every so often
 _DEFAULT_PORT = 29400
@@ -42,6 +45,13 @@ def gpus_per_node(config: ExperimentConfig) -> int:
         return config.launch.slurm.gpus_per_node
     trainer = config.launch.num_trainer_ranks if config.launch.device != "cpu" else 0
     return max(trainer, config.inference.replicas * _gpus_of_a_server(config))
+
+
+def note_job(attempt: Path, environment: Mapping[str, str] = os.environ) -> None:
+    """Write the Slurm job that this process belongs to, if any, into the folder of an attempt: by it the batch script knows, when
+    the job is queued again, that the run in the directory is its own."""
+    if job := environment.get("SLURM_JOB_ID"):
+        write_atomically(attempt / "slurm_job", f"{job}\n")
 
 
 def _gpus_of_a_server(config: ExperimentConfig) -> int:
@@ -179,10 +189,38 @@ for ((rank = 1; rank < num_trainers; rank++)); do
   (on_host "${trainers[rank]}" "${train[@]}" --node-rank "$rank") &
   steps+=("$!")
 done
+
+# ---- where it starts: as `sbatch FILE ...` says, until an attempt of this job has begun in the run directory (each attempt
+# notes its job). When the job is queued again then, after the time was over or after a machine broke, it goes on from the newest
+# checkpoint; while it has saved none, it begins anew, or from the checkpoint that it was given. A job whose start was refused,
+# because the directory holds another run, is refused again.
 start=("$@")
-if ((${SLURM_RESTART_COUNT:-0} > 0)); then # queued again: after the time was over, or after a machine broke
-  start=(--clean)
-  if compgen -G "$run_dir/checkpoints/step_*" > /dev/null; then start=(--resume); fi
+if ((${SLURM_RESTART_COUNT:-0} > 0)) && [ "$(cat "$run_dir/logs/latest/slurm_job" 2> /dev/null)" = "$SLURM_JOB_ID" ]; then
+  others=() # options that say nothing about the start
+  from=(--clean)
+  while (($# > 0)); do
+    case $1 in
+      --clean) ;;
+      --resume=*) from=("$1") ;;
+      --resume)
+        from=(--resume)
+        if [[ ${2:-} =~ ^(auto|[0-9]+)$ ]]; then
+          from+=("$2")
+          shift
+        fi
+        ;;
+      *) others+=("$1") ;;
+    esac
+    shift
+  done
+  since=() # all checkpoints are of this job, unless it began with one
+  if [ "${from[0]}" != --clean ]; then
+    first=$(grep -lxF "$SLURM_JOB_ID" "$run_dir"/logs/attempt_*/slurm_job | sort -V | sed -n 1p)
+    since=(-newer "$first")
+  fi
+  saved=$(find "$run_dir/checkpoints" -maxdepth 1 -name 'step_*' "${since[@]}")
+  if [ -n "$saved" ]; then from=(--resume); fi
+  start=("${others[@]}" "${from[@]}")
 fi
 "${train[@]}" --node-rank 0 "${start[@]}" &
 leader=$!

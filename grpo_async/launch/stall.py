@@ -2,7 +2,8 @@
 
     the watchdog notices -> words and the stacks of all threads into the log
                          -> whoever waits for samples gets a RunError: the main thread saves what it has and ends the process
-                         -> it has launch.stop_timeout_s for that; a main thread that hangs has the process ended over its head
+                         -> it has launch.stop_timeout_s for each thing that it does then; one that hangs has the process ended
+                            over its head
 
 Either way the exit code is 1, and the words are left for the launcher.
 """
@@ -61,6 +62,7 @@ class StallGuard:
         self._source = source
         self._loop = loop
         self._fleet = fleet
+        self._error: RunError | None = None
         self._watchdog = StallWatchdog(
             timeout_s=config.training.stall_timeout_s,
             progress=self._progress,
@@ -75,6 +77,15 @@ class StallGuard:
     def stop(self) -> None:
         """The run is over."""
         self._watchdog.stop()
+
+    def check(self) -> None:
+        """Call it when everything is written.
+
+        Raises:
+            RunError: the run stood still at some time, though it may have come to its end.
+        """
+        if self._error is not None:
+            raise self._error
 
     def _progress(self) -> object:
         tokens = self._source.ledger_snapshot()["tokens"]["started"]
@@ -91,7 +102,7 @@ class StallGuard:
         )
 
     def _on_stall(self, stalled_s: float) -> None:
-        error = RunError(self._describe(stalled_s))
+        error = self._error = RunError(self._describe(stalled_s))
         end = threading.Thread(target=self._end, args=(error,), name="stall-end", daemon=True)
         _within(_REPORT_S, lambda: self._log(error))
         end.start()
@@ -103,9 +114,18 @@ class StallGuard:
         logger.error("where the tasks of the rollout thread wait:\n%s", self._source.task_stacks())
 
     def _end(self, error: RunError) -> None:
-        """The main thread ends the process by itself when it can."""
+        """The main thread ends the process by itself when it can. It has the grace time for each thing that it begins; writing a
+        checkpoint has a limit of its own."""
         grace_s = self._config.launch.stop_timeout_s
-        threading.main_thread().join(timeout=grace_s)
+        main = threading.main_thread()
+        saved_by = time.monotonic() + self._loop.longest_save_s
+        begun = -1
+        while main.is_alive():  # waits: a main thread that begins nothing ends it
+            saves = self._loop.is_saving and time.monotonic() < saved_by
+            if begun == self._loop.activity.num_begun and not saves:
+                break
+            begun = self._loop.activity.num_begun
+            main.join(timeout=grace_s)
         words = f"{error} Its main thread did not end the process within launch.stop_timeout_s = {grace_s:g} s, so it was ended."
         _within(_REPORT_S, lambda: self._report(RunError(words)))
         os._exit(1)

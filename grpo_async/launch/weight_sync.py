@@ -79,6 +79,10 @@ class FleetSync:
     def has_joiners(self) -> bool:
         return self._fleet.has_joiners
 
+    @property
+    def has_serving(self) -> bool:
+        return bool(self._fleet.serving())
+
     def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
         """See WeightSync.
 

@@ -16,7 +16,7 @@ from grpo_async.buffer.ledger import Ledger
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.errors import DeadlineError
+from grpo_async.errors import DeadlineError, RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.rollout.error_log import ErrorLog
@@ -71,6 +71,7 @@ class AsyncRolloutSource:
         self._resampled: list[ScoredGroup] = []
         self._stopping = False
         self._is_closed = False
+        self._failure: BaseException | None = None
         self._evaluator: Evaluator | None = None
         self._evaluation: Future[EvaluationResult] | None = None
 
@@ -127,6 +128,7 @@ class AsyncRolloutSource:
 
     def fail(self, error: BaseException) -> None:
         """A waiting and every later `take` raises `error`; an evaluation is broken off. From any thread."""
+        self._failure = error
         self._buffer.fail(error)
         evaluation = self._evaluation
         if evaluation is not None:
@@ -149,16 +151,21 @@ class AsyncRolloutSource:
         self._admission.advance(version)
 
     def resume_state(self) -> ResumeState:
-        """The rollout side at this instant; generation goes on. Call it between two steps, when what was taken is settled."""
+        """The rollout side at this instant; generation goes on. Call it between two steps, when what was taken is settled. When the
+        run is to end, half of the time that it has for that is waited for."""
+        timeout_s, setting = self._config.training.queue_timeout_s, "training.queue_timeout_s"
+        stop_s = self._config.launch.stop_timeout_s / 2
+        if (self._stopping or self._failure is not None) and stop_s < timeout_s:
+            timeout_s, setting = stop_s, "launch.stop_timeout_s"
 
         async def read() -> ResumeState:
             return self._worker.resume_state()
 
         return self._thread.call(
             read(),
-            timeout_s=self._config.training.queue_timeout_s,
+            timeout_s=timeout_s,
             what="the rollout thread's state (something blocks its event loop: `run_in: process` frees it of a reward)",
-            setting="training.queue_timeout_s",
+            setting=setting,
         )
 
     def gauges(self) -> dict[str, float]:
@@ -192,7 +199,7 @@ class AsyncRolloutSource:
         """Its result; None when the run is to stop. Calls `heartbeat` now and then, and `attend` when the servers change.
 
         Raises:
-            GrpoAsyncError: too many rollouts failed.
+            GrpoAsyncError: too many rollouts failed, or the run has (see `fail`).
         """
         while not running.done():  # waits: each of its rollouts has a deadline
             if not self._attention.wait(timeout=_HEARTBEAT_S):
@@ -203,6 +210,8 @@ class AsyncRolloutSource:
         try:
             return running.result(timeout=0.0)
         except CancelledError:
+            if self._failure is not None:
+                raise RunError(f"the evaluation was broken off: {self._failure}") from self._failure
             return None
 
     def stop_generating(self) -> None:

@@ -125,8 +125,14 @@ class RolloutWorker:
         self._last_failure: Exception | None = None
         self._keeps_open_turns = keeps_open_turns
         counters = {} if resume is None else resume.counters
-        self._failures_in_a_row = counters.get("failures_in_a_row", 0)
-        self._without_signal_in_a_row = counters.get("without_signal_in_a_row", 0)
+        # one at its limit ended the run before: that would end with the first harmless event
+        num_failures, num_without_signal = (
+            counters.get(f"{name}_in_a_row", 0) for name in ("failures", "without_signal")
+        )
+        self._failures_in_a_row = num_failures if num_failures < settings.max_failed_groups else 0
+        self._without_signal_in_a_row = (
+            num_without_signal if num_without_signal < settings.max_groups_without_signal else 0
+        )
         self._outstanding: set[int] = set() if resume is None else set(resume.outstanding)
         self._begun: dict[int, GroupInProgress] = {}
         self._reissue: list[int] = []

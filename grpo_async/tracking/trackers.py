@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.public import public_config
 from grpo_async.config.sections import TensorboardTracker, WandbTracker
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
@@ -81,7 +82,7 @@ class _Wandb:
             name=config.run.name,
             id=_run_id(rundir),
             resume="allow",
-            config=config.model_dump(mode="json"),
+            config=public_config(config),
             dir=str(rundir.trackers),
         )
 

@@ -10,6 +10,7 @@ Worked example: a weight (1024, 768): blocks of 256; 2 x (1024 x 768 + 4 x 1024 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,16 +39,15 @@ class AdamW8bit(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._move(parameter, group)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """The end of `load_state_dict`, which casts all state to the parameters' dtype; codes survive that."""
-        super().__setstate__(state)
-        for values in self.state.values():
-            for key in ("exp_avg", "exp_avg_sq"):
-                if f"{key}_scale" in values:
-                    values[key] = values[key].to(torch.uint8)
-                    values[f"{key}_scale"] = values[f"{key}_scale"].float()
-                elif key in values:
-                    values[key] = values[key].float()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As any optimizer's, but values keep their own dtypes: torch casts them to the parameter's, which may be bfloat16."""
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name != "step":
+                    self.state[parameter][name] = value.detach().to(parameter.device, copy=True)
 
     def _move(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -168,8 +168,9 @@ def rank_file(rank: int) -> str:
 
 def set_aside_later_checkpoints(rundir: RunDir, step: int) -> None:
     """A run that goes on from `step` writes its own later steps: what stands there is renamed to replaced_step_N, so that
-    neither `--resume` nor pruning takes it for a part of this run."""
-    for later in rundir.checkpoint_steps():
+    neither `--resume` nor pruning takes it for a part of this run. Newest first: whenever this ends, `--resume auto` goes on from
+    `step` or a step that nothing has gone on behind."""
+    for later in reversed(rundir.checkpoint_steps()):
         if later > step:
             set_aside(rundir.checkpoint(later), "replaced")
 

@@ -32,6 +32,7 @@ from grpo_async.rundir import RunDir
 from grpo_async.training.checkpoint import TrainerState, rank_file, write_state
 from grpo_async.training.checkpoint_manifest import sync_folder, write_manifest
 from grpo_async.training.checkpoint_rng import rng_state
+from grpo_async.training.optimizers import give_state_to_all
 from grpo_async.training.policy import Policy
 
 _PREFIX = "writing_"
@@ -67,6 +68,17 @@ class CheckpointWriter:
         """The step whose checkpoint is being written, or was and nobody has waited for it yet."""
         return self._writing
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is being written now. From any thread."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    @property
+    def longest_s(self) -> float:
+        """How long one write may take."""
+        return 2 * self._timeout_s + _MARGIN_S
+
     def prepare(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         """Rank 0, before it tells the others to begin: wait for the last one and remove what a crash left half-written.
 
@@ -98,6 +110,7 @@ class CheckpointWriter:
         """
         self.wait()
         began = time.monotonic()
+        give_state_to_all(optimizer)  # loading expects it of every trained parameter
         model_state, optimizer_state = get_state_dict(policy, optimizer)
         staged = self._stager.stage({"model": model_state, "optimizer": optimizer_state})
         generators = rng_state()
@@ -139,7 +152,7 @@ class CheckpointWriter:
         while thread.is_alive():
             thread.join(timeout=_SLICE_S)
             waited_s = time.monotonic() - began
-            if thread.is_alive() and waited_s > 2 * self._timeout_s + _MARGIN_S:
+            if thread.is_alive() and waited_s > self.longest_s:
                 raise DeadlineError(
                     f"the checkpoint of step {step} to be written",
                     waited_s=waited_s,
@@ -171,7 +184,7 @@ class CheckpointWriter:
         failed: OSError | None = None
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            (partial / rank_file(dist.get_rank())).write_text(json.dumps(generators), encoding="utf-8")
+            _write_whole(partial / rank_file(dist.get_rank()), json.dumps(generators))
         except OSError as error:
             failed = error  # the others are on their way into DCP and would wait there: said when that is over
         dcp.save(staged, checkpoint_id=str(partial), process_group=self._group)
@@ -200,3 +213,13 @@ class CheckpointWriter:
         sync_folder(final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
         return num_bytes
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Rank 0 takes a file of this name for whole: it gets the name when it is on the disk."""
+    temporary = path.with_name(f"{_PREFIX}{path.name}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from grpo_async.training.lora import gather_adapter, gather_weights, has_adapter
 from grpo_async.training.model_card import write_model_card
 from grpo_async.training.policy import Policy
 
+_SLICE_S = 20.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
@@ -42,26 +46,35 @@ class Provenance:
 
 
 def export_model(
-    folder: Path, policy: Policy, tokenizer: Any, *, adapter: Path | None = None, provenance: Provenance | None = None
+    folder: Path,
+    policy: Policy,
+    tokenizer: Any,
+    *,
+    adapter: Path | None = None,
+    provenance: Provenance | None = None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a Hugging Face folder that `from_pretrained` loads. Every rank calls it; rank 0 writes.
+    """Write a Hugging Face folder that `from_pretrained` loads. Every rank calls it; rank 0 writes, the others return before that.
 
     Args:
         adapter: where the adapter goes, if the policy has one.
         provenance: for the model card; None: none is written. Only rank 0 needs it.
+        heartbeat: called on rank 0 now and then while it writes, which may take longer than others wait for it.
 
     Raises:
         CheckpointError: a folder cannot be written.
     """
     weights = gather_weights(policy.model)
     adapter_state = gather_adapter(policy.model) if adapter is not None and has_adapters(policy.model) else None
-    is_alone = not dist.is_initialized()
-    if is_alone or dist.get_rank() == 0:
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+
+    def write() -> None:
         _write(folder, policy, tokenizer, weights, provenance)
         if adapter is not None and adapter_state is not None:
             _write_adapter(adapter, policy, adapter_state)
-    if not is_alone:
-        dist.barrier()  # waits: the process group has its timeout
+
+    _in_thread(write, heartbeat)
 
 
 def export_checkpoint(rundir: RunDir, step: int, config: ExperimentConfig, folder: Path) -> None:
@@ -110,6 +123,23 @@ def export_checkpoint(rundir: RunDir, step: int, config: ExperimentConfig, folde
         trust_remote_code=config.model.trust_remote_code,
     ).tokenizer
     export_model(folder, policy, tokenizer, provenance=Provenance(config=config, step=step))
+
+
+def _in_thread(work: Callable[[], None], heartbeat: Callable[[], None]) -> None:
+    """Run `work` in a thread, wait for it, and raise what it raised."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="export", daemon=True).start()
+    while not wait([done], timeout=_SLICE_S).done:  # waits: the stall watchdog, if the disk hangs
+        heartbeat()
+    done.result(timeout=0.0)
 
 
 def _write(

@@ -75,6 +75,10 @@ class WeightSync(Protocol):
     def has_joiners(self) -> bool:
         """Whether some server could serve if it had the weights."""
 
+    @property
+    def has_serving(self) -> bool:
+        """Whether some server serves."""
+
     def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
         """Push the current weights as `version` to every server that is up, and return metrics; None when no server is.
 
@@ -99,9 +103,9 @@ class Evaluations(Protocol):
     def holds_push(self) -> bool:
         """Whether one is running that wants one policy version only: the servers keep theirs until it is over."""
 
-    def after_step(self, step: int, metrics: dict[str, float]) -> None:
-        """`step` is done and its weights are served: add the results of an evaluation that has ended to its metrics, and start the
-        one that is due."""
+    def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
+        """`step` is done: add the results of an evaluation that has ended to its metrics, and start the one that is due, if the
+        weights of this step are served."""
 
 
 class NoEvaluations:
@@ -109,7 +113,7 @@ class NoEvaluations:
 
     holds_push = False
 
-    def after_step(self, step: int, metrics: dict[str, float]) -> None:
+    def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
         """There is nothing to do."""
 
 
@@ -156,7 +160,9 @@ class LeaderLoop:
         self._progress = progress
         self._evaluations: Evaluations = evaluations or NoEvaluations()
         self._push_is_held = False  # by an evaluation: it follows as soon as that is over
-        self._bad_steps = (counters or {}).get("bad_steps", 0)
+        bad_steps = (counters or {}).get("bad_steps", 0)
+        # at its limit it ended the run before: the next step that is not finite would be the end again
+        self._bad_steps = bad_steps if bad_steps < self._config.training.max_bad_steps else 0
         self._pushed_version = -1
         self._saved_step = saved_step
         self._version = 0  # of the weights in this process
@@ -167,6 +173,16 @@ class LeaderLoop:
     def version(self) -> int:
         """Of the weights in this process: the number of finished steps. From any thread."""
         return self._version
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written. From any thread."""
+        return self._place.checkpoints.is_writing
+
+    @property
+    def longest_save_s(self) -> float:
+        """How long the writing of one checkpoint may take."""
+        return self._place.checkpoints.longest_s
 
     def push(self, version: int) -> dict[str, float]:
         """Push the current weights as `version`, on all ranks. With no server up, training goes on with what is queued: the
@@ -192,9 +208,12 @@ class LeaderLoop:
             raise
 
     def attend(self) -> None:
-        """Something has changed while this thread waited: give the weights to servers that can serve again (they have none, so
-        no evaluation holds that back), and make the push that an evaluation held back until now."""
-        if self._sync.has_joiners or (self._push_is_held and not self._evaluations.holds_push):
+        """Something has changed while this thread waited: give the weights to servers that can serve again, and make the push that
+        an evaluation held back until now. While one holds it and another server serves, those that come back wait, too: a push goes
+        to all."""
+        is_held = self._evaluations.holds_push and self._version != self._pushed_version
+        joins = self._sync.has_joiners and not (is_held and self._sync.has_serving)
+        if joins or (self._push_is_held and not self._evaluations.holds_push):
             self.push(self._version)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -242,7 +261,10 @@ class LeaderLoop:
             )
             metrics.update(self._source.gauges())
             metrics.update(self._place.checkpoints.take_metrics())
-            self._evaluations.after_step(step, metrics)
+            if self._push_is_held and not self._evaluations.holds_push:  # it has ended since
+                metrics.pop("sync/held", None)
+                metrics.update(self._push_or_save(step))
+            self._evaluations.after_step(step, metrics, is_served=self._pushed_version == step)
             self._on_step(step, metrics)
             self._check_finite(result, step)
             if step % config.checkpoint.every_steps == 0 and step < config.training.max_steps:
@@ -334,7 +356,9 @@ class LeaderLoop:
         """
         place = self._place
         if step != self._saved_step:
+            self.activity.begin("waiting for the last checkpoint to be written")
             place.checkpoints.prepare(self.heartbeat)
+            self.activity.begin(f"copying the checkpoint of step {step}")
             state = TrainerState.of(
                 step,
                 self._source.resume_state(),
@@ -345,12 +369,13 @@ class LeaderLoop:
             place.checkpoints.begin(step, place.policy, place.optimizer, state, on_written=self._on_saved)
             self._saved_step = step
         if wait:
+            self.activity.begin(f"waiting for the checkpoint of step {step} to be written")
             place.checkpoints.wait(self.heartbeat)
 
     def finish(self, step: int) -> None:
         """Write the last checkpoint and the exported model, and make the servers serve the last weights."""
-        self.activity.begin("writing the last checkpoint and the model")
         self.save(step, wait=True)
+        self.activity.begin("exporting the model")
         self._command_all(ExportCommand())
         place = self._place
         export_model(
@@ -359,8 +384,10 @@ class LeaderLoop:
             place.tokenizer,
             adapter=place.rundir.adapter,
             provenance=Provenance(config=self._config, step=step),
+            heartbeat=self.heartbeat,
         )
         if self._pushed_version != step:
+            self.activity.begin("pushing the last weights")
             self.push(step)
 
     def stop_followers(self) -> None:

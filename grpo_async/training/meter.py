@@ -7,7 +7,7 @@ tokens/s        = tokens of the window / seconds of the window
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 
 _NUM_REWARDS = 3  # kept of each end: totals do not grow with the run
@@ -63,7 +63,8 @@ class PipelineMeter:
         wall = max(now.time_s - self._last.time_s, 1e-9)
         busy = min(max(now.generation_busy_s - self._last.generation_busy_s, 0.0), wall)
         generated = max(now.generated_tokens - self._last.generated_tokens, 0)
-        self._last = now
+        # tokens of evaluations may be taken off late, so a reading may fall: what was counted is not counted again
+        self._last = replace(now, generated_tokens=max(now.generated_tokens, self._last.generated_tokens))
         totals = self.totals
         totals.wall_s += wall
         totals.waited_s += waited_s

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.loader import dump_config
+from grpo_async.config.loader import dump_values
+from grpo_async.config.public import public_config
 from grpo_async.rundir import write_atomically
 
 _PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors")
@@ -60,8 +61,10 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
         "",
         "## Configuration",
         "",
+        "Without servers, launch and trackers; values of arguments are left out.",
+        "",
         "```yaml",
-        dump_config(config).rstrip("\n").replace("```", "'''"),
+        dump_values(public_config(config)).rstrip("\n").replace("```", "'''"),
         "```",
         "",
     ]

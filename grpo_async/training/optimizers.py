@@ -44,6 +44,37 @@ def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.Opt
             return _make_muon(policy, trained, section)
 
 
+def give_state_to_all(optimizer: torch.optim.Optimizer) -> None:
+    """Begin the state of parameters that never had a gradient, as their first update would; no weight moves, and no other state.
+
+    Without it a checkpoint has no state of them, and a load, which asks for that of every parameter, fails. Every rank calls it
+    (Muon's update is a collective). Call it between two steps, when gradients are gone.
+
+    Raises:
+        ValueError: a parameter has a gradient.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    new = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
+    if not new:
+        return
+    if any(parameter.grad is not None for parameter in parameters):
+        raise ValueError("gradients are waiting for an update, which beginning the other parameters' state would make")
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0  # what decays weights is multiplied by it
+        for parameter in new:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+    for parameter in new:
+        if "step" in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"].zero_()  # that was none: bias correction begins with the first gradient
+
+
 def _decay_groups(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> list[dict[str, Any]]:
     decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
     others = [parameter for parameter in parameters if parameter.ndim < 2]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from grpo_async.training.losses.sequences import sequence_mean, sequence_sum
+from grpo_async.training.losses.ratios import sequence_mean, sequence_sum
 from grpo_async.training.objective import Objective, ObjectiveOutput
 
 _SUMS = (

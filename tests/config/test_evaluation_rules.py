@@ -36,6 +36,13 @@ def _config(**sections: Any) -> ExperimentConfig:
             },
             "evaluation.every_steps: 3 needs the servers while training goes on",
         ),
+        (
+            {
+                "evaluation": {"samples": 16, "temperature": 1.0},
+                "environments": {"maze": {"factory": "a:B", "max_instances": 8}},
+            },
+            "environments.maze.max_instances: 8 is less than evaluation.samples: 16",
+        ),
         ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best: 1 goes by evaluations during training"),
         (
             {"checkpoint": {"keep_best": 1, "every_steps": 4}, "evaluation": {"every_steps": 6}},

@@ -213,6 +213,28 @@ def test_bad_references_are_problems_and_say_nothing_else_about_the_value(
     ]
 
 
+def test_what_a_batch_script_says_is_left_to_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "s3cret")
+    monkeypatch.delenv("MISSING", raising=False)
+    text = """
+launch:
+  slurm:
+    account: ${SECRET}
+    setup: ["export A=${SECRET}", "b ${MISSING} ${1%%.*}", "c $${SECRET}", "d ${OPEN"]
+    options: ["--comment=${SECRET}"]
+"""
+    config = load_config(_write(tmp_path, MINIMAL + text))
+    slurm = config.launch.slurm
+    assert slurm.setup == ["export A=${SECRET}", "b ${MISSING} ${1%%.*}", "c ${SECRET}", "d ${OPEN"]
+    assert slurm.options == ["--comment=${SECRET}"]
+    assert slurm.account == "s3cret"
+    assert load_config(_write(tmp_path, dump_config(config), "resolved.yaml")) == config
+    config = load_config(
+        tmp_path / "x.yaml", ["launch.slurm.setup.0=echo ${SECRET}", "launch.slurm.partition=${SECRET}"]
+    )
+    assert (config.launch.slurm.setup[0], config.launch.slurm.partition) == ("echo ${SECRET}", "s3cret")
+
+
 def test_a_variable_of_a_base_that_is_replaced_need_not_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MISSING", raising=False)
     _write(tmp_path, MINIMAL.replace("some/model", "${MISSING}"), "base.yaml")

@@ -28,12 +28,14 @@ def _run(folder: Path, *more: str, reward: str = "tests.e2e.slow_disk:exact_answ
 
 
 def test_training_and_generation_go_on_while_a_checkpoint_is_written_slowly(tmp_path: Path) -> None:
-    run = _run(tmp_path, "training.max_steps=40", "checkpoint.every_steps=20")
+    run = _run(
+        tmp_path, "training.max_steps=160", "checkpoint.every_steps=80"
+    )  # 80 steps take longer than the slow disk
     run.complete()
     lines = run.metrics()
     (begun,) = (line["step"] for line in lines if "checkpoint/staged_s" in line)
     (ended,) = (line["step"] for line in lines if "checkpoint/written_s" in line)
-    assert begun == 21  # copied after step 20
+    assert begun == 81  # copied after step 80
     assert lines[begun - 1]["checkpoint/staged_s"] < 1.0
     assert lines[ended - 1]["checkpoint/written_s"] > DELAY_S
     assert lines[ended - 1]["checkpoint/bytes"] > 1_000_000

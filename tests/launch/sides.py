@@ -14,6 +14,7 @@ from grpo_async.launch.renderer import load_renderer
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.records import ScoredGroup
 from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.training.checkpoint import TrainerState
 from tests.launch.support import make_config
 from tests.support.local_server import LIMIT_S, LocalServer, Request, line
 
@@ -63,8 +64,10 @@ def side_config(folder: Path, model_path: Path, **sections: Mapping[str, Any]) -
 
 
 @contextmanager
-def open_side(config: ExperimentConfig, server: LocalServer | str) -> Iterator[RolloutSide]:
-    """Built, not started; closed at the end of the block."""
+def open_side(
+    config: ExperimentConfig, server: LocalServer | str, state: TrainerState | None = None
+) -> Iterator[RolloutSide]:
+    """Built, not started; closed at the end of the block. `state`: of a checkpoint to go on from."""
     scored.clear()
     served.version = 0
     store = RolloutStore(config.run_path / "rollouts")
@@ -73,7 +76,7 @@ def open_side(config: ExperimentConfig, server: LocalServer | str) -> Iterator[R
         fleet=FixedServers([server if isinstance(server, str) else server.url]),
         renderer=load_renderer(config),
         store=store,
-        state=None,
+        state=state,
     )
     try:
         yield side

@@ -46,7 +46,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     server: Any = SimpleNamespace(state=ServerState.SERVING, since=0.0, name="server 0")
     fleet: Any = SimpleNamespace(read=lambda: SimpleNamespace(generated_tokens=12), servers=lambda: [server])
-    loop: Any = SimpleNamespace(version=3, activity=Activity())
+    loop: Any = SimpleNamespace(version=3, activity=Activity(), is_saving=False, longest_save_s=60.0)
     loop.activity.begin("training step 4")
     config: Any = SimpleNamespace(
         training=SimpleNamespace(stall_timeout_s=STALL_S),

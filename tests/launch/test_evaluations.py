@@ -94,9 +94,9 @@ class _World:
         self.noted.append((step, metrics))
         self.kept.append(("note", step))
 
-    def after(self, step: int) -> dict[str, float]:
+    def after(self, step: int, *, is_served: bool = True) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        self.evaluations.after_step(step, metrics)
+        self.evaluations.after_step(step, metrics, is_served=is_served)
         return metrics
 
 
@@ -254,3 +254,11 @@ def test_the_keeper_of_checkpoints_hears_what_is_evaluated_until_it_knows_the_re
     world.source.end(RunError("it failed"))
     world.after(5)
     assert world.kept[3:] == [("expect", 4), ("expect", None)]
+
+
+def test_a_step_whose_weights_no_server_has_is_not_evaluated(tmp_path: Path) -> None:
+    world = _World(tmp_path)
+    world.after(2, is_served=False)
+    assert world.source.begun == []
+    (record,) = world.evaluations._log.records
+    assert (record.due, record.skipped) == (2, "no server had the weights of this step")

@@ -14,7 +14,7 @@ import torch
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import EvaluationSection
-from grpo_async.errors import DeadlineError, RunError, ServerUnavailableError
+from grpo_async.errors import CheckpointError, DeadlineError, RunError, ServerUnavailableError
 from grpo_async.inference.fleet import Fleet
 from grpo_async.launch import connections as connections_module
 from grpo_async.launch import lead as lead_module
@@ -149,7 +149,10 @@ class _World:
         self.context: PreflightContext | None = None
         evaluator = SimpleNamespace(num_tokens=0)
         evaluation = SimpleNamespace(evaluator=evaluator, majority_baseline=None)
-        side = SimpleNamespace(source=self.source, evaluation=evaluation, first_prompts=[], tool_sets=[])
+        side = SimpleNamespace(
+            source=self.source, evaluation=evaluation, first_prompts=[], tool_sets=[],
+            supersede=lambda: self.events.append("supersede"),
+        )  # fmt: skip
         for module, name, fake in (
             (connections_module, "Fleet", lambda urls, **_: self.fleet),
             (lead_module, "build_rollout_side", lambda config, **_: side),
@@ -158,7 +161,7 @@ class _World:
             (lead_module, "run_preflight", self._preflight),
             (lead_module, "load_state", lambda rundir, step: self._state(step)),
             (lead_module, "load_tensors", lambda rundir, step, *_, seed: self.events.append(f"restore {step}")),
-            (lead_module, "set_aside_later_checkpoints", lambda rundir, step: None),
+            (lead_module, "set_aside_later_checkpoints", lambda rundir, step: self.events.append(f"set aside {step}")),
             (loop_module, "export_model", lambda *_, **__: self.events.append("export")),
             (loop_module.LeaderLoop, "save", lambda loop, step, wait=False: self._save(loop._saved_step, step)),
         ):
@@ -218,8 +221,23 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
     world = _World(monkeypatch)
     _lead(make_config(tmp_path, training={"max_steps": 9}), resume_step=3)
     assert world.events == [
-        "restore 3", "look for servers", "push 3", "serve 3", "preflight", "evaluate 3", "start generating", "take 3",
+        "restore 3", "set aside 3", "supersede", "look for servers", "push 3", "serve 3", "preflight", "evaluate 3",
+        "start generating", "take 3",
     ]  # fmt: skip
+
+
+def test_a_checkpoint_that_does_not_load_leaves_what_the_run_wrote_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise CheckpointError("cannot load it")
+
+    monkeypatch.setattr(lead_module, "load_tensors", broken)
+    with pytest.raises(CheckpointError, match="cannot load it"):
+        _lead(make_config(tmp_path, training={"max_steps": 9}), resume_step=3)
+    assert world.events == []
 
 
 def test_a_new_run_pushes_its_weights_before_it_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

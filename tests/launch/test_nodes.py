@@ -10,17 +10,17 @@ import time
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.errors import ConfigError, DeadlineError
-from grpo_async.launch import node_channel, node_link, node_place
+from grpo_async.launch import addresses, node_channel, node_link, node_place
 from grpo_async.launch.addresses import interface_of, is_loopback, weights_host
 from grpo_async.launch.engine_choice import choose_engine
-from grpo_async.launch.node_channel import NodeChannel
+from grpo_async.launch.node_channel import LostError, NodeChannel, apply, connect, proof
 from grpo_async.launch.node_hub import NodeHub
 from grpo_async.launch.node_link import NodeLink, Offer, leave_mark, own_versions
 from grpo_async.launch.node_place import NodePlace, choose_node_rank, leading_address, socket_names
@@ -191,7 +191,10 @@ def test_what_listens_there_without_the_token_is_not_believed(tmp_path: Path) ->
 _HELLO = b'{"kind": "hello", "rank": 1}\n'
 
 
-@pytest.mark.parametrize("line", [b"\n", b"GET / HTTP/1.1\r\n", b"[1]\n", b'{"kind": 3}\n', _HELLO, b"x" * 9000])
+_DEEP = b"[" * 3000 + b"\n"  # more than json reads in one go
+
+
+@pytest.mark.parametrize("line", [b"\n", b"GET / HTTP/1.1\r\n", b"[1]\n", _DEEP, b'{"kind": 3}\n', _HELLO, b"x" * 9000])
 def test_a_stranger_gets_nothing_and_harms_nothing(tmp_path: Path, line: bytes) -> None:
     meeting = _Meeting(_config(tmp_path))
 
@@ -203,10 +206,81 @@ def test_a_stranger_gets_nothing_and_harms_nothing(tmp_path: Path, line: bytes) 
         assert TOKEN not in answer
         assert "model" not in answer  # nothing of the configuration
         writer.close()
+        await _until(lambda: bool(meeting.listener.notes))
+        assert "127.0.0.1 wanted to join the run and may not" in meeting.listener.notes[0]
         await (await meeting.join()).close()
         assert not hub.failure or "is gone" in hub.failure
 
     _meet(meeting, script)
+
+
+def test_a_stranger_is_not_listened_to_beyond_a_first_line(tmp_path: Path) -> None:
+    meeting = _Meeting(_config(tmp_path))
+
+    async def script(hub: NodeHub) -> None:
+        _, writer = await asyncio.open_connection(*meeting.config.launch.meeting_point)
+        writer.write(b"x" * 100_000)  # and neither a line feed nor an end
+        async with asyncio.timeout(node_channel.HANDSHAKE_S / 2):  # not by the deadline
+            await _until(lambda: bool(meeting.listener.notes))
+        assert "a line of more than 4096 bytes" in meeting.listener.notes[0]
+        writer.close()
+
+    _meet(meeting, script)
+
+
+def test_the_limit_of_a_line_is_that_of_the_one_who_reads_it() -> None:
+    async def run() -> None:
+        reader = asyncio.StreamReader(limit=64)  # smaller than a line: the channel has limits of its own
+        channel = NodeChannel(reader, cast("asyncio.StreamWriter", None))  # it only reads
+        line = json.dumps({"kind": "x", "text": "y" * 200}).encode() + b"\n"
+        reader.feed_data(line + line + b'{"kind": "beat"}\n' + line)
+        for limit in (len(line), len(line)):
+            assert len((await channel.receive(limit=limit))["text"]) == 200
+        with pytest.raises(LostError, match=f"a line of more than {len(line) - 1} bytes"):
+            await channel.receive(limit=len(line) - 1)
+
+    asyncio.run(run())
+
+
+def test_beats_do_not_renew_the_clock_of_a_handshake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_channel, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(node_channel, "BEAT_S", 0.05)
+    meeting = _Meeting(_config(tmp_path))
+
+    async def script(hub: NodeHub) -> None:
+        stranger = await connect(*meeting.config.launch.meeting_point, WAIT_S)
+        stranger.beat()
+        async with asyncio.timeout(WAIT_S / 3):
+            await _until(lambda: bool(meeting.listener.notes))
+        assert "no message within 0 s" in meeting.listener.notes[0]
+        stranger.close()
+
+    _meet(meeting, script)
+
+
+def test_one_deadline_holds_for_the_whole_handshake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line comes in time, but not all of them."""
+    monkeypatch.setattr(node_channel, "HANDSHAKE_S", 0.5)
+    meeting = _Meeting(_config(tmp_path))
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = NodeChannel(reader, writer)
+        await asyncio.sleep(0.3)
+        channel.send("challenge", nonce="0" * 64)
+        hello = await channel.receive()
+        await asyncio.sleep(0.3)
+        shown = proof(TOKEN, "lead", "0" * 64, hello["nonce"], "{}")
+        channel.send("welcome", offer="{}", proof=shown)
+
+    async def run() -> None:
+        server = await asyncio.start_server(slow, "127.0.0.1", meeting.config.launch.meeting_point[1])
+        channel = await connect(*meeting.config.launch.meeting_point, WAIT_S)
+        with pytest.raises(LostError, match="no message within"):
+            await apply(channel, TOKEN, rank=1, host="b")
+        channel.close()
+        server.close()
+
+    asyncio.run(run())
 
 
 def test_another_configuration_is_refused_on_both_sides_with_the_values(tmp_path: Path) -> None:
@@ -469,6 +543,16 @@ def test_the_weight_group_meets_where_the_servers_can_come(
     tmp_path: Path, urls: list[str], host: str | None, found: str
 ) -> None:
     assert weights_host(make_config(tmp_path, inference={"urls": urls}, weights={"host": host})) == found
+
+
+def test_the_weight_group_meets_at_the_address_that_the_first_server_elsewhere_reaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The routes of a machine that is in the servers' network."""
+    routes = {("10.0.0.7", 8001): "10.0.0.1", ("10.9.0.7", 8002): "10.9.0.1"}
+    monkeypatch.setattr(addresses, "own_address_towards", lambda address, port, setting: routes[address, port])
+    urls = ["http://127.0.0.1:8000", "http://10.0.0.7:8001", "http://10.9.0.7:8002"]
+    assert weights_host(make_config(tmp_path, inference={"urls": urls})) == "10.0.0.1"
 
 
 def _plans(folder: Path, node: NodePlace) -> ProcessPlan:

@@ -156,7 +156,9 @@ def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps(tmp_pat
     config = make_config(tmp_path)
     run_dir = _old_run(config, steps=(2,))
     assert check_start(config, resume="auto", clean=False).resume_step == 2  # only the export may be missing
-    run_dir.summary.write_text(json.dumps({"status": "finished"}))
+    run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 1}))  # of an attempt with fewer
+    assert check_start(config, resume="auto", clean=False).resume_step == 2
+    run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 2}))
     _refused(config, "has finished its 2 steps", resume="auto")
     longer = make_config(tmp_path, training={"max_steps": 5})
     assert check_start(longer, resume="auto", clean=False).resume_step == 2

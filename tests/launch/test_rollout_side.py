@@ -15,8 +15,12 @@ from grpo_async.buffer.ledger import is_closed
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.launch.renderer import load_renderer
 from grpo_async.records import GroupStatus
+from grpo_async.store.reader import read_groups
+from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.training.checkpoint import TrainerState
 from tests.launch.sides import number_in_group, odd_or_even, open_side, serve, side_config, take
 from tests.support.local_server import Refusal, Request, line, local_server
+from tests.support.records import make_scored
 
 LONG_S = 500.0
 
@@ -208,3 +212,40 @@ def test_one_failing_prompt_is_counted_and_dropped_and_the_worker_goes_on(
     logged = [record for record in caplog.records if "a rollout failed" in record.getMessage()]
     assert len(logged) == 1
     assert logged[0].exc_info is not None
+
+
+@pytest.mark.parametrize("ending", ["stopped", "failed"])
+def test_the_state_for_a_checkpoint_is_waited_for_no_longer_than_a_run_that_ends_has(
+    tiny_model: Path, tmp_path: Path, ending: str
+) -> None:
+    """Something blocks the rollout thread; the launcher ends the trainer after `launch.stop_timeout_s`."""
+    config = side_config(tmp_path, tiny_model, training={"queue_timeout_s": 1.5}, launch={"stop_timeout_s": 0.4})
+    go_on = threading.Event()
+    with local_server(_silent) as server, open_side(config, server) as side:
+        side.source._thread.post(lambda: go_on.wait(timeout=LONG_S))
+        with pytest.raises(DeadlineError, match=r"`training\.queue_timeout_s`"):
+            side.source.resume_state()
+        if ending == "stopped":
+            side.source.interrupt()
+        else:
+            side.source.fail(RunError("a stall"))
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"`launch\.stop_timeout_s`"):
+            side.source.resume_state()
+        assert time.monotonic() - began < 1.0
+        go_on.set()
+
+
+def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    config = side_config(tmp_path, tiny_model)
+    folder = config.run_path / "rollouts"
+    with local_server(_silent) as server:
+        with open_side(config, server) as side:
+            state = TrainerState.of(1, side.source.resume_state(), progress={}, counters={})
+        scored = make_scored(0)
+        with RolloutStore(folder) as store:
+            store.append(scored.group, scored.samples, GroupStatus.TRAINED, 2, scored=scored)
+        with open_side(config, server, state) as side:
+            assert [row.group_id for row in read_groups(folder)] == [0]  # the start may still fail
+            side.supersede()
+            assert list(read_groups(folder)) == []

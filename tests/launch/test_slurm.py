@@ -22,7 +22,7 @@ from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
 from grpo_async.launch.slurm import batch_script, gpus_per_node
 from tests.e2e.support import REPOSITORY, finish, make_run, wait_for
-from tests.launch.support import make_config
+from tests.launch.support import LauncherProcess, make_config
 
 HOSTS = ("127.0.0.1", "127.0.0.1", "127.0.0.1")  # node 0, node 1, server: all are this machine
 
@@ -190,6 +190,138 @@ def test_submit_writes_the_script_and_hands_it_to_sbatch(
     assert "training.max_steps=7" in out.read_text()
     printed = CliRunner().invoke(app, ["launch", "slurm", str(config)])
     assert printed.output.startswith("#!/bin/bash\n")
+
+
+def test_the_script_is_for_its_user_alone_and_has_no_secret_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    content = json.loads(_cluster(tmp_path).model_dump_json())
+    content["launch"]["slurm"]["setup"] = ["export HF_TOKEN=${HF_TOKEN}", "mkdir /tmp/$${USER}/${SLURM_JOB_ID}"]
+    config = tmp_path / "x.yaml"
+    config.write_text(yaml.safe_dump(content))
+    out = tmp_path / "x.sbatch"
+    out.with_name("x.sbatch.tmp").write_text("of a process that was killed")
+    out.with_name("x.sbatch.tmp").chmod(0o644)
+    done = CliRunner().invoke(app, ["launch", "slurm", str(config), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "\nexport HF_TOKEN=${HF_TOKEN}\nmkdir /tmp/${USER}/${SLURM_JOB_ID}\n" in out.read_text()
+    assert "hf_secret" not in out.read_text()
+    assert stat.S_IMODE(out.stat().st_mode) == 0o700
+
+
+# ---- where a job starts; a stand-in for node 0's launcher plays one deed in each attempt of the job
+
+LAUNCHER = """#!/bin/bash
+[[ "$*" == *"--node-rank 0"* ]] || exit 0
+printf '%s\\n' "$@" > "$0.log"
+cd runs/test
+"""
+FAILS_BEFORE = "true"  # the machine broke before the launcher had the run directory, or the launcher refused
+
+
+def _attempt(number: int, *, job: int = 42, when: str = "now") -> str:
+    """What the launcher does to the run directory as soon as that is its own; see `note_job`."""
+    folder = f"logs/attempt_{number}"
+    note = f"echo {job} > {folder}/slurm_job && touch -d '{when}' {folder}/slurm_job"
+    return f"mkdir -p {folder} checkpoints && {note} && ln -sfn attempt_{number} logs/latest"
+
+
+def _save(step: int, when: str = "+1 minute") -> str:
+    """A checkpoint, written a while after all that was there (file times are no finer than some milliseconds)."""
+    return f"mkdir -p checkpoints/step_{step} && touch -d '{when}' checkpoints/step_{step}"
+
+
+_SAVES = f"{_attempt(2, when='2 hours ago')} && {_save(45, '1 hour ago')}"
+
+
+def _starts(tmp_path: Path, cluster: dict[str, str], arguments: list[str], deeds: list[str]) -> list[str]:
+    """What node 0's launcher is told about the start in each attempt of a job that was handed in with `arguments`."""
+    launcher, script = tmp_path / "launcher", tmp_path / "x.sbatch"
+    script.write_text(_script(make_config(tmp_path), python=str(launcher), working_dir=tmp_path))
+    starts = []
+    for number, deed in enumerate(deeds):
+        launcher.write_text(LAUNCHER + deed)
+        launcher.chmod(0o755)
+        environment = {**cluster, "SLURM_RESTART_COUNT": str(number), "SLURM_JOB_NODELIST": "127.0.0.1 127.0.0.1"}
+        done = subprocess.run(
+            ["bash", str(script), *arguments], env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        told = (tmp_path / "launcher.log").read_text().split()
+        starts.append(" ".join(told[told.index("--node-rank") + 2 :]))
+    return starts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "deeds", "starts"),
+    [
+        ("", [FAILS_BEFORE, _attempt(1), "true"], ["", "", "--clean"]),
+        ("", [f"{_attempt(1)} && {_save(5)}", _attempt(2), "true"], ["", "--resume", "--resume"]),
+        ("--clean", [f"{_attempt(1)} && {_save(5)}", "true"], ["--clean", "--resume"]),
+        # what an attempt saved is not lost by one that saved nothing
+        ("", [f"{_attempt(1)} && {_save(5)}", _attempt(2), _attempt(10), "true"], ["", *["--resume"] * 3]),
+        # nor by clocks that do not agree
+        ("", [f"{_attempt(1)} && {_save(5, '1 hour ago')}", "true"], ["", "--resume"]),
+        ("--clean", [_attempt(1), "true"], ["--clean", "--clean"]),
+        # another run has the directory in the meantime
+        ("", [f"{_attempt(1)} && {_save(5)}", _attempt(2, job=43), "true"], ["", "--resume", ""]),
+    ],
+)
+def test_a_job_that_is_queued_again_goes_on_with_what_it_began(
+    tmp_path: Path, cluster: dict[str, str], arguments: str, deeds: list[str], starts: list[str]
+) -> None:
+    (tmp_path / "runs" / "test").mkdir(parents=True)
+    assert _starts(tmp_path, cluster, arguments.split(), deeds) == starts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "deeds", "starts"),
+    [
+        ("", [FAILS_BEFORE, "true"], ["", ""]),  # refused, and refused again
+        ("--clean", [FAILS_BEFORE, "true"], ["--clean", "--clean"]),
+        ("--resume 40", [FAILS_BEFORE, "true"], ["--resume 40", "--resume 40"]),
+        # begun, but nothing saved: the checkpoint of step 60 is not the one to go on from
+        ("--resume 40", [_attempt(2), _save(45), "true"], ["--resume 40", "--resume 40", "--resume"]),
+        ("--resume 40", [_SAVES, _attempt(10), "true"], ["--resume 40", "--resume", "--resume"]),
+        ("--resume=40", [_attempt(2), "true"], ["--resume=40", "--resume=40"]),
+        ("--resume", [_attempt(2), "true"], ["--resume", "--resume"]),
+        # other options stay
+        (
+            "--resume 40 --set a=1",
+            [f"{_attempt(2)} && {_save(45)}", "true"],
+            ["--resume 40 --set a=1", "--set a=1 --resume"],
+        ),
+        ("--set a=1 --resume auto", [_attempt(2), "true"], ["--set a=1 --resume auto", "--set a=1 --resume auto"]),
+    ],
+)
+@pytest.mark.parametrize("owner", ["another job", "no job"])
+def test_a_job_that_is_queued_again_leaves_another_run_alone(
+    tmp_path: Path, cluster: dict[str, str], arguments: str, deeds: list[str], starts: list[str], owner: str
+) -> None:
+    run_dir = tmp_path / "runs" / "test"
+    run_dir.mkdir(parents=True)
+    before = f"{_attempt(1, job=7)} && {_save(40, '1 day ago')} && {_save(60, '1 day ago')}"
+    subprocess.run(["bash", "-c", before], cwd=run_dir, check=True, timeout=30)
+    if owner == "no job":
+        (run_dir / "logs" / "attempt_1" / "slurm_job").unlink()
+    assert _starts(tmp_path, cluster, arguments.split(), deeds) == starts
+
+
+def test_the_launcher_notes_its_job_as_soon_as_the_run_directory_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    with LauncherProcess(tmp_path, trainer="finish") as first:
+        assert first.end() == 0, first.output
+    noted = tmp_path / "runs" / "test" / "logs" / "latest" / "slurm_job"
+    assert noted.read_text() == "42\n"
+    monkeypatch.setenv("SLURM_JOB_ID", "43")
+    with LauncherProcess(tmp_path, trainer="finish") as refused:
+        assert refused.end() != 0
+        assert "exists already" in refused.output
+    assert noted.read_text() == "42\n"
 
 
 def _job(tmp_path: Path, *settings: str) -> tuple[Any, Path]:

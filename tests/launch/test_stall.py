@@ -135,7 +135,8 @@ def test_tasks_of_a_loop_that_hangs_show_the_whole_way_to_where_they_wait() -> N
     release.set()
     loop.stop(timeout_s=10.0)
     way = stacks.split(" > ")
-    assert [step.split(":")[0] for step in way[:2]] == ["Task-1", "reward test_stall.py"]
+    assert way[0].startswith("Task-")
+    assert way[1].startswith("reward test_stall.py:")
     assert way[-1].startswith("wait locks.py:")
 
 

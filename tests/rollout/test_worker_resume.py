@@ -101,6 +101,15 @@ def test_finished_groups_are_not_generated_again_and_count_once(tmp_path: Path) 
     assert counts["tokens"]["trained"] == 3 * 8 + 4 * 3
 
 
+def test_a_counter_that_ended_the_run_begins_anew_and_one_below_its_limit_goes_on(tmp_path: Path) -> None:
+    state = _of_a_run(tmp_path / "a")
+    for values, kept in (((6, 12), (0, 0)), ((5, 11), (5, 11)), ((7, 13), (0, 0))):
+        counters = dict(zip(("failures_in_a_row", "without_signal_in_a_row"), values, strict=True))
+        setup = _Setup(tmp_path / f"{values}", resume=replace(state, counters=counters))
+        assert tuple(setup.worker.resume_state().counters.values()) == kept
+        setup.store.close()
+
+
 def test_queued_groups_hold_their_places(tmp_path: Path) -> None:
     """Room for 2 steps of 2 groups; all four are queued, so no prompt is issued before the trainer moves on."""
     state = _of_a_run(tmp_path / "a", held=())

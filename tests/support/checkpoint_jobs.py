@@ -66,6 +66,28 @@ def save_after_one_step(model: str, run: str) -> dict[str, Any]:
     }
 
 
+def save_and_load_with_a_parameter_without_gradient(model: str, run: str) -> dict[str, Any]:
+    """As one that the chosen data never reach."""
+    policy, optimizer = build(model)
+    step, left_out = optimizer.step, optimizer.param_groups[0]["params"][-1]
+
+    def step_without(*arguments: Any) -> Any:
+        left_out.grad = None
+        return step(*arguments)
+
+    optimizer.step = step_without  # type: ignore[method-assign]
+    one_step(policy, optimizer, random_samples())
+    optimizer.step = step  # type: ignore[method-assign]
+    had_state = left_out in optimizer.state
+    rundir, writer = _writer(run)
+    writer.begin(1, policy, optimizer, _state(1))
+    writer.wait()
+    dist.barrier()  # rank 0 has given it its name
+    saved, (policy, optimizer) = fingerprint(policy), build(model)
+    checkpoint.load_tensors(rundir, 1, policy, optimizer)
+    return {"had_state": had_state, "saved": saved, "loaded": fingerprint(policy)}
+
+
 def load_and_go_on(model: str, run: str) -> dict[str, Any]:
     policy, optimizer = build(model)
     one_step(policy, optimizer, random_samples(seed=9))  # somewhere else, so that loading has to change everything

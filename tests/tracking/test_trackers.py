@@ -21,7 +21,7 @@ def _config(*tracking: dict[str, Any]) -> ExperimentConfig:
             "run": {"name": "tracked"},
             "model": {"path": "m"},
             "data": {"train": {"type": "jsonl", "path": "d"}},
-            "rewards": [{"function": "a:b"}],
+            "rewards": [{"function": "a:b", "arguments": {"api_key": "sk-12345"}}],
             "tracking": list(tracking),
         }
     )
@@ -48,6 +48,8 @@ def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
     (file,) = (tmp_path / "trackers").glob("wandb/offline-run-*/run-*.wandb")
     # its own process writes the file, some time after finish() has returned
     wait_for(lambda: b"reward" in file.read_bytes(), what="the metrics to be written", timeout_s=30.0)
+    assert b"api_key" in file.read_bytes()
+    assert b"sk-12345" not in file.read_bytes()
 
 
 def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:

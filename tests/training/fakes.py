@@ -11,6 +11,7 @@ class FakeSync:
     def __init__(self, *, up: bool = True) -> None:
         self.up = up
         self.has_joiners = False
+        self.has_serving = True
         self.pushed: list[int] = []
         self.events: list[str] = []
 

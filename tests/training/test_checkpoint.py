@@ -10,6 +10,7 @@ import pytest
 
 from grpo_async.errors import CheckpointError
 from grpo_async.rundir import RunDir
+from grpo_async.training import checkpoint, checkpoint_write
 from grpo_async.training.checkpoint import load_state, set_aside_later_checkpoints
 from tests.support import ranks
 
@@ -87,10 +88,49 @@ def test_a_broken_state_file_names_itself(tmp_path: Path) -> None:
         load_state(rundir, 3)
 
 
-def test_checkpoints_after_the_resumed_step_are_set_aside_not_taken_for_its_own(tmp_path: Path) -> None:
+def test_the_file_of_a_rank_has_its_name_only_when_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rank_0.json"
+
+    def fails(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_write.os, "fsync", fails)
+        with pytest.raises(OSError, match="no space left"):
+            checkpoint_write._write_whole(path, "{}")
+    assert not path.exists()
+    checkpoint_write._write_whole(path, "{}")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("rank_0.json", "{}")]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_loads_although_a_parameter_never_had_a_gradient(tiny_model: Path, tmp_path: Path) -> None:
+    job = "save_and_load_with_a_parameter_without_gradient"
+    result = run_on_ranks(job, 2, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
+    assert not result["had_state"]
+    assert result["loaded"] == result["saved"]
+
+
+def test_checkpoints_after_the_resumed_step_are_set_aside_not_taken_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rundir = RunDir(tmp_path)
     for step in (5, 10, 15):
         rundir.checkpoint(step).mkdir(parents=True)
+    failing = iter([None, OSError("killed here")])
+
+    def replace(old: Path, new: Path) -> None:
+        if (error := next(failing, None)) is not None:
+            raise error
+        old.rename(new)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.os, "replace", replace)
+        with pytest.raises(OSError, match="killed here"):
+            set_aside_later_checkpoints(rundir, 5)
+    assert rundir.checkpoint_steps() == [5, 10]  # newest first: 15, of another branch, is not the newest any more
     set_aside_later_checkpoints(rundir, 5)
     assert rundir.checkpoint_steps() == [5]
     assert sorted(path.name for path in rundir.checkpoints.glob("replaced_*")) == [

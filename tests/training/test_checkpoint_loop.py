@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from grpo_async.buffer.resume import ResumeState
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import CheckpointError
 from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.rundir import RunDir
+from grpo_async.training import loop as loop_module
 from grpo_async.training.checkpoint import TrainerState
 from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.meter import PipelineMeter, Reading
@@ -110,6 +113,24 @@ def test_the_last_write_is_over_before_the_state_is_taken_and_the_ranks_are_told
     assert world.states[0].progress["mine"] == {"a": 1}
     assert world.states[0].progress["totals"]["trained_tokens"] == 8
     assert ["checkpoint/staged_s" in line for line in world.lines] == [False, False, True, True, True]
+
+
+def test_a_count_of_bad_steps_that_ended_the_run_begins_anew_and_a_lower_one_goes_on() -> None:
+    for restored, kept in ((3, 0), (4, 0), (2, 2)):
+        world = _World()
+        assert world.config.training.max_bad_steps == 3
+        world.loop(counters={"bad_steps": restored}).save(1)
+        assert world.states[0].counters == {"bad_steps": kept}
+
+
+def test_the_other_ranks_are_told_to_wait_while_the_model_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = _World()
+    world.rundir, world.tokenizer = RunDir(Path("run")), None  # type: ignore[assignment]
+    sent: list[str] = []
+    world.send = lambda commands: sent.append(type(commands[0]).__name__)  # type: ignore[method-assign]
+    monkeypatch.setattr(loop_module, "export_model", lambda *_, heartbeat, **__: heartbeat())
+    world.loop(saved_step=3).finish(3)
+    assert sent[:2] == ["ExportCommand", "WaitCommand"]
 
 
 def test_a_write_that_failed_ends_the_run_at_the_next_step() -> None:

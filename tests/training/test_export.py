@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.public import public_config
 from grpo_async.errors import CheckpointError
 from grpo_async.rundir import RunDir
+from grpo_async.training import export
+from grpo_async.training.export import export_model
 from grpo_async.training.model_card import model_card, write_model_card
 from tests.support.ranks import run_on_ranks
 
@@ -20,7 +27,8 @@ def _config(model: Path | str = "base/model", *, lora: dict[str, int] | None = N
     return ExperimentConfig.model_validate(
         {
             "run": {"name": "my-run"}, "model": {"path": str(model), "lora": lora},
-            "data": {"train": {"type": "jsonl", "path": "rows.jsonl"}}, "rewards": [{"function": "mine:right", "weight": 2.0}],
+            "data": {"train": {"type": "jsonl", "path": "rows.jsonl"}},
+            "rewards": [{"function": "mine:right", "weight": 2.0, "arguments": {"api_key": "sk-12345"}}],
             "inference": {"max_model_len": 1024},
         }
     )  # fmt: skip
@@ -68,6 +76,63 @@ def test_a_checkpoint_of_two_ranks_becomes_a_folder_in_one_process(tiny_model: P
         export_checkpoint(RunDir(run), 1, config, folder)
 
 
+@pytest.fixture
+def stub_of_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SimpleNamespace]:
+    """A policy without weights, on a rank of two that has no process group."""
+
+    def make(rank: int) -> SimpleNamespace:
+        monkeypatch.setattr(export, "gather_weights", lambda model: {})
+        monkeypatch.setattr(export.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(export.dist, "get_rank", lambda: rank)
+        return SimpleNamespace(model=None)
+
+    return make
+
+
+def test_other_ranks_do_not_wait_for_the_one_that_writes(
+    tmp_path: Path, stub_of_rank: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait_for_all() -> None:
+        raise AssertionError("its deadline is that of a collective")
+
+    monkeypatch.setattr(export.dist, "barrier", wait_for_all)
+    export_model(tmp_path / "model", stub_of_rank(1), None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_rank_that_writes_tells_the_others_meanwhile(
+    tmp_path: Path, stub_of_rank: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, events = threading.Event(), []
+
+    def write(*_: Any) -> None:
+        assert told.wait(timeout=30.0)
+        events.append("written")
+
+    def heartbeat() -> None:
+        events.append("heartbeat")
+        told.set()
+
+    monkeypatch.setattr(export, "_write", write)
+    monkeypatch.setattr(export, "_SLICE_S", 0.01)
+    export_model(tmp_path / "model", stub_of_rank(0), None, heartbeat=heartbeat)
+    assert events[0] == "heartbeat"
+    assert events[-1] == "written"
+
+
+def test_a_folder_that_cannot_be_written_is_said_where_the_export_was_asked_for(
+    tmp_path: Path, stub_of_rank: Callable[[int], Any]
+) -> None:
+    policy = stub_of_rank(0)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    policy.model = SimpleNamespace(save_pretrained=full)
+    with pytest.raises(CheckpointError, match=r"cannot write the model to .*no space left"):
+        export_model(tmp_path / "model", policy, None)
+
+
 def test_the_card_states_the_run() -> None:
     config = _config()
     card = model_card(config, step=7, evaluation={"pass@1": 0.25, "reward": 0.5})
@@ -80,7 +145,8 @@ def test_the_card_states_the_run() -> None:
     assert "| pass@1 | 0.25 |" in text
     assert "- torch " in text
     resolved = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
-    assert ExperimentConfig.model_validate(resolved) == config
+    assert resolved == public_config(config)  # no servers, no values of arguments
+    assert "sk-12345" not in card
     assert "not evaluated" in model_card(config, step=7)
 
 

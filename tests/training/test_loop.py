@@ -50,7 +50,13 @@ class _Source:
 
 
 def _run(
-    sync: FakeSync, source: _Source, *, steps: int, sync_steps: int = 1, evaluations: Evaluations | None = None
+    sync: FakeSync,
+    source: _Source,
+    *,
+    steps: int,
+    sync_steps: int = 1,
+    evaluations: Evaluations | None = None,
+    on_read: Callable[[], object] = lambda: None,
 ) -> tuple[list[dict[str, float]], list[Command]]:
     config = ExperimentConfig.model_validate(
         {
@@ -71,6 +77,7 @@ def _run(
     )
 
     def read() -> Reading:
+        on_read()
         return Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
 
     lines: list[dict[str, float]] = []
@@ -167,9 +174,11 @@ class _Evaluations:
 
     def __init__(self, begins: int) -> None:
         self.holds_push = False
+        self.served: list[bool] = []
         self._begins = begins
 
-    def after_step(self, step: int, metrics: dict[str, float]) -> None:
+    def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
+        self.served.append(is_served)
         self.holds_push = self.holds_push or step == self._begins
         metrics["eval/step"] = float(step)
 
@@ -204,11 +213,32 @@ def test_a_push_that_was_held_follows_at_the_next_step_also_where_none_is_due() 
     assert waited.pushed == [2, 4, 6]
 
 
-def test_a_server_that_joins_gets_the_weights_although_an_evaluation_holds_pushes() -> None:
+def test_a_push_follows_at_once_when_the_evaluation_that_held_it_ends_within_the_same_step() -> None:
+    """Or the next evaluation would begin on servers that do not have the weights of its step."""
+    evaluations = _Evaluations(1)
+
+    class ReadEndsIt(FakeSync):
+        def rest(self) -> None:
+            if source.num_taken == 3:
+                reads.append(evaluations.ends)
+
+    reads: list[Callable[[], None]] = []
+    sync, source = ReadEndsIt(), _Source({})
+    lines, _ = _run(sync, source, steps=3, evaluations=evaluations, on_read=lambda: [read() for read in reads])
+    assert sync.pushed == [1, 3]
+    assert ["sync/held" in line for line in lines] == [False, True, False]
+    assert evaluations.served == [True, False, True]
+
+
+@pytest.mark.parametrize(("another_serves", "pushed"), [(True, [1]), (False, [1, 2])])
+def test_a_server_that_joins_waits_for_an_evaluation_that_holds_pushes_where_another_serves(
+    another_serves: bool, pushed: list[int]
+) -> None:
     sync, evaluations = FakeSync(), _Evaluations(1)
+    sync.has_serving = another_serves
 
     def joins() -> None:
         sync.has_joiners = True
 
     _run(sync, _Source({3: joins}), steps=3, evaluations=evaluations)
-    assert sync.pushed == [1, 2]
+    assert sync.pushed == pushed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from grpo_async.training.losses.gspo import gspo_loss
 from grpo_async.training.losses.kl import kl_k3
 from grpo_async.training.losses.masks import entropy_threshold, is_on_policy
 from grpo_async.training.losses.proximal import log_linear_logprobs
+from grpo_async.training.losses.ratios import sequence_mean, sequence_sum
 from grpo_async.training.losses.sapo import sapo_loss
-from grpo_async.training.losses.sequences import sequence_mean, sequence_sum
 from tests.support.loss_inputs import make_inputs
 
 
@@ -174,3 +175,22 @@ def test_k3_and_its_gradient() -> None:
     kl.sum().backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-0.648721, 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("loss", ["clipped", "gspo", "sapo"])
+def test_a_ratio_beyond_all_numbers_leaves_the_gradient_of_the_other_tokens_whole(loss: str, advantage: float) -> None:
+    """A placeholder of -9999 as the sampler's logprob: exp overflows, and 0 x inf would be NaN in the backward pass."""
+    inputs = make_inputs([1.1, 1.0], [advantage, advantage], samples=[0, 1])
+    inputs = replace(inputs, old_logprobs=torch.tensor([inputs.old_logprobs[0].item(), -9999.0]))
+    result = {
+        "clipped": lambda: clipped_loss(inputs, epsilon=0.2, epsilon_high=0.28),
+        "gspo": lambda: gspo_loss(inputs, epsilon=0.2, epsilon_high=0.28),
+        "sapo": lambda: sapo_loss(inputs, temperature_positive=1.0, temperature_negative=1.05),
+    }[loss]()
+    masked = result.loss.masked_fill(torch.tensor([False, True]), 0.0)  # as the correction does
+    masked.sum().backward()  # type: ignore[no-untyped-call]
+    assert inputs.logprobs.grad is not None
+    assert inputs.logprobs.grad[0].isfinite()
+    assert inputs.logprobs.grad[0] != 0.0
+    assert inputs.logprobs.grad[1] == 0.0

@@ -65,3 +65,11 @@ def test_totals_keep_the_first_and_last_three_rewards_however_long_the_run() -> 
         meter.step(now, waited_s=0.0, trained_tokens=1, staleness=[0], reward=float(step))
     assert (meter.totals.first_rewards, meter.totals.last_rewards) == ([0.0, 1.0, 2.0], [997.0, 998.0, 999.0])
     assert (meter.summary()["reward_first"], meter.summary()["reward_last"]) == (1.0, 998.0)
+
+
+def test_a_reading_that_falls_back_is_not_counted_twice() -> None:
+    """Tokens of an evaluation are taken off when its rollout function says how many they were: late."""
+    meter = PipelineMeter(_reading(0.0, 0.0, 0))
+    for time_s, tokens in ((1.0, 1000), (2.0, 5000), (3.0, 2000), (4.0, 3000), (5.0, 6000)):
+        meter.step(_reading(time_s, 0.0, tokens), waited_s=0.0, trained_tokens=0, staleness=[], reward=None)
+    assert meter.totals.generated_tokens == 6000

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from grpo_async.config.model_sections import LoraSection, ModelSection, OptimizerSection
 from grpo_async.errors import ConfigError
@@ -16,10 +17,12 @@ from grpo_async.training import optimizers
 from grpo_async.training.adamw_8bit import AdamW8bit, block_size
 from grpo_async.training.load import load_policy
 from grpo_async.training.muon import Muon, orthogonalise
-from grpo_async.training.optimizers import make_optimizer
+from grpo_async.training.optimizers import give_state_to_all, make_optimizer
 from tests.support.ranks import run_on_ranks
 from tests.training.load_models import save_model
 from tests.training.shard_jobs import MODULE
+
+_LOOSE = StateDictOptions(strict=False)
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +160,76 @@ def test_eight_bit_moments_follow_adamw_in_a_quarter_of_the_memory() -> None:
 def test_blocks_divide_the_rows() -> None:
     shapes = {(64, 768): 256, (64, 128): 128, (128, 96): 0, (2, 64): 0, (5000,): 0, (4, 32, 64): 64}
     assert {shape: block_size(torch.empty(shape)) for shape in shapes} == shapes
+
+
+def test_moments_of_bfloat16_parameters_come_back_to_the_last_bit() -> None:
+    """Through torch's own path and through that of its distributed checkpoint; `small` has float32 moments, the other scales."""
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
+
+    def make() -> tuple[nn.Module, AdamW8bit]:
+        module = nn.Module()
+        module.large, module.small = (nn.Parameter(torch.ones(n, 64, dtype=torch.bfloat16)) for n in (64, 2))
+        return module, AdamW8bit([{"params": [module.large]}, {"params": [module.small]}], **settings)
+
+    torch.manual_seed(0)
+    module, optimizer = make()
+    for _ in range(3):
+        for parameter in module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    direct, direct_optimizer = make()
+    direct_optimizer.load_state_dict(optimizer.state_dict())
+    through, through_optimizer = make()
+    _, state = get_state_dict(module, optimizer)
+    set_state_dict(through, through_optimizer, model_state_dict={}, optim_state_dict=state, options=_LOOSE)
+    for other, other_optimizer in ((direct, direct_optimizer), (through, through_optimizer)):
+        for name, parameter in module.named_parameters():
+            saved, loaded = optimizer.state[parameter], other_optimizer.state[other.get_parameter(name)]
+            assert saved.keys() == loaded.keys()
+            for key, value in saved.items():
+                assert loaded[key].dtype == value.dtype, key
+                assert torch.equal(loaded[key], value), key
+                assert key == "step" or loaded[key].data_ptr() != value.data_ptr(), key
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
+def test_parameters_without_a_gradient_get_the_state_that_their_first_update_begins_with(
+    folder: Path, kind: Any
+) -> None:
+    def step(policy: Any, optimizer: torch.optim.Optimizer, *, every: int) -> None:
+        generator = torch.Generator().manual_seed(every)
+        for number, parameter in enumerate(policy.parameters()):
+            if number % every == 0:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    section = OptimizerSection(type=kind, lr=1e-3, weight_decay=0.1)
+    policy, other = _policy(folder), _policy(folder)
+    optimizer, expected = make_optimizer(policy, section), make_optimizer(other, section)
+    step(policy, optimizer, every=2)
+    step(other, expected, every=2)
+    give_state_to_all(optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3] * len(optimizer.param_groups)
+    for parameter, same in zip(policy.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter, same)
+        assert parameter.grad is None
+        assert optimizer.state[parameter]
+        for key, value in expected.state.get(same, {}).items():
+            assert torch.equal(optimizer.state[parameter][key], value), key
+    step(policy, optimizer, every=1)
+    step(other, expected, every=1)
+    for parameter, same in zip(policy.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter, same)  # as if there had been no state before
+
+
+def test_state_is_not_begun_while_gradients_wait_for_an_update(folder: Path) -> None:
+    policy = _policy(folder)
+    optimizer = make_optimizer(policy, OptimizerSection())
+    next(iter(policy.parameters())).grad = torch.ones_like(next(iter(policy.parameters())))
+    with pytest.raises(ValueError, match="gradients are waiting"):
+        give_state_to_all(optimizer)
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ def _train_one_step(source: _Source) -> tuple[dict[str, float], list[Command]]:
         num_ranks=1,
         channel=SimpleNamespace(send=lambda sent: commands.append(sent[0])),
         step=lambda micro_batches, lr: result,
+        checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
     )
 
     def read() -> Reading:

@@ -29,6 +29,13 @@ def conflicts(config: ExperimentConfig) -> Iterator[str]:
             f"evaluation.every_steps: {every} needs the servers while training goes on, and "
             "inference.vllm.sleep_while_training puts them to sleep then; leave one of them out"
         )
+    for name, environment in config.environments.items():
+        most = environment.max_instances
+        if evaluation is not None and most is not None and most < evaluation.samples:
+            yield (
+                f"environments.{name}.max_instances: {most} is less than evaluation.samples: {evaluation.samples}; a prompt "
+                "needs an instance for each of its completions"
+            )
     if config.checkpoint.keep_best and every is not None and every % config.checkpoint.every_steps:
         yield (
             f"checkpoint.keep_best: {config.checkpoint.keep_best} keeps the checkpoints of steps that are evaluated, and not every "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from grpo_async.training.losses.inputs import LossInputs, TokenLoss
+from grpo_async.training.losses.ratios import ratio_of
 
 
 def clipped_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float, delta: float | None = None) -> TokenLoss:
@@ -17,7 +18,7 @@ def clipped_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float, del
     Worked example: A = 2, rho = 1.5, epsilon_high = 0.28: loss = -min(3.0, 2.56) = -2.56, clipped high.
     A = -2, rho = 5: loss = -min(-10, -2.56) = 10; with delta = 4: -min(-8, -2.56) = 8.
     """
-    ratio = torch.exp(inputs.logprobs - inputs.old_logprobs)
+    ratio = ratio_of(inputs.logprobs - inputs.old_logprobs)
     return clipped_surrogate(ratio, inputs.advantages, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from grpo_async.training.losses.sequences import sequence_sum
+from grpo_async.training.losses.ratios import sequence_sum
 
 
 def correction_weights(

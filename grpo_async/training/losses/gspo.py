@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from grpo_async.training.losses.clipped import clipped_surrogate
 from grpo_async.training.losses.inputs import LossInputs, TokenLoss
-from grpo_async.training.losses.sequences import sequence_mean
+from grpo_async.training.losses.ratios import ratio_of, sequence_mean
 
 
 def gspo_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float) -> TokenLoss:
@@ -18,5 +16,5 @@ def gspo_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float) -> Tok
     of a token is s A / (tokens of the sample). As TRL's `importance_sampling_level="sequence"`.
     Worked example: log ratios [0.1, 0.3], A = 2: s = exp(0.2) = 1.2214; epsilon_high = 4e-4: loss = -min(2.4428, 2.0008) = -2.0008.
     """
-    ratio = torch.exp(sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs.sample_index))
+    ratio = ratio_of(sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs.sample_index))
     return clipped_surrogate(ratio, inputs.advantages, epsilon=epsilon, epsilon_high=epsilon_high, is_per_sequence=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from grpo_async.training.losses.sequences import sequence_mean
+from grpo_async.training.losses.ratios import sequence_mean
 
 
 def is_on_policy(

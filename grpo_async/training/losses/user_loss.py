@@ -14,6 +14,7 @@ from grpo_async.config.loss_sections import CustomLoss
 from grpo_async.errors import RunError
 from grpo_async.references import resolve_plain_function
 from grpo_async.training.losses.inputs import LossInputs, TokenLoss
+from grpo_async.training.losses.ratios import ratio_of
 
 
 class UserLoss:
@@ -59,5 +60,5 @@ class UserLoss:
                 "inputs.logprobs (not detached)"
             )
         with torch.no_grad():
-            ratio = torch.exp(inputs.logprobs - inputs.old_logprobs)
+            ratio = ratio_of(inputs.logprobs - inputs.old_logprobs)
         return TokenLoss(loss=loss.float(), ratio=ratio)

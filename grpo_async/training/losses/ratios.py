@@ -1,8 +1,10 @@
-"""Sums over the tokens of each sample, given back to each of its tokens."""
+"""Sums over the tokens of each sample, given back to each of its tokens; and ratios that do not overflow."""
 
 from __future__ import annotations
 
 import torch
+
+_LARGEST_LOG = 80.0
 
 
 def sequence_sum(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:
@@ -17,6 +19,16 @@ def sequence_sum(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tens
     """
     sums = torch.zeros_like(values).index_add(0, sample_index, values)
     return sums[sample_index]
+
+
+def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(log_ratio), at most e^80: what lies above is beyond every clip, and as inf it would make the gradient 0 x inf = NaN, also
+    where the loss does not depend on it.
+
+    Args:
+        log_ratio: (N,) float32
+    """
+    return torch.exp(log_ratio.clamp(max=_LARGEST_LOG))
 
 
 def sequence_mean(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:

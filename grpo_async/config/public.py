@@ -1,0 +1,38 @@
+"""What of a configuration may leave this machine: into a model card that people upload, and to trackers on the web.
+
+A value that was written as `${NAME}` stands resolved in a configuration, and it may be a secret. Such values are for the user's
+code (keys that end in "arguments"), or they say where a run is and whom it talks to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_async.config.experiment import ExperimentConfig
+
+_LEFT_OUT = {"launch", "inference", "tracking"}
+_HIDDEN = "..."
+
+
+def public_config(config: ExperimentConfig) -> dict[str, Any]:
+    """The configuration in plain JSON types, without `launch`, `inference` and `tracking`, and with "..." for each value of
+    `arguments`.
+
+    {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "sk-1"}}]} ->
+    {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "..."}}]}
+    """
+    sections = config.model_dump(mode="json")
+    return {name: _public(section) for name, section in sections.items() if name not in _LEFT_OUT}
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _hidden(below) if key.endswith("arguments") else _public(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_public(below) for below in value]
+    return value
+
+
+def _hidden(arguments: Any) -> Any:
+    """Names stay, for they are the user's code's."""
+    return dict.fromkeys(arguments, _HIDDEN) if isinstance(arguments, dict) else _HIDDEN
