@@ -56,7 +56,7 @@ def random_samples(count: int = 12, *, seed: int = 0, spread: float = 0.1) -> li
     return samples
 
 
-def build(model: str) -> tuple[Policy, torch.optim.AdamW]:
+def build(model: str) -> tuple[Policy, torch.optim.Optimizer]:
     policy = load_policy(ModelSection(path=model), temperature=1.0, chunk_tokens=16, max_model_len=256)
     shard_policy(policy, init_device_mesh("cpu", (dist.get_world_size(),)), compute_dtype=torch.float32)
     return policy, make_optimizer(policy, OptimizerSection(lr=1e-3, weight_decay=0.1))
@@ -194,6 +194,11 @@ def main(jobs: dict[str, Any] | None = None) -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        0
+    )  # a thread of gloo that outlives the group aborts a busy interpreter at its end, once in hundreds of jobs
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from grpo_async.servers.vllm.gate import Gate, GateBrokenError
 from grpo_async.servers.vllm.in_flight import InFlight, InFlightRequests
 from grpo_async.servers.vllm.receiver import WeightReceiver
 from grpo_async.servers.vllm.reports import Reporter, WorkerFailedError, collect_reports
+from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.blame import NOT_ARRIVED
 
 
@@ -280,7 +281,8 @@ _UPDATE = WeightUpdateInfo(names=["a"], dtype_names=["float32"], shapes=[[3]], b
 
 def _joined(monkeypatch: pytest.MonkeyPatch, carrier: _Carrier) -> WeightReceiver:
     monkeypatch.setattr("grpo_async.servers.vllm.receiver.join_carrier", lambda *_, **__: carrier)
-    receiver = WeightReceiver(rank=0, device=torch.device("cpu"))
+    no_base = BaseWeights("nowhere")  # opened only for adapters
+    receiver = WeightReceiver(rank=0, device=torch.device("cpu"), base=no_base, served={})
     info = WeightInitInfo(
         master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=1.0, key="k"
     )
