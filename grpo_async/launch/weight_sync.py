@@ -39,7 +39,7 @@ class CheckedParameters(GatheredParameters, Protocol):
 
 
 class FleetSync:
-    """Implements training.loop.WeightSync; used from the trainer's main thread.
+    """Implements training.protocols.WeightSync; used from the trainer's main thread.
 
     Args:
         parameters: of the policy; gathered on every rank.

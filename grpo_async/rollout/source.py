@@ -35,7 +35,7 @@ _HEARTBEAT_S = 20.0
 
 
 class AsyncRolloutSource:
-    """See the module's docstring; implements training.loop.RolloutSource."""
+    """See the module's docstring; implements training.protocols.RolloutSource."""
 
     def __init__(
         self,

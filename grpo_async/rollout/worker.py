@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, totals_for_resume
-from grpo_async.buffer.resume import Begun, GroupInProgress, PartialRollout, QueuedGroup, ResumeState
+from grpo_async.buffer.resume import GroupInProgress, QueuedGroup, ResumeState
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RolloutContractError, RunError
-from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
+from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.in_flight import GroupInFlight
+from grpo_async.rollout.open_group import OpenGroup, without_open_turns
 from grpo_async.rollout.producer import GroupProducer, GroupRequest
 from grpo_async.rollout.seeds import seed_of
 from grpo_async.scoring.advantages import has_zero_variance
@@ -41,44 +41,6 @@ class WorkerSettings:
     """Consecutive failures of groups after which the run stops; what fails several groups at once counts once."""
     max_groups_without_signal: int
     """Consecutive groups with nothing to train after which the run stops."""
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A group that is generating or being scored."""
-
-    group: RolloutGroup
-    began: float = field(default_factory=time.monotonic)
-    task: asyncio.Task[None] | None = None
-    scored: ScoredGroup | None = None  # when it only waits for room in the queue
-    begun: Mapping[int, Begun] = field(default_factory=dict)  # of a checkpoint
-    looks: dict[int, Callable[[], Begun | None]] = field(default_factory=dict)
-    too_stale: bool = False
-    oldest_versions: dict[int, int] = field(default_factory=dict)  # among the tokens of each rollout
-    received: dict[int, int] = field(default_factory=dict)  # tokens of each rollout
-
-    def restored(self, index: int) -> Begun | None:
-        """See GroupProgress."""
-        return self.begun.get(index)
-
-    def watch(self, index: int, look: Callable[[], Begun | None]) -> None:
-        """See GroupProgress."""
-        self.looks[index] = look
-
-    def look(self) -> GroupInProgress:
-        """What there is of each rollout that has not failed: a failed one is tried again by a resume."""
-        found = dict(self.begun)  # what no producer has looked at yet
-        found |= {index: each for index, look in self.looks.items() if (each := look()) is not None}
-        whole = {i: e for i, e in found.items() if not (isinstance(e, RolloutCompletion) and not e.status.is_trainable)}
-        return GroupInProgress(prompt_id=self.group.prompt.prompt_id, begun=whole)
-
-    def take_up(self, begun: Mapping[int, Begun]) -> int:
-        """Go on with rollouts of a checkpoint; returns the number of their tokens."""
-        self.begun = begun
-        self.received = {index: each.num_sampled_tokens for index, each in begun.items()}
-        versions = {index: each.oldest_version for index, each in begun.items()}
-        self.oldest_versions = {index: version for index, version in versions.items() if version is not None}
-        return sum(self.received.values())
 
 
 class _TooStaleError(Exception):
@@ -120,7 +82,7 @@ class RolloutWorker:
         self._ledger = ledger
         self._admission = admission
         self._store = store
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, OpenGroup] = {}
         self._server_version = version
         self._last_failure: Exception | None = None
         self._keeps_open_turns = keeps_open_turns
@@ -179,7 +141,7 @@ class RolloutWorker:
                     prompt = self._next_prompt()
                     # the prompt's id is the group's: a prompt that is issued again keeps its seeds and its place in the data
                     group = RolloutGroup(group_id=prompt.prompt_id, prompt=prompt, completions=[])
-                    entry = _InFlight(group=group)
+                    entry = OpenGroup(group=group)
                     self._in_flight[prompt.prompt_id] = entry
                     self._ledger.start(prompt.prompt_id)
                     self._take_up(entry)
@@ -187,7 +149,7 @@ class RolloutWorker:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
 
-    def _take_up(self, entry: _InFlight) -> None:
+    def _take_up(self, entry: OpenGroup) -> None:
         """Go on with what a checkpoint has of a group, unless it would be too stale when it is done."""
         prompt_id = entry.group.prompt.prompt_id
         group = self._begun.pop(prompt_id, None)
@@ -206,7 +168,7 @@ class RolloutWorker:
         self._outstanding.add(prompt.prompt_id)
         return prompt
 
-    async def _run_group(self, group_id: int, entry: _InFlight) -> None:
+    async def _run_group(self, group_id: int, entry: OpenGroup) -> None:
         try:
             scored = await self._make(group_id, entry)
             self._failures_in_a_row = 0
@@ -245,7 +207,7 @@ class RolloutWorker:
         finally:
             self._in_flight.pop(group_id, None)
 
-    async def _make(self, group_id: int, entry: _InFlight) -> ScoredGroup | None:
+    async def _make(self, group_id: int, entry: OpenGroup) -> ScoredGroup | None:
         """Generate and score; None when there is nothing to score because no token was sampled.
 
         That is no failure: the prompt is too long, or its environment was done at once.
@@ -392,21 +354,9 @@ class RolloutWorker:
                 entry.too_stale = True
                 entry.task.cancel()
 
-    def _is_too_stale(self, entry: _InFlight) -> bool:
+    def _is_too_stale(self, entry: OpenGroup) -> bool:
         oldest = min(entry.oldest_versions.values(), default=None)
         return oldest is not None and self._server_version - oldest > self._settings.max_staleness
-
-
-def without_open_turns(begun: Mapping[int, Begun]) -> dict[int, Begun]:
-    """What is over of each rollout: whole rollouts and whole turns. Rollouts of which nothing is left are not in it."""
-    kept: dict[int, Begun] = {}
-    for index, each in begun.items():
-        if isinstance(each, PartialRollout):
-            if not each.turns:
-                continue
-            each = replace(each, open_ids=(), open_logprobs=(), open_versions=(), open_finish=None)
-        kept[index] = each
-    return kept
 
 
 def _no_signal(scored: ScoredGroup | None) -> str:

@@ -134,3 +134,16 @@ def test_an_address_for_weights_that_is_not_of_this_machine_is_refused_before_an
     config = make_config(tmp_path, weights={"host": "192.0.2.7"})  # of a network that exists in documents only
     with pytest.raises(ConfigError, match=r"weights\.host: 192\.0\.2\.7 cannot be bound on this machine"):
         check_inputs(config)
+
+
+def test_own_functions_that_are_not_there_are_told_together_before_anything_starts(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        loss={"type": "custom", "function": "tests.launch.test_checks:no_loss"},
+        advantage={"type": "custom", "function": "tests.launch.test_checks:no_advantage"},
+    )
+    _write(tmp_path / "train.jsonl", [_row(number) for number in range(4)])
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(config)
+    assert "loss.function: tests.launch.test_checks:no_loss" in str(caught.value)
+    assert "advantage.function: tests.launch.test_checks:no_advantage" in str(caught.value)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from grpo_async.errors import RunError
 from grpo_async.inference.fleet import ServerState
 from grpo_async.launch.failures import explain, first_failure
 from grpo_async.launch.stall import StallGuard, thread_stacks
@@ -150,3 +151,11 @@ def test_groups_in_flight_are_told_with_the_oldest() -> None:
         "tokens of its rollouts: 0: 12, 1: 8"
     )
     assert describe([]) == "no group in flight"
+
+
+def test_a_run_that_stood_still_ends_with_that_error_though_it_came_to_its_end() -> None:
+    guard = _guard(ServerState.SERVING, 0.0)
+    guard.check()
+    guard._error = RunError("for 10 s no step was finished")
+    with pytest.raises(RunError, match="no step was finished"):
+        guard.check()

@@ -15,7 +15,7 @@ from grpo_async.buffer.resume import GroupInProgress, PartialRollout, ResumeStat
 from grpo_async.inference.client import Generation, OnTokens
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import GroupStatus, RolloutCompletion, ScoredGroup
-from grpo_async.rollout.worker import without_open_turns
+from grpo_async.rollout.open_group import without_open_turns
 from tests.rollout.test_worker import _answer, _Setup
 from tests.support.records import make_completion, make_turn
 

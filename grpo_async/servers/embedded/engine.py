@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import GenerateChunk, GenerateRequest
-from grpo_async.servers.embedded.kv_slots import SlotCache
+from grpo_async.servers.embedded.kv_slots import slot_cache_of
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
 from grpo_async.servers.embedded.scoring import score_tokens
 from grpo_async.servers.embedded.sequence import RunningSequence
@@ -57,7 +56,7 @@ class SlotEngine:
         self.eos_ids = _eos_ids(model)
         self.policy_version = 0
         self.num_generated_tokens = 0
-        self._cache = _slot_cache(model, max(num_slots, _MIN_ROWS), max_model_len)
+        self._cache = slot_cache_of(model, max(num_slots, _MIN_ROWS), max_model_len)
         self._weights_number = 0  # of the weights that serve; versions may come again, this does not
         self._held: deque[RunningSequence] | None = None  # set: what arrives now does not enter before `admit_held`
         self._waiting: deque[RunningSequence] = deque()
@@ -372,30 +371,3 @@ def _eos_ids(model: Any) -> tuple[int, ...]:
         if ids is not None:
             return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
     return ()
-
-
-def _slot_cache(model: Any, num_slots: int, max_model_len: int) -> SlotCache:
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-    window = getattr(config, "sliding_window", None)
-    if kinds == {"sliding_attention"} and window is not None and window >= max_model_len:
-        kinds = set()  # the window never cuts anything
-    if kinds:
-        raise ConfigError(
-            f"inference.engine: embedded serves models with full attention only; {model.config.model_type} has layers "
-            f"of {sorted(kinds)} (sliding window {window}). Use `inference.engine: vllm`"
-        )
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and max_model_len > longest:
-        raise ConfigError(
-            f"inference.max_model_len: {max_model_len} is more than the model's max_position_embeddings: {longest}"
-        )
-    return SlotCache(
-        num_layers=config.num_hidden_layers,
-        num_slots=num_slots,
-        max_len=max_model_len,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        dtype=model.dtype,
-        device=model.device,
-    )

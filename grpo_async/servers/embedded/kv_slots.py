@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
+from grpo_async.errors import ConfigError
+
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """Keys and values of all layers: [num_layers, 2, num_slots, max_len, num_kv_heads, head_dim]."""
@@ -107,3 +109,35 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros writes every page; numpy's comes from calloc, which hands out pages when they are first written.
     return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def slot_cache_of(model: Any, num_slots: int, max_model_len: int) -> SlotCache:
+    """A cache for `num_slots` sequences of `max_model_len` tokens of a Hugging Face model.
+
+    Raises:
+        ConfigError: the model attends in a way that the cache does not know, or not so far.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    window = getattr(config, "sliding_window", None)
+    if kinds == {"sliding_attention"} and window is not None and window >= max_model_len:
+        kinds = set()  # the window never cuts anything
+    if kinds:
+        raise ConfigError(
+            f"inference.engine: embedded serves models with full attention only; {model.config.model_type} has layers "
+            f"of {sorted(kinds)} (sliding window {window}). Use `inference.engine: vllm`"
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and max_model_len > longest:
+        raise ConfigError(
+            f"inference.max_model_len: {max_model_len} is more than the model's max_position_embeddings: {longest}"
+        )
+    return SlotCache(
+        num_layers=config.num_hidden_layers,
+        num_slots=num_slots,
+        max_len=max_model_len,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        dtype=model.dtype,
+        device=model.device,
+    )
