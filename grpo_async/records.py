@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntFlag, StrEnum
 from itertools import chain
 from typing import Any
 
@@ -133,6 +133,7 @@ class TurnRecord:
     parse_error: str | None = None  # why the text could not be searched for tool calls; it then stands as it is
     generation_duration_s: float = 0.0
     tool_execution_duration_s: float = 0.0
+    started_at: float = 0.0  # of its generation, seconds since the epoch; 0.0: not known
 
     def __post_init__(self) -> None:
         lengths = (len(self.output_ids), len(self.output_logprobs), len(self.policy_versions))
@@ -188,6 +189,7 @@ class RolloutCompletion:
     tool_names: Sequence[str] = ()  # the tools that were offered, called or not
     environment_rewards: Mapping[str, float | None] = field(default_factory=dict)
     reward_columns: Mapping[str, Any] = field(default_factory=dict)
+    started_at: float = 0.0  # seconds since the epoch; 0.0: not known
 
     @property
     def completion_ids(self) -> list[int]:
@@ -284,6 +286,34 @@ class RolloutSample:
     def oldest_version(self) -> int:
         """The oldest policy version among the trained tokens."""
         return min(version for version, mask in zip(self.policy_versions, self.loss_mask, strict=True) if mask)
+
+
+class TokenMark(IntFlag):
+    """What became of a token in the objective; several may hold."""
+
+    NONE = 0
+    CLIPPED_LOW = 1  # the ratio was below the clip range, and the clip took its gradient
+    CLIPPED_HIGH = 2  # the ratio was above it
+    CORRECTED_AWAY = 4  # masked by the off-policy correction
+    OFF_POLICY = 8  # its sequence was left out by loss.off_policy_mask
+    LOW_ENTROPY = 16  # left out by loss.top_entropy_share
+    SKIPPED = 32  # the update was not finite and was not made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFigures:
+    """What the trainer found for the trained tokens of one sample, in their order. All sequences have the length
+    `num_trained_tokens`; they may be numpy arrays (float32, uint8).
+
+    `logprobs` are those of the policy in the forward of its update, `proximal_logprobs` those that the ratio of the loss is taken
+    against, `weights` the importance weight that was used (the correction's where there is one, else the ratio of the loss).
+    """
+
+    logprobs: Sequence[float]
+    proximal_logprobs: Sequence[float]
+    weights: Sequence[float]
+    entropies: Sequence[float]  # nats
+    marks: Sequence[int]  # TokenMark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,12 @@ runs/NAME/
 |- preflight.json           what the checks before step 1 found
 |- summary.json             what the run reached (written at the end)
 |- metrics.jsonl            one line per optimizer step
-|- trackers/                files of TensorBoard and Weights & Biases
-|- rollouts/part-N.jsonl    what was generated, one line per group
+|- events.jsonl             the timeline: one line per span
+|- advice.jsonl             what bounded the run, as it was said
+|- status.json              where the run stands, replaced every second or so
+|- report.html              plots and tables in one offline page (written at the end)
+|- trackers/                files of TensorBoard, Weights & Biases, trackio, MLflow
+|- rollouts/block-*         what was generated: Parquet, the newest as JSON lines
 |- evaluations.jsonl        one line per evaluation: its step, its numbers
 |- evaluations/step_N/      what was generated for it, as in rollouts/
 |- checkpoints/step_N/      written beside and renamed, so a name that exists is whole
@@ -56,6 +60,22 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def advice(self) -> Path:
+        return self.root / "advice.jsonl"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
 
     @property
     def trackers(self) -> Path:

@@ -20,12 +20,12 @@ from grpo_async.config.interaction_sections import (
 from grpo_async.config.launch_sections import LaunchSection
 from grpo_async.config.loss_sections import AdvantageSection, ClippedLoss, LossSection
 from grpo_async.config.model_sections import ModelSection, OptimizerSection
+from grpo_async.config.record_sections import RecordSection, TrackerSection
 from grpo_async.config.rules import conflicts
 from grpo_async.config.sections import (
     CheckpointSection,
     RolloutSection,
     RunSection,
-    TrackerSection,
     TrainingSection,
 )
 from grpo_async.config.server_sections import InferenceSection, WeightsSection
@@ -68,6 +68,8 @@ class ExperimentConfig(StrictModel):
     """When state is saved."""
     evaluation: EvaluationSection | None = None
     """Evaluation on held-out prompts, before, during and after training."""
+    record: RecordSection = RecordSection()
+    """What the run leaves to look at."""
     tracking: list[TrackerSection] = Field(default_factory=list)
     """Where metrics go beside metrics.jsonl."""
     launch: LaunchSection = LaunchSection()

@@ -2,13 +2,14 @@
 
 The docstring under a field is its help text and goes into the JSON schema; rules that span sections stand in `experiment`.
 Elsewhere: `model_sections` (model, optimizer), `data_sections` (data, evaluation), `interaction_sections` (tools, environments,
-rollout function, rewards), `loss_sections` (advantage, loss), `server_sections` (inference, weights), `launch_sections`.
+rollout function, rewards), `loss_sections` (advantage, loss), `server_sections` (inference, weights), `record_sections` (record,
+tracking), `launch_sections`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -98,22 +99,3 @@ class CheckpointSection(StrictModel):
     """So many checkpoints with the best evaluation are kept, too."""
     best_metric: str = "reward"
     """Metric of the evaluation that `keep_best` goes by; larger is better."""
-
-
-class TensorboardTracker(StrictModel):
-    type: Literal["tensorboard"]
-    """Event files in the run directory (extra `tensorboard`)."""
-
-
-class WandbTracker(StrictModel):
-    type: Literal["wandb"]
-    """Weights & Biases (extra `wandb`)."""
-    project: str
-    """Name of the project."""
-    entity: str | None = None
-    """User or team; null = the default of the login."""
-    mode: Literal["online", "offline"] = "online"
-    """offline: written to the run directory, for `wandb sync` later."""
-
-
-TrackerSection = Annotated[TensorboardTracker | WandbTracker, Field(discriminator="type")]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.public import public_config
-from grpo_async.config.sections import TensorboardTracker, WandbTracker
+from grpo_async.config.record_sections import TensorboardTracker, WandbTracker
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
 
