@@ -4,16 +4,18 @@
 #   scripts/test.sh                         format, lint, types, layers, all tests
 #   scripts/test.sh tests/test_layers.py    with arguments: pytest with these arguments, and nothing else
 #
-# A test that needs vLLM fails when vLLM is missing; only where vLLM has no build (macOS) those tests are skipped.
+# A test that needs vLLM or a browser fails when that is missing; only where vLLM has no build (macOS) its tests are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE # without .pyc files every import of torch takes twice as long
 
 scripts/bootstrap.sh --with-vllm-if-possible --with-tests
+scripts/install-browser
 if [ "$(uname -s)" = Darwin ]; then
   echo "test.sh: vLLM has no build for macOS: tests that need it are SKIPPED here; run on Linux for the whole"
+  export GRPO_REQUIRE="${GRPO_REQUIRE:-browser}"
 else
-  export GRPO_REQUIRE="${GRPO_REQUIRE:-vllm}"
+  export GRPO_REQUIRE="${GRPO_REQUIRE:-vllm,browser}"
 fi
 if [ $# -gt 0 ]; then
   exec .venv/bin/python -m pytest "$@"

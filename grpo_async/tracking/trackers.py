@@ -1,131 +1,141 @@
-"""Trackers help, never harm: one that cannot be set up stops the run before it begins, a failed call later only warns.
-
-Their libraries are optional extras and are imported when a tracker of theirs is configured.
+"""Trackers help, never harm: one that cannot be set up stops the run before it begins; later a failed call only warns, and a slow
+one keeps nobody waiting, because each tracker is called from a thread of its own.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
-import uuid
+import queue
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.public import public_config
-from grpo_async.config.record_sections import TensorboardTracker, WandbTracker
+from grpo_async.config.record_sections import (
+    MlflowTracker,
+    PrometheusTracker,
+    TensorboardTracker,
+    TrackerSection,
+    TrackioTracker,
+    WandbTracker,
+)
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
+from grpo_async.tracking.backends import Mlflow, Prometheus, Tensorboard, Tracker, Trackio, Wandb
 
 logger = logging.getLogger(__name__)
 
-
-class Tracker(Protocol):
-    """One place that numbers go to."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+_MAX_WAITING = 1000  # steps that a tracker may lag behind; then the newest are left out
+_CLOSE_S = 30.0
 
 
 class Trackers:
-    """All trackers of a run, by the name of their type."""
+    """All trackers of a run, by the name of their type.
 
-    def __init__(self, trackers: Sequence[tuple[str, Tracker]]) -> None:
-        self._trackers = trackers
-        self._warned: set[str] = set()
+    Args:
+        close_s: seconds that all of them together have to end at `close`.
+    """
+
+    def __init__(self, trackers: Sequence[tuple[str, Tracker]], *, close_s: float = _CLOSE_S) -> None:
+        self._close_s = close_s
+        self._callers = [_Caller(name, tracker) for name, tracker in trackers]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand a step's metrics to every tracker; values that are not finite are left out."""
+        """Hand a step's metrics to every tracker and return at once; values that are not finite are left out."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        for name, tracker in self._trackers:
-            self._call(name, partial(tracker.log, step, finite))
+        for caller in self._callers:
+            caller.log(step, finite)
 
     def close(self) -> None:
-        for name, tracker in self._trackers:
-            self._call(name, tracker.close)
+        """Let each write what it has, and end it. Allowed more than once."""
+        ends_at = time.monotonic() + self._close_s
+        for caller in self._callers:
+            caller.begin_close()
+        for caller in self._callers:
+            caller.wait(max(0.0, ends_at - time.monotonic()))
 
-    def _call(self, name: str, function: Callable[[], None]) -> None:
+
+class _Caller:
+    """Calls one tracker, in order, from a daemon thread."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name = name
+        self._tracker = tracker
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_WAITING)
+        self._has_warned = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._closing:
+            return
         try:
-            function()
+            self._calls.put_nowait(partial(self._tracker.log, step, metrics))
+        except queue.Full:
+            self._warn(f"it is {_MAX_WAITING} steps behind; step {step} is left out")
+
+    def begin_close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            self._calls.put_nowait(None)
+        except queue.Full:
+            self._warn(f"it is {_MAX_WAITING} steps behind; what it has not taken is left out")
+
+    def wait(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._warn("it did not end in time; what it has not taken is left out")
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:  # waits: `begin_close`, or the process's end
+            self._try(call)
+        self._try(self._tracker.close)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
         except Exception as error:  # noqa: BLE001 - a tracker's failure is not the run's
-            if name not in self._warned:
-                self._warned.add(name)
-                logger.warning("tracker %s failed (further failures of it are not shown): %s", name, error)
+            self._warn(str(error) or type(error).__name__)
 
-
-class _Tensorboard:
-    def __init__(self, rundir: RunDir) -> None:
-        self._writer = _library("tensorboardX", "tensorboard").SummaryWriter(
-            logdir=str(rundir.trackers / "tensorboard")
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, section: WandbTracker, config: ExperimentConfig, rundir: RunDir) -> None:
-        wandb = _library("wandb", "wandb")
-        rundir.trackers.mkdir(exist_ok=True)
-        self._run = wandb.init(
-            project=section.project,
-            entity=section.entity,
-            mode=section.mode,
-            name=config.run.name,
-            id=_run_id(rundir),
-            resume="allow",
-            config=public_config(config),
-            dir=str(rundir.trackers),
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("tracker %s failed (further failures of it are not shown): %s", self._name, what)
 
 
 def open_trackers(config: ExperimentConfig, rundir: RunDir) -> Trackers:
     """Set up what `tracking` names.
 
     Raises:
-        ConfigError: a library is missing or a tracker refuses (no login, no network).
+        ConfigError: a library is missing or a tracker refuses (no login, no network, a taken port).
     """
     trackers: list[tuple[str, Tracker]] = []
     for number, section in enumerate(config.tracking):
         try:
-            match section:
-                case TensorboardTracker():
-                    trackers.append((section.type, _Tensorboard(rundir)))
-                case WandbTracker():
-                    trackers.append((section.type, _Wandb(section, config, rundir)))
-        except ConfigError:
-            raise
+            trackers.append((section.type, _open(section, config, rundir)))
         except Exception as error:
+            for _, tracker in trackers:
+                tracker.close()
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"tracking.{number}: {section.type} cannot be set up: {error}") from error
     return Trackers(trackers)
 
 
-def _run_id(rundir: RunDir) -> str:
-    """The same for every attempt of a run, so that a resume goes on in the same curves."""
-    path = rundir.trackers / "wandb_id"
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
-    return path.read_text(encoding="utf-8")
-
-
-def _library(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"tracking needs {module}, which is not installed: pip install 'grpo-async[{extra}]'"
-        ) from error
+def _open(section: TrackerSection, config: ExperimentConfig, rundir: RunDir) -> Tracker:
+    match section:
+        case TensorboardTracker():
+            return Tensorboard(rundir)
+        case WandbTracker():
+            return Wandb(section, config, rundir)
+        case TrackioTracker():
+            return Trackio(section, config, rundir)
+        case MlflowTracker():
+            return Mlflow(section, config, rundir)
+        case PrometheusTracker():
+            return Prometheus(section, config)

@@ -19,7 +19,7 @@ from scripts.install.plan import TorchBuild
 from scripts.install.stamp import Stamp, digest, missing_packages, read_stamp
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("bootstrap.sh", "quickstart.sh", "test.sh", "check", "update-constraints")
+NAMES = ("bootstrap.sh", "quickstart.sh", "test.sh", "check", "update-constraints", "install-browser")
 SCRIPTS = [*(ROOT / "scripts" / name for name in NAMES), ROOT / ".ci/run"]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the plan of another system is tried in test_plan.py")
 NOT_COPIED = shutil.ignore_patterns("__pycache__")
@@ -118,8 +118,8 @@ def test_an_unknown_extra_is_refused_with_the_known_ones(checkout: Path) -> None
     result = _run(command, folder=checkout, environment=_environment(checkout))
     assert result.returncode == 2
     assert (
-        "unknown extra mats; known: hub, lora, math, parquet, quantization, reasoning-gym, tensorboard, vllm, wandb"
-        in result.stderr
+        "unknown extra mats; known: hub, lora, math, mlflow, parquet, prometheus, quantization, reasoning-gym, tensorboard, "
+        "trackio, vllm, wandb" in result.stderr
     )
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.record_sections import PrometheusTracker
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
 from grpo_async.tracking import Trackers, open_trackers
+from grpo_async.tracking.backends import Prometheus
 from tests.e2e.support import wait_for
 
 
@@ -69,6 +76,7 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCap
     trackers = Trackers([("broken", Recording(OSError("no network"))), ("good", good)])
     trackers.log(1, {"reward": 0.5})
     trackers.log(2, {"reward": 0.5})
+    trackers.close()
     assert good.steps == [1, 2]
     assert [record.message for record in caplog.records] == [
         "tracker broken failed (further failures of it are not shown): no network"
@@ -81,3 +89,91 @@ def test_a_missing_library_stops_the_run_and_says_what_to_install(
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"pip install 'grpo-async\[tensorboard\]'"):
         open_trackers(_config({"type": "tensorboard"}), RunDir(tmp_path))
+
+
+def test_trackio_goes_on_with_the_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    import trackio.utils
+
+    # read at import: another test may have been first
+    monkeypatch.setattr(trackio.utils, "TRACKIO_DIR", tmp_path / "trackio")
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    for step in (1, 2):
+        trackers = open_trackers(_config({"type": "trackio", "project": "p"}), RunDir(tmp_path))
+        trackers.log(step, {"reward": 0.5 * step, "sampling/ess": 0.9})
+        trackers.close()
+    logs = SQLiteStorage.get_logs("p", "tracked")
+    assert [(row["step"], row["reward"]) for row in logs] == [(1, 0.5), (2, 1.0)]
+
+
+def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for step in (1, 2):
+        trackers = open_trackers(_config({"type": "mlflow", "experiment": "e"}), RunDir(tmp_path))
+        trackers.log(step, {"eval/pass@4": 0.25 * step})
+        trackers.close()
+    (file,) = (tmp_path / "trackers" / "mlflow").glob("*/*/metrics/eval/pass_at_4")
+    assert [line.split()[1:3] for line in file.read_text().splitlines()] == [["0.25", "1"], ["0.5", "2"]]
+    (config,) = (tmp_path / "trackers" / "mlflow").glob("*/*/artifacts/config.json")
+    assert "api_key" in config.read_text()
+    assert "sk-12345" not in config.read_text()
+
+
+def test_prometheus_reads_the_newest_values_with_their_help() -> None:
+    section = PrometheusTracker(type="prometheus", port=0)
+    tracker = Prometheus(section, _config())
+    try:
+        tracker.log(1, {"reward": 0.5})
+        tracker.log(2, {"reward": 0.75, "rewards/a b/mean": 1.0})
+        answer = httpx.get(f"http://127.0.0.1:{tracker.port}/metrics", timeout=10.0).text
+    finally:
+        tracker.close()
+    assert re.search(r'^grpo_async_reward\{metric="reward",run="tracked"\} 0.75$', answer, re.MULTILINE)
+    assert 'grpo_async_rewards_a_b_mean{metric="rewards/a b/mean",run="tracked"} 1.0' in answer
+    assert 'grpo_async_step{metric="step",run="tracked"} 2.0' in answer
+    assert "# HELP grpo_async_rewards_a_b_mean mean of the reward `a b`" in answer
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{tracker.port}/metrics", timeout=10.0)
+
+
+def test_a_taken_port_stops_the_run_before_it_begins(tmp_path: Path) -> None:
+    first = Prometheus(PrometheusTracker(type="prometheus", port=0), _config())
+    try:
+        with pytest.raises(ConfigError, match=r"tracking.1: prometheus cannot be set up: .*in use"):
+            open_trackers(
+                _config({"type": "tensorboard"}, {"type": "prometheus", "port": first.port}), RunDir(tmp_path)
+            )
+    finally:
+        first.close()
+
+
+class _Hanging:
+    """A tracker whose network is gone."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.steps: list[int] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.released.wait(30.0)
+        self.steps.append(step)
+
+    def close(self) -> None: ...
+
+
+def test_a_hanging_tracker_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    hanging = _Hanging()
+    trackers = Trackers([("slow", hanging)], close_s=0.2)
+    began = time.monotonic()
+    for step in range(1500):
+        trackers.log(step, {"reward": 0.5})
+    trackers.close()
+    assert time.monotonic() - began < 5.0
+    hanging.released.set()
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    # the thread may have taken the first step before the queue was full
+    assert re.search(r"failures of it are not shown\): it is 1000 steps behind; step 100[01] is left out$", warning)

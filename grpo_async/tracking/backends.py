@@ -1,0 +1,199 @@
+"""One class for each tracker's library. Each call may block and may raise: `trackers` calls them from a thread of their own.
+
+The libraries are optional extras and are imported when a tracker of theirs is configured. All of them are told how a metric is
+summarised (`catalog`), where they can take that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.public import public_config
+from grpo_async.config.record_sections import MlflowTracker, PrometheusTracker, TrackioTracker, WandbTracker
+from grpo_async.errors import ConfigError
+from grpo_async.rundir import RunDir
+from grpo_async.tracking.catalog import CATALOG, describe
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = ("127.", "localhost", "::1")
+_PROMETHEUS_END_S = 5.0
+
+
+class Tracker(Protocol):
+    """One place that numbers go to."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tensorboard:
+    """Event files."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self._writer = _library("tensorboardX", "tensorboard").SummaryWriter(
+            logdir=str(rundir.trackers / "tensorboard")
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases."""
+
+    def __init__(self, section: WandbTracker, config: ExperimentConfig, rundir: RunDir) -> None:
+        wandb = _library("wandb", "wandb")
+        rundir.trackers.mkdir(exist_ok=True)
+        self._run = wandb.init(
+            project=section.project,
+            entity=section.entity,
+            mode=section.mode,
+            name=config.run.name,
+            id=_stored_id(rundir, "wandb_id", lambda: uuid.uuid4().hex[:16]),
+            resume="allow",
+            config=public_config(config),
+            dir=str(rundir.trackers),
+        )
+        for entry in CATALOG:
+            if "{" not in entry.name and entry.reduction.value in ("min", "max", "mean"):
+                self._run.define_metric(entry.name, summary=entry.reduction.value)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """trackio; its database lies in the run directory, so several runs of one project are seen together only where TRACKIO_DIR
+    names a folder for them."""
+
+    def __init__(self, section: TrackioTracker, config: ExperimentConfig, rundir: RunDir) -> None:
+        # read when the library is imported
+        folder = os.environ.setdefault("TRACKIO_DIR", str((rundir.trackers / "trackio").resolve()))
+        self._run = _library("trackio", "trackio").init(
+            project=section.project,
+            name=config.run.name,
+            space_id=section.space_id,
+            config=public_config(config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        logger.info("trackio: TRACKIO_DIR=%s trackio show --project %s", folder, section.project)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """MLflow, through its client alone: nothing of the process's own state is touched."""
+
+    def __init__(self, section: MlflowTracker, config: ExperimentConfig, rundir: RunDir) -> None:
+        rundir.trackers.mkdir(exist_ok=True)
+        folder = (rundir.trackers / "mlflow").resolve().as_uri()
+        uri = section.uri or os.environ.get("MLFLOW_TRACKING_URI") or folder
+        if uri.startswith("file:") or "://" not in uri:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # 3.x asks for this before it writes files
+        entities = _library("mlflow.entities", "mlflow")
+        self._metric = entities.Metric
+        self._client = _library("mlflow", "mlflow").MlflowClient(tracking_uri=uri)
+        known = self._client.get_experiment_by_name(section.experiment)
+        experiment = known.experiment_id if known else self._client.create_experiment(section.experiment)
+        self._run_id = _stored_id(
+            rundir,
+            "mlflow_run_id",
+            lambda: str(self._client.create_run(experiment, run_name=config.run.name).info.run_id),
+        )
+        self._client.update_run(self._run_id, status="RUNNING")
+        self._client.log_dict(self._run_id, public_config(config), "config.json")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = round(time.time() * 1000)
+        # of its characters "@" is none: eval/pass@4 -> eval/pass_at_4
+        named = {re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")): value for name, value in metrics.items()}
+        self._client.log_batch(
+            self._run_id, metrics=[self._metric(name, value, now, step) for name, value in named.items()]
+        )
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id, "FINISHED")
+
+
+class Prometheus:
+    """GET /metrics: the newest value of every metric as `grpo_async_NAME{run="...", metric="..."}`."""
+
+    def __init__(self, section: PrometheusTracker, config: ExperimentConfig) -> None:
+        library = _library("prometheus_client", "prometheus")
+        core = _library("prometheus_client.core", "prometheus")
+        self._family = core.GaugeMetricFamily
+        self._run_name = config.run.name
+        self._lock = threading.Lock()
+        self._newest: dict[str, float] = {}
+        registry = library.CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        if not section.host.startswith(_LOOPBACK):
+            logger.warning("tracking: prometheus listens on %s without a token: who reaches it can read", section.host)
+        self._server, self._thread = library.start_http_server(section.port, addr=section.host, registry=registry)
+        self.port: int = self._server.server_port
+        logger.info("tracking: prometheus reads from http://%s:%d/metrics", section.host, self.port)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self._newest |= {"step": float(step), **metrics}
+
+    def collect(self) -> Iterator[Any]:
+        """What the library asks for when it is scraped. Two names that differ in odd characters only share a family."""
+        with self._lock:
+            newest = dict(self._newest)
+        families: dict[str, Any] = {}
+        for name, value in newest.items():
+            info = describe(name)
+            plain = "grpo_async_" + re.sub(r"\W", "_", name)
+            text = f"{info.help} ({info.unit})" if info.unit else info.help
+            family = families.setdefault(plain, self._family(plain, text, labels=["run", "metric"]))
+            family.add_metric([self._run_name, name], value)
+        yield from families.values()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_PROMETHEUS_END_S)
+
+
+def _stored_id(rundir: RunDir, file: str, make: Any) -> str:
+    """The same for every attempt of a run, so that a resume goes on in the same curves."""
+    path = rundir.trackers / file
+    if not path.exists():
+        path.write_text(make(), encoding="utf-8")
+    return path.read_text(encoding="utf-8")
+
+
+def _library(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"tracking needs {module}, which is not installed: pip install 'grpo-async[{extra}]'"
+        ) from error

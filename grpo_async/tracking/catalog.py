@@ -1,0 +1,229 @@
+"""What every metric is: its unit, how several values of it become one, which direction is better, and a sentence.
+
+The names are those of metrics.jsonl; `{...}` in a pattern stands for one or more parts of a name. The first pattern that fits
+holds. A metric that is no pattern's (a reward function's own `log_metric`) is a mean without a unit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
+from statistics import fmean
+
+
+class Reduction(StrEnum):
+    """How the values of several steps become one."""
+
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    SUM = "sum"  # a count or an amount of each step
+    LAST = "last"  # a running total, or a state
+
+    def __call__(self, values: Sequence[float]) -> float:
+        """[1.0, 3.0] -> mean 2.0, min 1.0, max 3.0, sum 4.0, last 3.0.
+
+        Raises:
+            ValueError: there is no value.
+        """
+        if not values:
+            raise ValueError(f"there is no value to take the {self.value} of")
+        match self:
+            case Reduction.MEAN:
+                return fmean(values)
+            case Reduction.MIN:
+                return min(values)
+            case Reduction.MAX:
+                return max(values)
+            case Reduction.SUM:
+                return sum(values)
+            case Reduction.LAST:
+                return values[-1]
+
+
+class Better(StrEnum):
+    """Where a metric ought to go; None of these: it depends."""
+
+    HIGHER = "higher"
+    LOWER = "lower"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricInfo:
+    """One metric. `unit` is "" for pure numbers, "share" for 0 to 1."""
+
+    name: str
+    help: str
+    unit: str = ""
+    reduction: Reduction = Reduction.MEAN
+    better: Better | None = None
+    is_known: bool = True
+
+
+def describe(name: str) -> MetricInfo:
+    """The entry of a metric: describe("rewards/length/mean").help -> "mean of the reward `length`"."""
+    for pattern, entry in _compiled():
+        match = pattern.fullmatch(name)
+        if match:
+            return replace(entry, name=name, help=entry.help.format(**match.groupdict()))
+    return MetricInfo(name=name, help="logged by the user's code, or unknown to this version", is_known=False)
+
+
+def reduce_metrics(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One value for each metric of several steps, by its reduction; steps that lack it are left out.
+
+    [{"reward": 1.0, "num_tokens": 10.0}, {"reward": 2.0, "num_tokens": 20.0}] -> {"reward": 1.5, "num_tokens": 30.0}
+    """
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {name: describe(name).reduction(each) for name, each in values.items()}
+
+
+@cache
+def _compiled() -> list[tuple[re.Pattern[str], MetricInfo]]:
+    return [(_pattern(entry.name), entry) for entry in CATALOG]
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """ "rewards/{name}/mean" fits rewards/a/mean and rewards/a/b/mean."""
+    parts = re.split(r"\{(\w+)\}", name)
+    return re.compile(
+        "".join(f"(?P<{part}>.+)" if number % 2 else re.escape(part) for number, part in enumerate(parts))
+    )
+
+
+def _metric(
+    name: str,
+    help: str,
+    unit: str = "",
+    reduction: Reduction = Reduction.MEAN,
+    better: Better | None = None,
+) -> MetricInfo:
+    return MetricInfo(name=name, help=help, unit=unit, reduction=reduction, better=better)
+
+
+_HIGHER, _LOWER = Better.HIGHER, Better.LOWER
+_MIN, _MAX, _SUM, _LAST, _MEAN = Reduction.MIN, Reduction.MAX, Reduction.SUM, Reduction.LAST, Reduction.MEAN
+
+CATALOG: tuple[MetricInfo, ...] = (
+    # rewards
+    _metric("reward", "mean reward of the step's completions, filtered groups among them", better=_HIGHER),
+    _metric("reward_std", "standard deviation of these rewards"),
+    _metric("reward_min", "lowest reward of the step", reduction=_MIN),
+    _metric("reward_max", "highest reward of the step", reduction=_MAX),
+    _metric("reward_p{percent}", "the {percent} % quantile of the step's rewards"),
+    _metric("frac_reward_zero_std", "share of groups whose rewards are all equal: they teach nothing", "share", better=_LOWER),
+    _metric("rewards/{name}/mean", "mean of the reward `{name}`", better=_HIGHER),
+    _metric("rewards/{name}/std", "standard deviation of the reward `{name}`"),
+    _metric("advantage/abs_mean", "mean size of the advantages of trained samples"),
+    # completions
+    _metric("completions/mean_length", "sampled tokens of a completion", "tokens"),
+    _metric("completions/min_length", "shortest completion", "tokens", _MIN),
+    _metric("completions/max_length", "longest completion", "tokens", _MAX),
+    _metric("completions/p{percent}_length", "the {percent} % quantile of the lengths of completions", "tokens"),
+    _metric("completions/clipped_ratio", "share of completions that a limit cut", "share", better=_LOWER),
+    _metric("completions/mean_terminated_length", "sampled tokens of completions that ended by themselves", "tokens"),
+    _metric("completions/min_terminated_length", "shortest of them", "tokens", _MIN),
+    _metric("completions/max_terminated_length", "longest of them", "tokens", _MAX),
+    # rollouts
+    _metric("rollout/truncated", "share of rollouts that a limit cut, those without a token among them", "share", better=_LOWER),
+    _metric("rollout/duration_s", "wall time of a rollout", "s"),
+    _metric("rollout/generation_duration_s", "wall time of one turn's generation", "s"),
+    _metric("rollout/num_turns", "turns of a rollout"),
+    _metric("rollout/done", "share of rollouts whose environment said that the episode is over", "share"),
+    _metric("tools/call_frequency", "tool calls of a completion"),
+    _metric("tools/failure_frequency", "share of a completion's calls that failed", "share", better=_LOWER),
+    _metric("tools/parse_error_frequency", "share of turns whose text could not be searched for calls", "share", better=_LOWER),
+    _metric("tools/duration_s/mean", "wall time of a tool call", "s"),
+    _metric("tools/duration_s/per_rollout", "wall time of all tool calls of a rollout", "s"),
+    _metric("tools/{name}/call_frequency", "calls of `{name}` of a completion"),
+    _metric("tools/{name}/failure_frequency", "share of the calls of `{name}` that failed", "share", better=_LOWER),
+    _metric("tools/{name}/duration_s", "wall time of a call of `{name}`", "s"),
+    _metric("failures/{kind}", "failures of the kind `{kind}` since the run began", reduction=_LAST, better=_LOWER),
+    # the update
+    _metric("loss", "the objective that was minimised"),
+    _metric("policy_loss", "policy loss with the KL, without entropy bonus and router loss"),
+    _metric("router_loss", "load balancing loss of a mixture of experts", better=_LOWER),
+    _metric("kl", "KL divergence from the reference, k3 estimator", "nats"),
+    _metric("entropy", "mean entropy of the policy at the trained tokens", "nats"),
+    _metric("grad_norm", "norm of the gradient before clipping"),
+    _metric("lr", "learning rate", reduction=_LAST),
+    _metric("num_tokens", "trained tokens of the step", "tokens", _SUM),
+    _metric("training/skipped_updates", "updates that were not finite and were not made", reduction=_SUM, better=_LOWER),
+    _metric("clip_ratio/low_mean", "share of tokens that the lower clip took", "share"),
+    _metric("clip_ratio/low_min", "smallest such share of a sample", "share", _MIN),
+    _metric("clip_ratio/high_mean", "share of tokens that the upper clip took", "share"),
+    _metric("clip_ratio/high_max", "largest such share of a sample", "share", _MAX),
+    _metric("clip_ratio/region_mean", "share of tokens that a clip took", "share"),
+    _metric("masked/correction", "share of tokens that the off-policy correction left out", "share"),
+    _metric("masked/off_policy", "share of tokens in sequences that were too far off policy", "share"),
+    _metric("masked/low_entropy", "share of tokens that were left out for their low entropy", "share"),
+    # trainer against sampler
+    _metric("sampling/sampling_logp_difference/mean", "mean |trainer - sampler| log-probability of a token", "nats", better=_LOWER),
+    _metric("sampling/sampling_logp_difference/max", "largest of them", "nats", _MAX, _LOWER),
+    _metric("sampling/importance_sampling_ratio/mean", "mean importance weight; 1 on policy"),
+    _metric("sampling/importance_sampling_ratio/min", "smallest importance weight", reduction=_MIN),
+    _metric("sampling/importance_sampling_ratio/max", "largest importance weight", reduction=_MAX),
+    _metric("sampling/ess", "effective sample size as a share of the tokens (or samples); 1 on policy", "share", better=_HIGHER),
+    _metric("sampling/chi_squared", "mean squared importance weight - 1; 0 on policy", better=_LOWER),
+    # the pipeline
+    _metric("async/staleness_mean", "finished steps between sampling a token and training it", "steps"),
+    _metric("async/staleness_max", "largest of them", "steps", _MAX),
+    _metric("async/staleness/{steps}", "share of trained tokens with a staleness of {steps}", "share"),
+    _metric("pipeline/trainer_idle_ratio", "share of the step that the trainer waited for samples", "share", better=_LOWER),
+    _metric("pipeline/generator_idle_ratio", "share of the step that no server generated", "share", better=_LOWER),
+    _metric("pipeline/overlap_efficiency", "longer of generation and training / wall time; 1: no loss", "share", better=_HIGHER),
+    _metric("pipeline/{phase}_share", "share of the step's wall time: {phase}", "share"),
+    _metric("pipeline/{phase}_s", "seconds of the step: {phase}", "s"),
+    _metric("step_time", "wall time of the step", "s", better=_LOWER),
+    _metric("perf/trained_tokens_per_s", "trained tokens / wall time", "tokens/s", better=_HIGHER),
+    _metric("perf/generated_tokens_per_s", "sampled tokens / wall time", "tokens/s", better=_HIGHER),
+    _metric("buffer/queued_groups", "groups that are scored and wait for the trainer", reduction=_LAST),
+    _metric("ledger/groups/{state}", "groups, {state}", "groups", _LAST),
+    _metric("ledger/tokens/{state}", "sampled tokens of groups, {state}", "tokens", _LAST),
+    # weight pushes
+    _metric("sync/push_s", "seconds of the weight push", "s", better=_LOWER),
+    _metric("sync/pause_s", "seconds that generation stood still for it", "s", better=_LOWER),
+    _metric("sync/bytes", "bytes of the push", "bytes"),
+    _metric("sync/bytes_per_s", "bytes / seconds of the transfer", "bytes/s", better=_HIGHER),
+    _metric("sync/servers", "servers that took the push"),
+    _metric("sync/held", "1: an evaluation held the push back", reduction=_SUM),
+    _metric("sync/skipped", "1: no server was up to take the push", reduction=_SUM, better=_LOWER),
+    _metric("sync/verify_mean", "mean |server - trainer| log-probability on the probes", "nats", better=_LOWER),
+    _metric("sync/verify_max", "largest of them", "nats", _MAX, _LOWER),
+    _metric("sync/verify_k3", "KL divergence of server and trainer on the probes, k3 estimator", "nats", better=_LOWER),
+    _metric("sync/{phase}_ms", "milliseconds of the push: {phase}", "ms", better=_LOWER),
+    _metric("sync/{phase}_s", "seconds of the push: {phase}", "s", better=_LOWER),
+    # servers
+    _metric("servers/serving", "servers that serve", reduction=_LAST, better=_HIGHER),
+    _metric("servers/restarts", "restarts of servers since the run began", reduction=_LAST, better=_LOWER),
+    _metric("servers/failures", "failures of servers since the run began", reduction=_LAST, better=_LOWER),
+    _metric("servers/recovery_s", "seconds of the last recovery of a server", "s", _LAST, _LOWER),
+    _metric("servers/running", "requests that servers generate for"),
+    _metric("servers/waiting", "requests that wait inside servers", better=_LOWER),
+    _metric("servers/kv_usage", "share of the servers' key/value cache in use", "share"),
+    # checkpoints
+    _metric("checkpoint/staged_s", "seconds that training stood still for a checkpoint", "s", better=_LOWER),
+    _metric("checkpoint/written_s", "seconds until it was written, beside training", "s", better=_LOWER),
+    _metric("checkpoint/bytes", "bytes of the checkpoint", "bytes", _LAST),
+    # evaluation
+    _metric("eval/step", "step at whose end the evaluation began", reduction=_LAST),
+    _metric("eval/reward", "mean reward on held-out prompts", reduction=_LAST, better=_HIGHER),
+    _metric("eval/reward_std", "standard deviation of these rewards", reduction=_LAST),
+    _metric("eval/reward_stderr", "standard error of the mean over prompts", reduction=_LAST),
+    _metric("eval/rewards/{name}", "mean of the reward `{name}` on held-out prompts", reduction=_LAST, better=_HIGHER),
+    _metric("eval/pass@{k}", "chance that one of {k} samples passes", "share", _LAST, _HIGHER),
+    _metric("eval/mean@{k}", "share of passing samples among {k}", "share", _LAST, _HIGHER),
+    _metric("eval/majority@{k}", "share of prompts whose most frequent answer of {k} passes", "share", _LAST, _HIGHER),
+    _metric("eval/mean_length", "sampled tokens of a held-out completion", "tokens", _LAST),
+    _metric("eval/truncated", "share of held-out completions that a limit cut", "share", _LAST, _LOWER),
+    _metric("eval/duration_s", "wall time of the evaluation", "s", _LAST),
+    _metric("eval/mixed", "1: more than one policy version answered", reduction=_LAST),
+    _metric("eval/{name}", "of the last evaluation: {name}", reduction=_LAST),
+)  # fmt: skip
+"""Every metric of this version. A test runs a training and fails when one of its metrics is not here."""
