@@ -7,52 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import os
-import sys
 import threading
-import traceback
 from contextlib import ExitStack
 from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.inference.fleet import Fleet
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
-from grpo_async.launch.failures import write_failure
-from grpo_async.processes import die_with_parent
-
-logger = logging.getLogger("grpo_async.evaluation")
+from grpo_async.launch.entry import run_process
 
 RESULT_NAME = "evaluation.json"
 
 
-def main() -> int:
-    """Evaluate; the exit code is 0 when it ended or was stopped politely, 1 otherwise."""
-    die_with_parent()
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
-    place = Assignment.from_environment()
-    control = ControlClient.from_environment()
-    try:
-        _evaluate(place, load_config(place.rundir.config), control)
-    except BaseException as error:
-        logger.exception("the evaluation failed")
-        write_failure(place.attempt_dir, place.rank, error)
-        text = "".join(traceback.format_exception(error))
-        control.send("failed", rank=place.rank, error=f"{type(error).__name__}: {error}", traceback=text)
-        control.close()
-        logging.shutdown()
-        os._exit(1)  # a reward may have left threads that never end
-    control.close()
-    return 0
-
-
-def _evaluate(place: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
+def evaluate(place: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
+    """The whole life of this process."""
     from grpo_async.launch.connections import open_fleet
     from grpo_async.rundir import write_atomically
     from grpo_async.store.rollout_store import RolloutStore
@@ -183,4 +153,4 @@ def _cancel_when_set(event: threading.Event, loop: asyncio.AbstractEventLoop, ta
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process("the evaluation, rank", evaluate)

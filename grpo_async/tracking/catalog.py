@@ -111,6 +111,7 @@ _HIGHER, _LOWER = Better.HIGHER, Better.LOWER
 _MIN, _MAX, _SUM, _LAST, _MEAN = Reduction.MIN, Reduction.MAX, Reduction.SUM, Reduction.LAST, Reduction.MEAN
 
 CATALOG: tuple[MetricInfo, ...] = (
+    _metric("step", "finished optimizer steps", reduction=_LAST),
     # rewards
     _metric("reward", "mean reward of the step's completions, filtered groups among them", better=_HIGHER),
     _metric("reward_std", "standard deviation of these rewards"),

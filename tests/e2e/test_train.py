@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.buffer.ledger import is_closed
+from grpo_async.tracking.catalog import describe
 from tests.e2e.support import REPOSITORY, make_run
 
 pytestmark = pytest.mark.slow
@@ -35,6 +36,8 @@ def test_the_quickstart_learns_and_leaves_a_model_that_loads(tmp_path: Path) -> 
     evaluation = summary["evaluation"]
     assert evaluation["after"]["reward"] > evaluation["before"]["reward"] + 0.2
     assert evaluation["after"]["reward"] > evaluation["majority_baseline"] + 0.4
+    unknown = {name for line in run.metrics() for name in line if not describe(name).is_known}
+    assert not unknown, "add them to tracking/catalog.py"
     # the closed ledger holds at every step, not only at the end
     for line in run.metrics():
         for kind in ("groups", "tokens"):

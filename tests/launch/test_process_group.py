@@ -17,7 +17,7 @@ from grpo_async.errors import ConfigError, RunError
 from grpo_async.launch import lead as lead_module
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
-from grpo_async.launch.trainer import _run_rank
+from grpo_async.launch.trainer import run_rank
 from grpo_async.rundir import RunDir
 from grpo_async.training.workplace import Workplace
 from tests.launch.sides import side_config
@@ -45,7 +45,7 @@ def _place(config: ExperimentConfig, folder: Path) -> Assignment:
 
 
 def _run(config: ExperimentConfig, folder: Path) -> None:
-    _run_rank(_place(config, folder), config, ControlClient(None))
+    run_rank(_place(config, folder), config, ControlClient(None))
 
 
 @pytest.mark.parametrize("error", [None, RunError("nothing to learn"), KeyboardInterrupt(), SystemExit(3)])

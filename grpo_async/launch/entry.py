@@ -1,0 +1,49 @@
+"""The frame of every process that works on a run's rollouts: logging, the report of a failure, the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.loader import load_config
+from grpo_async.launch.assignment import Assignment
+from grpo_async.launch.control import ControlClient
+from grpo_async.launch.failures import write_failure
+from grpo_async.processes import die_with_parent
+
+logger = logging.getLogger("grpo_async")
+
+
+def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, ControlClient], None]) -> NoReturn:
+    """Do `work` and end this process: exit code 0 when it returned, 1 when it raised, which is then in the log, in the attempt's
+    folder and told to the launcher. Only rank 0 has a line to the launcher.
+
+    It ends without the interpreter's teardown: user code may have left threads that never end, a rank that failed may be awaited
+    in a collective that it will never join, and libraries that are torn down under their own threads abort.
+    """
+    die_with_parent()
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+    place = Assignment.from_environment()
+    control = ControlClient.from_environment() if place.rank == 0 else ControlClient(None)
+    code = 0
+    try:
+        work(place, load_config(place.rundir.config), control)
+    except BaseException as error:
+        code = 1
+        logger.exception("%s %d failed", name, place.rank)
+        write_failure(place.attempt_dir, place.rank, error)
+        text = "".join(traceback.format_exception(error))
+        control.send("failed", rank=place.rank, error=f"{type(error).__name__}: {error}", traceback=text)
+    control.close()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
