@@ -8,6 +8,7 @@ runs/NAME/
 |- summary.json             what the run reached (written at the end)
 |- metrics.jsonl            one line per optimizer step
 |- events.jsonl             the timeline: one line per span
+|- trace.json.gz           the timeline for Perfetto (written by `grpo-async trace`)
 |- advice.jsonl             what bounded the run, as it was said
 |- status.json              where the run stands, replaced every second or so
 |- report.html              plots and tables in one offline page (written at the end)
@@ -64,6 +65,10 @@ class RunDir:
     @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        return self.root / "trace.json.gz"
 
     @property
     def advice(self) -> Path:

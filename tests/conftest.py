@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored, and children inherit that; here they get
 # both as in a terminal.
@@ -22,6 +27,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.tiny_model import build_tiny_model
 
     return build_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Headless Chromium. It keeps an event loop running in this thread: tests of the same module cannot use asyncio.run."""
+    from tests.support.browser import chromium
+
+    with chromium() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scoring", "servers", "envs"),
     ("data", "chat", "tools", "rewards", "inference", "buffer", "batching", "weights", "tracking", "store"),
     ("records", "config", "rundir", "sandbox"),
-    ("references", "threads", "calls", "processes", "retry"),
+    ("references", "threads", "calls", "processes", "retry", "timeline"),
     ("errors",),  # below everything: the config loader raises ConfigError
 )
 LAYER = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
@@ -158,6 +158,18 @@ def test_importing_a_light_package_loads_no_heavy_library(package: str) -> None:
         chain for start in starts for name, chain in loaded_by(start).items() for root in HEAVY if is_below(name, root)
     ]
     assert not heavy, "import these inside the function that needs them:\n" + "\n".join(sorted(set(heavy)))
+
+
+def test_textual_is_loaded_by_the_screens_of_the_inspector_only() -> None:
+    screens = "grpo_async.viewer.terminal"
+    wrong = [
+        chain
+        for start in MODULES
+        if not is_below(start, screens)
+        for name, chain in loaded_by(start).items()
+        if is_below(name, "textual") or is_below(name, screens)
+    ]
+    assert not wrong, "import the screens inside the function that shows them:\n" + "\n".join(sorted(set(wrong)))
 
 
 def test_the_walk_sees_imports_in_functions_and_under_type_checking() -> None:

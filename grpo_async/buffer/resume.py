@@ -95,7 +95,7 @@ class ResumeState:
         queued: in the order of their ids.
         in_progress: in the order of their prompts.
         noted: groups without a signal whose rewards the metrics of the next step are to see.
-        store: place in the rollout store behind the last settled group: (part, bytes).
+        store: place in the rollout store behind the last settled group: the seq of the next one.
         failures: counts of the error log.
         counters: consecutive failures and groups without a signal.
     """
@@ -106,7 +106,7 @@ class ResumeState:
     queued: Sequence[QueuedGroup] = ()
     in_progress: Sequence[GroupInProgress] = ()
     noted: Sequence[ScoredGroup] = ()
-    store: tuple[int, int] | None = None
+    store: int | None = None
     failures: Mapping[str, int] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
 
@@ -116,7 +116,7 @@ class ResumeState:
             "data": dict(self.data),
             "outstanding": list(self.outstanding),
             "ledger": {kind: dict(counts) for kind, counts in self.ledger.items()},
-            "store": None if self.store is None else list(self.store),
+            "store": self.store,
             "failures": dict(self.failures),
             "counters": dict(self.counters),
         }
@@ -159,7 +159,6 @@ def read_resume_state(
                 noted.append(_scored_from(content, prompt_of))
             case other:
                 raise ValueError(f"a line of kind {other!r}")
-    store = small["store"]
     return ResumeState(
         data=small["data"],
         outstanding=small["outstanding"],
@@ -167,7 +166,7 @@ def read_resume_state(
         queued=queued,
         in_progress=in_progress,
         noted=noted,
-        store=None if store is None else (store[0], store[1]),
+        store=small["store"],
         failures=small["failures"],
         counters=small["counters"],
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from grpo_async.errors import DeadlineError
 from grpo_async.records import ScoredGroup
+from grpo_async.timeline import NO_TIMELINE, Timeline, Track
 
 OnDrop = Callable[[ScoredGroup], None]
 
@@ -57,9 +58,20 @@ class SampleBuffer:
         max_staleness: in optimizer steps.
         on_stale: called (in the taking thread) with each group dropped as stale.
         on_empty: called with each group of a round in which no group had anything to train.
+        timeline: takes a span for each group, from `put` until it is taken.
     """
 
-    def __init__(self, *, max_groups: int, max_staleness: int, on_stale: OnDrop, on_empty: OnDrop) -> None:
+    def __init__(
+        self,
+        *,
+        max_groups: int,
+        max_staleness: int,
+        on_stale: OnDrop,
+        on_empty: OnDrop,
+        timeline: Timeline = NO_TIMELINE,
+    ) -> None:
+        self._lanes = timeline.slots("queue")
+        self._since: dict[int, tuple[float, Track]] = {}  # of each group id: when it was put, and its lane
         self._max_groups = max_groups
         self._max_staleness = max_staleness
         self._on_stale = on_stale
@@ -80,6 +92,14 @@ class SampleBuffer:
     async def put(self, scored: ScoredGroup) -> None:
         """Waits for: room. Unblocked by: `take`."""
         self._loop = asyncio.get_running_loop()
+        self._note_put(scored)
+        try:
+            await self._put(scored)
+        except asyncio.CancelledError:
+            self._note_taken(scored, fate="cancelled")
+            raise
+
+    async def _put(self, scored: ScoredGroup) -> None:
         while True:
             with self._condition:
                 if len(self._groups) < self._max_groups:
@@ -93,6 +113,8 @@ class SampleBuffer:
 
     def restore(self, groups: Sequence[ScoredGroup]) -> None:
         """Queue groups of a checkpoint, before anything is taken or put."""
+        for group in groups:
+            self._note_put(group)
         with self._condition:
             self._groups.extend(groups)
             self._condition.notify_all()
@@ -140,8 +162,11 @@ class SampleBuffer:
             if len(taken) < num_groups:
                 continue
             if any(group.samples for group in taken):
+                for group in taken:
+                    self._note_taken(group, step=trainer_version + 1)
                 return sorted(taken, key=lambda group: group.group.group_id)
             for group in taken:  # nothing to learn from in a whole round: take the next one
+                self._note_taken(group, fate="empty")
                 self._on_empty(group)
                 self.note_filtered(group)
             taken = []
@@ -195,6 +220,7 @@ class SampleBuffer:
         for group in groups:
             oldest = group.oldest_version
             if oldest is not None and trainer_version - oldest > self._max_staleness:
+                self._note_taken(group, fate="stale")
                 self._on_stale(group)
             else:
                 fresh.append(group)
@@ -209,7 +235,17 @@ class SampleBuffer:
         with self._condition:
             groups, self._groups = self._groups, []
             self._wake_putters()
-            return groups
+        for group in groups:
+            self._note_taken(group, fate="left")
+        return groups
+
+    def _note_put(self, scored: ScoredGroup) -> None:
+        self._since[scored.group.group_id] = time.time(), self._lanes.take()
+
+    def _note_taken(self, scored: ScoredGroup, **details: object) -> None:
+        began, track = self._since.pop(scored.group.group_id)
+        track.add("queued", began, time.time(), group=f"g{scored.group.group_id}", **details)
+        self._lanes.release(track)
 
     def fail(self, error: BaseException) -> None:
         """Make the waiting and every later `take` raise `error`. The first failure wins."""

@@ -14,11 +14,15 @@ from grpo_async.cli.configs import schema, validate
 from grpo_async.cli.doctor import doctor
 from grpo_async.cli.errors import ReportingGroup
 from grpo_async.cli.eval import evaluate
-from grpo_async.cli.inspect_rollouts import inspect_rollouts
+from grpo_async.cli.export import export
+from grpo_async.cli.inspect_rollouts import InspectCommand, inspect_rollouts
 from grpo_async.cli.launch import launch_app
 from grpo_async.cli.preflight import preflight
 from grpo_async.cli.quickstart import prepare_quickstart
+from grpo_async.cli.report import report
 from grpo_async.cli.serve import serve_embedded, serve_vllm
+from grpo_async.cli.status import status
+from grpo_async.cli.trace import trace
 from grpo_async.cli.train import TrainCommand, train
 
 app = typer.Typer(
@@ -67,7 +71,11 @@ app.command("schema", short_help="Print the JSON schema of configurations.")(sch
 app.command("serve-vllm", short_help="Serve the model with vLLM.")(serve_vllm)
 app.command("serve-embedded", short_help="Serve the model with the embedded engine.")(serve_embedded)
 app.command("prepare-quickstart", short_help="Make the quickstart's model and data.")(prepare_quickstart)
-app.command("inspect-rollouts", short_help="Look at the rollouts of a run.")(inspect_rollouts)
+app.command("inspect-rollouts", cls=InspectCommand, short_help="Look at the rollouts of a run.")(inspect_rollouts)
+app.command("export", short_help="Write the rollouts of a run to one file.")(export)
+app.command("report", short_help="One offline HTML page: does it learn, and why not.")(report)
+app.command("status", short_help="Where a run stands: progress, servers, advice.")(status)
+app.command("trace", short_help="Who did what when: a trace for Perfetto.")(trace)
 
 
 def main(arguments: list[str] | None = None) -> None:

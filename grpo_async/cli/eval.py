@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from grpo_async.cli.options import ConfigArgument, SetOption
+from grpo_async.cli.options import JSON_LOGS_HELP, ConfigArgument, JsonLogsOption, QuietOption, SetOption
 
 
 def evaluate(
@@ -40,6 +41,8 @@ def evaluate(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object with the results on stdout; all else goes to stderr.")
     ] = False,
+    quiet: QuietOption = False,
+    json_logs: JsonLogsOption = False,
 ) -> None:
     """Evaluate a model on the held-out data of a configuration: start its servers, ask them, print a table, end them.
 
@@ -56,14 +59,26 @@ def evaluate(
           --set evaluation.temperature=1
       grpo-async eval configs/quickstart.yaml --run runs/quickstart --json | jq .metrics.reward
     """
+    if as_json and json_logs:
+        raise typer.BadParameter("choose one of --json (the result alone) and --json-logs", param_hint="--json-logs")
+
     from grpo_async.config.loader import load_config
     from grpo_async.launch.evaluate import evaluate as run_evaluation
+    from grpo_async.launch.output import Output, OutputMode
 
-    resolved = load_config(config, overrides or ())
+    mode = OutputMode.of(quiet=quiet, json_logs=json_logs)
     if not as_json:
-        raise typer.Exit(run_evaluation(resolved, checkpoint=checkpoint, run=run, out=out).exit_code)
+        output = Output(mode)
+        with output.reporting():
+            resolved = load_config(config, overrides or ())
+        code = run_evaluation(resolved, checkpoint=checkpoint, run=run, out=out, output=output).exit_code
+        raise typer.Exit(code)
+    resolved = load_config(config, overrides or ())
     with contextlib.redirect_stdout(sys.stderr):
-        outcome = run_evaluation(resolved, checkpoint=checkpoint, run=run, out=out)
+        outcome = run_evaluation(resolved, checkpoint=checkpoint, run=run, out=out, output=Output(mode))
     if outcome.result is not None:
         typer.echo(json.dumps(outcome.result))
     raise typer.Exit(outcome.exit_code)
+
+
+evaluate.__doc__ = f"{inspect.cleandoc(evaluate.__doc__ or '')}\n\n{JSON_LOGS_HELP}"

@@ -17,3 +17,31 @@ SetOption: TypeAlias = Annotated[
     ),
 ]
 PortOption: TypeAlias = Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")]
+QuietOption: TypeAlias = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Only warnings, errors, and the summary at the end.")
+]
+JsonLogsOption: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--json-logs", help="Every event as one JSON object per line on stdout, and nothing else there; see below."
+    ),
+]
+JSON_LOGS_HELP = """\
+--json-logs writes one object per line, with `time` (seconds since 1970) and `event`; the rest by event:
+
+\b
+  start       run, directory, pid, plan
+  phase       name: what goes on now
+  preflight   checks: [{name, status: pass|warn|fail, detail}]
+  step        step, max_steps, eta_s, metrics: {name: number or null}
+  evaluation  when: before|after|"step N", metrics
+  server      name, trouble: a text, or null when it serves again
+  servers     servers: [{index, url, state, version, running, waiting,
+              kv_usage, restarts, ...}], when a state changes
+  advice      step, bound_by, text, setting, current, suggested
+  note        text
+  warning     text
+  error       error, exit_code (people get it on stderr, too)
+  end         exit_code, summary: as in summary.json, or null
+"""
+"""Part of the help of the commands that have it."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from grpo_async.cli.options import ConfigArgument, SetOption
+from grpo_async.cli.options import JSON_LOGS_HELP, ConfigArgument, JsonLogsOption, QuietOption, SetOption
 
 
 class TrainCommand(TyperCommand):
@@ -56,6 +57,8 @@ def train(
             help="Which of launch.nodes machines this is; 0 leads. Default: $GRPO_ASYNC_NODE_RANK, else $SLURM_NODEID.",
         ),
     ] = None,
+    quiet: QuietOption = False,
+    json_logs: JsonLogsOption = False,
 ) -> None:
     """Train: start the inference servers and the trainer, show progress, and end all of them.
 
@@ -66,6 +69,8 @@ def train(
     With launch.nodes above 1, run the same command on every machine, with its --node-rank and the same $GRPO_ASYNC_TOKEN;
     node 0 decides about --resume and --clean. What ends one of them ends all.
 
+    On a terminal a dashboard shows the run; elsewhere, or with --quiet, lines do. `grpo-async status` tells of it from outside.
+
     \b
     Examples:
       grpo-async train configs/quickstart.yaml
@@ -73,6 +78,7 @@ def train(
       grpo-async train configs/quickstart.yaml --resume
       grpo-async train configs/quickstart.yaml --resume 40
       grpo-async train configs/quickstart.yaml --dry-run
+      grpo-async train configs/quickstart.yaml --json-logs | jq 'select(.event == "step") | .metrics.reward'
       grpo-async train configs/cluster.yaml --node-rank 1
     """
     if resume is not None and resume != "auto" and not resume.isdecimal():
@@ -80,6 +86,13 @@ def train(
 
     from grpo_async.config.loader import load_config
     from grpo_async.launch import run
+    from grpo_async.launch.output import Output, OutputMode
 
-    loaded = load_config(config, overrides or ())
-    raise typer.Exit(run(loaded, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank))
+    output = Output(OutputMode.of(quiet=quiet, json_logs=json_logs))
+    with output.reporting():
+        loaded = load_config(config, overrides or ())
+    code = run(loaded, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank, output=output)
+    raise typer.Exit(code)
+
+
+train.__doc__ = f"{inspect.cleandoc(train.__doc__ or '')}\n\n{JSON_LOGS_HELP}"

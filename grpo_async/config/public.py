@@ -6,6 +6,7 @@ code (keys that end in "arguments"), or they say where a run is and whom it talk
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
@@ -21,7 +22,11 @@ def public_config(config: ExperimentConfig) -> dict[str, Any]:
     {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "sk-1"}}]} ->
     {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "..."}}]}
     """
-    sections = config.model_dump(mode="json")
+    return public_sections(config.model_dump(mode="json"))
+
+
+def public_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a configuration in plain types, such as a config.yaml that another version wrote."""
     return {name: _public(section) for name, section in sections.items() if name not in _LEFT_OUT}
 
 

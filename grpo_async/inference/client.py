@@ -54,6 +54,10 @@ class Generation:
     policy_versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     duration_s: float = 0.0
+    started_at: float = 0.0  # seconds since the epoch
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    """When the request was with no server: (start, end), seconds since the epoch."""
+    first_token_at: float | None = None  # seconds since the epoch; of the first one since `started_at`
 
     def add(self, chunk: GenerateChunk) -> None:
         """Append a chunk.
@@ -67,6 +71,8 @@ class Generation:
             )
         if not all(math.isfinite(logprob) for logprob in chunk.logprobs):
             raise BadResponseError(f"the server sent a logprob that is not finite: {chunk.logprobs}")
+        if chunk.token_ids and self.first_token_at is None:
+            self.first_token_at = time.time()
         self.token_ids.extend(chunk.token_ids)
         self.logprobs.extend(chunk.logprobs)
         self.policy_versions.extend([chunk.policy_version] * len(chunk.token_ids))
@@ -175,6 +181,7 @@ class InferenceClient:
                 return begun
         generation = Generation() if begun is None else begun
         began = time.monotonic()
+        generation.started_at = without_server_since = time.time()
         attempt = num_aborts = 0
         route: Route | None = None
         avoid: int | None = None
@@ -182,10 +189,12 @@ class InferenceClient:
             received = len(generation.token_ids)
             try:
                 async with self._router.lease(affinity, avoid=avoid) as route:
+                    generation.waits.append((without_server_since, time.time()))
                     continuation = self._continuation(request, generation, route.server)
                     await self._stream(route, continuation, generation, on_tokens)
                 break
             except Exception as error:
+                without_server_since = time.time()
                 if generation.finish_reason is not None:
                     break  # everything had arrived; only the end of the stream was lost
                 if not is_retriable(error):

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from grpo_async.errors import DeadlineError, RunError
@@ -37,6 +38,7 @@ __all__ = ["Fleet", "FleetSettings", "Server", "ServerCounters", "ServerFailure"
 logger = logging.getLogger(__name__)
 
 _READ_TIMEOUT_S = 2.0
+_MOST_LOADS = 1000
 _STOP_INTERVAL_S = 0.2
 _LONGEST_RESTART_DELAY_S = 60.0
 """Between a restart that was asked for and the start, see `inference.restart_delay_s`."""
@@ -84,6 +86,9 @@ class Fleet:
         self._ask_restart = ask_restart
         self._counters = CounterSums(num_servers=len(urls))
         self._listeners: list[Callable[[], None]] = []
+        self._load_listeners: list[Callable[[], None]] = []
+        self._heard: dict[int, ServerInfo] = {}  # the last words of each server
+        self._loads: dict[int, list[ServerInfo]] = {}  # and all since `metrics` was called last
         self._num_events = 0
         self._num_applying = 0
         self._num_applied = 0
@@ -108,7 +113,26 @@ class Fleet:
         """Call `listener` after every change of state, from whichever thread made it; it must be quick and not raise."""
         self._listeners.append(listener)
 
+    def subscribe_load(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after every heartbeat that was answered, from the monitor's thread; it must be quick and not raise."""
+        self._load_listeners.append(listener)
+
     # What is there.
+
+    def load(self, index: int) -> ServerInfo | None:
+        """What a server that is up said of itself when it was last asked; None of one that is not up."""
+        with self._lock:
+            return self._load(self._servers[index])
+
+    def _load(self, server: Server) -> ServerInfo | None:
+        heard = self._heard.get(server.index)
+        is_current = heard is not None and server.state.is_member and heard.instance_id == server.instance_id
+        return heard if is_current else None
+
+    def restarts(self, index: int) -> int:
+        """New lives of a server that were seen."""
+        with self._lock:
+            return self._lives.num_restarts_of(index)
 
     def server(self, index: int) -> Server:
         with self._lock:
@@ -153,8 +177,13 @@ class Fleet:
             return list(self._lives.failures)
 
     def metrics(self) -> dict[str, float]:
-        """`servers/recovery_s` is the last failure's that is over; absent before."""
+        """`servers/recovery_s` is the last failure's that is over; absent before. running and waiting are sums over the servers
+        that are up, kv_usage is their mean; each of all that was heard since the last call; absent where none says it."""
         with self._lock:
+            loads = [
+                self._loads.get(server.index) or [load] for server in self._servers if (load := self._load(server))
+            ]
+            self._loads = {}
             metrics = {
                 "servers/serving": float(sum(server.state is ServerState.SERVING for server in self._servers)),
                 "servers/failures": float(len(self._lives.failures)),
@@ -162,6 +191,11 @@ class Fleet:
             }
             if self._lives.last_recovery_s is not None:
                 metrics["servers/recovery_s"] = self._lives.last_recovery_s
+        if loads:
+            metrics["servers/running"] = sum(fmean(info.running_requests for info in each) for each in loads)
+            metrics["servers/waiting"] = sum(fmean(info.waiting_requests for info in each) for each in loads)
+        if usages := [info.kv_usage for each in loads for info in each if info.kv_usage is not None]:
+            metrics["servers/kv_usage"] = fmean(usages)
         return metrics
 
     def read(self) -> ServerCounters:
@@ -169,7 +203,7 @@ class Fleet:
         counts as it was when it was last heard."""
         members = {server.index: server for server in self.members()}
         for index, info in self._monitor.infos(list(members), timeout_s=_READ_TIMEOUT_S).items():
-            self._counters.note(index, info)
+            self._hear(index, info)
         return self._counters.total()
 
     def wait_for_members(self, *, stop: threading.Event, deadline_s: float, setting: str) -> bool:
@@ -281,7 +315,15 @@ class Fleet:
     # What the monitor finds. A record that is not the current one any more is ignored.
 
     def note(self, server: Server, info: ServerInfo) -> None:
-        self._counters.note(server.index, info)
+        self._hear(server.index, info)
+        for listener in self._load_listeners:
+            listener()
+
+    def _hear(self, index: int, info: ServerInfo) -> None:
+        self._counters.note(index, info)
+        with self._lock:
+            self._heard[index] = info
+            self._loads[index] = [*self._loads.get(index, []), info][-_MOST_LOADS:]
 
     def found(self, server: Server, info: ServerInfo) -> None:
         with self._lock:
@@ -296,7 +338,7 @@ class Fleet:
             self._lives.up(server.index, info.instance_id)
             self._set(server, changed, state=ServerState.READY, info=info, instance_id=info.instance_id)
             logger.info("%s is up", server.name)
-        self._counters.note(server.index, info)
+        self._hear(server.index, info)
 
     def not_found(self, server: Server, reason: str) -> None:
         age_s = time.monotonic() - server.since

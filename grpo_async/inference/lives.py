@@ -60,6 +60,10 @@ class Lives:
         """New lives of all servers that were seen."""
         return sum(past.num_restarts for past in self._pasts)
 
+    def num_restarts_of(self, index: int) -> int:
+        """New lives of one server that were seen."""
+        return self._pasts[index].num_restarts
+
     @property
     def last_recovery_s(self) -> float | None:
         """Of the last failure that is over, in seconds; None before."""

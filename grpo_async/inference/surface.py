@@ -121,6 +121,15 @@ class ServerInfo(Message):
     per_request_seed: bool = True
     """False where the engine cannot honour `seed` (vLLM on CPU, see serve-vllm)."""
     active_requests: int = 0
+    """Requests that are not answered to their end; those that a pause holds back, or others, included."""
+    running_requests: int = 0
+    """Of these, the ones that the engine generates for."""
+    waiting_requests: int = 0
+    """Of these, the ones that wait inside the engine for room."""
+    kv_usage: float | None = None
+    """Share of the key/value cache in use, 0 to 1; null where the engine does not say."""
+    max_running_requests: int | None = None
+    """Most requests that the engine generates for at once; null where it does not say."""
     generated_tokens: int = 0
     """Since the server started."""
     busy_s: float = 0.0

@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from grpo_async.config import ExperimentConfig
+    from grpo_async.launch.output import Output
 
 __all__ = ["run"]
 
 
 def run(
-    config: ExperimentConfig, *, resume: str | None, clean: bool, dry_run: bool, node_rank: int | None = None
+    config: ExperimentConfig,
+    *,
+    resume: str | None,
+    clean: bool,
+    dry_run: bool,
+    node_rank: int | None = None,
+    output: Output | None = None,
 ) -> int:
     """Run an experiment to its end, with all its processes; call it from the main thread.
 
@@ -23,6 +30,7 @@ def run(
         clean: remove an old run of the same name first.
         dry_run: check, print the plan and the resolved configuration, start and write nothing.
         node_rank: which machine of several this is; None: $GRPO_ASYNC_NODE_RANK, else $SLURM_NODEID.
+        output: how it tells of itself; None: everything, as a dashboard on a terminal and as lines elsewhere.
 
     Returns:
         The exit code: 0 finished, 1 failed (the cause is on stderr), 130 after SIGINT, 143 after SIGTERM or SIGHUP.
@@ -33,4 +41,4 @@ def run(
     """
     from grpo_async.launch.launcher import launch
 
-    return launch(config, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank)
+    return launch(config, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank, output=output)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import InferenceError
 from grpo_async.inference.client import InferenceClient
-from grpo_async.inference.fleet import Fleet, FleetSettings
+from grpo_async.inference.fleet import Fleet, FleetSettings, Server
 from grpo_async.inference.router import ServingServers
 from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch.control import ControlClient
-from grpo_async.launch.server_news import ServerNews
+from grpo_async.launch.server_news import ServerNews, ServerReport
 from grpo_async.retry import RetryPolicy
 
 
@@ -37,9 +38,23 @@ def open_fleet(config: ExperimentConfig, urls: Sequence[str], control: ControlCl
     )
     stack.callback(fleet.close)
     control.on_server = fleet.on_launcher_message
+    report = ServerReport(fleet, lambda servers: control.send("servers", servers=servers))
+    fleet.subscribe(report.on_change)
+    fleet.subscribe_load(report.on_load)
     if inference.urls:  # of its own servers the launcher tells by itself
         fleet.subscribe(ServerNews(fleet, lambda text: control.send("phase", name=text)))
     return fleet
+
+
+def is_lost(fleet: Fleet, server: Server) -> bool:
+    """Whether a server has died since its record was read, seen or not."""
+    if all(server.instance_id != other.instance_id for other in fleet.serving()):
+        return True
+    try:
+        return server.control.info().instance_id != server.instance_id
+    except InferenceError:
+        fleet.suspect(server.index)
+        return True
 
 
 def make_client(config: ExperimentConfig, servers: ServingServers) -> InferenceClient:

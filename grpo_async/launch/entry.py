@@ -14,6 +14,7 @@ from grpo_async.config.loader import load_config
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
 from grpo_async.launch.failures import write_failure
+from grpo_async.launch.warnings_forward import forwarding_warnings
 from grpo_async.processes import die_with_parent
 
 logger = logging.getLogger("grpo_async")
@@ -35,7 +36,8 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
     control = ControlClient.from_environment() if place.rank == 0 else ControlClient(None)
     code = 0
     try:
-        work(place, load_config(place.rundir.config), control)
+        with forwarding_warnings(lambda text: control.send("warning", text=text)):
+            work(place, load_config(place.rundir.config), control)
     except BaseException as error:
         code = 1
         logger.exception("%s %d failed", name, place.rank)

@@ -25,10 +25,10 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch import machine as machine_module
 from grpo_async.launch.checks import check_inputs
-from grpo_async.launch.display import LineDisplay
 from grpo_async.launch.engine_choice import EngineChoice, choose_engine
 from grpo_async.launch.eval_subject import Subject, choose_subject
 from grpo_async.launch.evaluation_table import print_evaluation
+from grpo_async.launch.output import Output
 from grpo_async.launch.plan import ProcessPlan, plan_processes
 from grpo_async.launch.server_keeper import RestartRules
 from grpo_async.launch.supervisor import Outcome, Supervisor
@@ -46,17 +46,33 @@ class EvalOutcome:
     result: Mapping[str, Any] | None = None
 
 
-def evaluate(config: ExperimentConfig, *, checkpoint: str | None, run: Path | None, out: Path | None) -> EvalOutcome:
+def evaluate(
+    config: ExperimentConfig,
+    *,
+    checkpoint: str | None,
+    run: Path | None,
+    out: Path | None,
+    output: Output | None = None,
+) -> EvalOutcome:
     """Evaluate a model without training; call it from the main thread.
 
     Args:
         checkpoint: see eval_subject.choose_subject, like `run`.
         out: a folder for the results, new or empty; None: RUN_DIR/NAME.eval-LABEL.
+        output: how it tells of itself; None: everything on stdout.
 
     Raises:
         ConfigError: the input is wrong; nothing was started.
         CheckpointError: the checkpoint cannot be used.
     """
+    output = output or Output()
+    with output.reporting():
+        return _evaluate(config, checkpoint=checkpoint, run=run, out=out, output=output)
+
+
+def _evaluate(
+    config: ExperimentConfig, *, checkpoint: str | None, run: Path | None, out: Path | None, output: Output
+) -> EvalOutcome:
     if config.evaluation is None:
         raise ConfigError("evaluation: the configuration has none; say what to evaluate on (evaluation.data)")
     subject = choose_subject(config, checkpoint=checkpoint, run=run)
@@ -64,13 +80,12 @@ def evaluate(config: ExperimentConfig, *, checkpoint: str | None, run: Path | No
     folder = _choose_folder(config, subject, out)
     run_dir = RunDir(folder.absolute())
     engine = choose_engine(config)
-    console = Console(highlight=False)
     run_dir.create()
-    with _model(config, subject, run_dir, console) as model_path:
-        outcome = _run(_to_serve(config, model_path, run_dir), engine, run_dir, console, notes=notes)
+    with _model(config, subject, run_dir, output) as model_path:
+        outcome = _run(_to_serve(config, model_path, run_dir), engine, run_dir, output, notes=notes)
         # the name of the model for whoever looks at the rollouts, in place of that of a folder that is removed now
         write_atomically(run_dir.config, _dumped(_to_serve(config, config.model.path, run_dir)))
-    return _report(outcome, subject, run_dir, console)
+    return _report(outcome, subject, run_dir, output)
 
 
 def _choose_folder(config: ExperimentConfig, subject: Subject, out: Path | None) -> Path:
@@ -87,7 +102,7 @@ def _choose_folder(config: ExperimentConfig, subject: Subject, out: Path | None)
 
 
 @contextlib.contextmanager
-def _model(config: ExperimentConfig, subject: Subject, run_dir: RunDir, console: Console) -> Iterator[str]:
+def _model(config: ExperimentConfig, subject: Subject, run_dir: RunDir, output: Output) -> Iterator[str]:
     """Path of the Hugging Face folder to serve; what is made of a checkpoint is removed at the end."""
     if subject.run is None or subject.step is None:
         yield config.model.path if subject.folder is None else subject.folder
@@ -96,7 +111,7 @@ def _model(config: ExperimentConfig, subject: Subject, run_dir: RunDir, console:
     from grpo_async.training.export import export_checkpoint
 
     trained = load_config(subject.run.config) if subject.run.config.is_file() else config
-    _print(console, f"reading the checkpoint of step {subject.step} in {subject.run.root}")
+    output.say(f"reading the checkpoint of step {subject.step} in {subject.run.root}")
     try:
         export_checkpoint(subject.run, subject.step, trained, run_dir.model)
         yield str(run_dir.model)
@@ -128,7 +143,7 @@ def _dumped(config: ExperimentConfig) -> str:
 
 
 def _run(
-    config: ExperimentConfig, engine: EngineChoice, run_dir: RunDir, console: Console, *, notes: list[str]
+    config: ExperimentConfig, engine: EngineChoice, run_dir: RunDir, output: Output, *, notes: list[str]
 ) -> Outcome:
     attempt = run_dir.new_attempt()
     write_atomically(run_dir.config, _dumped(config))
@@ -146,7 +161,7 @@ def _run(
         )
         plan = _without_trainer(plan)
         write_atomically(run_dir.plan, plan.describe())
-        display = LineDisplay(console, run_name=config.run.name, max_steps=0, logs=run_dir.latest_logs)
+        display = output.display(run_name=config.run.name, max_steps=0, run_dir=run_dir, lines_only=True)
         restarts = RestartRules(max_restarts=config.inference.max_restarts, delay_s=config.inference.restart_delay_s)
         supervisor = Supervisor(plan, display, stop_timeout_s=config.launch.stop_timeout_s, restarts=restarts)
         with display:
@@ -177,11 +192,14 @@ def _without_trainer(plan: ProcessPlan) -> ProcessPlan:
     return replace(plan, trainer=process)
 
 
-def _report(outcome: Outcome, subject: Subject, run_dir: RunDir, console: Console) -> EvalOutcome:
-    result = None
+def _report(outcome: Outcome, subject: Subject, run_dir: RunDir, output: Output) -> EvalOutcome:
+    result: dict[str, Any] | None = None
     if outcome.summary is not None and outcome.exit_code == 0:
         result = {"evaluated": subject.label, **outcome.summary, "folder": str(run_dir.root)}
         write_atomically(run_dir.root / "evaluation.json", _json(result))
+
+    def show(console: Console) -> None:
+        assert result is not None
         metrics, by_group = result["metrics"], result["by_group"]
         print_evaluation(
             console, metrics, by_group, group_by=result["group_by"], title=f"held out, {plain(subject.label)}"
@@ -189,9 +207,13 @@ def _report(outcome: Outcome, subject: Subject, run_dir: RunDir, console: Consol
         if "majority_baseline" in result:
             _print(console, f"always the most frequent answer: {result['majority_baseline']:.3f}")
         _print(console, f"results: {run_dir.root}\n\nnext:\n  grpo-async inspect-rollouts {run_dir.root}")
-    if outcome.error is not None:
-        console.file.flush()  # before stderr, where both are the same file
-        _print(Console(stderr=True, highlight=False), f"error: {plain(outcome.error)}")
+
+    output.end(
+        exit_code=outcome.exit_code,
+        error=outcome.error,
+        summary=result,
+        show=None if result is None else show,
+    )
     return EvalOutcome(exit_code=outcome.exit_code, folder=run_dir.root, result=result)
 
 

@@ -25,11 +25,11 @@ def evaluate(place: Assignment, config: ExperimentConfig, control: ControlClient
     """The whole life of this process."""
     from grpo_async.launch.connections import open_fleet
     from grpo_async.rundir import write_atomically
-    from grpo_async.store.rollout_store import RolloutStore
+    from grpo_async.store.rollout_store import RolloutStore, all_groups
 
     with ExitStack() as stack:
         fleet = open_fleet(config, place.server_urls, control, stack)
-        store = stack.enter_context(RolloutStore(place.rundir.rollouts))
+        store = stack.enter_context(RolloutStore(place.rundir.rollouts, settings=all_groups(config.record.rollouts)))
         control.send("phase", name="waiting for the server")
         _take_servers(config, fleet, control)
         fleet.start()

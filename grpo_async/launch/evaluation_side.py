@@ -36,7 +36,9 @@ def build_evaluation_side(
     return EvaluationSide(
         evaluator=Evaluator(
             [make_prompt(row, number, data.evaluation_system_prompt) for number, row in enumerate(data.evaluation)],
-            replace(parts, errors=errors).build(temperature=section.temperature, group_size=section.samples),
+            replace(parts, errors=errors, lane="evaluation").build(
+                temperature=section.temperature, group_size=section.samples
+            ),
             scorer,
             samples=section.samples,
             pass_reward=section.pass_reward,

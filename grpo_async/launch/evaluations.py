@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from grpo_async.launch.evaluation_side import EvaluationSide
 from grpo_async.rollout.evaluation import Evaluator
 from grpo_async.rollout.evaluation_metrics import EvaluationResult
 from grpo_async.rundir import RunDir
-from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.store.rollout_store import RolloutStore, all_groups
+from grpo_async.timeline import NO_TIMELINE, Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class _Running:
     when: When
     future: Future[EvaluationResult]
     store: RolloutStore
+    began: float  # unix seconds
 
 
 class RunEvaluations:
@@ -86,6 +89,7 @@ class RunEvaluations:
     Args:
         side: None: the run has no evaluation, and every method does nothing.
         start: steps that are done already; what the log knows of later ones is dropped.
+        timeline: takes a span for each.
     """
 
     def __init__(
@@ -97,7 +101,9 @@ class RunEvaluations:
         side: EvaluationSide | None,
         start: int,
         listeners: Listeners,
+        timeline: Timeline = NO_TIMELINE,
     ) -> None:
+        self._timeline = timeline
         self._config = config
         self._section = config.evaluation
         self._rundir = rundir
@@ -215,10 +221,11 @@ class RunEvaluations:
         assert self._evaluator is not None
         folder = self._rundir.evaluation(step)
         shutil.rmtree(folder, ignore_errors=True)  # of one that was broken off
-        store = RolloutStore(folder)
+        # not sealed when it is closed, which the trainer's thread would wait for
+        store = RolloutStore(folder, settings=all_groups(self._config.record.rollouts), seals_at_close=False)
         future = self._source.begin_evaluation(self._evaluator, step=step, max_in_flight=max_in_flight, store=store)
         self._listeners.expect(step)
-        self._running = _Running(step=step, due=due, when=when, future=future, store=store)
+        self._running = _Running(step=step, due=due, when=when, future=future, store=store, began=time.time())
         logger.info("an evaluation begins after step %d, with at most %d rollouts in flight", step, max_in_flight)
 
     def _skip(self, step: int, why: str) -> None:
@@ -274,6 +281,7 @@ class RunEvaluations:
 
     def _release(self, running: _Running) -> None:
         self._running = None
+        self._timeline.add("evaluation", "evaluation", running.began, time.time(), step=running.step, when=running.when)
         running.store.close()
 
     def _await_last(self, waiting: Waiting) -> None:

@@ -11,15 +11,13 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
 from grpo_async.config import ExperimentConfig
 from grpo_async.launch import machine as machine_module
 from grpo_async.launch.child import Child
 from grpo_async.launch.failures import explain
 from grpo_async.launch.node_link import NodeLink, Offer
 from grpo_async.launch.node_place import NodePlace, address_towards_leader, shared_token, socket_names
+from grpo_async.launch.output import Output
 from grpo_async.launch.plan import ProcessPlan, plan_follower
 from grpo_async.launch.signals import GRACE_S, Signals, end_children, first_of
 from grpo_async.launch.supervisor import Outcome
@@ -38,14 +36,14 @@ class Follower:
         self,
         config: ExperimentConfig,
         run_dir: RunDir,
-        console: Console,
+        output: Output,
         *,
         rank: int,
         amend: Callable[[ProcessPlan], ProcessPlan],
     ) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._console = console
+        self._output = output
         self._rank = rank
         self._amend = amend
         self._token = shared_token()
@@ -168,4 +166,4 @@ class Follower:
         )
 
     def _say(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        self._output.say(text)

@@ -8,35 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
 from grpo_async.config import ExperimentConfig
 from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch import machine as machine_module
 from grpo_async.launch.checks import check_inputs
-from grpo_async.launch.display import make_display
+from grpo_async.launch.conduct import conduct, report_end
 from grpo_async.launch.engine_choice import EngineChoice, choose_engine
+from grpo_async.launch.final_report import write_final_report
 from grpo_async.launch.follower import Follower
 from grpo_async.launch.layout import split_memory
 from grpo_async.launch.node_hub import HubListener, NodeHub
 from grpo_async.launch.node_link import Offer, leave_mark, own_versions
 from grpo_async.launch.node_place import NodePlace, choose_node_rank, leading_address, shared_token, socket_names
+from grpo_async.launch.output import Output
 from grpo_async.launch.plan import ProcessPlan, plan_follower, plan_processes
 from grpo_async.launch.preflight_report import Check
 from grpo_async.launch.prepare import Start, check_start, empty, lock, set_aside_broken
-from grpo_async.launch.server_keeper import RestartRules
 from grpo_async.launch.slurm import note_job
-from grpo_async.launch.summary import print_summary
-from grpo_async.launch.supervisor import Outcome, Supervisor
+from grpo_async.launch.supervisor import Outcome
 from grpo_async.launch.trainer_plan import Machine, Places
-from grpo_async.launch.wording import plain
 from grpo_async.rundir import RunDir, write_atomically
 
 _ALONE = NodePlace()
@@ -53,6 +50,7 @@ def launch(
     preflight_only: bool = False,
     on_checks: Callable[[Sequence[Check]], None] = lambda checks: None,
     amend: Amend = lambda plan: plan,
+    output: Output | None = None,
 ) -> int:
     """Run one experiment; returns the exit code. See `grpo_async.launch.run`.
 
@@ -63,10 +61,38 @@ def launch(
             when none failed, else 1. Everything is written to a temporary run directory; that of `config` is not touched.
         on_checks: with `preflight_only`, gets the checks at the end, if they were made.
         amend: changes the plan before it is carried out (other commands for the same roles).
+        output: how it tells of itself; None: everything on stdout.
 
     Raises:
         ConfigError: the input is wrong; nothing was started.
     """
+    output = output or Output()
+    with output.reporting():
+        return _launch(
+            config,
+            resume=resume,
+            clean=clean,
+            dry_run=dry_run,
+            node_rank=node_rank,
+            preflight_only=preflight_only,
+            on_checks=on_checks,
+            amend=amend,
+            output=output,
+        )
+
+
+def _launch(
+    config: ExperimentConfig,
+    *,
+    resume: str | None,
+    clean: bool,
+    dry_run: bool,
+    node_rank: int | None,
+    preflight_only: bool,
+    on_checks: Callable[[Sequence[Check]], None],
+    amend: Amend,
+    output: Output,
+) -> int:
     from grpo_async.config.loader import dump_config
 
     if preflight_only:
@@ -77,11 +103,10 @@ def launch(
         rank = 0 if dry_run and node_rank is None else choose_node_rank(config, node_rank)
     notes = [*check_inputs(config, node_rank=rank), *alone]
     engine = choose_engine(config)
-    console = Console(highlight=False)
     if rank > 0 and not dry_run:
-        return _follow(config, console, rank=rank, amend=amend)
+        return _follow(config, output, rank=rank, amend=amend)
     if preflight_only:
-        return _preflight(config, engine, console, notes=notes, on_checks=on_checks, amend=amend)
+        return _preflight(config, engine, output, notes=notes, on_checks=on_checks, amend=amend)
     start = check_start(config, resume=resume, clean=clean)
     run_dir = RunDir(config.run_path.absolute())
     if dry_run:
@@ -93,7 +118,7 @@ def launch(
         else:
             plan = plan_follower(config, node=node, places=places, machine=machine)
         plan = amend(plan)
-        _print(console, f"{plan.describe()}\n{dump_config(config)}dry run: nothing was started or written")
+        output.answer(f"{plan.describe()}\n{dump_config(config)}dry run: nothing was started or written")
         return 0
     node = _lead_nodes(config)
     with lock(run_dir):
@@ -101,8 +126,9 @@ def launch(
         if clean:
             empty(run_dir)
         set_aside_broken(run_dir, start)
-        outcome = _run(config, engine, run_dir, console, start=start, notes=notes, amend=amend, node=node)
-    return _report(outcome, run_dir, console)
+        outcome = _run(config, engine, run_dir, output, start=start, notes=notes, amend=amend, node=node)
+        report = write_final_report(config, run_dir, output)
+    return report_end(outcome, run_dir, output, report=report)
 
 
 def describe_plan(config: ExperimentConfig) -> str:
@@ -119,10 +145,10 @@ def describe_plan(config: ExperimentConfig) -> str:
     return plan.describe()
 
 
-def _follow(config: ExperimentConfig, console: Console, *, rank: int, amend: Amend) -> int:
+def _follow(config: ExperimentConfig, output: Output, *, rank: int, amend: Amend) -> int:
     run_dir = RunDir(config.run_path.absolute())
-    outcome = asyncio.run(Follower(config, run_dir, console, rank=rank, amend=amend).run())
-    return _report(outcome, run_dir, console)
+    outcome = asyncio.run(Follower(config, run_dir, output, rank=rank, amend=amend).run())
+    return report_end(outcome, run_dir, output)
 
 
 def _on_one_machine(config: ExperimentConfig) -> tuple[ExperimentConfig, tuple[str, ...]]:
@@ -159,7 +185,7 @@ def _lead_nodes(config: ExperimentConfig) -> NodePlace:
 def _preflight(
     config: ExperimentConfig,
     engine: EngineChoice,
-    console: Console,
+    output: Output,
     *,
     notes: Sequence[str],
     on_checks: Callable[[Sequence[Check]], None],
@@ -171,13 +197,13 @@ def _preflight(
     keep = False
     try:
         start = Start(resume_step=None)
-        outcome = _run(config, engine, run_dir, console, start=start, notes=notes, amend=amend, preflight_only=True)
+        outcome = _run(config, engine, run_dir, output, start=start, notes=notes, amend=amend, preflight_only=True)
         if outcome.checks is not None:
             on_checks(outcome.checks)
         keep = outcome.exit_code == 1 and outcome.checks is None  # it broke: the logs say more than the error
         if keep:
             outcome = Outcome(exit_code=1, error=f"{outcome.error}\nthe logs are kept: {run_dir.logs}")
-        return _report(outcome, run_dir, console)
+        return report_end(outcome, run_dir, output)
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -187,7 +213,7 @@ def _run(
     config: ExperimentConfig,
     engine: EngineChoice,
     run_dir: RunDir,
-    console: Console,
+    output: Output,
     *,
     start: Start,
     notes: Sequence[str],
@@ -218,8 +244,8 @@ def _run(
             )
         )
         write_atomically(run_dir.plan, plan.describe())
-        _print(console, plan.describe())
-        return _supervise(config, plan, console, _hub_maker(config, plan, node))
+        output.start(run_name=config.run.name, directory=run_dir.root, pid=os.getpid(), plan=plan.describe())
+        return conduct(config, plan, output, _hub_maker(config, plan, node))
 
 
 @contextlib.contextmanager
@@ -304,40 +330,3 @@ def _hub_maker(config: ExperimentConfig, plan: ProcessPlan, node: NodePlace) -> 
         )
 
     return make
-
-
-def _supervise(
-    config: ExperimentConfig,
-    plan: ProcessPlan,
-    console: Console,
-    make_hub: Callable[[HubListener], NodeHub] | None,
-) -> Outcome:
-    display = make_display(
-        console, run_name=config.run.name, max_steps=config.training.max_steps, logs=plan.places.run_dir.latest_logs
-    )
-    restarts = RestartRules(max_restarts=config.inference.max_restarts, delay_s=config.inference.restart_delay_s)
-    supervisor = Supervisor(
-        plan,
-        display,
-        stop_timeout_s=config.launch.stop_timeout_s,
-        restarts=restarts,
-        make_hub=make_hub,
-        rdzv_timeout_s=config.launch.rdzv_timeout_s,
-    )
-    with display:
-        return asyncio.run(supervisor.run())
-
-
-def _report(outcome: Outcome, run_dir: RunDir, console: Console) -> int:
-    if outcome.summary is not None:
-        print_summary(console, outcome.summary, run_dir.root)
-    if outcome.error is not None:
-        console.file.flush()  # before stderr, where both are the same file
-        _print(
-            Console(stderr=True, highlight=False), f"error: {plain(outcome.error)}"
-        )  # it may quote a model or a tool
-    return outcome.exit_code
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(Text(text), soft_wrap=True)

@@ -16,22 +16,24 @@ from typing import Any
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.errors import DeadlineError, GrpoAsyncError, InferenceError, RunError
+from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
 from grpo_async.inference.fleet import Server
 from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch.addresses import weights_host
 from grpo_async.launch.assignment import Assignment
-from grpo_async.launch.connections import open_fleet
+from grpo_async.launch.connections import is_lost, open_fleet
 from grpo_async.launch.control import ControlClient
 from grpo_async.launch.evaluations import Listeners, RunEvaluations
 from grpo_async.launch.preflight import Check, run_preflight
 from grpo_async.launch.preflight_context import PreflightContext
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
+from grpo_async.launch.run_timeline import RunPhases, watch_servers
 from grpo_async.launch.stall import StallGuard
 from grpo_async.launch.weight_sync import FleetSync
 from grpo_async.rundir import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.threads import call_when_set
+from grpo_async.timeline import NO_TIMELINE, Timeline
 from grpo_async.tracking import MetricsLog, open_trackers
 from grpo_async.training.checkpoint import load_state, load_tensors, set_aside_later_checkpoints
 from grpo_async.training.keeping import CheckpointKeeper
@@ -52,11 +54,16 @@ _WAIT_SLICE_S = 20.0
 
 
 def lead(
-    place: Assignment, config: ExperimentConfig, control: ControlClient, workplace: Workplace, renderer: ChatRenderer
+    place: Assignment,
+    config: ExperimentConfig,
+    control: ControlClient,
+    workplace: Workplace,
+    renderer: ChatRenderer,
+    timeline: Timeline = NO_TIMELINE,
 ) -> None:
     """Run rank 0; everything it opened is closed when it returns or raises."""
     with ExitStack() as stack:
-        _Leader(place, config, control, workplace, renderer, stack).run()
+        _Leader(place, config, control, workplace, renderer, timeline, stack).run()
 
 
 class _Leader:
@@ -67,6 +74,7 @@ class _Leader:
         control: ControlClient,
         workplace: Workplace,
         renderer: ChatRenderer,
+        timeline: Timeline,
         stack: ExitStack,
     ) -> None:
         self._place = place
@@ -74,11 +82,15 @@ class _Leader:
         self._control = control
         self._workplace = workplace
         self._renderer = renderer
+        self._timeline = timeline
         self._stack = stack
+        self._phases = RunPhases(control, timeline)
+        stack.callback(self._phases.end)
         self._state = load_state(place.rundir, place.resume_step) if place.resume_step is not None else None
         self._progress: dict[str, Any] = dict(self._state.progress) if self._state else {}
         self._keeper = CheckpointKeeper(place.rundir, config.checkpoint, resumed_step=place.resume_step)
         self._fleet = open_fleet(config, place.server_urls, control, stack)
+        stack.callback(watch_servers(self._fleet, timeline).close)
         self._engine = "unknown"
         self._evaluations: RunEvaluations  # from `run` on
         self._guard: StallGuard
@@ -89,15 +101,11 @@ class _Leader:
         if self._place.resume_step is not None:
             workplace = self._workplace
             load_tensors(
-                self._place.rundir,
-                self._place.resume_step,
-                workplace.policy,
-                workplace.optimizer,
-                seed=config.run.seed,
+                self._place.rundir, self._place.resume_step, workplace.policy, workplace.optimizer, seed=config.run.seed
             )
             set_aside_later_checkpoints(self._place.rundir, self._place.resume_step)
             side.supersede()  # not before: a start that fails leaves the run's files as they are
-        control.send("phase", name="waiting for the server")
+        self._phases.begin("waiting for the server")
         self._fleet.start()
         is_ready = self._fleet.wait_for_members(
             deadline_s=config.inference.startup_timeout_s,
@@ -112,7 +120,7 @@ class _Leader:
         totals = self._progress.pop("totals", None)
         meter = PipelineMeter(self._read(), Totals(**totals) if totals else None)
         loop = self._build_loop(side, meter, start)
-        control.send("phase", name="pushing the first weights")
+        self._phases.begin("pushing the first weights")
         first_push = self._push_first(loop, start)  # also proves the transport before anything is generated
         if first_push is None:
             loop.stop_followers()
@@ -130,7 +138,7 @@ class _Leader:
         self._guard.check()
 
     def _build_rollout_side(self) -> RolloutSide:
-        store = RolloutStore(self._place.rundir.rollouts)
+        store = RolloutStore(self._place.rundir.rollouts, settings=self._config.record.rollouts)
         self._stack.callback(store.close)
         side = build_rollout_side(
             self._config,
@@ -138,6 +146,7 @@ class _Leader:
             renderer=self._renderer,
             store=store,
             state=self._state,
+            timeline=self._timeline,
         )
         self._stack.callback(side.source.close)
         return side
@@ -156,6 +165,7 @@ class _Leader:
                 expect=self._keeper.expect_evaluation,
                 phase=lambda name: self._control.send("phase", name=name),
             ),
+            timeline=self._timeline,
         )
         self._stack.callback(evaluations.close)
         return evaluations
@@ -179,7 +189,8 @@ class _Leader:
             transport,
             workplace.parameters,
             probes=self._probes(side),
-            on_serving=self._tell_serving,
+            on_serving=lambda server: self._control.send("server_serving", index=server.index),
+            timeline=self._timeline,
         )
         trackers = self._trackers = open_trackers(config, self._place.rundir)
         self._stack.callback(trackers.close)
@@ -202,6 +213,7 @@ class _Leader:
             saved_step=self._place.resume_step,
             counters=self._state.counters if self._state else None,
             on_saved=self._keeper.prune,
+            timeline=self._timeline,
         )
 
     def _probes(self, side: RolloutSide) -> list[list[int]]:
@@ -216,9 +228,6 @@ class _Leader:
             vocab_size=len(self._renderer.tokenizer),
             max_model_len=self._config.inference.max_model_len,
         )
-
-    def _tell_serving(self, server: Server) -> None:
-        self._control.send("server_serving", index=server.index)
 
     def _push_first(self, loop: LeaderLoop, version: int) -> dict[str, float] | None:
         """Until one server serves: the first may die between its readiness and the push. Metrics of the push; None when the run is
@@ -250,7 +259,7 @@ class _Leader:
         Raises:
             RunError: something would.
         """
-        self._control.send("phase", name="checking trainer and servers against each other")
+        self._phases.begin("checking trainer and servers against each other")
         probes = self._probes(side)
         for attempt in range(1, _PREFLIGHTS + 1):
             while not (servers := self._fleet.serving()):  # it has died since the push
@@ -258,23 +267,14 @@ class _Leader:
                     return
             checks = self._preflight(side, loop, version, first_push, servers, probes)
             failed = [f"{check.name}: {check.detail}" for check in checks if check.status == "fail"]
-            lost = [server.name for server in servers if self._is_lost(server)] if failed else []
+            lost = [server.name for server in servers if is_lost(self._fleet, server)] if failed else []
             if not lost or attempt == _PREFLIGHTS:
                 break
             logger.warning("%s died while it was checked; it is checked again", " and ".join(lost))
+        self._phases.end()
         self._control.send("preflight", checks=[asdict(check) for check in checks])
         if failed:
             raise RunError("the preflight found what would spoil the run:\n" + "\n".join(failed))
-
-    def _is_lost(self, server: Server) -> bool:
-        """Whether a server has died since its record was read, seen or not."""
-        if all(server.instance_id != other.instance_id for other in self._fleet.serving()):
-            return True
-        try:
-            return server.control.info().instance_id != server.instance_id
-        except InferenceError:
-            self._fleet.suspect(server.index)
-            return True
 
     def _preflight(
         self,
@@ -330,12 +330,12 @@ class _Leader:
 
     def _train(self, side: RolloutSide, loop: LeaderLoop, meter: PipelineMeter, start: int) -> int:
         """Generate and train until the last step or a request to stop; returns the finished steps."""
-        control, source = self._control, side.source
-        control.send("phase", name="training")
+        source = side.source
+        self._phases.begin("training")
         meter.restart(self._read())
         source.start()
         finished = loop.run(first_step=start + 1)
-        control.send("phase", name="saving")
+        self._phases.begin("saving")
         if finished < self._config.training.max_steps:
             loop.save(finished, wait=True)  # before generation is stopped: a resume goes on with what is in flight
             source.stop_generating()
@@ -347,6 +347,7 @@ class _Leader:
             except GrpoAsyncError as error:  # the model can be saved and exported without one
                 logger.error("no inference server for the last weights: %s", error)
             loop.finish(finished)
+            self._phases.end()
             loop.activity.begin("evaluating after training")
             self._evaluations.after_training(finished, loop)
             self._complete_model_card(finished)

@@ -22,6 +22,7 @@ from grpo_async.rollout.function_output import OutputReader
 from grpo_async.rollout.function_producer import FunctionLimits, FunctionProducer
 from grpo_async.rollout.function_trainer import FunctionArguments, FunctionTrainer
 from grpo_async.rollout.producer import GroupProducer
+from grpo_async.timeline import NO_TIMELINE, Timeline
 from grpo_async.tools import Tool, load_tools
 
 
@@ -137,6 +138,9 @@ class ProducerParts:
     renderer: ChatRenderer
     errors: ErrorLog
     served_version: Callable[[], int]
+    timeline: Timeline = NO_TIMELINE
+    lane: str = "rollout"
+    """Of the timeline: what rollouts in progress have rows of."""
 
     def build(self, *, temperature: float, group_size: int) -> GroupProducer:
         """A producer that samples `group_size` rollouts of a prompt at `temperature`."""
@@ -162,6 +166,7 @@ class ProducerParts:
             errors=self.errors,
             tools=self.participants.tools,
             environments=self.participants.environments,
+            lanes=self.timeline.slots(self.lane),
         )
 
     def _function_producer(
@@ -204,4 +209,5 @@ class ProducerParts:
                 num_tokens=len(self.renderer.tokenizer),
                 max_model_len=config.inference.max_model_len,
             ),
+            lanes=self.timeline.slots(self.lane),
         )

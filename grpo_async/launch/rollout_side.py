@@ -28,6 +28,7 @@ from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def build_rollout_side(
     renderer: ChatRenderer,
     store: RolloutStore,
     state: TrainerState | None,
+    timeline: Timeline = NO_TIMELINE,
 ) -> RolloutSide:
     """Connect everything between the data and the trainer; `state` is that of the checkpoint to go on from.
 
@@ -86,6 +88,7 @@ def build_rollout_side(
         train_truncated=rollout.overlong == "train",
         environment_weights=participants.environments.reward_weights if participants.environments else {},
         max_steps=config.training.max_steps,
+        timeline=timeline,
     )
     ledger = Ledger(resume.ledger if resume else None)
     admission = Admission(
@@ -111,6 +114,7 @@ def build_rollout_side(
         max_staleness=rollout.max_staleness,
         on_stale=on_stale,
         on_empty=on_empty,
+        timeline=timeline,
     )
     client = make_client(config, fleet)
     errors = ErrorLog(resume.failures if resume else None)
@@ -121,6 +125,7 @@ def build_rollout_side(
         renderer=renderer,
         errors=errors,
         served_version=lambda: worker.served_version,
+        timeline=timeline,
     )
     worker = RolloutWorker(
         settings=WorkerSettings(
@@ -142,6 +147,7 @@ def build_rollout_side(
         resume=resume,
         version=start,
         keeps_open_turns=rollout.max_staleness > 0,  # synchronous runs are bit-exact: see the worker
+        timeline=timeline,
     )
     thread = LoopThread()
     thread.start()

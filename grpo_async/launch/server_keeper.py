@@ -79,6 +79,9 @@ class ServerNews(Protocol):
     def note(self, text: str) -> None:
         """A line for the user."""
 
+    def warning(self, text: str) -> None:
+        """A line about something that ought not to be."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
@@ -157,7 +160,7 @@ class _Keeper:
                     self._give_up(end, last_words)
                     return
                 count = f"restart {self._restarts.in_a_row} of {self._all.rules.max_restarts}"
-                self._all.news.note(f"the {self.name} {end.how}; {count} in {delay_s:g} s")
+                self._all.news.warning(f"the {self.name} {end.how}; {count} in {delay_s:g} s")
                 self._all.news.server_state(self.name, f"{end.how}, {count}")
                 if await _within(self._stopping, delay_s):
                     return
@@ -306,7 +309,9 @@ class ServerKeepers:
         """One is given up, with its last words; the run goes on as long as there is another."""
         given_up = [keeper.given_up for keeper in self._keepers if keeper.given_up is not None]
         if len(given_up) < len(self._keepers):
-            self.news.note(f"{why}; the run goes on with {len(self._keepers) - len(given_up)} of {len(self._keepers)}")
+            self.news.warning(
+                f"{why}; the run goes on with {len(self._keepers) - len(given_up)} of {len(self._keepers)}"
+            )
             return
         before = [reason for reason in given_up if reason != why]
         self.lost("\n".join([*before, why, f"the {last_words}"]))
@@ -315,7 +320,7 @@ class ServerKeepers:
         """End a server at once, and everything that it started."""
         left = await self._tree.kill_below(child.pid, mark_of(spec), _KILL_TIMEOUT_S)
         for process in left:
-            self.news.note(f"process {process.pid} of the {child.name} does not end even by SIGKILL")
+            self.news.warning(f"process {process.pid} of the {child.name} does not end even by SIGKILL")
         await asyncio.wait([child.exited], timeout=_KILL_TIMEOUT_S)
 
     def _end_with_error(self, task: asyncio.Task[None]) -> None:

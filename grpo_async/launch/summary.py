@@ -16,8 +16,8 @@ from grpo_async.launch.progress import LEDGER_STATES, duration
 from grpo_async.launch.wording import plain
 
 
-def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path) -> None:
-    """Print the table and what to do next. Fields that the summary lacks are left out."""
+def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *, report: Path | None = None) -> None:
+    """Print the table and what to do next. Fields that the summary lacks are left out. `report`: the page, if one was written."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
@@ -26,7 +26,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path) -
     console.print(table)
     _print_evaluation(console, summary.get("evaluation"))
     console.print(Text("\nnext:"))
-    for command in _next_commands(summary, run_dir):
+    for command in _next_commands(summary, run_dir, report):
         console.print(Text(f"  {command}"), soft_wrap=True)
 
 
@@ -111,7 +111,9 @@ def _server_failures(failures: Any) -> Iterator[tuple[str, str]]:
     yield "servers", plain(text)
 
 
-def _next_commands(summary: Mapping[str, Any], run_dir: Path) -> Iterator[str]:
+def _next_commands(summary: Mapping[str, Any], run_dir: Path, report: Path | None) -> Iterator[str]:
+    if report is not None:
+        yield f"{report}    # open it in a browser: does it learn, and why not"
     yield f"grpo-async inspect-rollouts {run_dir}    # read what was generated, and its rewards"
     if summary.get("status") == "stopped":
         yield f"grpo-async train {run_dir / 'config.yaml'} --resume auto    # go on from the checkpoint"

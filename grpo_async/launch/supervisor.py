@@ -85,14 +85,14 @@ class Supervisor:
             self._servers = ServerKeepers(self._plan.servers, self, spawn=self._spawn, tree=tree, rules=self._restarts)
             try:
                 async with ControlServer(
-                    self._plan.places.control_socket, self._on_message, self._display.note
+                    self._plan.places.control_socket, self._on_message, self._display.warning
                 ) as control:
                     self._control = control
                     return await self._supervise_with_nodes(control)
             finally:
                 await self._servers.abandon(_KILL_TIMEOUT_S)
                 for process in await tree.kill(_KILL_TIMEOUT_S):
-                    self._display.note(f"process {process.pid} does not end even by SIGKILL (stuck in the kernel)")
+                    self._display.warning(f"process {process.pid} does not end even by SIGKILL (stuck in the kernel)")
                 if self._children:
                     await asyncio.wait([child.exited for child in self._children], timeout=_KILL_TIMEOUT_S)
 
@@ -271,6 +271,10 @@ class Supervisor:
         """See ServerNews."""
         self._display.note(text)
 
+    def warning(self, text: str) -> None:
+        """See ServerNews."""
+        self._display.warning(text)
+
     def _on_message(self, message: Mapping[str, Any]) -> None:
         match message:
             case {"kind": "phase", "name": str(name)}:
@@ -282,6 +286,10 @@ class Supervisor:
             case {"kind": "preflight", "checks": list(checks)}:
                 self._checks = [_read_check(check) for check in checks]
                 self._display.preflight(self._checks)
+            case {"kind": "servers", "servers": list(servers)}:
+                self._display.servers([server for server in servers if isinstance(server, dict)])
+            case {"kind": "warning", "text": str(text)}:
+                self._display.warning(text)
             case {"kind": "server_serving", "index": int(index)}:
                 self._servers.serves(index, message.get("life"))
             case {"kind": "restart_server", "index": int(index), "reason": str(reason)}:
@@ -291,7 +299,7 @@ class Supervisor:
             case {"kind": "failed", "rank": rank, "error": error}:
                 self._reported_failure = f"trainer rank {rank} failed: {error}"
             case _:
-                self._display.note(f"the trainer sent a message that nobody knows: {str(dict(message))[:200]}")
+                self._display.warning(f"the trainer sent a message that nobody knows: {str(dict(message))[:200]}")
 
 
 def _read_check(content: Any) -> Check:

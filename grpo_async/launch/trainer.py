@@ -5,15 +5,26 @@ Rank 0 leads (launch.lead), the others follow its commands (training.workplace.f
 
 from __future__ import annotations
 
+import time
+
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
 from grpo_async.launch.entry import run_process
+from grpo_async.launch.run_timeline import attempt
+from grpo_async.timeline import NO_TIMELINE, Timeline, open_timeline
 
 
 def run_rank(place: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
     """The whole life of this rank."""
+    timeline = open_timeline(place.rundir.events, config.record.timeline) if place.rank == 0 else NO_TIMELINE
+    with attempt(timeline, place):
+        _run(place, config, control, timeline)
+
+
+def _run(place: Assignment, config: ExperimentConfig, control: ControlClient, timeline: Timeline) -> None:
     control.send("phase", name="loading the model")
+    began = time.time()
     import torch  # here, so that a broken installation is reported like any other failure
     import torch.distributed as dist
 
@@ -28,9 +39,10 @@ def run_rank(place: Assignment, config: ExperimentConfig, control: ControlClient
     join_process_group(place, config)
     try:
         renderer = load_renderer(config)
-        workplace = build_workplace(place, config, tokenizer=renderer.tokenizer)
+        workplace = build_workplace(place, config, tokenizer=renderer.tokenizer, timeline=timeline)
+        timeline.add("loading the model", "run", began, time.time())
         if place.rank == 0:
-            lead(place, config, control, workplace, renderer)
+            lead(place, config, control, workplace, renderer, timeline)
         else:
             if place.resume_step is not None:
                 load_tensors(

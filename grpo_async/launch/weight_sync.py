@@ -18,8 +18,9 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError, GrpoAsyncError, RequestRejectedError, RunError, WeightPushError
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.inference.surface import ServedParameters, ServerInfo
+from grpo_async.timeline import NO_TIMELINE, Timeline
 from grpo_async.weights.blame import is_answer
-from grpo_async.weights.push import GatheredParameters, PushFailedError, PushSettings, push_weights
+from grpo_async.weights.push import LANE, GatheredParameters, PushFailedError, PushSettings, push_weights
 from grpo_async.weights.transport import WeightTransport
 from grpo_async.weights.verify import compare_logprobs, verify_limit
 
@@ -45,6 +46,7 @@ class FleetSync:
         parameters: of the policy; gathered on every rank.
         probes: token sequences on which trainer and servers are compared.
         on_serving: called with each server that serves for the first time after a start.
+        timeline: takes the phases of each push.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class FleetSync:
         *,
         probes: Sequence[Sequence[int]],
         on_serving: Callable[[Server], None],
+        timeline: Timeline = NO_TIMELINE,
     ) -> None:
+        self._timeline = timeline
         self._config = config
         self._fleet = fleet
         self._transport = transport
@@ -114,18 +118,22 @@ class FleetSync:
         targets = [server.control for server in members]
         group = [(server.name, server.instance_id) for server in members]  # one that was restarted has left it
         if not self._transport.members or self._group != group:
-            self._transport.connect(targets)
+            with self._timeline.span("connect", LANE, servers=len(targets)):
+                self._transport.connect(targets)
             self._group = group
-        report = push_weights(
-            self._parameters,
-            version=version,
-            targets=targets,
-            transport=self._transport,
-            settings=self._settings,
-            before_gather=before_gather,
-            applying=self._fleet.applying,
-        )
-        metrics = report.metrics()
+        with self._timeline.span("push", LANE, version=version, servers=len(targets)) as span:
+            report = push_weights(
+                self._parameters,
+                version=version,
+                targets=targets,
+                transport=self._transport,
+                settings=self._settings,
+                before_gather=before_gather,
+                applying=self._fleet.applying,
+                timeline=self._timeline,
+            )
+            metrics = report.metrics()
+            span.details["bytes"] = int(metrics["sync/bytes"])
         phases = ", ".join(
             f"{name} {metrics[f'sync/{name}_ms']:.0f}"
             for name in ("pause", "start", "gather", "send", "finish", "resume")

@@ -10,6 +10,9 @@ from pathlib import Path
 _TAIL_BYTES = 64 * 1024
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
+_BREAKS = re.compile(r"\s*[\n\t]\s*")
+_DIRECTIONS = re.compile(r"[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
 
 def describe_exit(status: int) -> str:
     """`status` as subprocess gives it: 3 -> "ended with status 3", -9 -> "was killed by SIGKILL (...)"."""
@@ -26,6 +29,11 @@ def describe_exit(status: int) -> str:
 def plain(text: str) -> str:
     """`text` without terminal escapes and control characters, so that a log cannot move the cursor."""
     return _ESCAPES.sub("", text)
+
+
+def one_line(text: str) -> str:
+    """`plain` text on one line, without marks that turn the direction of what follows on a terminal."""
+    return _BREAKS.sub(" ", _DIRECTIONS.sub("", plain(text))).strip()
 
 
 def tail(path: Path, num_lines: int = 15) -> list[str]:

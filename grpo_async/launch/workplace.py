@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.launch.assignment import Assignment
+from grpo_async.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint_write import CheckpointWriter
 from grpo_async.training.compile import compile_layers
 from grpo_async.training.load import build_policy, load_weights
@@ -31,6 +32,7 @@ from grpo_async.training.reference import (
     is_policy_without_adapters,
 )
 from grpo_async.training.shard import make_mesh, shard_policy
+from grpo_async.training.step_clock import StepClock
 from grpo_async.training.workplace import Workplace
 
 _MARGIN_S = 60.0
@@ -59,7 +61,9 @@ def device_kind(config: ExperimentConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def build_workplace(place: Assignment, config: ExperimentConfig, *, tokenizer: Any) -> Workplace:
+def build_workplace(
+    place: Assignment, config: ExperimentConfig, *, tokenizer: Any, timeline: Timeline = NO_TIMELINE
+) -> Workplace:
     """Load the model and shard it over all ranks. A collective. `tokenizer` is exported with the model."""
     kind = device_kind(config)
     device = device_for(kind, place.local_rank)
@@ -93,10 +97,11 @@ def build_workplace(place: Assignment, config: ExperimentConfig, *, tokenizer: A
             device=torch.device("cpu") if place.transport == "gloo" else device,
         ),
         channel=CommandChannel(timeout_s=patience_s),
-        checkpoints=CheckpointWriter(place.rundir, timeout_s=config.training.collective_timeout_s),
+        checkpoints=CheckpointWriter(place.rundir, timeout_s=config.training.collective_timeout_s, timeline=timeline),
         tokenizer=tokenizer,
         device=device,
         num_ranks=place.world_size,
+        clock=StepClock(timeline, device),
     )
 
 

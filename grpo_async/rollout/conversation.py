@@ -37,6 +37,8 @@ from grpo_async.records import (
     TurnRecord,
 )
 from grpo_async.rollout.seeds import seed_of
+from grpo_async.rollout.tracing import record_turn
+from grpo_async.timeline import NO_TRACK, Track
 
 
 class Generator(Protocol):
@@ -91,7 +93,7 @@ class SamplingSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStart:
     """What one rollout begins with. `tools` None: a single turn. `prompt_messages`: see RolloutCompletion. `affinity`: what its
-    requests share with others, such as "group/rollout"; see inference.router."""
+    requests share with others, such as "group/rollout"; see inference.router. `track`: its lane of the timeline."""
 
     rollout_id: str
     prompt_ids: Sequence[int]
@@ -102,6 +104,7 @@ class RolloutStart:
     world: World | None = None
     prompt_messages: Sequence[TaggedMessage] | None = None
     live: LiveRollout | None = None
+    track: Track = NO_TRACK
 
 
 @dataclass(slots=True, kw_only=True)
@@ -201,13 +204,12 @@ class Conversation:
             InferenceError: a generation failed.
             GrpoAsyncError: the environment's `is_done` failed, or tool results cannot be rendered.
         """
-        began = time.monotonic()
+        began, started_at = time.monotonic(), time.time()
         live = start.live
         if live is not None:
             turns = live.turns
         progress = _Progress.after(start.prompt_ids, [] if turns is None else turns)
-        if start.world is not None:
-            progress.done = await start.world.is_done()
+        progress.done = await _is_done(start)
         ended = progress.done
         while not ended:
             budget = self._settings.turn_budget(progress.num_prompt_tokens, progress.num_completion_tokens)
@@ -215,12 +217,14 @@ class Conversation:
                 progress.truncated = True
                 break
             request = self._request(start, progress, budget)
-            if live is None:
-                generation = await self._client.generate(request, on_tokens=on_tokens, affinity=start.affinity)
-            else:
-                generation = await self._client.generate(
-                    request, on_tokens=on_tokens, affinity=start.affinity, begun=live.open
-                )
+            with start.track.span("generate", turn=len(progress.turns)) as span:
+                if live is None:
+                    generation = await self._client.generate(request, on_tokens=on_tokens, affinity=start.affinity)
+                else:
+                    generation = await self._client.generate(
+                        request, on_tokens=on_tokens, affinity=start.affinity, begun=live.open
+                    )
+                record_turn(start.track, span, generation)
             ended = await self._after_generation(start, progress, generation)
             if live is not None:  # the turn is among the turns now
                 live.open = Generation()
@@ -234,6 +238,7 @@ class Conversation:
             total_duration_s=time.monotonic() - began,
             prompt_messages=start.prompt_messages,
             tool_names=start.tool_names,
+            started_at=started_at,
         )
 
     def _request(self, start: RolloutStart, progress: _Progress, budget: int) -> GenerateRequest:
@@ -271,7 +276,12 @@ class Conversation:
             progress.truncated = is_cut or bool(calls)
             return True
         began = time.monotonic()
-        records = await start.tools.execute(calls)
+        with start.track.span("tools", calls=[call.name for call in calls]) as span:
+            records = await start.tools.execute(calls)
+            span.details |= {
+                "seconds": [record.duration_s for record in records],
+                "failed": sum(record.failed for record in records),
+            }
         execution_s = time.monotonic() - began
         results = [
             TaggedMessage(
@@ -279,7 +289,7 @@ class Conversation:
             )
             for call, record in zip(calls, records, strict=True)
         ]
-        progress.done = start.world is not None and await start.world.is_done()
+        progress.done = await _is_done(start)
         suffix_ids: Sequence[int] = ()
         if not progress.done:
             suffix_ids = self._renderer.suffix_ids(calls, results)
@@ -298,6 +308,13 @@ class Conversation:
             )
         )
         return progress.done or progress.truncated
+
+
+async def _is_done(start: RolloutStart) -> bool:
+    if start.world is None:
+        return False
+    with start.track.span("environment", call="is_done"):
+        return await start.world.is_done()
 
 
 def _turn(
@@ -321,4 +338,5 @@ def _turn(
         parse_error=parse_error,
         generation_duration_s=generation.duration_s,
         tool_execution_duration_s=tool_execution_duration_s,
+        started_at=generation.started_at,
     )

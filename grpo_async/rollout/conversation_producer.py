@@ -20,6 +20,7 @@ from grpo_async.rollout.conversation import Conversation, LiveRollout, RolloutSt
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.rollout.seeds import seed_of
+from grpo_async.timeline import NO_TIMELINE, Slots, Track
 from grpo_async.tools import Tool, ToolExecutor
 
 
@@ -41,6 +42,7 @@ class ConversationProducer:
         tools: offered in every rollout.
         environments: None when the run has none.
         errors: counts failures.
+        lanes: of the timeline; each rollout in progress has one.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class ConversationProducer:
         errors: ErrorLog,
         tools: Sequence[Tool] = (),
         environments: Environments | None = None,
+        lanes: Slots | None = None,
     ) -> None:
+        self._lanes = NO_TIMELINE.slots("rollout") if lanes is None else lanes
         self._conversation = conversation
         self._renderer = renderer
         self._limits = limits
@@ -98,17 +102,25 @@ class ConversationProducer:
             seen = live
             # evaluated between two steps of the loop: when the last turn is among the turns, `over` is set too
             progress.watch(index, lambda: over or seen.look())
-        began = time.monotonic()
+        began, started_at = time.monotonic(), time.time()
         try:
             # Those in the slots have that limit too.
             async with self._slots, asyncio.timeout(self._limits.rollout_timeout_s):  # waits: for rollouts with limits
-                began = time.monotonic()
-                messages = None if environment is None else await _reset(environment, group.request.prompt)
-                if live is not None:
-                    prompt_ids = live.prompt_ids = live.prompt_ids or group.prompt_ids(messages)
-                else:
-                    prompt_ids = group.prompt_ids(messages)
-                completion = await self._run(group, index, rollout_id, environment, messages, prompt_ids, turns, live)
+                began, started_at = time.monotonic(), time.time()
+                with self._lanes.span("rollout", rollout=rollout_id, group=group.request.name) as (track, span):
+                    messages = None if environment is None else await _reset(environment, group.request.prompt, track)
+                    if live is not None:
+                        prompt_ids = live.prompt_ids = live.prompt_ids or group.prompt_ids(messages)
+                    else:
+                        prompt_ids = group.prompt_ids(messages)
+                    completion = await self._run(
+                        group, index, rollout_id, environment, messages, prompt_ids, turns, live, track
+                    )
+                    span.details |= {
+                        "status": str(completion.status),
+                        "turns": len(completion.turns),
+                        "tokens": completion.num_sampled_tokens,
+                    }
         except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
             self._errors.note("rollout", error)
             message = str(error) or (
@@ -124,11 +136,12 @@ class ConversationProducer:
                 error=message,
                 total_duration_s=time.monotonic() - began,
                 prompt_messages=messages,
+                started_at=started_at,
             )
             return over
         if not completion.turns:
             self._errors.count("environment done at reset" if completion.done else "prompt too long")
-        over = replace(completion, total_duration_s=time.monotonic() - began)
+        over = replace(completion, total_duration_s=time.monotonic() - began, started_at=started_at)
         return over
 
     async def _run(
@@ -141,6 +154,7 @@ class ConversationProducer:
         prompt_ids: Sequence[int],
         turns: list[TurnRecord],
         live: LiveRollout | None,
+        track: Track,
     ) -> RolloutCompletion:
         request = group.request
         tools = self._tools_with(environment)
@@ -156,13 +170,16 @@ class ConversationProducer:
                 world=environment,
                 prompt_messages=messages,
                 live=live,
+                track=track,
             ),
             on_tokens=None if on_tokens is None else lambda count, version: on_tokens(index, count, version),
             turns=turns,
         )
         if environment is None or environment.reward_name is None:
             return completion
-        return replace(completion, environment_rewards={environment.reward_name: await environment.get_reward()})
+        with track.span("environment", call="get_reward"):
+            reward = await environment.get_reward()
+        return replace(completion, environment_rewards={environment.reward_name: reward})
 
 
 class _Group:
@@ -188,10 +205,11 @@ class _Group:
         return found
 
 
-async def _reset(environment: Environment, prompt: Prompt) -> Sequence[TaggedMessage] | None:
+async def _reset(environment: Environment, prompt: Prompt, track: Track) -> Sequence[TaggedMessage] | None:
     """Reset the environment; the prompt's messages with the text it returned, None if it returned none."""
     row: dict[str, Any] = {"prompt": prompt.as_given(), **prompt.columns}
-    text = await environment.reset(row)
+    with track.span("environment", call="reset"):
+        text = await environment.reset(row)
     return with_environment_text(prompt.messages, text) if text else None
 
 

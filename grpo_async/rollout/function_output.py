@@ -86,9 +86,10 @@ class OutputReader:
         return rows
 
     def completion(
-        self, row: FunctionRollout, *, rollout_id: str, version: int, duration_s: float
+        self, row: FunctionRollout, *, rollout_id: str, version: int, duration_s: float, started_at: float = 0.0
     ) -> RolloutCompletion:
-        """A completion whose tokens are all stamped with `version`. Its turns end where the mask goes from 0 to 1."""
+        """A completion whose tokens are all stamped with `version`. Its turns end where the mask goes from 0 to 1. The first
+        begins with the call of the function; when the others did is not known."""
         ids = row.completion_ids
         is_whole = bool(ids) and ids[-1] in self.end_of_turn_ids
         message = TaggedMessage(role="assistant", content=row.text, origin=Origin.POLICY)
@@ -100,6 +101,7 @@ class OutputReader:
                 finish_reason=FinishReason.STOP if is_whole or end < len(ids) else FinishReason.LENGTH,
                 messages=[message] if begin == 0 else [],  # the text of the whole completion stands once
                 tool_response_ids=ids[cut:end],
+                started_at=started_at if begin == 0 else 0.0,
             )
             for begin, cut, end in turn_borders(row.mask)
         ]
@@ -111,6 +113,7 @@ class OutputReader:
             truncated=not is_whole,
             total_duration_s=duration_s,
             reward_columns=row.extra,
+            started_at=started_at,
         )
 
     def _ids(self, value: Any, where: str) -> list[int]:

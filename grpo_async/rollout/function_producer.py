@@ -29,6 +29,7 @@ from grpo_async.rollout.function_output import OutputReader
 from grpo_async.rollout.function_trainer import FunctionTrainer
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.threads import ThreadRunner
+from grpo_async.timeline import NO_TIMELINE, Slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class FunctionProducer:
         function: the user's function, sync or async.
         make_trainer: makes what one call gets as `trainer`, from the seed of the call.
         reader: checks what it returns.
+        lanes: of the timeline; each call in progress has one.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class FunctionProducer:
         *,
         limits: FunctionLimits,
         reader: OutputReader,
+        lanes: Slots | None = None,
     ) -> None:
+        self._lanes = NO_TIMELINE.slots("rollout") if lanes is None else lanes
         self._function = function
         self._make_trainer = make_trainer
         self._limits = limits
@@ -134,9 +138,11 @@ class FunctionProducer:
             functools.partial(self._function, prompts, trainer),
             finish=lambda output: self._reader.read(output, sum(sizes)),  # in the thread: a long list takes its time
         )
-        began = time.monotonic()
+        began, started_at = time.monotonic(), time.time()
+        names = [group.request.name for group in groups]
         try:
-            outcome = await self._caller.run(call)
+            with self._lanes.span("rollout function", groups=names, rollouts=sum(sizes)):
+                outcome = await self._caller.run(call)
         except TimeoutError as error:
             raise DeadlineError(
                 f"the rollout function to return {sum(sizes)} rollouts",
@@ -154,7 +160,11 @@ class FunctionProducer:
         return [
             [
                 self._reader.completion(
-                    next(rows), rollout_id=f"{group.request.name}-r{index}", version=version, duration_s=duration_s
+                    next(rows),
+                    rollout_id=f"{group.request.name}-r{index}",
+                    version=version,
+                    duration_s=duration_s,
+                    started_at=started_at,
                 )
                 for index in range(group.request.size)
             ]

@@ -12,6 +12,7 @@ from statistics import fmean
 from grpo_async.records import RolloutCompletion, ScoredGroup
 
 _ZERO_STD = 1e-8  # as in TRL
+_PERCENTS = (10, 50, 90)
 
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -26,6 +27,8 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics["reward"] = fmean(rewards)
         spreads = [_std([r for r in group.rewards if r is not None]) for group in groups]
         metrics["reward_std"] = _std(rewards)
+        metrics["reward_min"], metrics["reward_max"] = min(rewards), max(rewards)
+        metrics.update({f"reward_p{percent}": value for percent, value in _quantiles(rewards).items()})
         metrics["frac_reward_zero_std"] = fmean(float(spread < _ZERO_STD) for spread in spreads)
     for name in sorted({name for group in groups for part in group.reward_parts for name in part}):
         values = [value for group in groups for part in group.reward_parts if (value := part.get(name)) is not None]
@@ -52,6 +55,7 @@ def _completion_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, f
         "completions/mean_length": fmean(lengths),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
+        **{f"completions/p{percent}_length": value for percent, value in _quantiles(lengths).items()},
         "completions/clipped_ratio": fmean(float(completion.truncated) for completion in completions),
         "rollout/duration_s": fmean(completion.total_duration_s for completion in completions),
         "rollout/num_turns": fmean(float(len(completion.turns)) for completion in completions),
@@ -93,6 +97,21 @@ def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
             metrics[f"tools/{name}/failure_frequency"] = fmean(float(call.failed) for call in mine)
             metrics[f"tools/{name}/duration_s"] = fmean(call.duration_s for call in mine)
     return metrics
+
+
+def _quantiles(values: Sequence[float]) -> dict[int, float]:
+    """Of at least one value, between two of them by linear interpolation, as numpy's.
+
+    Worked example: [4, 1, 2, 9], sorted [1, 2, 4, 9] -> p10 at place 0.1 x 3: 1.3; p50 at 1.5: 3; p90 at 2.7: 7.5.
+    """
+    ordered = sorted(values)
+    quantiles = {}
+    for percent in _PERCENTS:
+        place = percent / 100 * (len(ordered) - 1)
+        below = int(place)
+        above = min(below + 1, len(ordered) - 1)
+        quantiles[percent] = ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return quantiles
 
 
 def _std(values: Sequence[float]) -> float:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from types import MappingProxyType
 from typing import Any
 
 from grpo_async.buffer.admission import Admission
@@ -18,7 +19,7 @@ from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Wat
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.inference.client import InferenceClient
-from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.records import GroupStatus, ScoredGroup, TokenFigures
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.evaluation import EvaluationTask, Evaluator
 from grpo_async.rollout.evaluation_metrics import EvaluationResult
@@ -138,9 +139,20 @@ class AsyncRolloutSource:
         """Grows while an evaluation runs: one that holds the next push back is no stall."""
         return 0 if self._evaluator is None else self._evaluator.num_tokens
 
-    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None:
+    def stores(self, group_id: int) -> bool:
+        return self._worker.stores(group_id)
+
+    def settle(
+        self,
+        groups: Sequence[ScoredGroup],
+        status: GroupStatus,
+        *,
+        step: int,
+        figures: Mapping[str, TokenFigures] = MappingProxyType({}),
+    ) -> None:
         for group in groups:
-            self._worker.settle(group.group, status, scored=group, step=step)
+            mine = {s.rollout_id: figures[s.rollout_id] for s in group.samples if s.rollout_id in figures}
+            self._worker.settle(group.group, status, scored=group, step=step, figures=mine)
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Rewards and lengths over the groups taken and those filtered since the step before: the prompts as they came."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,15 +19,17 @@ from grpo_async.buffer.resume import GroupInProgress, QueuedGroup, ResumeState
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RolloutContractError, RunError
-from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup
+from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenFigures
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.in_flight import GroupInFlight
 from grpo_async.rollout.open_group import OpenGroup, without_open_turns
 from grpo_async.rollout.producer import GroupProducer, GroupRequest
 from grpo_async.rollout.seeds import seed_of
+from grpo_async.rollout.tracing import record_admission
 from grpo_async.scoring.advantages import has_zero_variance
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.timeline import NO_TIMELINE, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,9 @@ class RolloutWorker:
         resume: ResumeState | None = None,
         version: int = 0,
         keeps_open_turns: bool = True,
+        timeline: Timeline = NO_TIMELINE,
     ) -> None:
+        self._timeline = timeline
         self._settings = settings
         self._stream = stream
         self._producer = producer
@@ -137,7 +142,9 @@ class RolloutWorker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
+                    began = time.time()
                     await self._admission.admit()
+                    record_admission(self._timeline, began)
                     prompt = self._next_prompt()
                     # the prompt's id is the group's: a prompt that is issued again keeps its seeds and its place in the data
                     group = RolloutGroup(group_id=prompt.prompt_id, prompt=prompt, completions=[])
@@ -279,19 +286,30 @@ class RolloutWorker:
         self.settle(group, status)
         self._admission.release()
 
+    def stores(self, group_id: int) -> bool:
+        """Whether the store keeps this group should it be trained."""
+        return self._store.stores(group_id, GroupStatus.TRAINED)
+
     def settle(
-        self, group: RolloutGroup, status: GroupStatus, *, scored: ScoredGroup | None = None, step: int | None = None
+        self,
+        group: RolloutGroup,
+        status: GroupStatus,
+        *,
+        scored: ScoredGroup | None = None,
+        step: int | None = None,
+        figures: Mapping[str, TokenFigures] | None = None,
     ) -> None:
         """Give a group its final status, in the ledger and in the store. Thread-safe.
 
         Args:
             scored: the group's rewards, if it got that far.
             step: the optimizer step that consumed it.
+            figures: of its trained tokens, by rollout id, where they are stored.
         """
         self._ledger.settle(group.group_id, status)
         if status is not GroupStatus.CANCELLED:
             self._outstanding.discard(group.prompt.prompt_id)
-        self._store.append(group, scored.samples if scored else [], status, step, scored=scored)
+        self._store.append(group, scored.samples if scored else [], status, step, scored=scored, figures=figures)
 
     def outstanding_prompts(self) -> list[int]:
         """Prompts that were issued and not settled, ascending: what a resume has to take up or to issue again."""

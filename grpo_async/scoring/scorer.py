@@ -6,15 +6,17 @@ A failed completion is never scored and never trained; the reward columns are th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup, RolloutSample, ScoredGroup
-from grpo_async.rewards import RewardFunction, TrainerState
+from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
 from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.compare import Advantages
+from grpo_async.timeline import NO_TIMELINE, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,7 @@ class Scorer:
         train_truncated: make samples of truncated completions; they count in the group's mean in any case.
         environment_weights: weight of each environment's own reward, by its class name.
         max_steps: optimizer steps of the run, for reward functions that ask for `trainer_state`.
+        timeline: takes a span for each group.
 
     Raises:
         ConfigError: the user's own advantage function cannot be used.
@@ -50,7 +53,9 @@ class Scorer:
         train_truncated: bool = True,
         environment_weights: Mapping[str, float] | None = None,
         max_steps: int = 0,
+        timeline: Timeline = NO_TIMELINE,
     ) -> None:
+        self._lanes = timeline.slots("scoring")
         self._rewards = rewards
         self._train_zero_variance = train_zero_variance
         self._train_truncated = train_truncated
@@ -114,16 +119,21 @@ class Scorer:
         for name in sorted({name for completion in completions for name in completion.reward_columns}):
             columns[name] = [completion.reward_columns.get(name) for completion in completions]
         ids = [completion.completion_ids for completion in completions]
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(
-                        reward.score(given, texts, ids, columns, trainer_state=self._state, environments=environments)
-                    )
-                    for reward in self._rewards
-                ]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        name = completions[0].rollout_id.rpartition("-")[0]
+        with self._lanes.span("score", group=name, rollouts=len(completions)) as (_, span):
+
+            async def score(reward: RewardFunction) -> RewardOutcome:
+                outcome = await reward.score(
+                    given, texts, ids, columns, trainer_state=self._state, environments=environments
+                )
+                span.details[f"{reward.name} s"] = time.time() - span.start
+                return outcome
+
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [tasks.create_task(score(reward)) for reward in self._rewards]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
         outcomes = {reward.name: task.result() for reward, task in zip(self._rewards, running, strict=True)}
         parts: list[dict[str, float | None]] = [
             {name: outcome.values[index] for name, outcome in outcomes.items()}

@@ -1,6 +1,6 @@
-"""What was generated, on disk: one line per group, written while the run goes on and readable at any moment."""
+"""What was generated, on disk: one row per rollout, written while the run goes on and readable at any moment."""
 
-from grpo_async.store.reader import StoredGroup, read_group_at, read_groups, scan_groups
+from grpo_async.store.reader import StoredGroup, read_groups, scan_groups
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.store.rows import GroupRow, RolloutRow, TurnRow
 
@@ -10,7 +10,6 @@ __all__ = [
     "RolloutStore",
     "StoredGroup",
     "TurnRow",
-    "read_group_at",
     "read_groups",
     "scan_groups",
 ]

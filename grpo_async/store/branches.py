@@ -1,8 +1,7 @@
-"""Which rows of the rollout store a resume has left behind: rollouts/branches.jsonl, one line per resume, never changed.
+"""Which groups of the rollout store a resume has left behind: branches.jsonl, one line per resume, never changed.
 
-Worked example: the checkpoint of step 4 was taken when part 0 had 900 bytes; the run wrote on to 1500 and was killed. The resume
-adds {"step": 4, "from_part": 0, "from_offset": 900, "until_part": 1}: rows at 900 and behind, in part 0, are superseded; part 1 is
-new.
+Worked example: the checkpoint of step 4 was taken when the next group was to get seq 90; the run wrote on to 149 and was killed.
+The resume adds {"step": 4, "from_seq": 90, "until_seq": 150}: 90 to 149 are superseded, what it writes itself begins at 150.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ _NAME = "branches.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """From a byte of a part up to the end of the part before `until_part`. `step` is that of the checkpoint."""
+    """The groups from `from_seq` up to the one before `until_seq`. `step` is that of the checkpoint."""
 
     step: int
-    from_part: int
-    from_offset: int
-    until_part: int
+    from_seq: int
+    until_seq: int
 
-    def covers(self, part: int, offset: int) -> bool:
-        """Whether the row at this place is left behind."""
-        return (self.from_part, self.from_offset) <= (part, offset) and part < self.until_part
+    def covers(self, seq: int) -> bool:
+        """Whether the group is left behind."""
+        return self.from_seq <= seq < self.until_seq
 
 
 def add_branch(folder: Path, branch: Branch) -> None:
@@ -40,7 +38,7 @@ def add_branch(folder: Path, branch: Branch) -> None:
 
 
 def read_branches(folder: Path) -> list[Branch]:
-    """Every branch that was left, in order; a torn line is none: that resume never wrote a row.
+    """Every branch that was left, in order; a torn line is none: that resume never wrote a group.
 
     Raises:
         RunError: a whole line cannot be read.

@@ -1,43 +1,80 @@
-"""Writes groups to rollouts/part-N.jsonl, one JSON object per line.
+"""Writes groups to the rollout store while the run goes on.
 
-Invariant: a line that ends in a line feed is whole, and is never touched again. After a kill or a full disk only the
-last line of a part can be torn; a new writer, and this one after a failed write, begins a new part instead of
-appending behind it.
+    append (any thread) -> queue, bounded -> one thread: line_of -> block-N.jsonl --full--> child process -> block-N-M.parquet
+
+Invariant: a line that ends in a line feed is whole, and never changes; no seq is used twice. Neither the trainer's thread nor the
+event loop makes JSON or waits for the disk, but for `position` (once per checkpoint) and a queue that is full. A kill costs what
+was in the queue and the line that was being written.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
-from collections.abc import Sequence
-from io import FileIO
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from grpo_async.errors import RunError
-from grpo_async.records import GroupStatus, RolloutGroup, RolloutSample, ScoredGroup
-from grpo_async.store.branches import Branch, add_branch
-from grpo_async.store.reader import part_number, parts
-from grpo_async.store.rows import group_row, to_json
+from grpo_async.records import GroupStatus, RolloutGroup, RolloutSample, ScoredGroup, TokenFigures
+from grpo_async.store.blocks import TEMPORARY_SUFFIX, Block, find_blocks, leftover_lines, torn_bytes
+from grpo_async.store.branches import Branch, add_branch, read_branches
+from grpo_async.store.facts import FactsFile
+from grpo_async.store.line_file import LineFile
+from grpo_async.store.lines import Entry, check_figures, line_of
+from grpo_async.store.sealer import Sealer
+from grpo_async.store.writer_lock import WriterLock
 
-PART_BYTES = 64 * 1024 * 1024
+if TYPE_CHECKING:  # the process that seals imports this package, and would take a second to load all sections
+    from grpo_async.config.record_sections import RolloutRecordSection
+
+logger = logging.getLogger(__name__)
+
+_MAX_QUEUED = 64
+"""Groups; they are in memory anyway shortly before, and it takes milliseconds to write one."""
+_WRITE_TIMEOUT_S = 60.0
+"""A disk that takes nothing for so long hangs."""
+_SEAL_AT_CLOSE_S = 60.0
+_ALWAYS_STORED = (GroupStatus.FAILED, GroupStatus.STALE)
+_SEQ = re.compile(rb'\{"schema":\d+,"seq":(\d+),')
 
 
 class RolloutStore:
-    """Appends groups; safe to call from several threads.
+    """Appends groups; safe to call from several threads. One writer at a time per folder.
 
     Args:
         folder: the run's rollouts folder; made when it does not exist.
-        part_bytes: a part that has reached this size is closed and the next one begun.
+        seals_at_close: rewrite the last block as Parquet when the store is closed, which takes about a second; without, it stays as
+            JSON lines, and can be read as well.
     """
 
-    def __init__(self, folder: Path, *, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        settings: RolloutRecordSection | None = None,
+        seals_at_close: bool = True,
+    ) -> None:
         self._folder = folder
-        self._part_bytes = part_bytes
-        self._lock = threading.Lock()
-        self._file: FileIO | None = None
-        self._written = 0  # bytes in the open part
-        self._number = 0  # of the open part
-        self._closed = False
+        self._settings = settings or _default_settings()
+        self._seals_at_close = seals_at_close
+        self._changed = threading.Condition()
+        self._queue: deque[Entry] = deque()
+        self._is_writing = False  # an entry that is in the queue no more
+        self._next_seq: int | None = None  # None: the folder was not looked at yet
+        self._error: RunError | None = None  # for the next call
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._file: LineFile | None = None  # only the thread's
+        self._facts = FactsFile(folder)
+        self._sealer = Sealer(folder, self._settings, self._facts)
+
+    def stores(self, group_id: int, status: GroupStatus) -> bool:
+        """Whether a group that ends with this status is kept; `record.rollouts.sample_rate` decides by its id."""
+        return status in _ALWAYS_STORED or _share_of(group_id) < self._settings.sample_rate
 
     def append(
         self,
@@ -47,87 +84,284 @@ class RolloutStore:
         step: int | None,
         *,
         scored: ScoredGroup | None = None,
+        figures: Mapping[str, TokenFigures] | None = None,
     ) -> None:
-        """Write one group; when this returns, readers see it.
+        """Have one group written, soon. It must not be changed any more.
 
         Args:
             samples: the trainable rows of the group, which know reward and advantage.
             step: the optimizer step that used or dropped the group, None when no step saw it.
             scored: the rewards of a group that was scored and has no samples (filtered); without it, and without
                 a sample, a rollout is stored without reward.
+            figures: what the trainer found, by rollout id.
 
         Raises:
-            RunError: the line could not be written (disk full, no permission); nothing else is lost.
+            RunError: an earlier group could not be written (disk full, no permission), and is lost; this one is tried all the same.
+            ValueError: figures that do not fit their rollout.
         """
-        line = to_json(group_row(group, samples, status, step, scored)) + b"\n"
-        with self._lock:
-            if self._closed:
+        figures = (figures or {}) if self._settings.token_figures else {}
+        check_figures(group, figures)
+        with self._changed:
+            if self._is_closed:
                 raise RunError(f"the rollout store {self._folder} is closed; group {group.group_id} was not written")
-            try:
-                self._write(line)
-            except OSError as error:
-                self._close_part()
-                raise RunError(
-                    f"cannot write rollouts to {self._folder}: {error.strerror}; check its free space and permissions"
-                ) from error
+            self._begin()
+            if not self.stores(group.group_id, status):
+                self._facts.left_out(status.value)
+                return
+            if not self._changed.wait_for(lambda: len(self._queue) < _MAX_QUEUED, timeout=_WRITE_TIMEOUT_S):
+                self._facts.lose()
+                raise self._hangs(f"group {group.group_id}")
+            entry = Entry(
+                seq=self._take_seq(),  # not before: others append while this waits
+                group=group,
+                samples=samples,
+                status=status,
+                step=step,
+                written_at=time.time(),
+                scored=scored,
+                figures=figures,
+            )
+            self._queue.append(entry)
+            self._start_thread()
+            self._changed.notify_all()
+            self._raise_error()
 
-    def position(self) -> tuple[int, int]:
-        """(part, bytes): where the next line goes, or later in that part. What stands before it was written before this call."""
-        with self._lock:
-            if self._file is not None:
-                return self._number, self._written
-            return self._next_number(), 0
+    def flush(self) -> None:
+        """Wait until everything that was appended before can be read.
 
-    def supersede_from(self, position: tuple[int, int], *, step: int) -> None:
-        """A run goes on from a checkpoint of `step`: what was written behind the place it had then is no part of the run any more.
-        Nothing is removed: a line in branches.jsonl says so, and readers heed it. Call it before the first `append`.
+        Raises:
+            RunError: a group could not be written, or the disk hangs.
+        """
+        with self._changed:
+            self._flush()
+
+    def position(self) -> int:
+        """The seq of the next group. What was appended before this call is on the disk. Raises as `flush`."""
+        with self._changed:
+            seq = self._begin()
+            self._flush()
+            self._facts.mark(seq)
+        self._save_facts()
+        return seq
+
+    def supersede_from(self, seq: int, *, step: int) -> None:
+        """A run goes on from a checkpoint of `step`: what was written from the position on that it had then is no part of the run
+        any more. Nothing is removed: a line in branches.jsonl says so, and readers heed it. Call it before the first `append`.
 
         Raises:
             RunError: the line cannot be written.
         """
-        with self._lock:
-            until = self._next_number()
-            branch = Branch(step=step, from_part=position[0], from_offset=position[1], until_part=until)
+        with self._changed:
+            until = self._next_seq = max(self._begin(), seq)
             try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                add_branch(self._folder, branch)
+                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                add_branch(self._folder, Branch(step=step, from_seq=seq, until_seq=until))
+                self._facts.go_back(seq)
             except OSError as error:
                 raise RunError(f"cannot write to {self._folder}: {error.strerror}; check its free space") from error
 
     def close(self) -> None:
-        """Close the open part. Allowed more than once."""
-        with self._lock:
-            self._closed = True
-            self._close_part()
+        """Write what is queued, and close the last block. Allowed more than once.
+
+        Raises:
+            RunError: a group could not be written, or the disk hangs.
+        """
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout=_WRITE_TIMEOUT_S)
+            if thread.is_alive():
+                raise self._hangs("the rest of the groups")
+            if self._seals_at_close:
+                self._sealer.close(_SEAL_AT_CLOSE_S)
+            else:
+                self._sealer.finish()
+        self._save_facts()
+        with self._changed:
+            self._raise_error()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except RunError as own:
+            if error is None:
+                raise
+            logger.error("%s", own)  # what ended the run is what the user has to know first
 
-    def _write(self, line: bytes) -> None:
+    # -- with the lock
+
+    def _begin(self) -> int:
+        """The next seq; looks at the folder the first time."""
+        if self._next_seq is None:
+            self._facts.load(self._settings.sample_rate)
+            branches = read_branches(self._folder)
+            self._next_seq = max(
+                _next_seq(find_blocks(self._folder)),
+                max((branch.until_seq for branch in branches), default=0),
+            )
+        return self._next_seq
+
+    def _take_seq(self) -> int:
+        seq = self._begin()
+        self._next_seq = seq + 1
+        return seq
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="rollout-store", daemon=True)
+            self._thread.start()
+
+    def _flush(self) -> None:
+        def is_written() -> bool:
+            return not self._queue and not self._is_writing
+
+        if not self._changed.wait_for(is_written, timeout=_WRITE_TIMEOUT_S):
+            raise self._hangs(f"{len(self._queue) + self._is_writing} groups")
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _hangs(self, what: str) -> RunError:
+        return RunError(
+            f"{self._folder} has taken nothing for {_WRITE_TIMEOUT_S:.0f} s, {what} not written; check its disk"
+        )
+
+    # -- the thread
+
+    def _work(self) -> None:
+        try:
+            lock = WriterLock(self._folder)
+        except OSError:
+            lock = None  # the first write says why
+        try:
+            self._facts.set_open(True)
+            self._save_facts()
+            self._take_over()
+            self._write_all()
+            self._facts.set_open(False)
+            self._save_facts()
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._is_closed)  # waits: the next group, or close
+                if not self._queue:
+                    break
+                entry = self._queue.popleft()
+                self._is_writing = True
+                self._changed.notify_all()
+            try:
+                self._write(entry)
+            except Exception as error:  # noqa: BLE001 - raised by the next call; the thread has to go on
+                self._note(entry, error)
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+        self._finish_block(seals=self._seals_at_close)
+
+    def _take_over(self) -> None:
+        """What an earlier writer left: cut torn lines off, after they are noted, and seal."""
+        try:
+            for path in leftover_lines(self._folder):
+                path.unlink(missing_ok=True)
+            for path in self._folder.glob(f"*{TEMPORARY_SUFFIX}"):
+                path.unlink(missing_ok=True)
+            for block in find_blocks(self._folder):
+                if not block.is_sealed:
+                    self._take_over_lines(block)
+        except (OSError, RunError) as error:
+            logger.warning("the rollout store cannot tidy up %s: %s", self._folder, error)
+
+    def _take_over_lines(self, block: Block) -> None:
+        torn = torn_bytes(block.path)
+        size = block.path.stat().st_size
+        if torn:
+            self._facts.torn(block.path.name)
+            self._facts.save()
+            logger.warning("%s: a kill had torn its last line, which is lost", block.path)
+            with block.path.open("r+b") as file:
+                file.truncate(size - torn)
+        if size == torn:
+            block.path.unlink()
+        else:
+            self._sealer.add(block.path)
+
+    def _write(self, entry: Entry) -> None:
+        line = line_of(entry)
         if self._file is None:
-            self._open_part()
-        assert self._file is not None
-        rest = memoryview(line)
-        while rest:  # unbuffered: a write that fails leaves nothing behind that a later close would try again
-            rest = rest[self._file.write(rest) :]
-        self._written += len(line)
-        if self._written >= self._part_bytes:
-            self._close_part()
+            self._file = LineFile(self._folder, entry.seq)
+        try:
+            self._file.write(line)
+        finally:
+            if self._file.is_broken or self._file.num_bytes >= self._settings.block_mb * 1_000_000:
+                self._finish_block(seals=not self._file.is_broken)
 
-    def _open_part(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        number = self._number = self._next_number()
-        # "x": should another writer have taken the name meanwhile, this fails instead of mixing two writers' lines
-        self._file = FileIO(self._folder / f"part-{number:05d}.jsonl", "xb")
-        self._written = 0
+    def _finish_block(self, *, seals: bool) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        file.close()
+        if seals and file.num_bytes:
+            self._sealer.add(file.path)
 
-    def _next_number(self) -> int:
-        return max((part_number(part) for part in parts(self._folder)), default=-1) + 1
+    def _note(self, entry: Entry, error: Exception) -> None:
+        self._facts.lose()
+        if isinstance(error, OSError):
+            told = RunError(
+                f"cannot write rollouts to {self._folder}: {error.strerror}; check its free space and permissions. "
+                f"Group {entry.group.group_id} is lost"
+            )
+        else:
+            told = RunError(f"group {entry.group.group_id} cannot be stored: {type(error).__name__}: {error}")
+        told.__cause__ = error
+        logger.error("%s", told)
+        with self._changed:
+            self._error = self._error or told
 
-    def _close_part(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def _save_facts(self) -> None:
+        try:
+            self._facts.save()
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self._folder / "store.json", error)
+
+
+def _default_settings() -> RolloutRecordSection:
+    from grpo_async.config.record_sections import RolloutRecordSection
+
+    return RolloutRecordSection()
+
+
+def all_groups(settings: RolloutRecordSection) -> RolloutRecordSection:
+    """The settings for the rollouts of an evaluation, of which none is left out: there are few, and each counts."""
+    return settings.model_copy(update={"sample_rate": 1.0})
+
+
+def _share_of(group_id: int) -> float:
+    """A number in [0, 1) that follows from the id (splitmix64): the same groups are left out in every attempt."""
+    bits = (group_id * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return ((bits ^ (bits >> 31)) >> 11) / (1 << 53)
+
+
+def _next_seq(blocks: Sequence[Block]) -> int:
+    """One more than the last seq of the newest block; one more still where its last line is torn, since that had a seq too."""
+    if not blocks:
+        return 0
+    newest = blocks[-1]
+    if newest.last_seq is not None:
+        return newest.last_seq + 1
+    lines = newest.path.read_bytes().split(b"\n")
+    found = [int(match[1]) for line in lines[:-1] if (match := _SEQ.match(line))]
+    return max(found, default=newest.first_seq - 1) + 1 + bool(lines[-1])

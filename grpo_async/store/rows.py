@@ -1,41 +1,32 @@
-"""The rows of the rollout store and their JSON form.
+"""The rows of the rollout store in Python: a group, its rollouts, their turns.
 
-    RolloutGroup + RolloutSample... -> GroupRow(RolloutRow(TurnRow...)...) <-> one JSON object
+    a JSON line, or the rows of one `seq` in Parquet -> GroupRow(RolloutRow(TurnRow...)...)
 
-A row stands for itself: it holds the texts, the token ids and what training made of them, so that a rollout can be
-looked at without the data set or the model. Field names are the JSON keys. A change that an older reader would get
-wrong raises SCHEMA.
+A row stands for itself: it holds the texts, the token ids and what training made of them, so that a rollout can be looked at
+without the data set or the model. Field names are the keys of the JSON lines (`lines` writes them). From a line and from a
+sealed block come equal rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import orjson
 
-from grpo_async.records import (
-    FinishReason,
-    GroupStatus,
-    Origin,
-    RolloutCompletion,
-    RolloutGroup,
-    RolloutSample,
-    RolloutStatus,
-    ScoredGroup,
-    TaggedMessage,
-    ToolCallRecord,
-    TurnRecord,
-)
+from grpo_async.records import FinishReason, GroupStatus, Origin, RolloutStatus, TaggedMessage, ToolCallRecord
+from grpo_async.store.schema import SCHEMA
 
-SCHEMA = 2
-_READABLE = (1, 2)  # 1 lacks what has a default here: tool calls of messages, extra columns, parse errors
+_FLOAT_LISTS = ("logprobs", "trainer_logprobs", "proximal_logprobs", "weights", "entropies")
+_JSON_COLUMNS = ("messages", "reset_messages", "turns", "extra")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRow:
-    """One generation: its length, its durations in seconds, and the tool calls that followed."""
+    """One generation: its length, when it began (seconds since the epoch, 0.0: not known), its durations in seconds, and the
+    tool calls that followed."""
 
     num_tokens: int
     finish_reason: FinishReason
@@ -43,6 +34,7 @@ class TurnRow:
     tool_execution_duration_s: float
     tool_calls: Sequence[ToolCallRecord]
     parse_error: str | None = None
+    started_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +42,11 @@ class RolloutRow:
     """One rollout. `completion_ids`, `mask`, `logprobs` and `versions` have equal length.
 
     Where the mask is 0 (tool and environment tokens) the logprob is 0.0 and the version -1. `reward` and `advantage`
-    are None for a rollout that was never scored.
+    are None for a rollout that was never scored. Numbers that are not finite are None.
+
+    `trainer_logprobs`, `proximal_logprobs`, `weights`, `entropies` (nats) and `marks` (records.TokenMark) are what the trainer
+    found: aligned with `completion_ids`, None where the mask is 0; each is None as a whole where the trainer never saw the
+    rollout, or `record.rollouts.token_figures` was off.
     """
 
     rollout_id: str
@@ -64,15 +60,23 @@ class RolloutRow:
     rewards: Mapping[str, float | None]
     messages: Sequence[TaggedMessage]  # of the completion
     turns: Sequence[TurnRow]
+    started_at: float  # seconds since the epoch; 0.0: not known
     total_duration_s: float
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
     mask: Sequence[int]
-    logprobs: Sequence[float]
+    logprobs: Sequence[float | None]
     versions: Sequence[int]
-    prompt_messages: Sequence[TaggedMessage] | None = None  # where an environment's reset changed those of the group
+    reset_messages: Sequence[TaggedMessage] | None = (
+        None  # the prompt, where an environment's reset changed the group's
+    )
     # What reward functions noted with log_extra, and columns that a rollout function returned; on a clash the former.
     extra: Mapping[str, Any] = field(default_factory=dict)
+    trainer_logprobs: Sequence[float | None] | None = None
+    proximal_logprobs: Sequence[float | None] | None = None
+    weights: Sequence[float | None] | None = None
+    entropies: Sequence[float | None] | None = None
+    marks: Sequence[int | None] | None = None
 
     @property
     def sampled_versions(self) -> set[int]:
@@ -82,51 +86,24 @@ class RolloutRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
-    """One group. `step` is the optimizer step that used or dropped it, if any."""
+    """One group. `step` is the optimizer step that used or dropped it, if any; `seq` numbers the groups of a store in the order
+    of writing; `prompt_hash` is the same for the same prompt in every step and run."""
 
     schema: int
+    seq: int
     group_id: int
     prompt_id: int
     step: int | None
     status: GroupStatus
+    written_at: float  # seconds since the epoch: when the group was settled
+    prompt_hash: str
     messages: Sequence[TaggedMessage]  # of the prompt
     columns: Mapping[str, Any]
     rollouts: Sequence[RolloutRow]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """What scoring made of one rollout; the default is that of a rollout that was never scored."""
-
-    reward: float | None = None
-    advantage: float | None = None
-    rewards: Mapping[str, float | None] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-def group_row(
-    group: RolloutGroup,
-    samples: Sequence[RolloutSample],
-    status: GroupStatus,
-    step: int | None,
-    scored: ScoredGroup | None = None,
-) -> GroupRow:
-    """The row of a group. Rewards come from its samples, and from `scored` where a filtered group has none."""
-    outcomes = _outcomes(samples, scored)
-    return GroupRow(
-        schema=SCHEMA,
-        group_id=group.group_id,
-        prompt_id=group.prompt.prompt_id,
-        step=step,
-        status=status,
-        messages=_messages(group.prompt.messages),
-        columns=_storable_items(group.prompt.columns),
-        rollouts=[_rollout_row(each, outcomes.get(each.rollout_id, _Outcome())) for each in group.completions],
-    )
-
-
 def to_json(row: GroupRow) -> bytes:
-    """One line of JSON, without the line end."""
+    """One JSON object, without a line end: every field of the row."""
     return orjson.dumps(row)
 
 
@@ -138,146 +115,90 @@ def from_json(line: bytes) -> GroupRow:
     """
     content = orjson.loads(line)
     schema = content.get("schema") if isinstance(content, dict) else None
-    if schema not in _READABLE:
-        raise ValueError(f"its schema is {schema!r}, this version reads {_READABLE}")
+    if schema != SCHEMA:
+        raise ValueError(f"its schema is {schema!r}, this version reads {SCHEMA}")
     try:
+        shared_ids = content.pop("prompt_ids", None)
         return GroupRow(
             **{
                 **content,
                 "status": GroupStatus(content["status"]),
-                "messages": [_message_from(message) for message in content["messages"]],
-                "rollouts": [_rollout_from(rollout) for rollout in content["rollouts"]],
+                "messages": _messages_from(content["messages"]),
+                "rollouts": [_rollout_from(rollout, shared_ids) for rollout in content["rollouts"]],
             }
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"it lacks or misnames a field: {error}") from error
 
 
-def storable(value: Any) -> Any:
-    """`value` as JSON has it; whatever JSON cannot hold becomes its repr."""
+def from_columns(rows: Sequence[Mapping[str, Any]]) -> GroupRow:
+    """The row of a group whose rollouts are `rows` of the view `rollouts` (schema.COLUMNS), in their order: every row of one
+    `seq`.
+
+    Raises:
+        ValueError: the rows are not those of one group, or lack a column.
+    """
     try:
-        return orjson.loads(
-            orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+        first = rows[0]
+        if any(row["seq"] != first["seq"] for row in rows):
+            raise ValueError(f"rows of several groups: seq {sorted({row['seq'] for row in rows})}")
+        return GroupRow(
+            schema=SCHEMA,
+            seq=first["seq"],
+            group_id=first["group_id"],
+            prompt_id=first["prompt_id"],
+            step=first["step"],
+            status=GroupStatus(first["group_status"]),
+            written_at=first["written_at"],
+            prompt_hash=first["prompt_hash"],
+            messages=_messages_from(orjson.loads(first["prompt_messages"])),
+            columns=orjson.loads(first["columns"]),
+            rollouts=[_rollout_from_columns(row) for row in rows if row["rollout_index"] is not None],
         )
-    except TypeError:  # orjson's encode error: an integer above 64 bits, half a surrogate pair, an odd key
-        return _text(repr(value))
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"they lack or misname a column: {error!r}") from error
 
 
-def _outcomes(samples: Sequence[RolloutSample], scored: ScoredGroup | None) -> dict[str, _Outcome]:
-    """By rollout id."""
-    found: dict[str, _Outcome] = {}
-    if scored is not None:
-        scores = zip(scored.group.trainable, scored.rewards, scored.reward_parts, strict=True)
-        for index, (completion, reward, parts) in enumerate(scores):
-            extra = _storable_items({name: values[index] for name, values in scored.extra_columns.items()})
-            found[completion.rollout_id] = _Outcome(reward=reward, rewards=dict(parts), extra=extra)
-    for sample in samples:
-        found[sample.rollout_id] = _Outcome(
-            reward=sample.reward,
-            advantage=sample.advantage,
-            rewards=dict(sample.rewards),
-            extra=found.get(sample.rollout_id, _Outcome()).extra,
-        )
-    return found
+def _rollout_from_columns(row: Mapping[str, Any]) -> RolloutRow:
+    content = {name: row[name] for name in RolloutRow.__dataclass_fields__}
+    content |= {name: None if row[name] is None else orjson.loads(row[name]) for name in _JSON_COLUMNS}
+    content["started_at"] = content["started_at"] or 0.0
+    return _rollout_from(content, None)
 
 
-def _rollout_row(completion: RolloutCompletion, outcome: _Outcome) -> RolloutRow:
-    return RolloutRow(
-        rollout_id=completion.rollout_id,
-        status=completion.status,
-        truncated=completion.truncated,
-        done=completion.done,
-        error=_optional_text(completion.error),
-        num_tokens=completion.num_sampled_tokens,
-        reward=outcome.reward,
-        advantage=outcome.advantage,
-        rewards={_text(name): value for name, value in outcome.rewards.items()},
-        messages=_messages(completion.completion_messages()),
-        turns=[_turn_row(turn) for turn in completion.turns],
-        total_duration_s=completion.total_duration_s,
-        prompt_ids=list(completion.prompt_ids),
-        completion_ids=completion.completion_ids,
-        mask=completion.completion_mask,
-        logprobs=completion.logprobs,
-        versions=completion.versions,
-        prompt_messages=None if completion.prompt_messages is None else _messages(completion.prompt_messages),
-        extra={**_storable_items(completion.reward_columns), **outcome.extra},
-    )
-
-
-def _turn_row(turn: TurnRecord) -> TurnRow:
-    return TurnRow(
-        num_tokens=len(turn.output_ids),
-        finish_reason=turn.finish_reason,
-        generation_duration_s=turn.generation_duration_s,
-        tool_execution_duration_s=turn.tool_execution_duration_s,
-        parse_error=_optional_text(turn.parse_error),
-        tool_calls=[
-            replace(
-                call,
-                tool_call_id=_text(call.tool_call_id),
-                name=_text(call.name),
-                arguments=_storable_items(call.arguments),
-                result=_text(call.result),
-            )
-            for call in turn.tool_calls
-        ],
-    )
-
-
-def _messages(messages: Sequence[TaggedMessage]) -> list[TaggedMessage]:
-    return [
-        replace(
-            m,
-            role=_text(m.role),
-            content=_text(m.content),
-            tool_calls=tuple(_storable_call(call) for call in m.tool_calls),
-            name=_optional_text(m.name),
-            tool_call_id=_optional_text(m.tool_call_id),
-        )
-        for m in messages
-    ]
-
-
-def _storable_items(items: Mapping[str, Any]) -> dict[str, Any]:
-    """One by one: a policy may write an integer above 64 bits, which costs that argument its type, not the others theirs."""
-    return {_text(str(name)): storable(value) for name, value in items.items()}
-
-
-def _storable_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """{"id", "type", "function": {"name", "arguments"}}, as ToolCall.as_dict makes it."""
-    function = call.get("function", {})
-    arguments = _storable_items(function.get("arguments", {}))
-    return {**_storable_items(call), "function": {**_storable_items(function), "arguments": arguments}}
-
-
-def _text(text: str) -> str:
-    """Text that UTF-8 can hold: half a surrogate pair, which a tool may return and a policy may write in ASCII ("\\ud800" in
-    JSON), becomes its escape."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _optional_text(text: str | None) -> str | None:
-    return None if text is None else _text(text)
-
-
-def _message_from(content: dict[str, Any]) -> TaggedMessage:
-    calls = tuple(content.get("tool_calls", ()))
-    return TaggedMessage(**{**content, "origin": Origin(content["origin"]), "tool_calls": calls})
-
-
-def _rollout_from(content: dict[str, Any]) -> RolloutRow:
+def _rollout_from(content: dict[str, Any], shared_ids: list[int] | None) -> RolloutRow:
+    reset = content.get("reset_messages")
     return RolloutRow(
         **{
             **content,
+            **{name: _as_float32(content.get(name)) for name in _FLOAT_LISTS},
             "status": RolloutStatus(content["status"]),
-            "messages": [_message_from(message) for message in content["messages"]],
-            "prompt_messages": [_message_from(m) for m in changed]
-            if (changed := content.get("prompt_messages"))
-            else None,
+            "messages": _messages_from(content["messages"]),
+            "reset_messages": None if reset is None else _messages_from(reset),
             "turns": [_turn_from(turn) for turn in content["turns"]],
+            "prompt_ids": shared_ids if content["prompt_ids"] is None else content["prompt_ids"],
         }
     )
+
+
+def _as_float32(values: Sequence[float | None] | None) -> list[float | None] | None:
+    """The numbers that the text stands for: it is the shortest that gives the float32 again."""
+    if values is None:
+        return None
+    rounded = np.array(values, dtype=np.float32)  # None becomes NaN
+    found: list[float | None] = rounded.tolist()
+    if np.isnan(rounded).any():
+        return [None if value != value else value for value in found]
+    return found
+
+
+def _messages_from(messages: Sequence[dict[str, Any]]) -> list[TaggedMessage]:
+    return [
+        TaggedMessage(
+            **{**content, "origin": Origin(content["origin"]), "tool_calls": tuple(content.get("tool_calls", ()))}
+        )
+        for content in messages
+    ]
 
 
 def _turn_from(content: dict[str, Any]) -> TurnRow:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from grpo_async.errors import CheckpointError, DeadlineError
 from grpo_async.rundir import RunDir
+from grpo_async.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint import TrainerState, rank_file, write_state
 from grpo_async.training.checkpoint_manifest import sync_folder, write_manifest
 from grpo_async.training.checkpoint_rng import rng_state
@@ -45,9 +46,11 @@ class CheckpointWriter:
 
     Args:
         timeout_s: deadline of the collectives within a write, and of one write on the whole is twice that.
+        timeline: takes what the writer's thread does.
     """
 
-    def __init__(self, rundir: RunDir, *, timeout_s: float) -> None:
+    def __init__(self, rundir: RunDir, *, timeout_s: float, timeline: Timeline = NO_TIMELINE) -> None:
+        self._timeline = timeline
         self._rundir = rundir
         self._timeout_s = timeout_s
         # of its own: the writer's collectives must not mix with those of the training thread
@@ -119,8 +122,10 @@ class CheckpointWriter:
 
         def write() -> None:
             try:
-                self._write(step, staged, generators, state)
-                on_written()
+                with self._timeline.span("write checkpoint", "checkpoint", step=step):
+                    self._write(step, staged, generators, state)
+                with self._timeline.span("remove old checkpoints", "checkpoint", step=step):
+                    on_written()
             except BaseException as error:  # noqa: BLE001 - handed to the training thread; DCP's is no Exception
                 self._error = error
                 if state is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
 from grpo_async.errors import RunError
-from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup
+from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenFigures
+from grpo_async.timeline import NO_TIMELINE, Span, Timeline
 from grpo_async.training.checkpoint import TrainerState
 from grpo_async.training.export import Provenance, export_model
 from grpo_async.training.meter import PipelineMeter, Reading
@@ -35,6 +37,8 @@ from grpo_async.training.ranks import (
     WaitCommand,
 )
 from grpo_async.training.step import StepResult
+from grpo_async.training.stopwatch import Stopwatch
+from grpo_async.training.token_figures import FigurePlan
 from grpo_async.training.watchdog import Activity
 from grpo_async.training.workplace import Workplace
 
@@ -56,6 +60,7 @@ class LeaderLoop:
         on_saved: called by the writing thread when a checkpoint stands; removes old ones.
         evaluations: beside training; None: none.
         saved_step: the checkpoint that this run goes on from.
+        timeline: takes what this thread does.
     """
 
     def __init__(
@@ -72,7 +77,9 @@ class LeaderLoop:
         saved_step: int | None = None,
         counters: Mapping[str, int] | None = None,
         on_saved: Callable[[], None] = lambda: None,
+        timeline: Timeline = NO_TIMELINE,
     ) -> None:
+        self._timeline = timeline
         self._place = place
         self._config = place.config
         self._on_saved = on_saved
@@ -90,6 +97,7 @@ class LeaderLoop:
         self._pushed_version = -1
         self._saved_step = saved_step
         self._version = 0  # of the weights in this process
+        self._stopwatch = Stopwatch()
         self.activity = Activity()
         """What this thread is doing, for the stall watchdog."""
 
@@ -114,11 +122,15 @@ class LeaderLoop:
         gather = GatherCommand(bucket_bytes=self._config.weights.bucket_mb << 20)
         self._version = version
         self._push_is_held = False
-        with self.activity.during(f"pushing version {version} to the servers"):
+        activity = self.activity.during(f"pushing version {version} to the servers")
+        with self._stopwatch.during("pushing"), activity, self._span("push", version=version):
             metrics = self._sync.push(version, before_gather=lambda: self._command_all(gather))
         if metrics is None:
             return {"sync/skipped": 1.0}
-        metrics.update(self._sync.verify(self.score))
+        began = time.time()
+        if verified := self._sync.verify(self.score):
+            self._timeline.add("verify weights", "trainer", began, time.time())
+            metrics.update(verified)
         self._pushed_version = version
         self._source.advance(version)
         return metrics
@@ -152,35 +164,38 @@ class LeaderLoop:
             RunError: too many steps in a row were not finite, generation died, a deadline passed.
         """
         config = self._config
+        self._stopwatch.take()  # what was before is in no step
         for step in range(first_step, config.training.max_steps + 1):
             self._place.checkpoints.poll()
-            wait_began = time.monotonic()
-            groups = self._take(step)
+            began, wait_began = time.time(), time.monotonic()
+            with self._stopwatch.during("waiting"):
+                groups = self._take(step)
             if groups is None:
                 return step - 1
             waited_s = time.monotonic() - wait_began
             metrics = self._source.group_metrics(groups)
             minibatches = split_groups(groups, config.training.minibatches)
             self._sync.rest()
-            result = self._train(minibatches, step)
+            with self._stopwatch.during("training"), self._span("train", step=step):
+                result, figures = self._train(minibatches, step)
             self._version = step
-            trained = self._settle(minibatches, result, step)
+            with self._span("settle", step=step):
+                trained = self._settle(minibatches, result, figures, step)
             is_due = step % config.training.weight_sync_steps == 0 or step == config.training.max_steps
             if (is_due or self._push_is_held) and self._evaluations.holds_push:
                 self._push_is_held = True
                 metrics["sync/held"] = 1.0
             elif is_due or self._push_is_held:
                 metrics.update(self._push_or_save(step))
-            # tokens that are not trained have version -1
-            versions = [v for sample in trained for v in sample.policy_versions if v >= 0]
             metrics.update(result.metrics)
             metrics.update(
                 self._meter.step(
                     self._read(),
                     waited_s=waited_s,
                     trained_tokens=result.num_tokens,
-                    staleness=[step - 1 - version for version in versions],
+                    staleness=_staleness(trained, step - 1),
                     reward=metrics.get("reward"),
+                    spent=self._stopwatch.take(),
                 )
             )
             metrics.update(self._source.gauges())
@@ -189,22 +204,26 @@ class LeaderLoop:
                 metrics.pop("sync/held", None)
                 metrics.update(self._push_or_save(step))
             self._evaluations.after_step(step, metrics, is_served=self._pushed_version == step)
-            self._on_step(step, metrics)
+            with self._span("log", step=step):
+                self._on_step(step, metrics)
+            self._timeline.add("step", "trainer", began, time.time(), step=step, tokens=result.num_tokens)
             self._check_finite(result, step)
             if step % config.checkpoint.every_steps == 0 and step < config.training.max_steps:
-                self.save(step)
+                with self._stopwatch.during("checkpoint"):
+                    self.save(step)
         return config.training.max_steps
 
     def _take(self, step: int) -> list[ScoredGroup] | None:
         """The groups of a step. When generation has failed for good, the steps so far are saved before its error goes on."""
         self.activity.begin(f"waiting for the samples of step {step}")
         try:
-            return self._source.take(
-                self._config.rollout.groups_per_step,
-                trainer_version=step - 1,
-                heartbeat=self.heartbeat,
-                attend=self.attend,
-            )
+            with self._span("wait for samples", step=step):
+                return self._source.take(
+                    self._config.rollout.groups_per_step,
+                    trainer_version=step - 1,
+                    heartbeat=self.heartbeat,
+                    attend=self.attend,
+                )
         except RunError:
             self._save_in_need(step - 1)
             raise
@@ -215,11 +234,15 @@ class LeaderLoop:
         except RunError:
             logger.exception("the steps since the last checkpoint could not be saved")  # the cause goes on
 
-    def _train(self, minibatches: Sequence[Minibatch], step: int) -> StepResult:
+    def _train(self, minibatches: Sequence[Minibatch], step: int) -> tuple[StepResult, Mapping[str, TokenFigures]]:
+        """One step on all ranks, and the figures of the tokens that are stored, by rollout id."""
         self.activity.begin(f"training step {step}")
         config, place = self._config, self._place
         lr = config.optimizer.lr * config.lr_factor(step - 1)
         parts: list[list[list[MicroBatch]]] = [[] for _ in range(place.num_ranks)]  # [num_ranks][num_minibatches]
+        stored = self._stored(minibatches)
+        figures = FigurePlan(place.num_ranks)
+        began = time.time()
         for minibatch in minibatches:
             samples = minibatch.samples
             plan = plan_batch(
@@ -238,16 +261,34 @@ class LeaderLoop:
             )
             for rank, part in enumerate(parts):
                 part.append(pack_rank(samples, weights, plan, rank, trainer_version=step - 1))
-        place.channel.send([StepCommand(minibatches=part, lr=lr) for part in parts])
-        return place.step(parts[0], lr)
+            figures.add(samples, plan, is_wanted=[sample.group_id in stored for sample in samples])
+        orders = figures.orders()
+        place.channel.send(
+            [StepCommand(minibatches=part, lr=lr, figures=order) for part, order in zip(parts, orders, strict=True)]
+        )
+        num_rows = sum(len(minibatch.samples) for minibatch in minibatches)
+        self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
+        result = place.step(parts[0], lr, orders[0])
+        collected = result.token_figures
+        return result, {} if collected is None else figures.by_rollout(collected, result.updates)
 
-    def _settle(self, minibatches: Sequence[Minibatch], result: StepResult, step: int) -> list[RolloutSample]:
+    def _stored(self, minibatches: Sequence[Minibatch]) -> set[int]:
+        """The groups whose tokens' figures are stored."""
+        if not self._config.record.rollouts.token_figures:
+            return set()
+        ids = [group.group.group_id for minibatch in minibatches for group in minibatch.groups]
+        return {group_id for group_id in ids if self._source.stores(group_id)}
+
+    def _settle(
+        self, minibatches: Sequence[Minibatch], result: StepResult, figures: Mapping[str, TokenFigures], step: int
+    ) -> list[RolloutSample]:
         """Say what became of each group; returns the samples that were trained. Those of a skipped update were not."""
         made = [minibatch for minibatch, is_made in zip(minibatches, result.updates, strict=True) if is_made]
         skipped = [minibatch for minibatch, is_made in zip(minibatches, result.updates, strict=True) if not is_made]
         for parts, status in ((made, GroupStatus.TRAINED), (skipped, GroupStatus.FAILED)):
             if parts:
-                self._source.settle([group for part in parts for group in part.groups], status, step=step)
+                groups = [group for part in parts for group in part.groups]
+                self._source.settle(groups, status, step=step, figures=figures)
         if made and skipped:
             logger.warning("step %d: %d of %d updates were skipped: not finite", step, len(skipped), len(minibatches))
         return [sample for minibatch in made for sample in minibatch.samples]
@@ -281,7 +322,8 @@ class LeaderLoop:
         place = self._place
         if step != self._saved_step:
             self.activity.begin("waiting for the last checkpoint to be written")
-            place.checkpoints.prepare(self.heartbeat)
+            with self._span("wait for the last checkpoint"):
+                place.checkpoints.prepare(self.heartbeat)
             self.activity.begin(f"copying the checkpoint of step {step}")
             state = TrainerState.of(
                 step,
@@ -290,11 +332,13 @@ class LeaderLoop:
                 counters={"bad_steps": self._bad_steps},
             )
             self._command_all(SaveCommand(step=step))
-            place.checkpoints.begin(step, place.policy, place.optimizer, state, on_written=self._on_saved)
+            with self._span("copy checkpoint", step=step):
+                place.checkpoints.begin(step, place.policy, place.optimizer, state, on_written=self._on_saved)
             self._saved_step = step
         if wait:
             self.activity.begin(f"waiting for the checkpoint of step {step} to be written")
-            place.checkpoints.wait(self.heartbeat)
+            with self._span("wait for the checkpoint", step=step):
+                place.checkpoints.wait(self.heartbeat)
 
     def finish(self, step: int) -> None:
         """Write the last checkpoint and the exported model, and make the servers serve the last weights."""
@@ -302,14 +346,15 @@ class LeaderLoop:
         self.activity.begin("exporting the model")
         self._command_all(ExportCommand())
         place = self._place
-        export_model(
-            place.rundir.model,
-            place.policy,
-            place.tokenizer,
-            adapter=place.rundir.adapter,
-            provenance=Provenance(config=self._config, step=step),
-            heartbeat=self.heartbeat,
-        )
+        with self._span("export the model"):
+            export_model(
+                place.rundir.model,
+                place.policy,
+                place.tokenizer,
+                adapter=place.rundir.adapter,
+                provenance=Provenance(config=self._config, step=step),
+                heartbeat=self.heartbeat,
+            )
         if self._pushed_version != step:
             self.activity.begin("pushing the last weights")
             self.push(step)
@@ -321,5 +366,16 @@ class LeaderLoop:
         """Tell the other ranks, which wait with a deadline, that this one waits too."""
         self._command_all(WaitCommand())
 
+    def _span(self, name: str, **details: int) -> Span:
+        return self._timeline.span(name, "trainer", **details)
+
     def _command_all(self, command: Command) -> None:
         self._place.channel.send([command] * self._place.num_ranks)
+
+
+def _staleness(samples: Sequence[RolloutSample], trainer_version: int) -> Counter[int]:
+    """Number of trained tokens by their staleness. Tokens that are not trained have version -1."""
+    versions: Counter[int] = Counter()
+    for sample in samples:
+        versions.update(sample.policy_versions)
+    return Counter({trainer_version - version: count for version, count in versions.items() if version >= 0})

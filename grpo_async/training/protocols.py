@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from grpo_async.buffer.resume import ResumeState
-from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.records import GroupStatus, ScoredGroup, TokenFigures
 
 
 class RolloutSource(Protocol):
@@ -23,7 +23,18 @@ class RolloutSource(Protocol):
         """Block until there are groups, calling `heartbeat` now and then and `attend` whenever the servers change; None when the
         run is to stop."""
 
-    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None: ...
+    def stores(self, group_id: int) -> bool:
+        """Whether the rollout store keeps this group should it be trained. (What fails or gets stale is kept in any case.)"""
+
+    def settle(
+        self,
+        groups: Sequence[ScoredGroup],
+        status: GroupStatus,
+        *,
+        step: int,
+        figures: Mapping[str, TokenFigures] = ...,
+    ) -> None:
+        """The trainer is done with these groups. `figures`: of their trained tokens, by rollout id, where there are some."""
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]: ...
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.errors import DeadlineError, RunError
+from grpo_async.training.token_figures import FigureOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class StepCommand:
 
     minibatches: Sequence[Sequence[MicroBatch]]
     lr: float
+    figures: FigureOrder | None = None
+    """Of its tokens, to be brought to rank 0; the same on all ranks whether there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,33 @@ class CommandChannel:
         if not isinstance(command, Command):
             raise RunError(f"rank {self._rank} received {type(command).__name__}, which is not a command")
         return command
+
+    def gather(self, numbers: torch.Tensor) -> list[torch.Tensor] | None:
+        """Bring a tensor of every rank to rank 0: one for each rank there, None on the others. A collective.
+
+        Args:
+            numbers: on the CPU, of the same shape and dtype on every rank.
+
+        Raises:
+            DeadlineError: a rank did not come within the deadline.
+            RunError: a rank is gone.
+        """
+        if self._group is None:
+            return [numbers]
+        parts = [torch.empty_like(numbers) for _ in range(self._world_size)] if self.is_leader else None
+        began = time.monotonic()
+        try:
+            dist.gather(numbers, parts, dst=0, group=self._group)
+        except RuntimeError as error:
+            waited_s = time.monotonic() - began
+            if waited_s < self._timeout_s:
+                raise RunError(f"rank {self._rank} lost the connection to another rank: {error}") from error
+            raise DeadlineError(
+                f"the figures of the tokens of all ranks, on rank {self._rank}",
+                waited_s=waited_s,
+                setting="training.queue_timeout_s",
+            ) from error
+        return parts
 
 
 def device_for(kind: str, local_rank: int) -> torch.device:

@@ -24,7 +24,9 @@ from grpo_async.training.objective import Objective, Prepass
 from grpo_async.training.policy import Policy, PolicyOutput
 from grpo_async.training.reference import Reference
 from grpo_async.training.shard import reshard
+from grpo_async.training.step_clock import NO_CLOCK, StepClock
 from grpo_async.training.step_metrics import UpdateFigures, UpdateNumbers, step_metrics
+from grpo_async.training.token_figures import TokenCollector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,8 @@ class StepResult:
     num_tokens: int  # trained: those of the updates made
     updates: tuple[bool, ...]  # for each minibatch, whether its update was made or skipped as not finite
     metrics: dict[str, float]
+    token_figures: Sequence[torch.Tensor] | None = None
+    """What each rank collected of its tokens (training.token_figures), where that was asked for; on rank 0 only. [num_ranks]"""
 
     @property
     def is_finite(self) -> bool:
@@ -57,6 +61,8 @@ def train_step(
     lr: float,
     max_grad_norm: float,
     device: torch.device,
+    tokens: TokenCollector | None = None,
+    clock: StepClock = NO_CLOCK,
 ) -> StepResult:
     """Run one step on this rank; every rank calls it with as many minibatches of as many micro-batches.
 
@@ -65,22 +71,40 @@ def train_step(
         reference: of the KL divergence; needed where `objective.needs_reference`.
         lr: learning rate of all updates of this step.
         max_grad_norm: total norm over all ranks that gradients are clipped to.
+        tokens: collects the figures of this rank's tokens, where they are stored.
+        clock: times forward, backward, optimizer.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
     if objective.needs_prepass:
-        prepasses = _run_prepass(policy, minibatches, objective, device)
+        with clock.part("pre-pass"):
+            prepasses = _run_prepass(policy, minibatches, objective, device)
     else:
         prepasses = [[None] * len(micro_batches) for micro_batches in minibatches]
-    updates = []
+    updates: list[UpdateNumbers] = []
     for micro_batches, known in zip(minibatches, prepasses, strict=True):
         figures = UpdateFigures(objective, device)
-        _backward(policy, micro_batches, known, figures, objective=objective, reference=reference, device=device)
-        norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
-        numbers = figures.gather(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if numbers.is_finite:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        _backward(
+            policy,
+            micro_batches,
+            known,
+            figures,
+            tokens,
+            clock,
+            objective=objective,
+            reference=reference,
+            device=device,
+        )
+        if tokens is not None and len(updates) == len(minibatches) - 1:
+            tokens.begin_copy()  # before the transfer of the last update, which so waits for both
+        with clock.part("clip gradients"):
+            norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
+            numbers = figures.gather(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        clock.synchronised()
+        with clock.part("optimizer"):
+            if numbers.is_finite:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         updates.append(numbers)
     return _result(updates, objective, lr=lr)
 
@@ -90,6 +114,8 @@ def _backward(
     micro_batches: Sequence[MicroBatch],
     prepasses: Sequence[Prepass | None],
     figures: UpdateFigures,
+    tokens: TokenCollector | None,
+    clock: StepClock,
     *,
     objective: Objective,
     reference: Reference | None,
@@ -105,14 +131,20 @@ def _backward(
             assert reference is not None
             # before the policy's own forward: the reference may be the same FSDP modules with other adapters, and nothing may run
             # through them between a forward and its backward
-            ref_logprobs = reference.logprobs(batch)
-        output: PolicyOutput = policy(batch, entropy_gradient=objective.needs_entropy_gradient)
+            with clock.part("reference", micro_batch=number):
+                ref_logprobs = reference.logprobs(batch)
+        with clock.part("forward", micro_batch=number):
+            output: PolicyOutput = policy(batch, entropy_gradient=objective.needs_entropy_gradient)
         if output.anchor is not None:
-            torch.autograd.backward(output.anchor)
+            with clock.part("backward", micro_batch=number):
+                torch.autograd.backward(output.anchor)
             continue
         terms = objective(output, batch, ref_logprobs=ref_logprobs, prepass=prepass)
-        torch.autograd.backward(terms.total * world_size)
+        with clock.part("backward", micro_batch=number):
+            torch.autograd.backward(terms.total * world_size)
         figures.add(terms)
+        if tokens is not None:
+            tokens.add(terms)
 
 
 def _set_gradient_sync(policy: Policy, device: torch.device, *, is_last: bool) -> None:

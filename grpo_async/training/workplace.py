@@ -6,7 +6,7 @@ receive command -> do the same part of it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from grpo_async.training.ranks import (
 from grpo_async.training.reference import Reference
 from grpo_async.training.score import score_sequences
 from grpo_async.training.step import StepResult, train_step
+from grpo_async.training.step_clock import NO_CLOCK, StepClock
+from grpo_async.training.token_figures import FigureOrder, TokenCollector
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,10 +52,15 @@ class Workplace:
     tokenizer: Any
     device: torch.device
     num_ranks: int
+    clock: StepClock = NO_CLOCK
 
-    def step(self, minibatches: Sequence[Sequence[MicroBatch]], lr: float) -> StepResult:
-        """This rank's part of one training step, an update for each minibatch. A collective."""
-        return train_step(
+    def step(
+        self, minibatches: Sequence[Sequence[MicroBatch]], lr: float, figures: FigureOrder | None = None
+    ) -> StepResult:
+        """This rank's part of one training step, an update for each minibatch; `figures` of its tokens go to rank 0. A
+        collective."""
+        tokens = None if figures is None else TokenCollector(figures, self.device)
+        result = train_step(
             self.policy,
             self.optimizer,
             minibatches,
@@ -62,7 +69,10 @@ class Workplace:
             lr=lr,
             max_grad_norm=self.config.optimizer.max_grad_norm,
             device=self.device,
+            tokens=tokens,
+            clock=self.clock,
         )
+        return result if tokens is None else replace(result, token_figures=self.channel.gather(tokens.on_host()))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return score_sequences(self.policy, sequences, device=self.device)
@@ -76,7 +86,7 @@ def follow(place: Workplace) -> None:
             case WaitCommand():
                 continue
             case StepCommand():
-                place.step(command.minibatches, command.lr)
+                place.step(command.minibatches, command.lr, command.figures)
             case GatherCommand():
                 for _ in place.parameters.buckets(command.bucket_bytes):
                     pass  # only rank 0 sends

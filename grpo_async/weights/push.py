@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from grpo_async.errors import WeightPushError
+from grpo_async.timeline import NO_TIMELINE, Timeline
 from grpo_async.weights.blame import PushFailedError, is_answer, split_blame
 from grpo_async.weights.buckets import ParameterSpec
 from grpo_async.weights.calls import GRACE_S, failures_of, start_each
@@ -43,6 +44,8 @@ _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
 """What the servers are told by weights.mode: pause mode, and whether caches are kept."""
 
 _SETTING = "weights.timeout_s"
+LANE = "weights"
+"""Of the timeline."""
 _RESUME_BROKEN_S = 5.0  # for a server that has stopped answering: the others do not stand still for it
 
 
@@ -148,12 +151,14 @@ class GatheredParameters(Protocol):
 class _Clock:
     """Seconds of each phase."""
 
+    timeline: Timeline
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         began = time.monotonic()
-        yield
+        with self.timeline.span(phase, LANE):
+            yield
         self.seconds[phase] = time.monotonic() - began
 
 
@@ -166,6 +171,7 @@ def push_weights(
     settings: PushSettings,
     before_gather: Callable[[], None] = lambda: None,
     applying: Callable[[], AbstractContextManager[None]] = nullcontext,
+    timeline: Timeline = NO_TIMELINE,
 ) -> PushReport:
     """Rank 0: push all parameters to all servers and make `version` their policy version.
 
@@ -173,6 +179,7 @@ def push_weights(
         transport: connected with `targets`.
         before_gather: called when the servers are ready to receive; brings the other ranks into the gather.
         applying: a context for the phase finish, in which the servers load what they have staged and answer to nothing else.
+        timeline: takes the phases; within "transfer" what gathering and, in a lane of its own, sending each bucket took.
 
     Raises:
         PushFailedError: servers failed, or the broadcast to them did. No server is paused that still answers. Unless the phase
@@ -180,7 +187,7 @@ def push_weights(
         WeightPushError: the trainer itself failed.
     """
     began = time.monotonic()
-    clock = _Clock()
+    clock = _Clock(timeline)
     names = [target.name for target in targets]
     mode, keep_cache = _PAUSES[settings.mode]
     limit_s, pause_limit_s, pause_setting = settings.timeout_s, settings.timeout_s, _SETTING
@@ -210,7 +217,7 @@ def push_weights(
         before_gather()
         with clock("transfer"):
             gather_s, send_s = _transfer(
-                parameters, version=version, targets=targets, transport=transport, settings=settings
+                parameters, version=version, targets=targets, transport=transport, settings=settings, timeline=timeline
             )
         with applying():
             on_all("finish", lambda target: target.finish_weight_update(version, timeout_s=limit_s), deadline_s=limit_s)
@@ -281,6 +288,7 @@ def _transfer(
     targets: Sequence[PushTarget],
     transport: WeightTransport,
     settings: PushSettings,
+    timeline: Timeline,
 ) -> tuple[float, float]:
     """Gather every bucket and send each while the next is gathered; (seconds gathering, seconds sending).
 
@@ -291,16 +299,17 @@ def _transfer(
     answers = start_each(
         {target.name: partial(transport.announce, target, specs) for target in targets}, what="push update"
     )
-    sender = BucketSender(transport, answers, timeout_s=settings.timeout_s)
+    sender = BucketSender(transport, answers, timeout_s=settings.timeout_s, timeline=timeline)
     gather_s = 0.0
     try:
-        mark = time.monotonic()
+        mark, began = time.monotonic(), time.time()
         for tensors in parameters.buckets(transport.bucket_bytes):
             buffer = None if sender.failure else transport.pack(tensors)
             gather_s += time.monotonic() - mark
+            timeline.add("gather", LANE, began, time.time(), tensors=len(tensors))
             if buffer is not None:
                 sender.hand_over(buffer)
-            mark = time.monotonic()
+            mark, began = time.monotonic(), time.time()
         sender.wait()
     except BaseException:  # the trainer's own: the servers must not wait for more buckets
         transport.close()

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from grpo_async.errors import DeadlineError, WeightPushError
+from grpo_async.timeline import NO_TIMELINE, Timeline
 from grpo_async.weights.calls import GRACE_S, start
 
 
@@ -34,9 +35,18 @@ class BucketSender:
     Args:
         answers: the servers' answers to update_weights; one that comes before the last bucket ends the sending.
         timeout_s: deadline of each bucket.
+        timeline: takes a span for each bucket, in the lane "weights/send".
     """
 
-    def __init__(self, transport: BucketTransport, answers: Mapping[str, Future[object]], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        transport: BucketTransport,
+        answers: Mapping[str, Future[object]],
+        *,
+        timeout_s: float,
+        timeline: Timeline = NO_TIMELINE,
+    ) -> None:
+        self._timeline = timeline
         self.failure: Exception | None = None
         self.early: dict[str, Exception] = {}
         """Servers that answered with success before everything was sent."""
@@ -83,7 +93,8 @@ class BucketSender:
 
     def _send(self, buffer: torch.Tensor) -> float:
         began = time.monotonic()
-        self._transport.send(buffer)
+        with self._timeline.span("send", "weights/send", bytes=buffer.nbytes):
+            self._transport.send(buffer)
         return time.monotonic() - began
 
     def _look_for_early_answers(self) -> None:

@@ -65,7 +65,7 @@ def _state() -> ResumeState:
         ],
         in_progress=[GroupInProgress(prompt_id=9, begun={0: over, 1: partial})],
         noted=[make_scored(6, has_samples=False)],
-        store=(2, 1234),
+        store=1234,
         failures={"rollout: TimeoutError": 2},
         counters={"failures_in_a_row": 1},
     )
@@ -82,7 +82,7 @@ def test_a_state_is_read_back_as_it_was() -> None:
     read = _through_files(state)
     assert math.isnan(read.queued[0].scored.metrics["mine"])
     assert (read.small(), list(read.lines())) == (state.small(), list(state.lines()))  # tuples have become lists
-    assert read.store == (2, 1234)
+    assert read.store == 1234
     assert [queued.is_open for queued in read.queued] == [True, False]
     turn = read.in_progress[0].begun[0].turns[0]
     assert (turn.output_logprobs, turn.policy_versions) == (_turn().output_logprobs, _turn().policy_versions)

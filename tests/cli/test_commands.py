@@ -16,6 +16,10 @@ from grpo_async.cli.train import spell_out_resume
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError, RunError
+from grpo_async.launch.json_log import EVENTS
+from grpo_async.launch.output import Output
+from grpo_async.launch.status_file import StatusFile
+from grpo_async.rundir import RunDir
 
 MINIMAL = """\
 run: {name: demo}
@@ -26,7 +30,7 @@ inference: {engine: embedded}
 """
 COMMANDS = [
     "train", "validate", "preflight", "doctor", "check-reward", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart",
-    "inspect-rollouts", "launch",
+    "inspect-rollouts", "launch", "status",
 ]  # fmt: skip
 
 
@@ -43,9 +47,16 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
     def run(
-        config: ExperimentConfig, *, resume: str | None, clean: bool, dry_run: bool, node_rank: int | None = None
+        config: ExperimentConfig,
+        *,
+        resume: str | None,
+        clean: bool,
+        dry_run: bool,
+        node_rank: int | None = None,
+        output: Output | None = None,
     ) -> int:
         calls.append({"config": config, "resume": resume, "clean": clean, "dry_run": dry_run, "node_rank": node_rank})
+        calls[-1]["mode"] = None if output is None else output.mode
         return 7
 
     monkeypatch.setattr("grpo_async.launch.run", run)
@@ -71,13 +82,62 @@ def test_a_machine_says_which_one_it_is(config: str, runs: list[dict[str, Any]])
 
 def test_the_examples_of_the_help_parse(config: str, runs: list[dict[str, Any]]) -> None:
     lines = [line.strip() for line in _invoke("train", "--help").stdout.splitlines()]
-    examples = [line.split()[2:] for line in lines if line.startswith("grpo-async train ")]
-    assert len(examples) == 6
+    commands = [line.partition(" | ")[0] for line in lines if line.startswith("grpo-async train ")]
+    examples = [command.split()[2:] for command in commands]
+    assert len(examples) == 7
     for example in examples:
         result = _invoke("train", *[config if word.endswith(".yaml") else word for word in example])
         assert result.exit_code == 7, result.output
-    assert [call["resume"] for call in runs] == [None, None, "auto", "40", None, None]
-    assert [call["node_rank"] for call in runs] == [None] * 5 + [1]
+    assert [call["resume"] for call in runs] == [None, None, "auto", "40", None, None, None]
+    assert [call["node_rank"] for call in runs] == [None] * 6 + [1]
+
+
+def test_a_run_is_told_in_full_quietly_or_for_machines(config: str, runs: list[dict[str, Any]]) -> None:
+    for option in ([], ["--quiet"], ["-q"], ["--json-logs"]):
+        assert _invoke("train", config, *option).exit_code == 7
+    assert [call["mode"] for call in runs] == ["full", "quiet", "quiet", "json"]
+    both = _invoke("train", config, "--quiet", "--json-logs")
+    assert both.exit_code == 2
+    assert "choose one" in both.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "preflight"])
+def test_a_wrong_configuration_is_an_event_where_events_are_asked_for(command: str, config: str) -> None:
+    result = _invoke(command, config, "--json-logs", "--set", "optimizer.lr=-1")
+    assert result.exit_code == 2
+    (event,) = [json.loads(line) for line in result.stdout.splitlines()]
+    assert (event["event"], event["exit_code"]) == ("error", 2)
+    assert "optimizer.lr" in event["error"]
+    assert "optimizer.lr" in result.stderr
+
+
+def test_every_event_is_in_the_help_of_json_logs() -> None:
+    text = _invoke("train", "--help").stdout
+    listed = text.partition("--json-logs writes")[2].partition("Arguments:")[0]
+    found = [
+        line.split()[0] for line in listed.splitlines() if line.startswith("    ") and not line.startswith("     ")
+    ]
+    assert tuple(found) == EVENTS
+
+
+def test_status_knows_the_newest_run_and_says_how_it_is_by_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    nothing = _invoke("status")
+    assert nothing.exit_code == 2
+    assert "holds no run" in nothing.stderr
+    run_dir = RunDir(tmp_path / "runs" / "x")
+    run_dir.create()
+    with StatusFile(run_dir, run_name="x", max_steps=3, attempt="a") as status:
+        running = _invoke("status", "x", "--json")
+        assert (running.exit_code, json.loads(running.stdout)["state"]) == (0, "running")
+    status.end("failed", exit_code=1, error="the trainer\x1b[2J died")
+    failed = _invoke("status")
+    assert failed.exit_code == 1
+    assert "the trainer died" in failed.stdout
+    assert _invoke("status", "y").exit_code == 2
+    assert _invoke("status", "x", "--json", "--watch").exit_code == 2
 
 
 def test_help_lists_every_command() -> None:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import pty
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from grpo_async.cli.app import app
 from grpo_async.records import GroupStatus
+from grpo_async.rundir import RunDir
 from grpo_async.store import RolloutStore
-from tests.store.builders import append_simple, new_store
+from grpo_async.viewer.terminal.session import Session
+from tests.store.builders import append_simple
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutStore]:
     """A run `demo` of three groups, still open: the viewer works while the run writes."""
     monkeypatch.chdir(tmp_path)
-    with new_store(Path("runs/demo")) as store:
+    with RolloutStore(Path("runs/demo/rollouts"), seals_at_close=False) as store:
         append_simple(store, 0, step=1, rewards=(0.0, 0.5), text="what is 1 + 1?")
         append_simple(store, 1, step=2, rewards=(1.0, 1.0), text="count sheep", num_tokens=9)
         append_simple(store, 2, step=3, rewards=(0.0, 0.0), status=GroupStatus.STALE, truncated=True)
@@ -42,6 +53,8 @@ def test_the_table_lists_the_newest_groups_first(store: RolloutStore) -> None:
     lines = [line.split() for line in result.stdout.splitlines()]
     assert [line[1] for line in lines[1:4]] == ["2", "1", "0"]
     assert lines[4] == ["3", "of", "3", "matching", "groups,", "3", "in", "the", "run"]
+    assert "\x1b" not in result.stdout  # into a pipe: no colours, no screen
+    assert _invoke("demo", "--plain").stdout == result.stdout
 
 
 @pytest.mark.parametrize(
@@ -60,6 +73,10 @@ def test_the_table_lists_the_newest_groups_first(store: RolloutStore) -> None:
         (["--limit", "0"], [2, 1, 0]),
         (["--group", "0"], [0]),
         (["--search", "nowhere"], []),
+        (["--sort", "length:asc"], [2, 0, 1]),  # of equals the newest first
+        (["reward<0.2 and not truncated"], [0]),
+        (["truncated or text~sheep", "--step", "2"], [1]),
+        (["stale"], [2]),
     ],
 )
 def test_filters_and_order(store: RolloutStore, arguments: list[str], expected: list[int]) -> None:
@@ -69,14 +86,23 @@ def test_filters_and_order(store: RolloutStore, arguments: list[str], expected: 
 def test_json_lines_hold_the_stored_row_and_its_figures(store: RolloutStore) -> None:
     (line,) = _invoke("demo", "--json", "--group", "0").stdout.splitlines()
     content = json.loads(line)
-    assert content["summary"] == {
-        "num_rollouts": 2, "reward_mean": 0.25, "reward_min": 0.0, "reward_max": 0.5, "mean_length": 3.0,
-        "versions": [0, 0], "truncated_share": 0.0,
+    expected = {
+        "group_id": 0, "size": 2, "num_matching": 2, "reward_mean": 0.25, "reward_min": 0.0, "reward_max": 0.5,
+        "num_tokens_mean": 3.0, "version_min": 0, "version_max": 0, "num_truncated": 0, "superseded": False,
     }  # fmt: skip
+    assert {name: content["summary"][name] for name in expected} == expected
     assert content["rollouts"][1]["completion_ids"] == [5, 6, 7]
     (line,) = _invoke("demo", "--json", "--rollout", "0-1").stdout.splitlines()
     rollout = json.loads(line)
     assert (rollout["group_id"], rollout["step"], rollout["rollout_id"], rollout["reward"]) == (0, 1, "0-1", 0.5)
+    assert rollout["group_status"] == "trained"
+
+
+def test_the_summary_of_a_query_counts_the_rollouts_that_match(store: RolloutStore) -> None:
+    (line,) = _invoke("demo", "reward=0.5", "--json").stdout.splitlines()
+    content = json.loads(line)
+    assert content["summary"]["num_matching"] == 1
+    assert len(content["rollouts"]) == 2  # the whole group all the same
 
 
 def test_a_group_and_a_rollout_have_their_pages(store: RolloutStore) -> None:
@@ -92,9 +118,29 @@ def test_a_group_and_a_rollout_have_their_pages(store: RolloutStore) -> None:
 
 def test_the_viewer_follows_a_run_that_writes(store: RolloutStore) -> None:
     append_simple(store, 3, step=4)
-    with Path("runs/demo/rollouts/part-00000.jsonl").open("ab") as file:
-        file.write(b'{"schema":1,"group_')  # another line, half written
+    (block,) = Path("runs/demo/rollouts").glob("block-*.jsonl")
+    with block.open("ab") as file:
+        file.write(b'{"schema":3,"group_')  # another line, half written
     assert _groups() == [3, 2, 1, 0]
+    assert "note:" not in _invoke("demo").stdout
+    store.close()  # nobody writes any more: the line stays torn
+    assert "note: the last line of block-" in _invoke("demo").stdout
+    assert _groups() == [3, 2, 1, 0]
+
+
+def test_what_a_resume_left_behind_is_shown_when_asked_for(store: RolloutStore) -> None:
+    position = store.position()
+    append_simple(store, 3, step=4, answer="before")
+    store.close()
+    with RolloutStore(Path("runs/demo/rollouts"), seals_at_close=False) as again:
+        again.supersede_from(position, step=3)
+        append_simple(again, 3, step=4, answer="anew")
+        assert _groups() == [3, 2, 1, 0]
+        assert _groups("--superseded") == [3, 3, 2, 1, 0]
+        lines = _invoke("demo", "--superseded", "--json", "--step", "4").stdout.splitlines()
+        said = [json.loads(line)["rollouts"][0]["messages"][0]["content"] for line in lines]
+        assert said == ["anew", "before"]
+        assert "superseded" in _invoke("demo", "--superseded").stdout
 
 
 def test_a_limit_cuts_the_table_and_says_so(store: RolloutStore) -> None:
@@ -108,7 +154,7 @@ def test_a_limit_cuts_the_table_and_says_so(store: RolloutStore) -> None:
     ("arguments", "code", "message"),
     [
         (["dmeo"], 2, "there is no run 'dmeo'; did you mean 'demo'?"),
-        (["demo", "--step", "x"], 2, "--step x: write a step (12), or a range (10..20, 10.., ..20)"),
+        (["demo", "--step", "x"], 2, "--step x: write a step (12), `last`, or a range (10..20, 10.., ..20)"),
         (["demo", "--status", "odd"], 2, "--status odd: 'odd' is not a status; the statuses are"),
         (["demo", "--group", "99"], 2, "runs/demo has no group 99 among its 3 groups"),
         (
@@ -120,7 +166,13 @@ def test_a_limit_cuts_the_table_and_says_so(store: RolloutStore) -> None:
         (["demo", "--group", "99", "--json"], 2, "runs/demo has no group 99"),
         (["demo", "--group", "0", "--status", "stale"], 2, "has no group 0 that the other options let through"),
         (["demo", "--group", "0", "--rollout", "0-1"], 2, "choose one of --group and --rollout"),
-        (["demo", "--sort", "age"], 2, "'age' is not one of"),
+        (["demo", "--sort", "age"], 2, "age"),
+        (["demo", "--sort", "reward:up"], 2, "--sort reward:up: write a field"),
+        (["demo", "reward<0.2 adn truncated"], 2, "reward<0.2 adn truncated ^^^"),
+        (["demo", "rewrd<1"], 2, "did you mean reward"),
+        (["demo", "reward<1", "and", "stale"], 2, "put it into quotes, 'reward<1 and stale'"),
+        (["demo", "dmeo", "--web"], 2, "'dmeo' is neither a run nor a query"),
+        (["demo", "--web", "--json"], 2, "it is shown in the browser"),
     ],
 )
 def test_mistakes_are_explained(store: RolloutStore, arguments: list[str], code: int, message: str) -> None:
@@ -136,9 +188,69 @@ def test_a_run_without_rollouts_says_so(store: RolloutStore) -> None:
     assert result.stderr.startswith("runs/fresh has no rollouts yet")
 
 
-def test_a_damaged_store_is_a_message_with_file_and_line(store: RolloutStore) -> None:
-    with Path("runs/demo/rollouts/part-00000.jsonl").open("ab") as file:
+def test_a_damaged_line_costs_its_group_and_is_said(store: RolloutStore) -> None:
+    (block,) = Path("runs/demo/rollouts").glob("block-*.jsonl")
+    with block.open("ab") as file:
         file.write(b"not json\n")
     result = _invoke("demo")
-    assert result.exit_code == 1
-    assert "runs/demo/rollouts/part-00000.jsonl:4: the line is damaged" in result.stderr
+    assert result.exit_code == 0
+    assert f"note: {block.name}" in result.stdout or block.name in result.stdout
+    assert "3 of 3 matching groups" in result.stdout
+
+
+def test_help_ends_with_the_query_language() -> None:
+    page = CliRunner().invoke(app, ["inspect-rollouts", "--help"]).stdout
+    assert "reward<0.2 and truncated" in page
+    assert "group.status" in page
+    assert page.index("--no-browser") < page.index("Fields of a rollout")
+
+
+def test_a_terminal_gets_the_screen_and_its_options(store: RolloutStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[str, str, str, bool]] = []
+
+    def run_inspector(session: Session, *, text: str, sort: str) -> None:
+        opened.append((session.name, text, sort, session.with_superseded))
+
+    monkeypatch.setattr("grpo_async.cli.inspect_rollouts._is_terminal", lambda: True)
+    monkeypatch.setattr("grpo_async.viewer.terminal.app.run_inspector", run_inspector)
+    assert _invoke("demo", "stale", "--step", "3", "--sort", "length", "--superseded").exit_code == 0
+    assert opened == [("demo", "(stale) and step=3", "-length", True)]
+    for printed in (["--plain"], ["--json"], ["--group", "0"], ["--rollout", "0-1"]):
+        assert _invoke("demo", *printed).stdout
+    assert len(opened) == 1
+
+
+def test_web_gets_every_run_and_the_query(store: RolloutStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[list[str], dict[str, Any]]] = []
+
+    def serve(runs: Sequence[RunDir], **options: Any) -> None:
+        served.append(([run.root.name for run in runs], options))
+
+    Path("runs/other").mkdir()
+    monkeypatch.setattr("grpo_async.viewer.web.serve.serve", serve)
+    assert _invoke("demo", "other", "reward<1", "--web", "--no-browser", "--port", "7000").exit_code == 0
+    expected = {"host": "127.0.0.1", "port": 7000, "open_browser": False, "query": "reward<1"}
+    assert served == [(["demo", "other"], expected)]
+
+
+def test_on_a_real_terminal_the_screen_opens_and_q_leaves(store: RolloutStore) -> None:
+    """A pseudo-terminal of 80x24: the command draws the table and ends with 0."""
+    pid, descriptor = pty.fork()
+    if pid == 0:  # pragma: no cover - the child becomes the command
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "PYTHONPATH": str(ROOT)}
+        os.execve(sys.executable, [sys.executable, "-m", "grpo_async", "inspect-rollouts", "demo"], environment)
+    seen, pressed, end = b"", False, time.monotonic() + 60
+    while time.monotonic() < end:
+        ready, _, _ = select.select([descriptor], [], [], 1.0)
+        try:
+            seen += os.read(descriptor, 65536) if ready else b""
+        except OSError:  # Linux: the other side is closed
+            break
+        if b"count" in seen and not pressed:
+            os.write(descriptor, b"q")
+            pressed = True
+    else:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert b"6 rollouts in 3 groups" in seen

@@ -57,6 +57,7 @@ def test_it_is_a_launch_that_ends_after_the_checks(calls: list[dict[str, Any]]) 
     assert result.exit_code == 1
     (call,) = calls
     assert call.pop("config").run.name == "other"
+    assert call.pop("output").mode == "full"
     assert call == {"resume": None, "clean": False, "dry_run": False, "preflight_only": True}
 
 

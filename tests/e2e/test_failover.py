@@ -6,7 +6,6 @@ twice, no process left; the time to recover stands in summary.json.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -23,6 +22,7 @@ import httpx
 import psutil
 import pytest
 
+from grpo_async.store import GroupRow, scan_groups
 from tests.e2e.support import REPOSITORY, Run, finish, make_run, wait_for
 
 pytestmark = pytest.mark.slow
@@ -43,11 +43,8 @@ SERVER = {"quickstart.yaml": "serve-embedded", "quickstart-vllm.yaml": "vllm.ent
 RECOVERY_S = 300.0  # a hang is noticed, and a vLLM starts on a busy machine
 
 
-def _settled(run: Run) -> list[dict[str, Any]]:
-    rows = []
-    for part in sorted((run.folder / "rollouts").glob("part-*.jsonl")):
-        rows += [json.loads(line) for line in part.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return rows
+def _settled(run: Run) -> list[GroupRow]:
+    return [stored.row for stored in scan_groups(run.folder / "rollouts", with_superseded=True)]
 
 
 def _assert_accounts(run: Run, process: subprocess.Popen[str], *, failures: int) -> dict[str, Any]:
@@ -60,10 +57,10 @@ def _assert_accounts(run: Run, process: subprocess.Popen[str], *, failures: int)
     assert summary["ledger_closed"], summary["ledger"]
     assert [line["step"] for line in run.metrics()] == list(range(1, summary["steps"] + 1))
     rows = _settled(run)
-    trained = Counter(row["prompt_id"] for row in rows if row["status"] == "trained")
+    trained = Counter(row.prompt_id for row in rows if row.status.value == "trained")
     assert trained, "nothing was trained"
     assert set(trained.values()) == {1}, "a prompt was trained twice"
-    assert max(Counter(row["group_id"] for row in rows).values()) == 1, "a group was settled twice"
+    assert max(Counter(row.group_id for row in rows).values()) == 1, "a group was settled twice"
     assert summary["ledger"]["groups"]["failed"] == 0, "a server's death is no failure of a rollout"
     assert len(summary["server_failures"]) == failures, summary["server_failures"]
     for failure in summary["server_failures"]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_async.store import read_groups, scan_groups
 from tests.e2e.support import Run, finish, make_run, wait_for
 
 pytestmark = pytest.mark.slow
@@ -30,11 +31,8 @@ def _run(folder: Path, *more: str) -> Run:
 def _settled_prompts(run: Run) -> dict[int, list[str]]:
     """Statuses of every prompt in the order in which they were written."""
     statuses: dict[int, list[str]] = {}
-    for part in sorted((run.folder / "rollouts").glob("part-*.jsonl")):
-        for line in part.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
-                row = json.loads(line)
-                statuses.setdefault(row["prompt_id"], []).append(row["status"])
+    for stored in scan_groups(run.folder / "rollouts", with_superseded=True):
+        statuses.setdefault(stored.row.prompt_id, []).append(stored.row.status.value)
     return statuses
 
 
@@ -74,12 +72,11 @@ def test_killing_the_launcher_leaves_no_process_and_resume_goes_on_from_the_last
     steps = sorted(int(path.name.removeprefix("step_")) for path in (run.folder / "checkpoints").glob("step_*"))
     assert steps[-1] >= 2
     state = json.loads((run.folder / "checkpoints" / f"step_{steps[-1]}" / "state.json").read_text())
-    parts_before = set((run.folder / "rollouts").glob("part-*.jsonl"))
+    settled_before = {stored.row.seq for stored in scan_groups(run.folder / "rollouts", with_superseded=True)}
     resumed = run.train("--resume", "--set", f"training.max_steps={steps[-1] + 2}")
     assert resumed.returncode == 0, resumed.stdout[-3000:] + run.logs()[-3000:]
     assert [line["step"] for line in run.metrics()] == list(range(1, steps[-1] + 3))
-    new_parts = set((run.folder / "rollouts").glob("part-*.jsonl")) - parts_before
-    issued = {json.loads(line)["prompt_id"] for part in new_parts for line in part.read_text().splitlines()}
+    issued = {row.prompt_id for row in read_groups(run.folder / "rollouts") if row.seq not in settled_before}
     # at most (max_staleness + 1) x 4 = 8 prompts were open at the checkpoint: all come again, then the next ones in order
     outstanding = set(state["rollouts"]["outstanding"])
     assert outstanding <= issued

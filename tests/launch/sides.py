@@ -70,7 +70,7 @@ def open_side(
     """Built, not started; closed at the end of the block. `state`: of a checkpoint to go on from."""
     scored.clear()
     served.version = 0
-    store = RolloutStore(config.run_path / "rollouts")
+    store = RolloutStore(config.run_path / "rollouts", settings=config.record.rollouts)
     side = build_rollout_side(
         config,
         fleet=FixedServers([server if isinstance(server, str) else server.url]),

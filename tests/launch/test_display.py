@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from rich.console import Console
 
-from grpo_async.launch.display import LineDisplay, LiveDisplay, make_display
+from grpo_async.launch.display import LineDisplay, QuietDisplay
+from grpo_async.launch.live_display import LiveDisplay
+from grpo_async.launch.output import Output, OutputMode
 from grpo_async.launch.preflight_report import Check
 from grpo_async.launch.progress import Progress, duration, sparkline
 from grpo_async.launch.summary import print_summary
-from grpo_async.launch.wording import plain
+from grpo_async.launch.wording import one_line, plain
+from grpo_async.rundir import RunDir
 
 METRICS = {
     "reward": 0.53,
@@ -39,7 +42,7 @@ def _text(console: Console) -> str:
     return console.file.getvalue()
 
 
-def _show(kind: type[LineDisplay], console: Console) -> LineDisplay:
+def _show(kind: type[LineDisplay | LiveDisplay], console: Console) -> LineDisplay | LiveDisplay:
     return kind(console, run_name="x", max_steps=60, logs=Path("runs/x/logs/latest"))
 
 
@@ -70,11 +73,14 @@ def test_no_text_moves_the_cursor(terminal: bool) -> None:
     display.phase(bad)
     display.note(bad)
     display.evaluation(f"step {bad}", {"mean_length": 1.0})
-    if terminal:
+    display.warning(bad)
+    display.server(bad, bad)
+    display.servers([{"index": 0, "url": bad, "state": bad, "words": bad}])
+    if isinstance(display, LiveDisplay):
         console.print(display.render())
     assert "\x1b" not in _text(console)
     assert "\r" not in _text(console)
-    assert _text(console).count("abcd") == 3
+    assert _text(console).count("abcd") >= 3
 
 
 def test_missing_and_undefined_metrics_are_left_out() -> None:
@@ -84,61 +90,29 @@ def test_missing_and_undefined_metrics_are_left_out() -> None:
     assert _text(console).splitlines()[1] == "step 1/60  push 0.50 s"
 
 
-@pytest.mark.parametrize("width", [80, 200])
-def test_the_panel_fits_a_small_terminal_and_shows_everything(width: int) -> None:
-    console = _console(terminal=True, width=width)
-    display = LiveDisplay(console, run_name="x", max_steps=60, logs=Path("runs/x/logs/latest"))
-    display.phase("training")
-    display.progress.evaluations["before"] = {"reward": 0.54}
-    for step in range(1, 13):
-        display.step(step, 60, METRICS)
-    with console.capture() as capture:
-        console.print(display.render())
-    lines = [plain(line) for line in capture.get().splitlines()]
-    assert len(lines) <= 24
-    assert max(map(len, lines)) == 80
-    text = "\n".join(lines)
-    for part in (
-        "training",
-        "step 12/60",
-        "1:36 left",
-        "0.530",
-        "generated 1234",
-        "mean 0.75",
-        "idle 12%",
-        "last push 0.04",
-    ):
-        assert part in text
-    for part in ("trained 1000", "in flight 16", "before 0.540", "runs/x/logs/latest"):
-        assert part in text
+def test_a_terminal_gets_the_dashboard_and_a_pipe_gets_lines(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"run_name": "x", "max_steps": 1, "run_dir": RunDir(tmp_path)}
+    live, lines = (Output(console=_console(terminal=terminal)).display(**options) for terminal in (True, False))
+    assert isinstance(live, LiveDisplay)
+    assert isinstance(lines, LineDisplay)
+    assert isinstance(Output(console=_console(terminal=True)).display(**options, lines_only=True), LineDisplay)
+    quiet = Output(OutputMode.QUIET, _console(terminal=True)).display(**options)
+    assert isinstance(quiet, QuietDisplay)
 
 
-def test_a_terminal_gets_the_panel_and_a_pipe_gets_lines() -> None:
-    options = {"run_name": "x", "max_steps": 1, "logs": Path("logs")}
-    assert isinstance(make_display(_console(terminal=True), **options), LiveDisplay)
-    assert isinstance(make_display(_console(terminal=False), **options), LineDisplay)
+def test_a_quiet_run_tells_of_warnings_only() -> None:
+    console = _console(terminal=False)
+    with QuietDisplay(console) as display:
+        display.phase("training")
+        display.step(1, 2, METRICS)
+        display.note("the server starts again")
+        display.preflight([Check("logprobs", "pass", "fine"), Check("memory", "warn", "little\x1b[2J")])
+        display.warning("the server was killed\x1b[2J")
+    assert _text(console).splitlines() == ["preflight: warn: memory: little", "warning: the server was killed"]
 
 
-def test_a_server_that_is_down_is_on_the_panel_until_it_serves_again() -> None:
-    console = _console(terminal=True)
-    display = LiveDisplay(console, run_name="x", max_steps=60, logs=Path("runs/x/logs/latest"))
-    display.step(1, 60, METRICS)
-    assert "servers" not in _render(console, display)
-    display.server("inference server 1", "was killed by SIGKILL\x1b[2J, restart 1 of 3")
-    text = _render(console, display)
-    assert "DOWN: the inference server 1 was killed by SIGKILL, restart 1 of 3" in " ".join(text.split())
-    display.server("inference server 1", None)
-    display.step(2, 60, {**METRICS, "servers/serving": 2.0, "servers/restarts": 1.0, "servers/recovery_s": 12.34})
-    text = _render(console, display)
-    assert "servers 2  restarts 1  last recovery 12.3 s" in text
-    assert "DOWN" not in text
-    assert len(text.splitlines()) <= 24
-
-
-def _render(console: Console, display: LiveDisplay) -> str:
-    with console.capture() as capture:
-        console.print(display.render())
-    return "\n".join(plain(line).strip("│ ") for line in capture.get().splitlines())
+def test_text_on_one_line_keeps_its_spaces_and_loses_what_turns_a_terminal_around() -> None:
+    assert one_line("a  b\n\t c\u202ed\x1b[31me") == "a  b cde"
 
 
 def test_a_step_line_tells_of_restarts_only_when_there_were_any() -> None:
@@ -153,7 +127,7 @@ def test_a_step_line_tells_of_restarts_only_when_there_were_any() -> None:
 def test_the_checks_are_a_table_that_is_coloured_on_a_terminal_only(terminal: bool) -> None:
     colors: Literal["standard", "auto"] = "standard" if terminal else "auto"
     console = Console(file=io.StringIO(), force_terminal=terminal, color_system=colors, width=80, _environ={})
-    display = _show(LiveDisplay if terminal else LineDisplay, console)
+    display = _show(LineDisplay, console)
     display.preflight([Check("logprobs", "pass", "mean 1e-6"), Check("a\x1b[2Jb", "fail", "[red]\x1b]0;x\x07no")])
     text = _text(console)
     words = [plain(line).split() for line in text.splitlines()]

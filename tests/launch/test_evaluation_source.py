@@ -39,7 +39,7 @@ def _config(folder: Path, model: Path, **sections: Any) -> ExperimentConfig:
 
 def _begin(side: RolloutSide, folder: Path, *, max_in_flight: int = 4) -> Future[EvaluationResult]:
     assert side.evaluation is not None
-    store = RolloutStore(folder / "rows")
+    store = RolloutStore(folder / "rows", seals_at_close=False)
     running = side.source.begin_evaluation(side.evaluation.evaluator, step=3, max_in_flight=max_in_flight, store=store)
     running.add_done_callback(lambda _: store.close())
     return running

@@ -225,7 +225,7 @@ def test_rollouts_of_one_that_was_broken_off_or_of_later_steps_are_removed(tmp_p
     for step in (2, 6):
         folder = world.rundir.evaluation(step)
         folder.mkdir(parents=True)
-        (folder / "part-00000.jsonl").write_text("{")
+        (folder / "block-000000000000.jsonl").write_text("{")
     resumed = _World(tmp_path, start=2, at_start=False)
     assert not resumed.rundir.evaluation(6).exists()
     assert resumed.rundir.evaluation(2).exists()

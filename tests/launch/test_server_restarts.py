@@ -261,6 +261,9 @@ class News:
     def note(self, text: str) -> None:
         pass
 
+    def warning(self, text: str) -> None:
+        pass
+
     async def wait_for(self, event: str, life: int) -> None:
         async with asyncio.timeout(START_S):
             while not any((event, life) == (name, number) for name, _, number in self.events):

@@ -122,3 +122,17 @@ def test_without_tools_there_is_no_tool_metric() -> None:
     plain = replace(SILENT, tool_names=())
     assert not [name for name in _metrics(plain) if name.startswith("tools/")]
     assert _metrics(plain, TALKER)["tools/call_frequency"] == 3.0  # the other one's alone
+
+
+def test_the_spread_of_rewards_and_lengths_of_a_step() -> None:
+    """Rewards 0, 1, 2, 3 (one for each rollout): p10 at place 0.1 x 3, p50 at 1.5, p90 at 2.7. Lengths, in order, 1, 2, 4, 9."""
+    metrics = _metrics(*(_rollout([_turn(length, 1.0)], total_s=1.0) for length in (4, 1, 2, 9)))
+    assert (metrics["reward_min"], metrics["reward_max"]) == (0.0, 3.0)
+    assert [metrics[f"reward_p{percent}"] for percent in (10, 50, 90)] == pytest.approx([0.3, 1.5, 2.7])
+    assert [metrics[f"completions/p{percent}_length"] for percent in (10, 50, 90)] == pytest.approx([1.3, 3.0, 7.5])
+
+
+def test_of_one_rollout_every_quantile_is_its_own_value() -> None:
+    metrics = _metrics(SILENT)
+    assert [metrics[f"completions/p{percent}_length"] for percent in (10, 50, 90)] == [6.0, 6.0, 6.0]
+    assert metrics["reward_p50"] == metrics["reward_min"] == metrics["reward_max"] == 0.0

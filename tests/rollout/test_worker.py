@@ -112,7 +112,7 @@ class _Setup:
             max_groups=100, max_staleness=max_staleness, on_stale=self._stale, on_empty=self._empty
         )
         self.folder = folder
-        self.store = RolloutStore(folder)
+        self.store = RolloutStore(folder, seals_at_close=False)
         self.stream = PromptStream(
             [{"prompt": text} for text in texts], seed=0, shuffle=False, state=resume.data if resume else None
         )

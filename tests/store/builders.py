@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
+
+from grpo_async.config.record_sections import RolloutRecordSection
 from grpo_async.records import (
     FinishReason,
     GroupStatus,
@@ -16,6 +19,7 @@ from grpo_async.records import (
     RolloutSample,
     RolloutStatus,
     TaggedMessage,
+    TokenFigures,
     ToolCallRecord,
     TurnRecord,
 )
@@ -129,7 +133,7 @@ def append_simple(
     version: int = 0,
     truncated: bool = False,
 ) -> None:
-    """A group whose rollouts `group_id-0`, `group_id-1`, ... get `rewards`."""
+    """A group whose rollouts `group_id-0`, `group_id-1`, ... get `rewards`; it can be read when this returns."""
     completions = [
         build_rollout(
             f"{group_id}-{i}", text=answer, ids=range(5, 5 + num_tokens), version=version, truncated=truncated
@@ -138,6 +142,24 @@ def append_simple(
     ]
     samples = [build_sample(group_id, each, reward) for each, reward in zip(completions, rewards, strict=True)]
     store.append(build_group(group_id, completions, text=text), samples, status, step)
+    store.flush()
+
+
+def small_blocks(**changes: Any) -> RolloutRecordSection:
+    """Settings with blocks of 1 kB, which the config does not allow."""
+    return RolloutRecordSection().model_copy(update={"block_mb": 0.001, **changes})
+
+
+def build_figures(num_tokens: int, *, first: float = 0.0) -> TokenFigures:
+    """logprobs -1, -1.5, ...; proximal_logprobs 0.25 less; weights 1, 2, ...; entropies 0.5, 1.5, ...; marks 0, 1, 2, ..."""
+    steps = [first + index for index in range(num_tokens)]
+    return TokenFigures(
+        logprobs=[-1.0 - 0.5 * step for step in steps],
+        proximal_logprobs=[-1.25 - 0.5 * step for step in steps],
+        weights=np.array([1.0 + step for step in steps], dtype=np.float32),  # type: ignore[arg-type]
+        entropies=[0.5 + step for step in steps],
+        marks=np.array([index % 64 for index in range(num_tokens)], dtype=np.uint8),  # type: ignore[arg-type]
+    )
 
 
 def new_store(run: Path) -> RolloutStore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +15,10 @@ from tests.store.builders import OpenStore
 
 @pytest.fixture
 def open_store() -> Iterator[OpenStore]:
-    """Opens rollout stores; takes RolloutStore's arguments."""
+    """Opens rollout stores; takes RolloutStore's arguments. They are not sealed at the end, which takes a process."""
     with ExitStack() as stack:
 
-        def open_one(folder: Path, **options: int) -> RolloutStore:
-            return stack.enter_context(RolloutStore(folder, **options))
+        def open_one(folder: Path, **options: Any) -> RolloutStore:
+            return stack.enter_context(RolloutStore(folder, **{"seals_at_close": False, **options}))
 
         yield open_one

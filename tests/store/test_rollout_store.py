@@ -1,292 +1,376 @@
-"""The store: what goes in comes out, whatever interrupts the writer."""
+"""The writer: whole lines in the order of seq, whatever interrupts it."""
 
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import threading
-from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from grpo_async.errors import RunError
-from grpo_async.records import FinishReason, GroupStatus, Origin, RolloutStatus, ScoredGroup
-from grpo_async.store import read_group_at, read_groups, scan_groups
-from grpo_async.store.rows import SCHEMA, from_json, group_row, to_json
+from grpo_async.records import GroupStatus, RolloutGroup
+from grpo_async.store import RolloutStore, read_groups
+from grpo_async.store.blocks import find_blocks, torn_bytes
+from grpo_async.store.facts import read_facts
+from grpo_async.store.rollout_store import all_groups
 from tests.store.builders import (
     OpenStore,
     append_simple,
-    build_failed_rollout,
+    build_figures,
     build_group,
     build_rollout,
     build_sample,
-    build_tool_rollout,
+    small_blocks,
 )
+
+FIRST_BLOCK = "block-000000000000.jsonl"
 
 
 def _ids(folder: Path) -> list[int]:
     return [row.group_id for row in read_groups(folder)]
 
 
-def test_a_row_holds_everything_of_a_group(tmp_path: Path, open_store: OpenStore) -> None:
-    tool, failed = build_tool_rollout("7-0"), build_failed_rollout("7-1")
-    store = open_store(tmp_path)
-    store.append(
-        build_group(7, [tool, failed], answer=3), [build_sample(7, tool, 0.5, advantage=1.25)], GroupStatus.TRAINED, 4
-    )
-    (row,) = read_groups(tmp_path)
-    assert (row.schema, row.group_id, row.prompt_id, row.step, row.status) == (SCHEMA, 7, 107, 4, GroupStatus.TRAINED)
-    assert [(m.role, m.content, m.origin) for m in row.messages] == [
-        ("system", "be brief", Origin.PROMPT),
-        ("user", "what is 1 + 1?", Origin.PROMPT),
-    ]
-    assert row.columns == {"answer": 3}
-    first, second = row.rollouts
-    assert (first.rollout_id, first.status, first.done, first.truncated) == ("7-0", RolloutStatus.FINISHED, True, False)
-    assert (first.reward, first.advantage, first.rewards) == (0.5, 1.25, {"exact": 0.5, "format": None})
-    assert first.prompt_ids == [1, 2]
-    assert first.completion_ids == [5, 6, 90, 91, 7]
-    assert first.mask == [1, 1, 0, 0, 1]
-    assert first.logprobs == [-0.5, -1.5, 0.0, 0.0, -3.5]
-    assert first.versions == [2, 3, -1, -1, 3]
-    assert (first.num_tokens, first.sampled_versions) == (3, {2, 3})
-    assert [message.origin for message in first.messages] == [Origin.POLICY, Origin.TOOL, Origin.POLICY]
-    assert [turn.num_tokens for turn in first.turns] == [2, 1]
-    assert first.turns[0].finish_reason is FinishReason.STOP
-    assert first.turns[0].tool_execution_duration_s == 0.125
-    (call,) = first.turns[0].tool_calls
-    assert (call.name, call.failed, call.arguments) == ("add", True, {"a": 1, "b": "{2}"})
-    assert call.result == "\\ud83d"  # half a surrogate pair: UTF-8 cannot hold it
-    assert (second.status, second.error, second.reward) == (
-        RolloutStatus.FAILED,
-        "the server refused the request",
-        None,
-    )
+def _append(store: RolloutStore, group_id: int, status: GroupStatus = GroupStatus.TRAINED) -> None:
+    """Without waiting for the disk."""
+    store.append(build_group(group_id, [build_rollout(f"{group_id}-0")]), [], status, 1)
 
 
-def test_a_row_comes_back_equal_from_its_line() -> None:
-    completion = build_rollout("1-0")
-    row = group_row(build_group(1, [completion]), [build_sample(1, completion, 1.0)], GroupStatus.STALE, None)
-    assert from_json(to_json(row)) == row
-
-
-def test_columns_that_json_cannot_hold_become_their_repr() -> None:
-    columns: dict[Any, Any] = {"big": 2**70, "set": {1}, "nested": {"a": [{2}]}, "bad": "\ud800", 3: {4: 5}}
-    group = build_group(1, [])
-    group = replace(group, prompt=replace(group.prompt, columns=columns))
-    assert group_row(group, [], GroupStatus.FAILED, None).columns == {
-        "big": str(2**70), "set": "{1}", "nested": {"a": ["{2}"]}, "bad": "'\\ud800'", "3": {"4": 5},
-    }  # fmt: skip
-
-
-def test_text_that_json_cannot_hold_never_keeps_a_row_from_being_written(tmp_path: Path, open_store: OpenStore) -> None:
-    """A policy writes half a surrogate pair in ASCII: \\ud800 inside JSON."""
-    half, told = "a\ud800b", "a\\ud800b"
-    completion = build_tool_rollout("1-0")
-    turn, last = completion.turns
-    policy, tool = turn.messages
-    made = {"id": half, "type": "function", "function": {"name": half, "arguments": {half: half}}}
-    turn = replace(
-        turn,
-        parse_error=half,
-        messages=[replace(policy, content=half, tool_calls=(made,)), replace(tool, name=half, tool_call_id=half)],
-        tool_calls=[replace(turn.tool_calls[0], name=half, tool_call_id=half, arguments={half: 1}, result=half)],
-    )
-    completion = replace(
-        completion,
-        turns=[turn, last],
-        error=half,
-        prompt_messages=[replace(policy, role=half)],
-        reward_columns={half: _Named(half)},
-    )
-    scored = ScoredGroup(
-        group=build_group(1, [completion], **{half: 1}),
-        samples=[],
-        rewards=[1.0],
-        reward_parts=[{half: 1.0}],
-        extra_columns={f"{half} noted": [half]},
-    )
-    open_store(tmp_path).append(scored.group, [], GroupStatus.FILTERED, None, scored=scored)
-    (row,) = read_groups(tmp_path)
-    (rollout,) = row.rollouts
-    assert row.columns == {told: 1}
-    assert (rollout.error, rollout.rewards) == (told, {told: 1.0})
-    assert rollout.extra == {told: told, f"{told} noted": repr(half)}
-    assert rollout.prompt_messages is not None
-    assert rollout.prompt_messages[0].role == told
-    assert rollout.turns[0].parse_error == told
-    (call,) = rollout.turns[0].tool_calls
-    assert (call.name, call.tool_call_id, call.arguments, call.result) == (told, told, {told: 1}, told)
-    assert (rollout.messages[1].name, rollout.messages[1].tool_call_id) == (told, told)
-    assert rollout.messages[0].content == told
-    assert rollout.messages[0].tool_calls[0]["function"] == {"name": repr(half), "arguments": {told: repr(half)}}
-
-
-class _Named:
-    """Something that JSON cannot hold, and neither can its repr."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
-
-
-def test_columns_of_a_rollout_function_are_kept_and_log_extra_wins_a_clash(
-    tmp_path: Path, open_store: OpenStore
-) -> None:
-    first = replace(build_rollout("1-0"), reward_columns={"seat": 3, "note": "returned"})
-    second = replace(build_rollout("1-1"), reward_columns={"seat": {4}})
-    group = build_group(1, [first, second])
-    scored = ScoredGroup(
-        group=group,
-        samples=[],
-        rewards=[1.0, 1.0],
-        reward_parts=[{}, {}],
-        extra_columns={"note": ["logged", None]},
-    )
-    open_store(tmp_path).append(group, [], GroupStatus.FILTERED, None, scored=scored)
-    open_store(tmp_path).append(build_group(2, [first]), [], GroupStatus.CANCELLED, None)  # never scored
-    scored_row, unscored_row = read_groups(tmp_path)
-    assert [rollout.extra for rollout in scored_row.rollouts] == [
-        {"seat": 3, "note": "logged"},
-        {"seat": "{4}", "note": None},
-    ]
-    assert unscored_row.rollouts[0].extra == {"seat": 3, "note": "returned"}
-
-
-def test_a_filtered_group_keeps_the_rewards_of_its_scoring(tmp_path: Path, open_store: OpenStore) -> None:
-    group = build_group(1, [build_rollout("1-0"), build_failed_rollout("1-1"), build_rollout("1-2")])
-    scored = ScoredGroup(group=group, samples=[], rewards=[1.0, 1.0], reward_parts=[{"exact": 1.0}, {"exact": 1.0}])
-    open_store(tmp_path).append(group, [], GroupStatus.FILTERED, None, scored=scored)
-    (row,) = read_groups(tmp_path)
-    assert [(rollout.reward, rollout.rewards) for rollout in row.rollouts] == [
-        (1.0, {"exact": 1.0}),
-        (None, {}),
-        (1.0, {"exact": 1.0}),
-    ]
-
-
-def test_a_group_can_be_read_as_soon_as_it_is_appended(tmp_path: Path, open_store: OpenStore) -> None:
+def test_a_group_can_be_read_as_soon_as_it_is_flushed(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(tmp_path)
     for group_id in range(3):
-        append_simple(store, group_id)
+        _append(store, group_id)
+        store.flush()
         assert _ids(tmp_path) == list(range(group_id + 1))
+        assert store.position() == group_id + 1
     store.close()
+    assert [row.seq for row in read_groups(tmp_path)] == [0, 1, 2]
+
+
+def test_what_is_queued_is_written_when_the_store_is_closed(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    for group_id in range(500):
+        _append(store, group_id)
+    store.close()
+    assert _ids(tmp_path) == list(range(500))
+
+
+def test_the_figures_of_the_trainer_are_stored_unless_they_are_switched_off(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    completion = build_rollout("1-0")
+    for name, settings in (("on", small_blocks()), ("off", small_blocks(token_figures=False))):
+        store = open_store(tmp_path / name, settings=settings)
+        store.append(
+            build_group(1, [completion]),
+            [build_sample(1, completion, 1.0)],
+            GroupStatus.TRAINED,
+            1,
+            figures={"1-0": build_figures(3)},
+        )
+        store.close()
+    (on,), (off,) = read_groups(tmp_path / "on"), read_groups(tmp_path / "off")
+    assert on.rollouts[0].weights == [1.0, 2.0, 3.0]
+    assert off.rollouts[0].weights is off.rollouts[0].marks is None
+
+
+def test_figures_of_another_length_are_refused_by_append(tmp_path: Path, open_store: OpenStore) -> None:
+    with pytest.raises(ValueError, match="1-0 has 3 sampled tokens"):
+        open_store(tmp_path).append(
+            build_group(1, [build_rollout("1-0")]), [], GroupStatus.TRAINED, 1, figures={"1-0": build_figures(2)}
+        )
 
 
 def test_a_folder_that_does_not_exist_has_no_groups(tmp_path: Path) -> None:
     assert _ids(tmp_path / "none") == []
 
 
-def test_a_torn_last_line_is_skipped_and_a_new_writer_leaves_it_alone(tmp_path: Path, open_store: OpenStore) -> None:
+def test_files_are_private(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path / "rollouts", settings=small_blocks(sample_rate=0.5))
+    for group_id in range(4):
+        append_simple(store, group_id)
+    store.close()
+    assert (tmp_path / "rollouts").stat().st_mode & 0o777 == 0o700
+    names = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "rollouts").iterdir()}
+    assert set(names.values()) == {0o600}
+    assert "store.json" in names
+
+
+def test_a_store_of_the_form_before_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "part-00000.jsonl").write_text("{}\n")
+    with pytest.raises(RunError, match=r"part-00000\.jsonl is in the form of a development version.*move .* away"):
+        _ids(tmp_path)
+
+
+# -- torn and damaged lines
+
+
+def test_a_torn_last_line_is_skipped_noted_and_cut_off_by_the_next_writer(
+    tmp_path: Path, open_store: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
     store = open_store(tmp_path)
     append_simple(store, 0)
     append_simple(store, 1)
     store.close()
-    part = tmp_path / "part-00000.jsonl"
-    torn = part.read_bytes()[:-10]  # as after a kill in the middle of a write
-    part.write_bytes(torn)
+    block = tmp_path / FIRST_BLOCK
+    whole = block.read_bytes().index(b"\n") + 1
+    block.write_bytes(block.read_bytes()[:-10])  # as after a kill in the middle of a write
+    assert torn_bytes(block) > 0
     assert _ids(tmp_path) == [0]
-    again = open_store(tmp_path)
+    again = RolloutStore(tmp_path)
+    assert again.position() == 2  # the torn one had a seq
     append_simple(again, 2)
-    again.close()
-    assert part.read_bytes() == torn
-    assert _ids(tmp_path) == [0, 2]
+    with caplog.at_level(logging.WARNING):
+        again.close()
+    assert f"{FIRST_BLOCK}: a kill had torn its last line" in caplog.text
+    assert [(row.seq, row.group_id) for row in read_groups(tmp_path)] == [(0, 0), (2, 2)]
+    assert {path.name for path in tmp_path.glob("block-*")} == {
+        "block-000000000000-000000000000.parquet",
+        "block-000000000002-000000000002.parquet",
+    }
+    assert read_facts(tmp_path).notes() == [
+        f"a kill while writing: the last line was torn in {FIRST_BLOCK}; so many groups are missing"
+    ]
+    assert whole > 0
 
 
-def test_a_damaged_line_in_the_middle_is_an_error_with_file_and_line(tmp_path: Path, open_store: OpenStore) -> None:
+@pytest.mark.parametrize("content", [b"", b'{"schema":3,"se'])
+def test_a_block_without_a_whole_line_is_removed_and_its_name_not_used_again(
+    tmp_path: Path, open_store: OpenStore, content: bytes
+) -> None:
+    (tmp_path / FIRST_BLOCK).write_bytes(content)
+    assert _ids(tmp_path) == []
+    store = open_store(tmp_path)
+    append_simple(store, 5)
+    store.close()
+    assert [(row.seq, row.group_id) for row in read_groups(tmp_path)] == [(bool(content), 5)]
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_with_file_and_line_and_is_not_lost_by_sealing(
+    tmp_path: Path, open_store: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
     store = open_store(tmp_path)
     for group_id in range(3):
         append_simple(store, group_id)
     store.close()
-    part = tmp_path / "part-00000.jsonl"
-    lines = part.read_bytes().split(b"\n")
-    part.write_bytes(b"\n".join([lines[0], lines[1][:40], *lines[2:]]))
-    with pytest.raises(RunError, match=r"part-00000\.jsonl:2: the line is damaged"):
+    block = tmp_path / FIRST_BLOCK
+    lines = block.read_bytes().split(b"\n")
+    damaged = b"\n".join([lines[0], lines[1][:40], *lines[2:]])
+    block.write_bytes(damaged)
+    with pytest.raises(RunError, match=r"block-000000000000\.jsonl:2: the line is damaged"):
         _ids(tmp_path)
+    with RolloutStore(tmp_path) as again:
+        assert again.position() == 3
+        append_simple(again, 3)
+    assert f"{FIRST_BLOCK} stays as JSON lines: cannot seal" in caplog.text
+    assert block.read_bytes() == damaged
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"schema": 3}, r"schema is 3, this version reads \(1, 2\)"), ({"status": "odd"}, "odd"), ({"extra": 1}, "extra")],
-)
-def test_a_row_of_another_make_is_refused(change: dict[str, Any], message: str) -> None:
-    line = to_json(group_row(build_group(1, []), [], GroupStatus.FAILED, None))
-    with pytest.raises(ValueError, match=message):
-        from_json(orjson.dumps({**orjson.loads(line), **change}))
-
-
-def test_a_full_part_is_followed_by_the_next_and_read_in_order(tmp_path: Path, open_store: OpenStore) -> None:
-    store = open_store(tmp_path, part_bytes=1)
-    for group_id in range(12):
-        append_simple(store, group_id)
-    assert sorted(path.name for path in tmp_path.iterdir())[-1] == "part-00011.jsonl"
-    assert _ids(tmp_path) == list(range(12))
-
-
-def test_part_numbers_are_ordered_as_numbers(tmp_path: Path, open_store: OpenStore) -> None:
-    for number in (99999, 100000):
-        store = open_store(tmp_path / str(number))
-        append_simple(store, number)
-        store.close()
-        (tmp_path / str(number) / "part-00000.jsonl").rename(tmp_path / f"part-{number}.jsonl")
-    assert _ids(tmp_path) == [99999, 100000]
+# -- several writers
 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path, open_store: OpenStore) -> None:
-    store = open_store(tmp_path, part_bytes=20_000)
+    store = open_store(tmp_path, settings=small_blocks(block_mb=0.02))
 
     def append_many(first: int) -> None:
         for group_id in range(first, first + 40):
-            append_simple(store, group_id, answer="x" * 500)
+            _append(store, group_id)
 
     threads = [threading.Thread(target=append_many, args=(first,)) for first in (0, 100, 200, 300)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert sorted(_ids(tmp_path)) == [base + i for base in (0, 100, 200, 300) for i in range(40)]
-
-
-def test_a_failed_write_is_a_clear_error_and_the_next_group_is_whole(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store(tmp_path)
-    append_simple(store, 0)
-    write = FileIO.write
-
-    class FullDisk(FileIO):
-        def write(self, data: Any) -> int:
-            if self.tell() > 20:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return write(self, bytes(data)[:21])
-
     store.close()
-    store = open_store(tmp_path)
-    monkeypatch.setattr("grpo_async.store.rollout_store.FileIO", FullDisk)
-    with pytest.raises(RunError, match=r"cannot write rollouts to .*: No space left on device"):
-        append_simple(store, 1)
-    monkeypatch.undo()
-    append_simple(store, 2)
-    store.close()
-    assert _ids(tmp_path) == [0, 2]
+    rows = list(read_groups(tmp_path))
+    assert [row.seq for row in rows] == list(range(160))
+    for base in (0, 100, 200, 300):
+        assert [row.group_id for row in rows if base <= row.group_id < base + 100] == list(range(base, base + 40))
 
 
 def test_a_closed_store_refuses_groups(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(tmp_path)
     store.close()
     store.close()
-    with pytest.raises(RunError, match="is closed"):
+    with pytest.raises(RunError, match="is closed; group 0 was not written"):
         append_simple(store, 0)
 
 
-def test_a_scanned_group_can_be_read_again_at_its_place(tmp_path: Path, open_store: OpenStore) -> None:
+# -- what cannot be written
+
+
+class _FullDisk(FileIO):
+    """Takes 200 bytes of a line, and no more; `truncates`: a file may be cut even so, as on a real full disk."""
+
+    is_full = True
+    truncates = True
+
+    def write(self, data: Any) -> int:
+        if not _FullDisk.is_full:
+            return super().write(bytes(data)) or 0
+        if len(data) < 200 or self.tell() % 1000 == 200:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(bytes(data)[: 200 - self.tell() % 1000 % 200]) or 0
+
+    def truncate(self, size: int | None = None) -> int:
+        if not _FullDisk.truncates:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().truncate(size)
+
+
+@pytest.mark.parametrize("truncates", [True, False])
+def test_a_failed_write_is_a_clear_error_of_the_next_call_and_nothing_else_is_lost(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, truncates: bool
+) -> None:
+    monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
+    monkeypatch.setattr(_FullDisk, "truncates", truncates)
+    monkeypatch.setattr(_FullDisk, "is_full", False)
     store = open_store(tmp_path)
-    for group_id, answer in enumerate(["a", "ü🎉", "c"]):
-        append_simple(store, group_id, answer=answer)
-    for stored in scan_groups(tmp_path):
-        assert from_json(read_group_at(stored.part, stored.offset)) == stored.row
+    append_simple(store, 0)
+    monkeypatch.setattr(_FullDisk, "is_full", True)
+    _append(store, 1)
+    with pytest.raises(RunError, match=r"cannot write rollouts to .*: No space left on device; .* Group 1 is lost"):
+        store.flush()
+    assert _ids(tmp_path) == [0]
+    monkeypatch.setattr(_FullDisk, "is_full", False)
+    append_simple(store, 2)
+    store.close()
+    assert [(row.seq, row.group_id) for row in read_groups(tmp_path)] == [(0, 0), (2, 2)]
+    assert len(find_blocks(tmp_path)) == (1 if truncates else 2)
+    assert read_facts(tmp_path).notes() == ["one group could not be written (see the log)"]
+
+
+def test_the_error_comes_with_the_next_append_which_is_written_all_the_same(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
+    monkeypatch.setattr(_FullDisk, "is_full", True)
+    store = open_store(tmp_path)
+    _append(store, 0)
+    with store._changed:
+        store._changed.wait_for(lambda: store._error is not None, timeout=10.0)
+    monkeypatch.setattr(_FullDisk, "is_full", False)
+    with pytest.raises(RunError, match="Group 0 is lost"):
+        _append(store, 1)
+    store.flush()
+    assert _ids(tmp_path) == [1]
+
+
+def test_closing_raises_what_could_not_be_written_unless_something_else_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
+    with pytest.raises(RunError, match="Group 0 is lost"), RolloutStore(tmp_path / "a") as store:
+        _append(store, 0)
+    with pytest.raises(ZeroDivisionError), RolloutStore(tmp_path / "b") as store:
+        _append_and_fail(store)
+    assert "Group 0 is lost" in caplog.text
+
+
+def _append_and_fail(store: RolloutStore) -> None:
+    _append(store, 0)
+    raise ZeroDivisionError
+
+
+def test_a_group_that_cannot_be_made_into_a_line_is_named(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    store.append(RolloutGroup(group_id=4, prompt=None, completions=[]), [], GroupStatus.TRAINED, 1)  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="group 4 cannot be stored: AttributeError"):
+        store.flush()
+    append_simple(store, 5)
+    assert _ids(tmp_path) == [5]
+
+
+def test_a_disk_that_hangs_is_an_error_and_the_queue_has_an_end(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    class Hanging(FileIO):
+        def write(self, data: Any) -> int:
+            go_on.wait(timeout=30.0)
+            return super().write(data) or 0
+
+    monkeypatch.setattr("grpo_async.store.line_file.FileIO", Hanging)
+    monkeypatch.setattr("grpo_async.store.rollout_store._WRITE_TIMEOUT_S", 0.1)
+    store = open_store(tmp_path)
+    for group_id in range(65):  # one is being written, 64 wait
+        _append(store, group_id)
+    with pytest.raises(RunError, match="has taken nothing for 0 s, group 65 not written; check its disk"):
+        _append(store, 65)
+    with pytest.raises(RunError, match="65 groups not written"):
+        store.position()
+    go_on.set()
+    monkeypatch.setattr("grpo_async.store.rollout_store._WRITE_TIMEOUT_S", 30.0)
+    store.flush()
+    assert _ids(tmp_path) == list(range(65))
+
+
+# -- sampling
+
+
+def test_sampling_takes_about_its_share_always_the_same_groups_and_every_failed_or_stale_one(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    found = []
+    for name in ("a", "b"):
+        store = open_store(tmp_path / name, settings=small_blocks(sample_rate=0.25, block_mb=100))
+        for group_id in range(400):
+            _append(store, group_id)
+        for group_id in range(400, 450):
+            _append(store, group_id, GroupStatus.FAILED if group_id % 2 else GroupStatus.STALE)
+        _append(store, 450, GroupStatus.FILTERED)
+        store.close()
+        found.append(_ids(tmp_path / name))
+    assert found[0] == found[1]
+    assert set(range(400, 450)) <= set(found[0])
+    trained = [group_id for group_id in found[0] if group_id < 400]
+    assert 70 < len(trained) < 130
+    assert read_facts(tmp_path / "a").left_out["trained"] == 400 - len(trained)
+    (note,) = read_facts(tmp_path / "a").notes()
+    assert note.startswith("record.rollouts.sample_rate = 0.25 left out ")
+    assert f"{400 - len(trained)} trained" in note
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0.0, []), (1.0, list(range(20)))])
+def test_the_ends_of_the_sampling_rate(tmp_path: Path, open_store: OpenStore, rate: float, expected: list[int]) -> None:
+    store = open_store(tmp_path / "rollouts", settings=small_blocks(sample_rate=rate))
+    for group_id in range(20):
+        _append(store, group_id)
+    store.close()
+    assert _ids(tmp_path / "rollouts") == expected
+    assert read_facts(tmp_path / "rollouts").num_left_out == 20 - len(expected)
+
+
+def test_a_resume_counts_on_from_what_was_left_out_before_its_checkpoint(tmp_path: Path, open_store: OpenStore) -> None:
+    settings = small_blocks(sample_rate=0.0)
+    store = open_store(tmp_path, settings=settings)
+    for group_id in range(3):
+        _append(store, group_id)
+    position = store.position()
+    _append(store, 3)
+    store.close()
+    resumed = open_store(tmp_path, settings=settings)
+    resumed.supersede_from(position, step=1)
+    for group_id in range(3, 5):
+        _append(resumed, group_id)
+    resumed.close()
+    assert read_facts(tmp_path).left_out == {"trained": 5}
+
+
+def test_no_group_of_an_evaluation_is_left_out() -> None:
+    settings = small_blocks(sample_rate=0.1, max_gb=3.0)
+    assert all_groups(settings).sample_rate == 1.0
+    assert all_groups(settings).max_gb == 3.0
+
+
+def test_damaged_facts_are_an_error_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "store.json").write_text("{")
+    with pytest.raises(RunError, match=r"store\.json is damaged: .*; remove it to read the rest"):
+        RolloutStore(tmp_path).position()
+    (tmp_path / "store.json").write_text(json.dumps({"torn": ["a"], "of a later version": 1}))
+    assert read_facts(tmp_path).torn == ("a",)

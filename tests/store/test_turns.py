@@ -30,7 +30,9 @@ def test_timings_of_every_turn_and_arguments_failure_and_duration_of_every_call_
     completion = RolloutCompletion(
         rollout_id="1-0", prompt_ids=[1], turns=turns, status=RolloutStatus.FINISHED, total_duration_s=8.0
     )
-    open_store(tmp_path).append(build_group(1, [completion]), [], GroupStatus.FILTERED, None)
+    store = open_store(tmp_path)
+    store.append(build_group(1, [completion]), [], GroupStatus.FILTERED, None)
+    store.flush()
     (row,) = read_groups(tmp_path)
     (rollout,) = row.rollouts
     assert rollout.total_duration_s == 8.0
@@ -38,7 +40,7 @@ def test_timings_of_every_turn_and_arguments_failure_and_duration_of_every_call_
     assert timings == [(1.5, 0.75), (3.0, 2.25)]
     assert [list(turn.tool_calls) for turn in rollout.turns] == [calls[:2], calls[2:]]
     # and under these names in the file, which other tools read too
-    (line,) = next(tmp_path.glob("part-*.jsonl")).read_text().splitlines()
+    (line,) = next(tmp_path.glob("block-*.jsonl")).read_text().splitlines()
     stored = json.loads(line)["rollouts"][0]["turns"]
     assert [turn["generation_duration_s"] for turn in stored] == [1.5, 3.0]
     first, failed = stored[0]["tool_calls"]

@@ -68,7 +68,10 @@ class _World:
         self._num_taken += 1
         return [make_scored(self._num_taken)]
 
-    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None: ...
+    def stores(self, group_id: int) -> bool:
+        return True
+
+    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, **_: Any) -> None: ...
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         return {}

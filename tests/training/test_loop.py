@@ -38,7 +38,10 @@ class _Source:
             attend()
         return [make_scored(self.num_taken)]
 
-    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None: ...
+    def stores(self, group_id: int) -> bool:
+        return True
+
+    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, **_: Any) -> None: ...
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         return {}
@@ -72,7 +75,7 @@ def _run(
         config=config,
         num_ranks=1,
         channel=SimpleNamespace(send=lambda sent: commands.append(sent[0])),
-        step=lambda micro_batches, lr: result,
+        step=lambda micro_batches, lr, figures: result,
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
         score=lambda sequences: [[-1.0] * (len(sequence) - 1) for sequence in sequences],
     )
@@ -243,3 +246,29 @@ def test_a_server_that_joins_waits_for_an_evaluation_that_holds_pushes_where_ano
 
     _run(sync, _Source({3: joins}), steps=3, evaluations=evaluations)
     assert sync.pushed == pushed
+
+
+def test_the_seconds_of_a_step_are_told_apart_and_a_push_while_it_waits_is_no_waiting() -> None:
+    """0.05 s until samples come, in which a server is back: its push of 0.1 s is counted as a push."""
+
+    class Slow(FakeSync):
+        def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
+            time.sleep(0.1)
+            return super().push(version, before_gather=before_gather)
+
+    sync = Slow(up=False)
+
+    def comes_back() -> None:
+        time.sleep(0.05)
+        sync.up = sync.has_joiners = True
+
+    lines, _ = _run(sync, _Source({2: comes_back}), steps=2, sync_steps=2)
+    spent = {
+        name: lines[1][f"pipeline/{name}_share"] * lines[1]["step_time"] for name in ("waiting", "pushing", "other")
+    }
+    blocked_s = lines[1]["pipeline/trainer_idle_ratio"] * lines[1]["step_time"]
+    assert spent["waiting"] >= 0.05
+    assert blocked_s - spent["waiting"] >= 0.1
+    assert spent["pushing"] >= 0.2  # that one, and the one after the step
+    shares = [value for name, value in lines[1].items() if name.startswith("pipeline/") and name.endswith("_share")]
+    assert sum(shares) == pytest.approx(1.0)

@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.records import GroupStatus, ScoredGroup, TokenFigures, TokenMark
 from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.meter import PipelineMeter, Reading
 from grpo_async.training.ranks import StepCommand
 from grpo_async.training.step import StepResult
+from grpo_async.training.token_figures import FigureOrder
 from tests.support.records import make_scored
 from tests.training.fakes import FakeSync
+
+
+def _with_own_ids(group: ScoredGroup) -> ScoredGroup:
+    named = [replace(s, rollout_id=f"{s.rollout_id}-r{index}") for index, s in enumerate(group.samples)]
+    return replace(group, samples=named)
 
 
 class _Source:
     """Four groups, of which the second has nothing to train. `cut`: the last has one completion that was scored and is masked."""
 
-    def __init__(self, *, cut: bool) -> None:
+    def __init__(self, *, cut: bool, kept: Container[int] = range(4)) -> None:
         self._cut = cut
+        self._kept = kept
         self.settled: list[tuple[list[int], GroupStatus]] = []
+        self.figures: list[Mapping[str, TokenFigures]] = []
 
     def take(self, num_groups: int, **_: Any) -> list[ScoredGroup]:
-        groups = [make_scored(index, has_samples=index != 1) for index in range(num_groups)]
+        groups = [_with_own_ids(make_scored(index, has_samples=index != 1)) for index in range(num_groups)]
         return [*groups[:-1], replace(groups[-1], samples=groups[-1].samples[:1])] if self._cut else groups
 
-    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None:
+    def stores(self, group_id: int) -> bool:
+        return group_id in self._kept
+
+    def settle(
+        self,
+        groups: Sequence[ScoredGroup],
+        status: GroupStatus,
+        *,
+        step: int,
+        figures: Mapping[str, TokenFigures],
+    ) -> None:
+        assert step == 1
         self.settled.append(([group.group.group_id for group in groups], status))
+        self.figures.append(figures)
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         return {}
@@ -43,23 +64,34 @@ class _Source:
     def advance(self, version: int) -> None: ...
 
 
-def _one_step(updates: tuple[bool, ...], *, cut: bool = False) -> tuple[_Source, list[StepCommand], dict[str, float]]:
-    """A step of three minibatches on two ranks, with the outcome `updates`."""
+def _one_step(
+    updates: tuple[bool, ...], *, cut: bool = False, kept: Container[int] = range(4), **record: Any
+) -> tuple[_Source, list[StepCommand], dict[str, float]]:
+    """A step of three minibatches on two ranks, with the outcome `updates`. Both ranks have collected 1, 2, 3 ... for each figure,
+    those of the second 100 more."""
     config = ExperimentConfig.model_validate(
         {
             "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
             "rewards": [{"function": "a:b"}], "rollout": {"groups_per_step": 4, "group_size": 2},
             "training": {"max_steps": 1, "minibatches": 3}, "optimizer": {"lr": 0.5}, "loss": {"type": "grpo"},
+            "record": {"rollouts": record},
         }
     )  # fmt: skip
     sent: list[list[Any]] = []
     metrics = {"training/skipped_updates": float(updates.count(False))}
     result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4 * sum(updates), updates=updates, metrics=metrics)
+
+    def collected(order: FigureOrder | None) -> list[torch.Tensor] | None:
+        if order is None:
+            return None
+        numbers = torch.arange(1.0, order.room + 1.0).expand(5, -1)
+        return [numbers, numbers + 100.0]
+
     place: Any = SimpleNamespace(
         config=config,
         num_ranks=2,
         channel=SimpleNamespace(send=sent.append),
-        step=lambda minibatches, lr: result,
+        step=lambda minibatches, lr, figures: replace(result, token_figures=collected(figures)),
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
         score=lambda sequences: [],
     )
@@ -67,7 +99,7 @@ def _one_step(updates: tuple[bool, ...], *, cut: bool = False) -> tuple[_Source,
     def read() -> Reading:
         return Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
 
-    source = _Source(cut=cut)
+    source = _Source(cut=cut, kept=kept)
     lines: list[dict[str, float]] = []
     loop = LeaderLoop(
         place,
@@ -114,3 +146,40 @@ def test_the_groups_of_a_skipped_update_are_failed_and_the_others_trained(
     source, _, line = _one_step(updates)
     assert source.settled == settled
     assert line["training/skipped_updates"] == updates.count(False)
+
+
+def test_the_figures_of_both_ranks_come_back_to_their_rollouts_and_those_of_a_skipped_update_are_marked() -> None:
+    """Each rank has one sample of two tokens in each of three updates: 1 2, 3 4, 5 6 and 101 102, 103 104, 105 106."""
+    source, commands, _ = _one_step((True, False, True))
+    assert commands[0].figures == commands[1].figures == FigureOrder(is_wanted=[True] * 3, room=6)
+    for figures in source.figures:
+        assert {key: list(row.logprobs) for key, row in figures.items()} == {
+            "g0-r0": [1.0, 2.0], "g0-r1": [101.0, 102.0],
+            "g2-r0": [3.0, 4.0], "g2-r1": [103.0, 104.0],
+            "g3-r0": [5.0, 6.0], "g3-r1": [105.0, 106.0],
+        }  # fmt: skip
+        assert [int(mark) for mark in figures["g0-r0"].marks] == [1, 2]
+        assert [int(mark) for mark in figures["g2-r0"].marks] == [3 | TokenMark.SKIPPED, 4 | TokenMark.SKIPPED]
+
+
+def test_only_groups_that_are_stored_have_figures() -> None:
+    source, commands, _ = _one_step((True, True, True), kept={2})
+    assert commands[0].figures == FigureOrder(is_wanted=[False, True, False], room=2)
+    assert [sorted(figures) for figures in source.figures] == [["g2-r0", "g2-r1"]]
+
+
+@pytest.mark.parametrize("setting", [{"kept": ()}, {"token_figures": False}])
+def test_no_rank_is_asked_for_figures_that_nobody_stores(setting: dict[str, Any]) -> None:
+    source, commands, _ = _one_step((True, True, True), **setting)
+    assert [command.figures for command in commands] == [None, None]
+    assert source.figures == [{}]
+
+
+def test_the_tokens_of_prompts_have_no_staleness() -> None:
+    """All sampled tokens are of version 0, which the trainer had before step 1; those of the prompts have version -1."""
+    _, _, line = _one_step((True, True, True))
+    assert {name: value for name, value in line.items() if name.startswith("async/")} == {
+        "async/staleness_mean": 0.0,
+        "async/staleness_max": 0.0,
+        "async/staleness/0": 1.0,
+    }

@@ -14,8 +14,24 @@ def _reading(time_s: float, busy_s: float, tokens: int) -> Reading:
 def _two_steps() -> tuple[PipelineMeter, dict[str, float]]:
     """Steps of 4 s and 2 s: waited 1 s and 1 s, generated 3 s and 2 s."""
     meter = PipelineMeter(_reading(10.0, 5.0, 100))
-    first = meter.step(_reading(14.0, 8.0, 500), waited_s=1.0, trained_tokens=200, staleness=[0, 1, 1], reward=0.2)
-    meter.step(_reading(16.0, 10.0, 700), waited_s=1.0, trained_tokens=100, staleness=[2], reward=0.6)
+    # 0.25 of the 1 s that was blocked on samples went into a push
+    first_spent = {"waiting": 0.75, "pushing": 0.5, "training": 2.25}
+    first = meter.step(
+        _reading(14.0, 8.0, 500),
+        waited_s=1.0,
+        trained_tokens=200,
+        staleness={0: 1, 1: 2},
+        reward=0.2,
+        spent=first_spent,
+    )
+    meter.step(
+        _reading(16.0, 10.0, 700),
+        waited_s=1.0,
+        trained_tokens=100,
+        staleness={2: 1},
+        reward=0.6,
+        spent={"training": 1.0, "checkpoint": 0.5},
+    )
     return meter, first
 
 
@@ -32,6 +48,13 @@ def test_the_figures_of_a_step() -> None:
             "perf/generated_tokens_per_s": 100.0,
             "async/staleness_mean": 2 / 3,
             "async/staleness_max": 1.0,
+            "async/staleness/0": 1 / 3,
+            "async/staleness/1": 2 / 3,
+            "pipeline/waiting_share": 0.1875,  # 0.75 / 4
+            "pipeline/training_share": 0.5625,  # 2.25 / 4
+            "pipeline/pushing_share": 0.125,
+            "pipeline/checkpoint_share": 0.0,
+            "pipeline/other_share": 0.125,  # 4 - 3.5 = 0.5 s
         }
     )
 
@@ -47,13 +70,19 @@ def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> Non
         assert summary["staleness_mean"] == pytest.approx(4 / 300)  # the step's tokens are what was trained: 300
         assert summary["staleness_max"] == 2.0
         assert summary["reward_first"] == pytest.approx(0.4)
+        assert summary["waiting_share"] == pytest.approx(0.75 / 6)
+        assert summary["training_share"] == pytest.approx(3.25 / 6)
+        assert summary["checkpoint_share"] == pytest.approx(0.5 / 6)
+        assert summary["other_share"] == pytest.approx(1.0 / 6)  # 0.5 + 0.5
 
 
 def test_what_happened_before_restart_is_left_out() -> None:
     """R1.6: an evaluation or the start-up is in nobody's window."""
     meter = PipelineMeter(_reading(0.0, 0.0, 0))
     meter.restart(_reading(100.0, 50.0, 1000))
-    metrics = meter.step(_reading(101.0, 51.0, 1010), waited_s=0.0, trained_tokens=0, staleness=[], reward=None)
+    metrics = meter.step(
+        _reading(101.0, 51.0, 1010), waited_s=0.0, trained_tokens=0, staleness={}, reward=None, spent={}
+    )
     assert metrics["step_time"] == 1.0
     assert metrics["perf/generated_tokens_per_s"] == 10.0
 
@@ -62,7 +91,7 @@ def test_totals_keep_the_first_and_last_three_rewards_however_long_the_run() -> 
     meter = PipelineMeter(_reading(0.0, 0.0, 0))
     for step in range(1000):
         now = _reading(step + 1.0, 0.0, 0)
-        meter.step(now, waited_s=0.0, trained_tokens=1, staleness=[0], reward=float(step))
+        meter.step(now, waited_s=0.0, trained_tokens=1, staleness={0: 1}, reward=float(step), spent={})
     assert (meter.totals.first_rewards, meter.totals.last_rewards) == ([0.0, 1.0, 2.0], [997.0, 998.0, 999.0])
     assert (meter.summary()["reward_first"], meter.summary()["reward_last"]) == (1.0, 998.0)
 
@@ -71,5 +100,28 @@ def test_a_reading_that_falls_back_is_not_counted_twice() -> None:
     """Tokens of an evaluation are taken off when its rollout function says how many they were: late."""
     meter = PipelineMeter(_reading(0.0, 0.0, 0))
     for time_s, tokens in ((1.0, 1000), (2.0, 5000), (3.0, 2000), (4.0, 3000), (5.0, 6000)):
-        meter.step(_reading(time_s, 0.0, tokens), waited_s=0.0, trained_tokens=0, staleness=[], reward=None)
+        meter.step(_reading(time_s, 0.0, tokens), waited_s=0.0, trained_tokens=0, staleness={}, reward=None, spent={})
     assert meter.totals.generated_tokens == 6000
+
+
+def test_every_staleness_that_a_run_has_seen_has_its_share_from_then_on() -> None:
+    """A plot then has a line for each, which falls to 0 where there is none."""
+    meter = PipelineMeter(_reading(0.0, 0.0, 0))
+    lines = [
+        meter.step(_reading(second, 0.0, 0), waited_s=0.0, trained_tokens=4, staleness=ages, reward=None, spent={})
+        for second, ages in ((1.0, {1: 4}), (2.0, {0: 3, 2: 1}), (3.0, {1: 4}), (4.0, {}))
+    ]
+    shares = [{name[-1]: line[name] for name in line if name.startswith("async/staleness/")} for line in lines]
+    assert shares == [{"0": 0.0, "1": 1.0}, {"0": 0.75, "1": 0.0, "2": 0.25}, {"0": 0.0, "1": 1.0, "2": 0.0}, {}]
+    assert lines[1]["async/staleness_mean"] == 0.5  # (3 x 0 + 2) / 4
+
+
+def test_shares_of_the_wall_time_add_up_to_one_also_where_the_clocks_differ() -> None:
+    """What was spent is read a moment after the wall time: 4.1 s of 4 s."""
+    meter = PipelineMeter(_reading(0.0, 0.0, 0))
+    spent = {"waiting": 1.0, "training": 3.1}
+    line = meter.step(_reading(4.0, 0.0, 0), waited_s=1.0, trained_tokens=0, staleness={}, reward=None, spent=spent)
+    shares = [value for name, value in line.items() if name.endswith("_share")]
+    assert sum(shares) == pytest.approx(1.0)
+    assert line["pipeline/other_share"] == pytest.approx(0.0, abs=1e-12)
+    assert line["pipeline/training_share"] == pytest.approx(3.1 / 4.1)

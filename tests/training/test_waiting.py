@@ -44,7 +44,10 @@ class _Source:
         watch = Watch(timeout_s=30.0, setting="s", progress=lambda: 0, heartbeat=heartbeat, heartbeat_s=0.02)
         return self.buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
 
-    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int) -> None: ...
+    def stores(self, group_id: int) -> bool:
+        return True
+
+    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, **_: Any) -> None: ...
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         return {}
@@ -66,7 +69,7 @@ def _train_one_step(source: _Source) -> tuple[dict[str, float], list[Command]]:
         config=_config(),
         num_ranks=1,
         channel=SimpleNamespace(send=lambda sent: commands.append(sent[0])),
-        step=lambda micro_batches, lr: result,
+        step=lambda micro_batches, lr, figures: result,
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
     )
 
@@ -97,6 +100,7 @@ def test_the_wait_for_samples_is_counted_from_its_beginning_over_all_its_polls()
     assert sum(isinstance(command, WaitCommand) for command in commands) >= 3, "it was one poll only"
     waited_s = metrics["pipeline/trainer_idle_ratio"] * metrics["step_time"]
     assert 0.45 < waited_s <= metrics["step_time"]
+    assert metrics["pipeline/waiting_share"] == pytest.approx(metrics["pipeline/trainer_idle_ratio"], abs=0.01)
 
 
 def test_a_step_whose_samples_were_there_has_waited_for_nothing() -> None:
@@ -113,11 +117,11 @@ def test_throughput_is_the_tokens_of_the_window_over_the_seconds_of_the_window()
     meter = PipelineMeter(Reading(time_s=10.0, generation_busy_s=0.0, generated_tokens=1000))
     first = meter.step(
         Reading(time_s=14.0, generation_busy_s=1.0, generated_tokens=1400),
-        waited_s=0.0, trained_tokens=200, staleness=[0], reward=None,
+        waited_s=0.0, trained_tokens=200, staleness={0: 1}, reward=None, spent={},
     )  # fmt: skip
     second = meter.step(
         Reading(time_s=16.0, generation_busy_s=2.0, generated_tokens=1460),
-        waited_s=0.0, trained_tokens=50, staleness=[0], reward=None,
+        waited_s=0.0, trained_tokens=50, staleness={0: 1}, reward=None, spent={},
     )  # fmt: skip
     assert (first["perf/generated_tokens_per_s"], first["perf/trained_tokens_per_s"]) == (100.0, 50.0)
     assert (second["perf/generated_tokens_per_s"], second["perf/trained_tokens_per_s"]) == (30.0, 25.0)

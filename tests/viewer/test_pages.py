@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.records import GroupStatus, Origin, ScoredGroup, TaggedMessage, ToolCall
+from grpo_async.records import (
+    GroupStatus,
+    Origin,
+    RolloutGroup,
+    RolloutSample,
+    ScoredGroup,
+    TaggedMessage,
+    ToolCall,
+)
 from grpo_async.rundir import RunDir
-from grpo_async.store import read_groups, scan_groups
-from grpo_async.store.rows import from_json, group_row, to_json
-from grpo_async.viewer.group_tables import group_page, group_table
-from grpo_async.viewer.rollout_page import rollout_page, token_style
+from grpo_async.store import GroupRow, read_groups
+from grpo_async.store.summaries import GroupSummary
+from grpo_async.store.table import RolloutTable
+from grpo_async.viewer.plain.rollout_page import rollout_page, token_style
+from grpo_async.viewer.plain.tables import group_page, group_table
 from grpo_async.viewer.runs import find_run
 from grpo_async.viewer.safe_text import one_line, quoted, visible
-from grpo_async.viewer.selection import Filters, select
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 from tests.store.builders import (
     OpenStore,
     append_simple,
     build_failed_rollout,
+    build_figures,
     build_group,
     build_rollout,
     build_sample,
@@ -39,6 +50,27 @@ def _render(renderable: RenderableType, width: int = 200) -> str:
     output = console.file
     assert isinstance(output, StringIO)
     return output.getvalue()
+
+
+def _summaries(folder: Path, sort: str = "seq") -> list[GroupSummary]:
+    with RolloutTable.open(folder) as table:
+        return table.group_page(sort=sort)
+
+
+def _stored(
+    folder: Path,
+    open_store: OpenStore,
+    group: RolloutGroup,
+    samples: Sequence[RolloutSample] = (),
+    status: GroupStatus = GroupStatus.FILTERED,
+    **options: Any,
+) -> GroupRow:
+    """The group as it is read back from a store of its own."""
+    store = open_store(folder)
+    store.append(group, samples, status, 3, **options)
+    store.flush()
+    (row,) = read_groups(folder)
+    return row
 
 
 def _byte_level_tokenizer() -> Tokenizer:
@@ -73,10 +105,11 @@ def test_markup_and_escapes_of_a_model_reach_no_view(tmp_path: Path, open_store:
     store = open_store(tmp_path)
     append_simple(store, 0, text=hostile, answer=hostile)
     store.append(build_group(1, [build_failed_rollout("1-\x1b[2J", hostile)]), [], GroupStatus.FAILED, None)
-    stored = list(scan_groups(tmp_path))
-    summaries, _ = select(stored, Filters())
-    pages = [group_table(summaries, 2, 2), *(group_page(s.row) for s in stored)]
-    pages += [rollout_page(s.row, r, "no texts") for s in stored for r in s.row.rollouts]
+    store.flush()
+    rows = list(read_groups(tmp_path))
+    pages = [group_table(_summaries(tmp_path), 2, 2), *(group_page(row) for row in rows)]
+    pages += [rollout_page(row, rollout, "no texts") for row in rows for rollout in row.rollouts]
+    assert len(pages) == 6
     for page in pages:
         text = _render(page)
         assert "\x1b" not in text
@@ -88,8 +121,7 @@ def test_the_group_table_has_a_line_per_group(tmp_path: Path, open_store: OpenSt
     store = open_store(tmp_path)
     append_simple(store, 0, step=12, rewards=(0.0, 0.5), text="a\nlong " + "prompt " * 30)
     append_simple(store, 1, step=None, status=GroupStatus.FILTERED, version=4, truncated=True)
-    summaries, num_read = select(scan_groups(tmp_path), Filters())
-    lines = _render(group_table(summaries, 7, num_read)).splitlines()
+    lines = _render(group_table(_summaries(tmp_path), 7, 2)).splitlines()
     assert lines[0].split() == [
         "step",
         "group",
@@ -112,8 +144,7 @@ def test_the_group_table_has_a_line_per_group(tmp_path: Path, open_store: OpenSt
 def test_a_narrow_terminal_keeps_the_numbers(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(tmp_path)
     append_simple(store, 0, step=12, rewards=(0.0, 0.5), text="a long prompt " * 30)
-    summaries, _ = select(scan_groups(tmp_path), Filters())
-    text = _render(group_table(summaries, 1, 1), width=80)
+    text = _render(group_table(_summaries(tmp_path), 1, 1), width=80)
     assert max(len(line) for line in text.splitlines()) <= 80
     assert len(text.splitlines()) == 3  # the prompt is cut, not wrapped
     assert "0.250" in text
@@ -122,10 +153,8 @@ def test_a_narrow_terminal_keeps_the_numbers(tmp_path: Path, open_store: OpenSto
 
 def test_the_group_page_shows_all_rollouts(tmp_path: Path, open_store: OpenStore) -> None:
     good, failed = build_rollout("7-0", text="the answer\nis two"), build_failed_rollout("7-1", "broke")
-    open_store(tmp_path).append(
-        build_group(7, [good, failed], answer="2"), [build_sample(7, good, 0.5, 1.5)], GroupStatus.TRAINED, 3
-    )
-    (row,) = read_groups(tmp_path)
+    group = build_group(7, [good, failed], answer="2")
+    row = _stored(tmp_path, open_store, group, [build_sample(7, good, 0.5, 1.5)], GroupStatus.TRAINED)
     text = _render(group_page(row))
     for expected in ("group 7", "step 3", "system: be brief", "user: what is 1 + 1?", "answer = 2", "exact", "format"):
         assert expected in text
@@ -136,8 +165,8 @@ def test_the_group_page_shows_all_rollouts(tmp_path: Path, open_store: OpenStore
 
 def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path: Path, open_store: OpenStore) -> None:
     rollout = build_tool_rollout("7-0")
-    open_store(tmp_path).append(build_group(7, [rollout]), [build_sample(7, rollout, 0.5, 1.5)], GroupStatus.TRAINED, 3)
-    (row,) = read_groups(tmp_path)
+    samples = [build_sample(7, rollout, 0.5, 1.5)]
+    row = _stored(tmp_path, open_store, build_group(7, [rollout]), samples, GroupStatus.TRAINED)
     text = _render(rollout_page(row, row.rollouts[0], "token texts are left out: why"))
     for expected in (
         "user (prompt)",
@@ -147,7 +176,7 @@ def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path:
         "exact 0.500",
     ):
         assert expected in text
-    assert "add({'a': 1, 'b': '{2}'}) failed 0.12 s -> \\ud83d" in text
+    assert 'add({"a": 1, "b": "{2}"}) failed 0.12 s -> \\ud83d' in text
     assert "token texts are left out: why" in text
     tokens = [line.split() for line in text.splitlines()[-6:-1]]
     assert tokens == [
@@ -157,6 +186,17 @@ def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path:
         ["3", "91", "0", "-", "-"],
         ["4", "7", "1", "-3.5000", "3"],
     ]
+
+
+def test_the_token_table_has_what_the_trainer_found(tmp_path: Path, open_store: OpenStore) -> None:
+    rollout = build_tool_rollout("7-0")
+    samples, figures = [build_sample(7, rollout, 0.5, 1.5)], {"7-0": build_figures(3)}
+    row = _stored(tmp_path, open_store, build_group(7, [rollout]), samples, GroupStatus.TRAINED, figures=figures)
+    lines = _render(rollout_page(row, row.rollouts[0], "no texts")).splitlines()[-7:-1]
+    assert lines[0].split()[-5:] == ["trainer", "proximal", "weight", "entropy", "marks"]
+    assert lines[1].split()[5:] == ["-1.0000", "-1.2500", "1.0000", "0.5000"]
+    assert lines[3].split() == ["2", "90", "0", "-", "-", "-", "-", "-", "-"]  # a tool's
+    assert lines[5].split()[-2:] == ["clipped", "high"]
 
 
 def test_tokens_are_coloured_by_their_probability() -> None:
@@ -182,8 +222,7 @@ def test_token_texts_come_from_the_model_that_the_run_names(tmp_path: Path) -> N
 def test_token_texts_appear_in_the_token_table(tmp_path: Path, open_store: OpenStore) -> None:
     tokenizer = _byte_level_tokenizer()
     ids = [_id(tokenizer, token) for token in ("h", "Ġ", "Ċ")]
-    open_store(tmp_path).append(build_group(1, [build_rollout("1-0", ids=ids)]), [], GroupStatus.CANCELLED, None)
-    (row,) = read_groups(tmp_path)
+    row = _stored(tmp_path, open_store, build_group(1, [build_rollout("1-0", ids=ids)]))
     text = _render(rollout_page(row, row.rollouts[0], TokenTexts(tokenizer)))
     assert [line.split()[2] for line in text.splitlines()[-4:-1]] == ["'h'", "'", "'\\n'"]  # ' ' splits at its space
 
@@ -220,8 +259,9 @@ def test_an_unknown_run_lists_the_nearest_names(tmp_path: Path) -> None:
             find_run(nothing, runs)
 
 
-def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rewards_noted() -> None:
-    """R2.8: per-call arguments, failure and duration reach the store and the page."""
+def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rewards_noted(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
     call = ToolCall(tool_call_id="abcdefghi", name="add", arguments={"a": 1})
     rollout = build_tool_rollout("7-0")
     first = replace(
@@ -238,18 +278,20 @@ def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rew
     scored = ScoredGroup(
         group=group, samples=[], rewards=[1.0], reward_parts=[{"f": 1.0}], extra_columns={"extracted": ["42"]}
     )
-    stored = from_json(to_json(group_row(group, [], GroupStatus.FILTERED, 3, scored)))
+    stored = _stored(tmp_path, open_store, group, scored=scored)
     text = _render(rollout_page(stored, stored.rollouts[0], "no token texts"))
     assert "user (environment)\ncount to 3" in text
     assert "what is 1 + 1?" not in text  # the prompt before reset
-    assert "assistant (policy)\ncalls add({'a': 1})" in text
+    assert 'assistant (policy)\ncalls add({"a": 1})' in text
     assert "tool add (tool)\n3" in text
     assert "extracted: 42" in text
     assert "not searched for tool calls: no JSON at character 3" in text
-    assert "add({'a': 1, 'b': '{2}'}) failed 0.12 s" in text
+    assert 'add({"a": 1, "b": "{2}"}) failed 0.12 s' in text
 
 
-def test_the_group_page_shows_calls_and_what_the_environment_said_where_all_rollouts_heard_the_same() -> None:
+def test_the_group_page_shows_calls_and_what_the_environment_said_where_all_rollouts_heard_the_same(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
     call = ToolCall(tool_call_id="abcdefghi", name="add", arguments={"a": 1})
     said = TaggedMessage(role="user", content="count to 3", origin=Origin.ENVIRONMENT)
 
@@ -260,8 +302,8 @@ def test_the_group_page_shows_calls_and_what_the_environment_said_where_all_roll
             calling = TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[call.as_dict()])
             turns = [replace(rollout.turns[0], messages=[calling])]
             rollouts.append(replace(rollout, turns=turns, prompt_messages=[replace(said, content=text)]))
-        return _render(group_page(group_row(build_group(7, rollouts), [], GroupStatus.FILTERED, 3)))
+        return _render(group_page(_stored(tmp_path / "-".join(heard), open_store, build_group(7, rollouts))))
 
     assert "user: count to 3" in page("count to 3", "count to 3")
-    assert "add({'a': 1})" in page("count to 3")
+    assert 'add({"a": 1})' in page("count to 3")
     assert "user: what is 1 + 1?" in page("count to 3", "count to 4")  # each its own: the data's prompt stands for all

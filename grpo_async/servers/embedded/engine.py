@@ -85,6 +85,26 @@ class SlotEngine:
         """Of those, the ones that are not held: with a slot or waiting for one."""
         return len(self._waiting) + len(self._running)
 
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def num_slots(self) -> int:
+        """Most requests with a slot at once."""
+        return self._num_slots
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the key/value positions that hold a token: 2 requests of 100 tokens in 8 slots of 512 -> 200 / 4096."""
+        return sum(len(sequence.tokens) for sequence in self._running) / (self._num_slots * self.max_model_len)
+
     def problem_with(self, request: GenerateRequest) -> str | None:
         """Why this request cannot be served, or None."""
         length = len(request.token_ids) + request.max_tokens

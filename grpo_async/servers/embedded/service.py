@@ -160,6 +160,10 @@ class EmbeddedService:
             update={
                 "policy_version": self._engine.policy_version,
                 "active_requests": self._engine.num_active,
+                "running_requests": self._engine.num_running,
+                "waiting_requests": self._engine.num_waiting,
+                "kv_usage": self._engine.kv_usage,
+                "max_running_requests": self._engine.num_slots,
                 "generated_tokens": self._engine.num_generated_tokens,
                 "busy_s": self._worker.busy_s,
             }

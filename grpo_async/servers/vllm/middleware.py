@@ -25,6 +25,7 @@ from grpo_async.servers.vllm.answers import (
 from grpo_async.servers.vllm.control import Control
 from grpo_async.servers.vllm.gate import GateBrokenError
 from grpo_async.servers.vllm.generation import Generation
+from grpo_async.servers.vllm.load import EngineLoad, max_running_requests, watch_load
 from grpo_async.servers.vllm.state import ServerState
 from grpo_async.servers.vllm.updates import Updates
 
@@ -46,6 +47,7 @@ class RolloutMiddleware:
             *(path for _, path in self._control.routes),
         }
         self._engine: Any = None
+        self._load = EngineLoad()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._guarded(scope, receive, send)  # waits: the handlers below
@@ -90,6 +92,7 @@ class RolloutMiddleware:
         """The engine client, which is there from the first request on."""
         if self._engine is None:
             self._engine = engine
+            self._load = watch_load(engine)
             compat.salt_requests(engine, lambda: self._state.salt)
             compat.on_engine_death(engine, lambda: self._state.gate.break_down("it ended; see the server's log"))
         return engine
@@ -106,6 +109,8 @@ class RolloutMiddleware:
             "instance_id": state.instance_id,
             "policy_version": state.version,
             "active_requests": state.active_requests,
+            **self._load.describe(is_idle=state.active_requests == 0),
+            "max_running_requests": max_running_requests(engine),
             "generated_tokens": state.generated_tokens,
             "busy_s": state.busy_s,
         }

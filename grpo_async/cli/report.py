@@ -1,0 +1,55 @@
+"""`report`: one offline HTML page about one or several runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Names of runs below runs/, or run directories; several are compared."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Where to write. Default: report.html in the run; of several, beside the first.",
+        ),
+    ] = None,
+    diff_config: Annotated[
+        bool, typer.Option("--diff-config", help="Print the settings in which the runs differ; write nothing.")
+    ] = False,
+) -> None:
+    """Write a report: what happened, whether it learns and why not, curves, rollouts, configuration, in one HTML file.
+
+    The file needs no network and no other file. It leaves out what may be secret: arguments of your code, addresses, accounts.
+    `train` writes one at the end of every run (record.report). A run that goes on, failed or was killed gets one as well.
+
+    \b
+    Examples:
+      grpo-async report quickstart
+      grpo-async report quickstart higher-lr --out comparison.html
+      grpo-async report quickstart higher-lr --diff-config
+    """
+    if diff_config and len(runs) < 2:
+        raise typer.BadParameter("it takes two runs or more", param_hint="--diff-config")
+
+    from grpo_async.viewer.report.write import config_differences, write_report
+    from grpo_async.viewer.runs import find_run
+
+    run_dirs = [find_run(name) for name in runs]
+    if diff_config:
+        labels, different = config_differences(run_dirs)
+        if not different:
+            typer.echo("the configurations are the same")
+        for each in different:
+            typer.echo(each.path)
+            for label, value in zip(labels, each.values, strict=True):
+                typer.echo(f"  {label}: {value}")
+        return
+    typer.echo(str(write_report(run_dirs, out)))

@@ -1,0 +1,59 @@
+"""`status`: where a run stands, for people and scripts."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN]", help="Name of a run below runs/, or a run directory; default: the newest run."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object: the content of status.json, with the state as it is.")
+    ] = False,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Show it until the run has ended: on a terminal as the dashboard of `train`."),
+    ] = False,
+) -> None:
+    """Say where a run stands, while it goes or after it; starts and changes nothing.
+
+    The run writes RUN/status.json on every event and every other second. State: running, finished, stopped (by a signal, after a
+    checkpoint), failed; dead: the file says running, but the launcher was killed; silent: the launcher is on another machine, and
+    has written nothing for a minute. Exit code: 0 running or finished, 1 failed, 2 there is no such run, 3 stopped, 4 dead or
+    silent.
+
+    \b
+    Examples:
+      grpo-async status
+      grpo-async status quickstart --watch
+      grpo-async status quickstart --json | jq '{state, step, eta_s, reward}'
+      until grpo-async status quickstart --json | jq -e '.state != "running"' > /dev/null; do sleep 60; done
+    """
+    if as_json and watch:
+        raise typer.BadParameter("choose one of --json and --watch", param_hint="--watch")
+
+    from rich.console import Console
+
+    from grpo_async.launch.status import describe, newest_run, read_status
+    from grpo_async.viewer.runs import RUNS_FOLDER, find_run
+
+    run_dir = newest_run(RUNS_FOLDER) if run is None else find_run(run)
+    if as_json:
+        found = read_status(run_dir)
+        typer.echo(json.dumps(found.as_json()))
+        raise typer.Exit(found.exit_code)
+    console = Console(highlight=False)
+    if watch:
+        from grpo_async.launch.status_watch import watch as watch_run
+
+        found = watch_run(run_dir, console)
+    else:
+        found = read_status(run_dir)
+    console.print(describe(found))
+    raise typer.Exit(found.exit_code)

@@ -1,0 +1,48 @@
+"""`trace`: the timeline of a run for Perfetto, and who waited for whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def trace(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run below runs/, or a run directory.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Write the trace there; .gz compresses. Default: trace.json.gz in the run."
+        ),
+    ] = None,
+    first_step: Annotated[
+        int | None, typer.Option("--from", metavar="STEP", min=1, help="Leave out what was before this step.")
+    ] = None,
+    last_step: Annotated[
+        int | None, typer.Option("--to", metavar="STEP", min=1, help="Leave out what was after this step.")
+    ] = None,
+) -> None:
+    """Who did what when: write a trace that https://ui.perfetto.dev opens, and say who waited for whom.
+
+    Works while the run goes on. The page reads the file in your browser and sends it nowhere.
+
+    \b
+    Examples:
+      grpo-async trace quickstart
+      grpo-async trace quickstart --from 10 --to 12 --out /tmp/steps_10_to_12.json
+    """
+    if first_step is not None and last_step is not None and first_step > last_step:
+        raise typer.BadParameter(f"{first_step} is after --to {last_step}", param_hint="--from")
+
+    from grpo_async.viewer.runs import find_run
+    from grpo_async.viewer.timeline_data import load_events
+    from grpo_async.viewer.timeline_text import summary
+    from grpo_async.viewer.trace import PERFETTO, write_trace
+
+    run_dir = find_run(run)
+    file = load_events(run_dir.events, first_step=first_step, last_step=last_step)
+    path = run_dir.trace if out is None else out
+    num_records = write_trace(file.events, path, title=run_dir.root.name)
+    typer.echo(summary(file))
+    typer.echo(f"\ntrace      {path} ({num_records} records): open it at {PERFETTO}")

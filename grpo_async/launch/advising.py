@@ -1,0 +1,70 @@
+"""Asks the advisor now and then, from the metrics that the trainer reports anyway: training loses nothing to it."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from grpo_async.launch.display import Display, Displays
+from grpo_async.tracking.advisor import PipelineSetup, advise, figures_of
+
+_LEAST_STEPS = 5
+
+
+class AdvisedDisplays(Displays):
+    """Every `every_steps` steps all displays are told what bounds the run, by the figures of the steps since the last time.
+
+    Args:
+        every_steps: 0: never.
+        log: advice.jsonl, one line each: {"step", "bound_by", "text", "setting", "current", "suggested"}.
+        resume_step: lines of later steps, which will run again, are dropped.
+    """
+
+    def __init__(
+        self,
+        displays: Sequence[Display],
+        *,
+        setup: PipelineSetup,
+        every_steps: int,
+        log: Path,
+        resume_step: int | None = None,
+    ) -> None:
+        super().__init__(displays)
+        self._setup = setup
+        self._every_steps = every_steps
+        self._log = log
+        self._steps: deque[Mapping[str, float]] = deque(maxlen=max(_LEAST_STEPS, every_steps))
+        self._warned = False
+        if log.exists():
+            _drop_later(log, resume_step or 0)
+
+    def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
+        super().step(step, max_steps, metrics)
+        self._steps.append(dict(metrics))
+        if not self._every_steps or step % self._every_steps:
+            return
+        advice = advise(figures_of(list(self._steps)), self._setup)
+        if advice is None:
+            return
+        self.advice(step, advice)
+        try:
+            with self._log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **advice.as_dict()}) + "\n")
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self.warning(f"advice cannot be written to {self._log}: {error}")
+
+
+def _drop_later(log: Path, last_step: int) -> None:
+    """Keep the lines of steps up to `last_step`; a torn line goes, too."""
+    kept = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # torn by a kill
+    log.write_text("".join(kept), encoding="utf-8")

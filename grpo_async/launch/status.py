@@ -1,0 +1,241 @@
+"""Reads status.json: what a run said last, and whether its launcher still lives to say more."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.table import Table
+from rich.text import Text
+
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.launch.charts import meter
+from grpo_async.launch.progress import (
+    LEDGER_STATES,
+    Checkpoints,
+    LastPush,
+    Progress,
+    RunMessage,
+    ServerLine,
+    duration,
+    evaluations_text,
+    join,
+)
+from grpo_async.launch.status_file import VERSION
+from grpo_async.launch.wording import one_line
+from grpo_async.rundir import RunDir
+from grpo_async.tracking.advisor import Advice
+
+RUNNING, FINISHED, STOPPED, FAILED, DEAD, SILENT = "running", "finished", "stopped", "failed", "dead", "silent"
+
+EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, DEAD: 4, SILENT: 4}
+"""Of `grpo-async status`; 2 is a run that does not exist."""
+
+_SILENT_S = 60.0
+_CLOCK_S = 2.0  # the start of a process is told in ticks, and of a clock that may be set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """`content` is what status.json holds. `state` is that of the file, or where it says running and that cannot be: dead (its
+    launcher is gone, it was killed), silent (the launcher is on another machine and has written nothing for a minute)."""
+
+    state: str
+    content: Mapping[str, Any]
+    why: str = ""
+    """What speaks against the file."""
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.state]
+
+    def as_json(self) -> dict[str, Any]:
+        """The file's content, with `state` as it is and `why`."""
+        return {**self.content, "state": self.state, "why": self.why or None}
+
+
+def newest_run(runs: Path) -> RunDir:
+    """The run directory below `runs` that said something last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    written = []
+    for path in runs.glob("*/status.json"):
+        try:
+            written.append((path.stat().st_mtime, path.parent))
+        except OSError:
+            continue  # removed meanwhile
+    if not written:
+        raise ConfigError(
+            f"{runs} holds no run with a status; name a run directory, or start one: grpo-async train CONFIG"
+        )
+    return RunDir(max(written)[1])
+
+
+def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
+    """Raises ConfigError where there is no status.json, RunError where it is something else."""
+    try:
+        content = json.loads(run_dir.status.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{run_dir.root} has no status.json: nothing was trained there, or by an earlier version"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{run_dir.status} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("version") != VERSION or content.get("state") not in EXIT_CODES:
+        raise RunError(f"{run_dir.status} is no status of this version (layout {VERSION})")
+    if content["state"] != RUNNING:
+        return RunStatus(state=content["state"], content=content)
+    return _doubted(content, time.time() if now is None else now)
+
+
+def _doubted(content: Mapping[str, Any], now: float) -> RunStatus:
+    age_s = max(0.0, now - float(content.get("updated_at", 0.0)))
+    if content.get("host") != platform.node():
+        if age_s <= _SILENT_S:
+            return RunStatus(state=RUNNING, content=content)
+        why = f"its launcher, on {one_line(str(content.get('host')))}, has written nothing for {duration(age_s)}"
+        return RunStatus(state=SILENT, content=content, why=why)
+    pid = content.get("pid")
+    if isinstance(pid, int) and _is_the_same(pid, float(content.get("pid_started_at", 0.0))):
+        return RunStatus(state=RUNNING, content=content)
+    why = f"its launcher (pid {pid}) is gone without a word: it was killed, {duration(age_s)} ago or less"
+    return RunStatus(state=DEAD, content=content, why=why)
+
+
+def _is_the_same(pid: int, started_at: float) -> bool:
+    """Whether process `pid` lives and is not a later one of the same number."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - started_at) <= _CLOCK_S
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return os.path.exists(f"/proc/{pid}")
+
+
+def describe(status: RunStatus, *, now: float | None = None) -> Table:
+    """A table for people; everything in it is text that no terminal obeys."""
+    now = time.time() if now is None else now
+    content = status.content
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    colour = {RUNNING: "green", FINISHED: "green", STOPPED: "yellow"}.get(status.state, "bold red")
+    for name, text in _rows(status, content, now):
+        if text:
+            table.add_row(name, Text(one_line(text), style=colour if name == "state" else ""))
+    return table
+
+
+def _rows(status: RunStatus, content: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
+    progress = progress_of(content)
+    step, max_steps = int(content.get("step", 0)), int(content.get("max_steps", 0))
+    eta, started = content.get("eta_s"), float(content.get("started_at", now))
+    ended = float(content.get("updated_at", now)) if status.state != RUNNING else now
+    share = step / max_steps if max_steps else 0.0
+    saved = progress.checkpoints
+    return [
+        ("run", f"{content.get('run')}  ({content.get('directory')})"),
+        ("state", join([status.state, status.why, f"{content.get('phase')}" if status.state == RUNNING else None])),
+        ("error", str(content.get("error") or "")),
+        ("step", f"{step}/{max_steps} {meter(share, 20)} {share:.0%}"),
+        (
+            "time",
+            join(
+                [
+                    f"{duration(ended - started)} since the start",
+                    f"{duration(eta)} left" if isinstance(eta, int | float) and status.state == RUNNING else None,
+                    progress.text("step_time", "{:.1f} s/step"),
+                ]
+            ),
+        ),
+        ("reward", _reward(content)),
+        (
+            "tokens/s",
+            join(
+                [
+                    progress.text("perf/generated_tokens_per_s", "{:.0f} generated"),
+                    progress.text("perf/trained_tokens_per_s", "{:.0f} trained"),
+                ]
+            ),
+        ),
+        (
+            "idle",
+            join(
+                [
+                    progress.text("pipeline/trainer_idle_ratio", "trainer {:.0f}%", scale=100),
+                    progress.text("pipeline/generator_idle_ratio", "servers {:.0f}%", scale=100),
+                ]
+            ),
+        ),
+        ("groups", _groups(content)),
+        *((f"server {server.index}", _server(server)) for server in progress.servers),
+        ("checkpoint", "none" if saved.step is None else f"step {saved.step}"),
+        ("held out", evaluations_text(progress) or ""),
+        ("advice", _text_of(content.get("advice"))),
+        ("warning", _text_of(content.get("last_warning"))),
+        (
+            "launcher",
+            f"pid {content.get('pid')} on {content.get('host')}, last word {duration(max(0, now - _at(content)))} ago",
+        ),
+    ]
+
+
+def progress_of(content: Mapping[str, Any], *, now: float | None = None) -> Progress:
+    """What the displays go by, from status.json; without the curves and without older messages."""
+    now = time.time() if now is None else now
+    progress = Progress(max_steps=int(content.get("max_steps", 0)), step=int(content.get("step", 0)))
+    progress.phase = one_line(str(content.get("phase", "")))
+    progress.metrics = dict(content.get("metrics") or {})
+    progress.set_servers(content.get("servers") or [])
+    progress.evaluations = {str(when): dict(values) for when, values in (content.get("evaluations") or {}).items()}
+    progress.started = time.monotonic() - max(0.0, now - float(content.get("started_at", now)))
+    left = progress.max_steps - progress.step
+    if isinstance(eta := content.get("eta_s"), int | float) and left > 0:
+        progress.set_speed(eta / left)
+    if push := content.get("last_push"):
+        progress.push = LastPush(**push)
+    progress.checkpoints = Checkpoints(**(content.get("checkpoint") or {}))
+    if advice := content.get("advice"):
+        progress.advice_step = int(advice.get("step", 0))
+        progress.advice = Advice(**{name: value for name, value in advice.items() if name != "step"})
+    if warning := content.get("last_warning"):
+        message = RunMessage(at=float(warning["at"]), text=one_line(str(warning["text"])), is_warning=True)
+        progress.messages.append(message)
+    return progress
+
+
+def _reward(content: Mapping[str, Any]) -> str:
+    reward = content.get("reward") or {}
+    known = [(name, reward.get(name)) for name in ("last", "average")]
+    return join(f"{name} {value:.3f}" for name, value in known if isinstance(value, int | float))
+
+
+def _groups(content: Mapping[str, Any]) -> str:
+    groups = (content.get("ledger") or {}).get("groups") or {}
+    return join(f"{state.replace('_', ' ')} {groups[state]}" for state in LEDGER_STATES if state in groups)
+
+
+def _server(server: ServerLine) -> str:
+    load = None if server.running is None else f"run {server.running}  wait {server.waiting or 0}"
+    usage = None if server.kv_usage is None else f"KV {server.kv_usage:.0%}"
+    restarts = f"restarts {server.restarts}" if server.restarts else None
+    version = None if server.version is None else f"version {server.version}"
+    return join([server.state, version, load, usage, restarts, server.words, server.url])
+
+
+def _text_of(content: Any) -> str:
+    return str(content.get("text", "")) if isinstance(content, Mapping) else ""
+
+
+def _at(content: Mapping[str, Any]) -> float:
+    return float(content.get("updated_at", 0.0))

@@ -1,0 +1,117 @@
+"""`grpo-async status --watch`: the dashboard of a run that another terminal (or no terminal) started, from its files."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from grpo_async.launch.curve import Curve
+from grpo_async.launch.dashboard import dashboard
+from grpo_async.launch.display import print_line
+from grpo_async.launch.progress import Progress, step_line
+from grpo_async.launch.status import RUNNING, RunStatus, progress_of, read_status
+from grpo_async.rundir import RunDir
+
+INTERVAL_S = 1.0
+_NUM_REWARDS = 6  # for the average and the change
+
+
+class MetricsTail:
+    """Reads what has been added to metrics.jsonl since the last time; begins anew when the file has become shorter (a resume)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        self._identity = 0
+        self.progress = Progress(max_steps=0)
+
+    @property
+    def curves(self) -> dict[str, Curve]:
+        return self.progress.curves
+
+    def read(self) -> None:
+        """Take the new lines into the curves; a line that is not whole yet is taken the next time."""
+        try:
+            with self._path.open("rb") as file:
+                status = self._path.stat()
+                if status.st_size < self._position or status.st_ino != self._identity:
+                    self._position, self.progress = 0, Progress(max_steps=0)
+                self._identity = status.st_ino
+                file.seek(self._position)
+                text = file.read()
+        except FileNotFoundError:
+            return
+        whole = text[: text.rfind(b"\n") + 1]
+        self._position += len(whole)
+        for line in whole.splitlines():
+            metrics = json.loads(line)
+            self.progress.add_to_curves(int(metrics["step"]), metrics)
+
+
+def watch(run_dir: RunDir, console: Console) -> RunStatus:
+    """Show the run until it has ended (or Ctrl-C); returns what was said last. Without a terminal: one line per step.
+
+    Raises:
+        ConfigError, RunError: there is no status to be read.
+    """
+    return (
+        _watch_live(run_dir, console)
+        if console.is_terminal and not console.is_dumb_terminal
+        else _watch_lines(run_dir, console)
+    )
+
+
+def _watch_live(run_dir: RunDir, console: Console) -> RunStatus:
+    tail, pause = MetricsTail(run_dir.metrics), threading.Event()
+    status = read_status(run_dir)
+    with Live(console=console, screen=True, auto_refresh=False, transient=True) as live:
+        try:
+            while True:  # waits: the end of the run, or Ctrl-C
+                status = read_status(run_dir)
+                tail.read()
+                live.update(_picture(status, tail, console), refresh=True)
+                if status.state != RUNNING:
+                    return status
+                pause.wait(INTERVAL_S)  # a file of another process: there is no event to wait for
+        except KeyboardInterrupt:
+            return status
+
+
+def _picture(status: RunStatus, tail: MetricsTail, console: Console) -> Group:
+    progress = progress_of(status.content)
+    progress.curves = tail.curves
+    if reward := tail.progress.curves["reward"].points:
+        progress.rewards = [point.value for point in reward[-_NUM_REWARDS:]]
+    width, height = console.size
+    footer = f"{run_label(status)} · Ctrl-C leaves, the run goes on"
+    name = str(status.content.get("run", ""))
+    return Group(*dashboard(progress, run_name=name, footer=footer, width=width, height=height))
+
+
+def run_label(status: RunStatus) -> str:
+    """ "pid 17 on HOST"."""
+    return f"pid {status.content.get('pid')} on {status.content.get('host')}"
+
+
+def _watch_lines(run_dir: RunDir, console: Console) -> RunStatus:
+    pause, told = threading.Event(), (-1, "")
+    status = read_status(run_dir)
+    try:
+        while True:  # waits: the end of the run, or Ctrl-C
+            status = read_status(run_dir)
+            progress = progress_of(status.content)
+            if (progress.step, progress.phase) != told:
+                if progress.phase != told[1]:
+                    print_line(console, progress.phase)
+                elif progress.step > 0:
+                    print_line(console, step_line(progress))
+                told = progress.step, progress.phase
+            if status.state != RUNNING:
+                return status
+            pause.wait(INTERVAL_S)  # a file of another process: there is no event to wait for
+    except KeyboardInterrupt:
+        return status

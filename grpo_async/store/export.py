@@ -1,0 +1,80 @@
+"""Writes the rollouts that a query holds for to a file of their own: JSON lines or Parquet, one row per rollout.
+
+The columns are those of the store (`schema`) and `superseded`. The file appears under its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal, TypeAlias
+
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.store.query import Query
+from grpo_async.store.table import RolloutTable
+
+Format: TypeAlias = Literal["jsonl", "parquet"]
+SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written. `notes`: what the reader of the file must know (see RolloutTable.notes)."""
+
+    rollouts: int
+    groups: int
+    notes: list[str]
+
+
+def export_rollouts(
+    folder: Path,
+    out: Path | BinaryIO,
+    format_: Format,
+    query: Query,
+    *,
+    with_superseded: bool = False,
+    skip_damaged: bool = False,
+) -> Exported:
+    """Write what the folder `rollouts` (or that of an evaluation) holds now.
+
+    Args:
+        out: a file, which is replaced; or an open stream (JSON lines only).
+        skip_damaged: leave out blocks and lines that cannot be read, and say so in the notes.
+
+    Raises:
+        ConfigError: the file cannot be written where it was asked for.
+        QueryError: the query names a reward that there is not.
+        RunError: something is damaged; without `skip_damaged` nothing is written then.
+    """
+    if isinstance(out, Path) and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}; make it first")
+    writable = (out.absolute().parent,) if isinstance(out, Path) else ()
+    with RolloutTable.open(folder, writable=writable) as table:
+        if table.damage and not skip_damaged:
+            listed = "\n  ".join(table.damage)
+            raise RunError(f"some rollouts cannot be read:\n  {listed}\n--skip-damaged exports the others")
+        counts = table.count(query, with_superseded=with_superseded)
+        if isinstance(out, Path):
+            _to_file(table, out, format_, query, with_superseded=with_superseded)
+        else:
+            for line in table.dump_json(query, with_superseded=with_superseded):
+                out.write(line.encode() + b"\n")
+            out.flush()
+        return Exported(rollouts=counts.rollouts, groups=counts.groups, notes=table.notes)
+
+
+def _to_file(table: RolloutTable, out: Path, format_: Format, query: Query, *, with_superseded: bool) -> None:
+    temporary = out.absolute().with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        if format_ == "parquet":
+            table.write_parquet(temporary, query, with_superseded=with_superseded)
+        else:
+            with temporary.open("wb") as file:
+                for line in table.dump_json(query, with_superseded=with_superseded):
+                    file.write(line.encode() + b"\n")
+        os.replace(temporary, out)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}; check the folder's permissions and free space") from error
+    finally:
+        temporary.unlink(missing_ok=True)

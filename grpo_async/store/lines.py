@@ -1,0 +1,280 @@
+"""Groups to lines of JSON.
+
+    RolloutGroup + RolloutSample... + TokenFigures... -> one line: {"schema", "seq", ..., "rollouts": [{...}, ...]}
+
+Worked example: ids [5, 6, 90, 7] with the mask [1, 1, 0, 1] and entropies [0.5, 0.25, 1.0] of the trained tokens: the line has
+"entropies": [0.5, 0.25, null, 1.0].
+
+Runs in the thread of the store, beside training: each rollout is made into text by itself, so the interpreter's lock is never held
+for longer than one takes, and numbers with a fraction go as float32 arrays, whose text is half as long as that of Python's floats.
+Whatever JSON cannot hold (half a surrogate pair, integers above 64 bits, a user's own type) becomes text; NaN becomes null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from grpo_async.records import (
+    GroupStatus,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutSample,
+    ScoredGroup,
+    TaggedMessage,
+    TokenFigures,
+    TurnRecord,
+)
+from grpo_async.store.schema import SCHEMA
+
+_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A group on its way to the disk. `samples` and `scored` know the rewards, `figures` maps rollout ids to what the trainer
+    found, `written_at` is in seconds since the epoch."""
+
+    seq: int
+    group: RolloutGroup
+    samples: Sequence[RolloutSample]
+    status: GroupStatus
+    step: int | None
+    written_at: float
+    scored: ScoredGroup | None = None
+    figures: Mapping[str, TokenFigures] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """What scoring made of one rollout; the default is that of a rollout that was never scored."""
+
+    reward: float | None = None
+    advantage: float | None = None
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def line_of(entry: Entry) -> bytes:
+    """One line of JSON with its line feed. Rewards come from the samples, and from `scored` where a filtered group has none.
+
+    Raises:
+        ValueError: figures that do not fit their rollout (see `check_figures`).
+    """
+    group = entry.group
+    messages = [_message(message) for message in group.prompt.messages]
+    outcomes = _outcomes(entry.samples, entry.scored)
+    shared_ids = group.completions[0].prompt_ids if group.completions else None
+    rollouts = [
+        _rollout(each, outcomes.get(each.rollout_id, _Outcome()), entry.figures.get(each.rollout_id), shared_ids)
+        for each in group.completions
+    ]
+    head = {
+        "schema": SCHEMA,
+        "seq": entry.seq,
+        "group_id": group.group_id,
+        "prompt_id": group.prompt.prompt_id,
+        "step": entry.step,
+        "status": entry.status,
+        "written_at": entry.written_at,
+        "prompt_hash": prompt_hash(messages),
+        "messages": messages,
+        "columns": _items(group.prompt.columns),
+        "prompt_ids": None if shared_ids is None else list(shared_ids),
+    }
+    # joined by hand: what is a JSON object already would be copied once more
+    return b"".join((orjson.dumps(head, option=_OPTIONS)[:-1], b',"rollouts":[', b",".join(rollouts), b"]}\n"))
+
+
+def check_figures(group: RolloutGroup, figures: Mapping[str, TokenFigures]) -> None:
+    """
+    Raises:
+        ValueError: figures of a rollout do not have one entry per token that the policy sampled.
+    """
+    for completion in group.completions:
+        found = figures.get(completion.rollout_id)
+        if found is None:
+            continue
+        columns = (found.logprobs, found.proximal_logprobs, found.weights, found.entropies, found.marks)
+        lengths = [len(column) for column in columns]
+        if set(lengths) != {completion.num_sampled_tokens}:
+            raise ValueError(
+                f"{completion.rollout_id} has {completion.num_sampled_tokens} sampled tokens; the trainer's figures "
+                f"(logprobs, proximal_logprobs, weights, entropies, marks) have {lengths}"
+            )
+
+
+def prompt_hash(messages: Sequence[Mapping[str, Any]]) -> str:
+    """16 hexadecimal digits that the same messages (as dicts with the fields of TaggedMessage) have in every run."""
+    kept = [
+        (m["role"], m["content"], m["tool_calls"], m["name"], m["tool_call_id"]) for m in messages
+    ]  # not who wrote it: the system prompt of the config and that of the data read the same
+    return blake2b(orjson.dumps(kept, option=_OPTIONS | orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
+
+
+def _outcomes(samples: Sequence[RolloutSample], scored: ScoredGroup | None) -> dict[str, _Outcome]:
+    """By rollout id."""
+    found: dict[str, _Outcome] = {}
+    if scored is not None:
+        scores = zip(scored.group.trainable, scored.rewards, scored.reward_parts, strict=True)
+        for index, (completion, reward, parts) in enumerate(scores):
+            extra = {name: values[index] for name, values in scored.extra_columns.items()}
+            found[completion.rollout_id] = _Outcome(reward=reward, rewards=parts, extra=extra)
+    for sample in samples:
+        found[sample.rollout_id] = _Outcome(
+            reward=sample.reward,
+            advantage=sample.advantage,
+            rewards=sample.rewards,
+            extra=found.get(sample.rollout_id, _Outcome()).extra,
+        )
+    return found
+
+
+def _rollout(
+    completion: RolloutCompletion, outcome: _Outcome, figures: TokenFigures | None, shared_ids: Sequence[int] | None
+) -> bytes:
+    """The JSON object of one rollout. `shared_ids` are the group's prompt ids, which it need not repeat."""
+    mask = completion.completion_mask
+    content = {
+        "rollout_id": completion.rollout_id,
+        "status": completion.status,
+        "truncated": completion.truncated,
+        "done": completion.done,
+        "error": _optional_text(completion.error),
+        "num_tokens": completion.num_sampled_tokens,
+        "reward": outcome.reward,
+        "advantage": outcome.advantage,
+        "rewards": {_text(name): value for name, value in outcome.rewards.items()},
+        "messages": [_message(message) for message in completion.completion_messages()],
+        "turns": [_turn(turn) for turn in completion.turns],
+        "started_at": completion.started_at,
+        "total_duration_s": completion.total_duration_s,
+        "prompt_ids": None if completion.prompt_ids == shared_ids else completion.prompt_ids,
+        "completion_ids": completion.completion_ids,
+        "mask": mask,
+        "logprobs": np.array(completion.logprobs, dtype=np.float32),
+        "versions": completion.versions,
+        "reset_messages": None
+        if completion.prompt_messages is None
+        else [_message(message) for message in completion.prompt_messages],
+        "extra": _items({**completion.reward_columns, **outcome.extra}),
+        **(_NO_FIGURES if figures is None else _figures(figures, mask)),
+    }
+    return orjson.dumps(content, option=_OPTIONS)
+
+
+_NO_FIGURES = dict.fromkeys(("trainer_logprobs", "proximal_logprobs", "weights", "entropies", "marks"))
+
+
+def _figures(figures: TokenFigures, mask: Sequence[int]) -> dict[str, Any]:
+    """Lists of the length of the mask."""
+    places = None if all(mask) else np.array(mask, dtype=bool)
+    marks: Any = np.ascontiguousarray(figures.marks, dtype=np.uint8)
+    if places is not None:
+        rest = iter(marks.tolist())
+        marks = [next(rest) if sampled else None for sampled in mask]
+    return {
+        "trainer_logprobs": _aligned(figures.logprobs, places),
+        "proximal_logprobs": _aligned(figures.proximal_logprobs, places),
+        "weights": _aligned(figures.weights, places),
+        "entropies": _aligned(figures.entropies, places),
+        "marks": marks,
+    }
+
+
+def _aligned(values: Sequence[float], places: NDArray[np.bool_] | None) -> NDArray[np.float32]:
+    """One entry per completion token; NaN, in JSON null, where the mask is 0. `places` is None where it is 1 everywhere."""
+    found = np.ascontiguousarray(values, dtype=np.float32)
+    if places is None:
+        return found
+    aligned = np.full(len(places), np.nan, dtype=np.float32)
+    aligned[places] = found
+    return aligned
+
+
+def _turn(turn: TurnRecord) -> dict[str, Any]:
+    return {
+        "num_tokens": len(turn.output_ids),
+        "finish_reason": turn.finish_reason,
+        "generation_duration_s": turn.generation_duration_s,
+        "tool_execution_duration_s": turn.tool_execution_duration_s,
+        "parse_error": _optional_text(turn.parse_error),
+        "started_at": turn.started_at,
+        "tool_calls": [
+            {
+                "tool_call_id": _text(call.tool_call_id),
+                "name": _text(call.name),
+                "arguments": _items(call.arguments),
+                "result": _text(call.result),
+                "failed": call.failed,
+                "duration_s": call.duration_s,
+            }
+            for call in turn.tool_calls
+        ],
+    }
+
+
+def _message(message: TaggedMessage) -> dict[str, Any]:
+    return {
+        "role": _text(message.role),
+        "content": _text(message.content),
+        "origin": message.origin,
+        "tool_calls": [_call(call) for call in message.tool_calls],
+        "name": _optional_text(message.name),
+        "tool_call_id": _optional_text(message.tool_call_id),
+    }
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """{"id", "type", "function": {"name", "arguments"}}, as ToolCall.as_dict makes it."""
+    function = call.get("function", {})
+    arguments = _items(function.get("arguments", {}))
+    return {**_items(call), "function": {**_items(function), "arguments": arguments}}
+
+
+def _items(items: Mapping[str, Any]) -> dict[str, Any]:
+    """One by one: a policy may write an integer above 64 bits, which costs that argument its type, not the others theirs."""
+    return {_text(str(name)): _storable(value) for name, value in items.items()}
+
+
+def _storable(value: Any) -> Any:
+    """`value` itself, its JSON text where it is more than a number or a text, its repr where JSON cannot hold it."""
+    if isinstance(value, str):
+        return value if value.isascii() else _storable_text(value)
+    if value is None or isinstance(value, (bool, float)):
+        return value
+    try:
+        return orjson.Fragment(orjson.dumps(value, default=_repr, option=_OPTIONS))
+    except TypeError:  # orjson's encode error: an integer above 64 bits, half a surrogate pair, an odd key
+        return _text(_repr(value))
+
+
+def _storable_text(value: str) -> str:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return _text(repr(value))
+    return value
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception as error:  # noqa: BLE001 - a user's own type; a broken repr must not end the run
+        return f"<{type(value).__name__}: its repr raised {type(error).__name__}>"
+
+
+def _text(text: str) -> str:
+    """Text that UTF-8 can hold: half a surrogate pair, which a tool may return and a policy may write in ASCII ("\\ud800" in
+    JSON), becomes its escape."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _optional_text(text: str | None) -> str | None:
+    return None if text is None else _text(text)

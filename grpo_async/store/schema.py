@@ -1,0 +1,216 @@
+"""The one definition of what a stored rollout is: the columns of the view `rollouts`, and the SELECT that makes them of JSON lines.
+
+    block-N.jsonl   one line per group  --\\
+                                           SELECT (here) --> one row per rollout   = the columns of block-N-M.parquet
+    block-N-M.parquet, sealed by the same SELECT ---------->
+
+A group without any rollout (it failed or was cancelled before one ended) has one row, in which `rollout_index` and everything
+else of a rollout is NULL. Nothing is computed when a line is written that this SELECT can compute later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCHEMA = 3
+"""Version of the lines and of the columns. A change that an older reader would get wrong raises it."""
+
+_SMALLEST_BUFFER = 1 << 24  # bytes; DuckDB's own default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of the view `rollouts`.
+
+    Attributes:
+        type: of DuckDB, as in the Parquet files (JSON columns are text there).
+        unit: "" for a column without one.
+        expression: how it is made of a line: `g` is the group, `r` the rollout, `i` its index.
+    """
+
+    name: str
+    type: str
+    unit: str
+    description: str
+    expression: str
+
+
+def _group(name: str, type_: str, description: str, *, unit: str = "", expression: str = "") -> Column:
+    return Column(name=name, type=type_, unit=unit, description=description, expression=expression or f'g."{name}"')
+
+
+def _rollout(name: str, type_: str, description: str, *, unit: str = "", expression: str = "") -> Column:
+    return Column(name=name, type=type_, unit=unit, description=description, expression=expression or f'r."{name}"')
+
+
+_VERSIONS = "list_filter(r.versions, lambda version: version >= 0)"
+_SAMPLED_LOGPROBS = "list_filter(r.logprobs, lambda logprob, k: r.mask[k] = 1)"
+_MISMATCHES = "list_transform(r.trainer_logprobs, lambda logprob, k: abs(logprob - r.logprobs[k]))"
+_CALLS_FAILED = "json_extract_string(r.turns, '$[*].tool_calls[*].failed')"
+_TEXTS = "array_to_string(json_extract_string({}, '$[*].content'), chr(10))"
+_ENDED_AT = "nullif(r.started_at, 0) + r.total_duration_s"
+
+
+def _share_marked(bits: int) -> str:
+    """Share of the tokens with a mark (the others are NULL) that have one of `bits`."""
+    return f"list_avg(list_transform(r.marks, lambda mark: if(mark & {bits} > 0, 1.0, if(mark IS NULL, NULL, 0.0))))"
+
+
+COLUMNS: tuple[Column, ...] = (
+    _group("seq", "BIGINT", "Number of the stored group: ascending in the order of writing, never used twice"),
+    _group("group_id", "BIGINT", "The group. After a resume the same id may come again, with another seq; the last one counts"),
+    _group("prompt_id", "BIGINT", "Place in the endless shuffled stream of prompts"),
+    _group("step", "BIGINT", "The optimizer step that used or dropped the group; NULL: none saw it"),
+    _group("group_status", "VARCHAR", "trained, filtered (equal rewards), stale, failed, cancelled", expression="g.status"),
+    _group("group_size", "INTEGER", "Rollouts of the group", unit="rollouts", expression="len(g.rollouts)"),
+    _rollout("rollout_index", "INTEGER", "Place in the group, from 0; NULL: the group has no rollout",
+             expression="if(r IS NULL, NULL, i)"),
+    _group("prompt_hash", "VARCHAR", "Hash of the prompt's messages: the same prompt has the same in every step and run"),
+    _group("prompt_text", "VARCHAR", "Contents of the messages of the prompt, as the policy saw them, joined by line feeds",
+           expression=_TEXTS.format("coalesce(r.reset_messages, g.messages)")),
+    _group("prompt_messages", "JSON", "Messages of the prompt as the data has them: objects with role, content, origin, tool_calls,"
+           " name, tool_call_id", expression="g.messages"),
+    _group("columns", "JSON", "The other columns of the data: object"),
+    _rollout("rollout_id", "VARCHAR", "The rollout. It may come again after a resume, as the group's id"),
+    _rollout("status", "VARCHAR", "finished, truncated, failed"),
+    _rollout("truncated", "BOOLEAN", "Cut by a limit of tokens, turns or length"),
+    _rollout("done", "BOOLEAN", "The environment said that the episode is over"),
+    _rollout("error", "VARCHAR", "Why it failed"),
+    _rollout("reward", "DOUBLE", "The weighted sum; NULL: never scored"),
+    _rollout("advantage", "DOUBLE", "NULL: no sample was made of it"),
+    _rollout("rewards", "MAP(VARCHAR, DOUBLE)", "What each reward function said, by its name; NULL: it does not apply"),
+    _group("group_reward_mean", "DOUBLE", "Mean of the group's rewards", expression="g.reward_mean"),
+    _group("group_reward_std", "DOUBLE", "Standard deviation of them (n - 1), as in the advantages", expression="g.reward_std"),
+    _rollout("num_prompt_tokens", "INTEGER", "Length of prompt_ids", unit="tokens",
+             expression="if(r IS NULL, NULL, len(coalesce(r.prompt_ids, g.prompt_ids)))"),
+    _rollout("num_tokens", "INTEGER", "Sampled by the policy", unit="tokens"),
+    _rollout("num_completion_tokens", "INTEGER", "With those of tools and environments", unit="tokens",
+             expression="len(r.completion_ids)"),
+    _rollout("num_turns", "INTEGER", "Generations", unit="turns", expression="json_array_length(r.turns)"),
+    _rollout("num_tool_calls", "INTEGER", "Tool calls made", unit="calls", expression=f"len({_CALLS_FAILED})"),
+    _rollout("num_failed_tool_calls", "INTEGER", "Of these failed", unit="calls",
+             expression=f"len(list_filter({_CALLS_FAILED}, lambda failed: failed = 'true'))"),
+    _rollout("tool_names", "VARCHAR[]", "Name of the tool of each call, in order",
+             expression="json_extract_string(r.turns, '$[*].tool_calls[*].name')"),
+    _rollout("completion_text", "VARCHAR", "Contents of `messages`, joined by line feeds", expression=_TEXTS.format("r.messages")),
+    _rollout("messages", "JSON", "Messages of the completion, as prompt_messages; origin: policy, tool, environment"),
+    _rollout("reset_messages", "JSON", "The prompt as an environment's reset changed it; NULL: it did not"),
+    _rollout("turns", "JSON", "One object per generation: num_tokens, finish_reason, started_at, generation_duration_s,"
+             " tool_execution_duration_s, parse_error, tool_calls (tool_call_id, name, arguments, result, failed, duration_s)"),
+    _rollout("extra", "JSON", "What reward functions noted with log_extra, and columns that a rollout function returned: object"),
+    _rollout("version_min", "INTEGER", "Oldest policy version that sampled a token", expression=f"list_min({_VERSIONS})"),
+    _rollout("version_max", "INTEGER", "Newest policy version that sampled a token", expression=f"list_max({_VERSIONS})"),
+    _rollout("staleness", "INTEGER", "step - 1 - version_min: how many policies older than the one trained", unit="versions",
+             expression=f"g.step - 1 - list_min({_VERSIONS})"),
+    _rollout("logprob_mean", "DOUBLE", "Of the sampler, over the sampled tokens", unit="nats",
+             expression=f"list_avg({_SAMPLED_LOGPROBS})"),
+    _rollout("logprob_min", "DOUBLE", "Of the sampler's least likely token", unit="nats",
+             expression=f"list_min({_SAMPLED_LOGPROBS})"),
+    _rollout("entropy_mean", "DOUBLE", "Of the policy at the sampled tokens, in the trainer", unit="nats",
+             expression="list_avg(r.entropies)"),
+    _rollout("ratio_mean", "DOUBLE", "Of `weights`", expression="list_avg(r.weights)"),
+    _rollout("ratio_min", "DOUBLE", "Of `weights`", expression="list_min(r.weights)"),
+    _rollout("ratio_max", "DOUBLE", "Of `weights`", expression="list_max(r.weights)"),
+    _rollout("clipped_share", "DOUBLE", "Share of the sampled tokens whose gradient the clip took",
+             expression=_share_marked(1 | 2)),
+    _rollout("masked_share", "DOUBLE", "Share of the sampled tokens left out for another reason (marks 4 to 32)",
+             expression=_share_marked(4 | 8 | 16 | 32)),
+    _rollout("mismatch_mean", "DOUBLE", "Mean |trainer's - sampler's log-probability|", unit="nats",
+             expression=f"list_avg({_MISMATCHES})"),
+    _rollout("started_at", "DOUBLE", "When its first request was made; NULL: not known", unit="s since 1970",
+             expression="nullif(r.started_at, 0)"),
+    _rollout("total_duration_s", "DOUBLE", "From start to end, without scoring", unit="s"),
+    _rollout("generation_duration_s", "DOUBLE", "Of its turns together", unit="s",
+             expression="list_sum(json_extract(r.turns, '$[*].generation_duration_s')::DOUBLE[])"),
+    _rollout("tool_duration_s", "DOUBLE", "Of the tool calls of its turns together", unit="s",
+             expression="list_sum(json_extract(r.turns, '$[*].tool_execution_duration_s')::DOUBLE[])"),
+    _rollout("waiting_duration_s", "DOUBLE", "From its end to written_at: the rest of its group, scoring, queue, step; NULL:"
+             " not known", unit="s", expression=f"g.written_at - ({_ENDED_AT})"),
+    _group("written_at", "DOUBLE", "When the group was settled and stored", unit="s since 1970"),
+    _rollout("prompt_ids", "INTEGER[]", "Token ids of the prompt",
+             expression="if(r IS NULL, NULL, coalesce(r.prompt_ids, g.prompt_ids))"),
+    _rollout("completion_ids", "INTEGER[]", "Token ids of the completion; the lists below have its length"),
+    _rollout("mask", "UTINYINT[]", "1: sampled by the policy, 0: of a tool or environment"),
+    _rollout("logprobs", "FLOAT[]", "Of the sampler; 0 where the mask is 0", unit="nats"),
+    _rollout("versions", "INTEGER[]", "Policy version that sampled the token; -1 where the mask is 0"),
+    _rollout("trainer_logprobs", "FLOAT[]", "Of the trained policy before its update; NULL where the mask is 0, the whole list NULL"
+             " where the trainer never saw the rollout (so in the four below)", unit="nats"),
+    _rollout("proximal_logprobs", "FLOAT[]", "What the ratio of the loss is taken against", unit="nats"),
+    _rollout("weights", "FLOAT[]", "Importance weight: the off-policy correction's, or else the ratio of the loss"),
+    _rollout("entropies", "FLOAT[]", "Of the policy's distribution at the token", unit="nats"),
+    _rollout("marks", "UTINYINT[]", "Bits: 1 clipped low, 2 clipped high, 4 masked by the correction, 8 off_policy_mask,"
+             " 16 top_entropy_share, 32 the update was skipped"),
+)  # fmt: skip
+
+COLUMN_NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
+
+_ROLLOUT_FIELDS: dict[str, str] = {
+    "rollout_id": "VARCHAR",
+    "status": "VARCHAR",
+    "truncated": "BOOLEAN",
+    "done": "BOOLEAN",
+    "error": "VARCHAR",
+    "num_tokens": "INTEGER",
+    "reward": "DOUBLE",
+    "advantage": "DOUBLE",
+    "rewards": "MAP(VARCHAR, DOUBLE)",
+    "messages": "JSON",
+    "reset_messages": "JSON",
+    "turns": "JSON",
+    "extra": "JSON",
+    "started_at": "DOUBLE",
+    "total_duration_s": "DOUBLE",
+    "prompt_ids": "INTEGER[]",
+    "completion_ids": "INTEGER[]",
+    "mask": "UTINYINT[]",
+    "logprobs": "FLOAT[]",
+    "versions": "INTEGER[]",
+    "trainer_logprobs": "FLOAT[]",
+    "proximal_logprobs": "FLOAT[]",
+    "weights": "FLOAT[]",
+    "entropies": "FLOAT[]",
+    "marks": "UTINYINT[]",
+}
+
+_LINE_FIELDS: dict[str, str] = {
+    "schema": "INTEGER",
+    "seq": "BIGINT",
+    "group_id": "BIGINT",
+    "prompt_id": "BIGINT",
+    "step": "BIGINT",
+    "status": "VARCHAR",
+    "written_at": "DOUBLE",
+    "prompt_hash": "VARCHAR",
+    "messages": "JSON",
+    "columns": "JSON",
+    "prompt_ids": "INTEGER[]",
+    "rollouts": "STRUCT(" + ", ".join(f'"{name}" {type_}' for name, type_ in _ROLLOUT_FIELDS.items()) + ")[]",
+}
+
+
+def select_from_lines(num_bytes: int) -> str:
+    """The SELECT that makes COLUMNS of JSON lines, in the order of seq and rollout. It has one parameter: the name of a file, or a
+    list of names. Every line must be whole; one that is not JSON is an error of DuckDB's.
+
+    Args:
+        num_bytes: length of the longest line or more; the size of the file will do.
+    """
+    fields = ", ".join(f"\"{name}\": '{type_}'" for name, type_ in _LINE_FIELDS.items())
+    made = ",\n    ".join(f'({column.expression})::{column.type} AS "{column.name}"' for column in COLUMNS)
+    return f"""
+WITH lines AS (
+    SELECT *, list_transform(rollouts, lambda rollout: rollout.reward) AS rewards
+    FROM read_json(?, format = 'newline_delimited', maximum_object_size = {max(num_bytes + 1, _SMALLEST_BUFFER)},
+                   columns = {{{fields}}})
+), groups AS (
+    SELECT * EXCLUDE (rewards), list_avg(rewards) AS reward_mean, list_aggregate(rewards, 'stddev_samp') AS reward_std
+    FROM lines
+), rows AS (
+    SELECT g, unnest(if(len(g.rollouts) = 0, [NULL], g.rollouts)) AS r, unnest(range(greatest(len(g.rollouts), 1))) AS i
+    FROM groups AS g
+)
+SELECT
+    {made}
+FROM rows
+ORDER BY seq, rollout_index
+"""

@@ -1,0 +1,299 @@
+"""The rules of the advisor, in their order, each a pure function that returns None where it does not apply.
+
+What is not measured holds no rule up. A suggested value is computed from the figures, and never beyond what the rest of the
+configuration can use. t and g are `PipelineFigures.train_s` and `generation_s`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from grpo_async.tracking.pipeline_figures import PipelineFigures, PipelineSetup
+
+_IDLE = 0.15
+"""From this share of a step on, idleness is worth a word."""
+_NO_GAIN = 0.1
+"""What overlap could save at most, as a share of the step, below which asynchrony cannot help."""
+_KV_FULL, _KV_TARGET = 0.95, 0.85
+_MANY_TOOLS = 0.4
+_MANY_PUSHES, _PUSH_TARGET = 0.2, 0.1
+_MANY_SAVES, _SAVE_TARGET = 0.1, 0.05
+_MANY_STALE = 0.1
+_MANY_FILTERED = 0.5
+_HIGHEST_STALENESS = 4
+"""Further behind, importance weights get so uneven that speed is bought with learning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One sentence. `setting` is a dotted path, with what it is and what to make of it; None where no setting helps."""
+
+    bound_by: str
+    """In a few words: "generation", "training", "weight pushes", ..."""
+    text: str
+    setting: str | None = None
+    current: float | int | str | None = None
+    suggested: float | int | str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def full_cache(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    """Requests wait inside the servers for room: what is admitted above that is preempted and computed again."""
+    running, waiting, usage = figures.running or 0.0, figures.waiting or 0.0, figures.kv_usage
+    if usage is None or usage < _KV_FULL or waiting < max(1.0, 0.1 * running):
+        return None
+    suggested = _whole_groups(running, setup)
+    if suggested >= setup.max_in_flight:
+        return None
+    words = f"the servers' KV cache is {usage:.0%} full and {waiting:.0f} requests wait for room beside {running:.0f} that run"
+    return _change("the KV cache", words, "rollout.max_in_flight", setup.max_in_flight, suggested)
+
+
+def stale_groups(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    """What is dropped for its age was generated for nothing."""
+    share = figures.stale_share
+    if share is None or share < _MANY_STALE or setup.max_staleness >= _HIGHEST_STALENESS:
+        return None
+    words = f"{share:.0%} of the groups are dropped because they are older than {setup.max_staleness} steps"
+    suggested = setup.max_staleness + 1
+    return _change("dropped groups", words, "rollout.max_staleness", setup.max_staleness, suggested)
+
+
+def weight_pushes(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    """Fewer of them, as far as samples may be behind: k pushes' share p falls to 10 % with k x p / 0.1 steps between them."""
+    share = figures.push_share
+    if share is None or share < _MANY_PUSHES:
+        return None
+    words = f"weight pushes take {share:.0%} of a step"
+    wanted = math.ceil(setup.weight_sync_steps * share / _PUSH_TARGET - 1e-9)
+    suggested = min(wanted, setup.max_staleness + 1)
+    if suggested > setup.weight_sync_steps:
+        return _change("weight pushes", words, "training.weight_sync_steps", setup.weight_sync_steps, suggested)
+    why = f"rollout.max_staleness {setup.max_staleness} allows no fewer of them"
+    help_ = "a faster network between trainer and servers would help, or sending less (model.lora.push: adapter)"
+    return Advice(bound_by="weight pushes", text=f"{words}, and {why}; {help_}")
+
+
+def checkpoints(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    share = figures.checkpoint_share
+    if share is None or share < _MANY_SAVES:
+        return None
+    current = setup.checkpoint_every_steps
+    suggested = math.ceil(current * share / _SAVE_TARGET - 1e-9)
+    words = f"the trainer stands still {share:.0%} of the time for checkpoints"
+    return _change("checkpoints", words, "checkpoint.every_steps", current, suggested)
+
+
+def synchronous(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    """Trainer and servers take turns: overlapped, a step would take max(t, g) and not t + g."""
+    trainer, generator = figures.trainer_idle, figures.generator_idle
+    assert trainer is not None
+    assert generator is not None
+    if setup.max_staleness > 0 or min(trainer, generator) < _IDLE:
+        return None
+    step_s, overlapped_s = figures.step_s or 0.0, max(figures.train_s, figures.generation_s)
+    if step_s - overlapped_s < _NO_GAIN * step_s:
+        return None
+    words = f"trainer idle {trainer:.0%}, servers idle {generator:.0%}: they wait for each other"
+    gain = f"a step of {_seconds(step_s)} could take {_seconds(overlapped_s)}"
+    return _change("waiting for each other", words, "rollout.max_staleness", 0, 1, tail=gain)
+
+
+def slow_tools(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    """Rollouts that wait for a tool keep no server busy: with n in flight and a share s in tools, n x (1 - s) generate."""
+    trainer, share = figures.trainer_idle or 0.0, figures.tool_share
+    if trainer < _IDLE or share is None or share < _MANY_TOOLS:
+        return None
+    words = f"trainer idle {trainer:.0%}, tools take {share:.0%} of a rollout"
+    wanted = math.ceil(setup.max_in_flight / max(0.05, 1.0 - share))
+    suggested = _whole_groups(min(wanted, setup.most_in_flight), setup)
+    if suggested > setup.max_in_flight and (figures.kv_usage or 0.0) < _KV_TARGET:
+        return _change("tools", words, "rollout.max_in_flight", setup.max_in_flight, suggested)
+    return Advice(
+        bound_by="tools", text=f"{words}, and no more rollouts can be in flight: faster tools would help, no setting"
+    )
+
+
+def slow_scoring(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    trainer, share = figures.trainer_idle or 0.0, figures.scoring_share
+    if trainer < _IDLE or share is None or share < _MANY_TOOLS:
+        return None
+    words = f"trainer idle {trainer:.0%}, scoring takes {share:.0%} of the time that a group needs"
+    return Advice(bound_by="scoring", text=f"{words}: faster reward functions would help, or more of their workers")
+
+
+def full_slots(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    """Requests wait for a slot of the embedded engine."""
+    trainer, slots = figures.trainer_idle or 0.0, setup.embedded_slots
+    running, waiting = figures.running or 0.0, figures.waiting or 0.0
+    if trainer < _IDLE or slots is None or waiting < 1.0 or running < 0.9 * slots * setup.replicas:
+        return None
+    wanted = slots + math.ceil(waiting / setup.replicas)
+    suggested = min(wanted, math.ceil(min(setup.max_in_flight, setup.most_in_flight) / setup.replicas))
+    if suggested <= slots:
+        return None
+    words = f"trainer idle {trainer:.0%}, {waiting:.0f} requests wait for a slot"
+    return _change("slots of the embedded engine", words, "inference.embedded.max_slots", slots, suggested)
+
+
+def few_in_flight(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    """The servers have room, and nothing waits: n rollouts fill a share u of the cache, so n x 0.85 / u fit; at most twice as
+    many at once. Trainer idle 41 %, KV 38 %, 64 in flight: min(64 x 2, 64 x 0.85 / 0.38) = 128."""
+    trainer, usage = figures.trainer_idle or 0.0, figures.kv_usage
+    if trainer < _IDLE or usage is None or figures.running is None or (figures.waiting or 0.0) >= 1.0:
+        return None
+    has_room = usage < _KV_TARGET
+    is_at_the_limit = figures.running >= 0.7 * setup.max_in_flight
+    is_idle = (figures.generator_idle or 0.0) >= _IDLE
+    if not has_room or not (is_at_the_limit or is_idle):
+        return None
+    factor = min(2.0, _KV_TARGET / max(usage, 0.01))
+    limit = setup.most_in_flight
+    if setup.embedded_slots is not None:  # beyond its slots they would only wait
+        limit = min(limit, setup.embedded_slots * setup.replicas)
+    suggested = _whole_groups(min(setup.max_in_flight * factor, limit), setup)
+    if suggested <= setup.max_in_flight:
+        return None
+    words = f"trainer idle {trainer:.0%}, server KV {usage:.0%}"
+    return _change("too few rollouts in flight", words, "rollout.max_in_flight", setup.max_in_flight, suggested)
+
+
+def held_back(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    """Both are idle although generation may run ahead: it may not run far enough (a few long rollouts hold up a step)."""
+    trainer, generator = figures.trainer_idle or 0.0, figures.generator_idle or 0.0
+    if not 0 < setup.max_staleness < _HIGHEST_STALENESS or min(trainer, generator) < _IDLE:
+        return None
+    words = f"trainer idle {trainer:.0%}, servers idle {generator:.0%}: generation may not run further ahead"
+    suggested = setup.max_staleness + 1
+    return _change("the staleness limit", words, "rollout.max_staleness", setup.max_staleness, suggested)
+
+
+def generation(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    """The servers do what they can. With r of them, r x g / t generate as fast as is trained."""
+    trainer = figures.trainer_idle or 0.0
+    if trainer < _IDLE:
+        return None
+    train_s, generation_s, step_s = figures.train_s, figures.generation_s, figures.step_s or 0.0
+    dominates = train_s < _NO_GAIN * step_s
+    words = f"generation takes {_seconds(generation_s)} of a step of {_seconds(step_s)}, training {_seconds(train_s)}"
+    words = f"asynchrony cannot help here: {words}" if dominates else f"trainer idle {trainer:.0%}: {words}"
+    bound = "generation"
+    if not setup.spawns_servers:
+        needed = _servers_needed(figures, setup)
+        return Advice(
+            bound_by=bound, text=f"{words}; {setup.replicas} -> {needed} servers in inference.urls would keep up"
+        )
+    if not setup.on_gpu:
+        return Advice(bound_by=bound, text=f"{words}; faster or more cores would help, or shorter completions")
+    suggested = _servers_needed(figures, setup)
+    moved = min(setup.num_trainer_ranks - 1, setup.tensor_parallel_size)
+    tail = "or move one GPU from the trainer to a server" if moved == setup.tensor_parallel_size == 1 else ""
+    return _change(bound, words, "inference.replicas", setup.replicas, suggested, tail=tail)
+
+
+def padding(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    """Longer rows pad less: row_tokens doubled, at most micro_batch_tokens."""
+    share, current = figures.padding_share, setup.row_tokens
+    if share is None or share < 0.25:
+        return None
+    suggested = setup.micro_batch_tokens if current is None else min(2 * current, setup.micro_batch_tokens)
+    if current is not None and suggested <= current:
+        return None
+    words = f"{share:.0%} of the tokens that the trainer computes are padding"
+    return _change("padding", words, "training.row_tokens", current if current is not None else "null", suggested)
+
+
+def training(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    """The servers wait for the trainer. n trainer and r server GPUs with work t x n and g x r are best divided in this
+    proportion: n 1, r 3, t 9, g 3 -> 9 : 9, so 2 and 2."""
+    generator = figures.generator_idle or 0.0
+    if generator < max(_IDLE, 0.3) or (figures.trainer_idle or 0.0) >= _IDLE:
+        return None
+    train_s, step_s = _seconds(figures.train_s), _seconds(figures.step_s or 0.0)
+    words = f"servers idle {generator:.0%}: training takes {train_s} of a step of {step_s}"
+    ranks, servers = setup.num_trainer_ranks, setup.replicas
+    if not setup.on_gpu:
+        return Advice(bound_by="training", text=f"{words}; a faster trainer would help, generation is no limit")
+    if setup.spawns_servers and setup.tensor_parallel_size == 1 and servers > 1:
+        work_t, work_g = figures.train_s * ranks, figures.generation_s * servers
+        suggested = min(servers - 1, max(1, (ranks + servers) - round((ranks + servers) * work_t / (work_t + work_g))))
+        freed = servers - suggested
+        tail = f"and launch.num_trainer_ranks {ranks} -> {ranks + freed}"
+        return _change("training", words, "inference.replicas", servers, suggested, tail=tail)
+    wanted = math.ceil(ranks * figures.train_s / max(figures.generation_s, 0.25 * figures.train_s))
+    return _change("training", words, "launch.num_trainer_ranks", ranks, max(ranks + 1, min(wanted, 2 * ranks)))
+
+
+def filtered_groups(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    """With a share f of the groups filtered, n / (1 - f) of them leave n to train on; at most twice as many at once."""
+    share = figures.filtered_share
+    if share is None or share < _MANY_FILTERED or setup.zero_variance != "skip":
+        return None
+    current = setup.groups_per_step
+    suggested = min(2 * current, math.ceil(current / max(1.0 - share, 0.01) - 1e-9))
+    words = f"{share:.0%} of the groups teach nothing (all rewards equal), so steps train on {current * (1.0 - share):.1f} groups"
+    return _change(
+        "equal rewards", words, "rollout.groups_per_step", current, suggested, tail="or choose harder prompts"
+    )
+
+
+def nothing_to_gain(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+    trainer, generator = figures.trainer_idle or 0.0, figures.generator_idle or 0.0
+    return Advice(
+        bound_by="nothing",
+        text=f"nothing to gain from a setting: trainer idle {trainer:.0%}, servers idle {generator:.0%}",
+    )
+
+
+RULES: tuple[Callable[[PipelineFigures, PipelineSetup], Advice | None], ...] = (
+    # what is wasted, whoever waits
+    full_cache,
+    stale_groups,
+    weight_pushes,
+    checkpoints,
+    # the trainer waits
+    synchronous,
+    slow_tools,
+    slow_scoring,
+    full_slots,
+    few_in_flight,
+    held_back,
+    generation,
+    # the trainer works
+    padding,
+    training,
+    filtered_groups,
+    nothing_to_gain,
+)
+
+
+def _change(
+    bound_by: str, words: str, setting: str, current: float | int | str, suggested: float | int, *, tail: str = ""
+) -> Advice:
+    """words: raise SETTING CURRENT -> SUGGESTED, tail."""
+    verb = "set" if isinstance(current, str) else "raise" if suggested > current else "lower"
+    text = f"{words}: {verb} {setting} {current} -> {suggested}" + (f", {tail}" if tail else "")
+    if words.count(":"):  # one colon in a sentence is enough
+        text = f"{words}; {verb} {setting} {current} -> {suggested}" + (f", {tail}" if tail else "")
+    return Advice(bound_by=bound_by, text=text, setting=setting, current=current, suggested=suggested)
+
+
+def _servers_needed(figures: PipelineFigures, setup: PipelineSetup) -> int:
+    """r x g / t, at least one more, at most twice as many."""
+    ratio = figures.generation_s / max(figures.train_s, 1e-9)
+    return max(setup.replicas + 1, min(2 * setup.replicas, math.ceil(setup.replicas * ratio - 1e-9)))
+
+
+def _whole_groups(rollouts: float, setup: PipelineSetup) -> int:
+    """Rounded down to whole groups, at least one: 100 rollouts in groups of 8 -> 96."""
+    return max(1, int(rollouts + 1e-9) // setup.group_size) * setup.group_size
+
+
+def _seconds(value: float) -> str:
+    """0.1234 -> "0.12 s", 12.34 -> "12.3 s", 1234.0 -> "1234 s"."""
+    return f"{value:.2f} s" if value < 1 else f"{value:.1f} s" if value < 100 else f"{value:.0f} s"

@@ -1,0 +1,235 @@
+"""What the report shows of the rollout store: how many there are, the best, the worst, and the prompts that "
+"changed most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_async.errors import RunError
+from grpo_async.records import TaggedMessage
+
+if TYPE_CHECKING:
+    from grpo_async.store.rows import GroupRow, RolloutRow
+    from grpo_async.store.summaries import GroupSummary, Histogram, RolloutSummary, StepSummary
+    from grpo_async.store.table import RolloutTable
+
+_NUM_EXTREMES = 4
+_MOST_LISTED = 12  # messages of errors, names of tools
+_LONGEST_TEXT = 6_000  # characters of a prompt or a completion; more is cut in the middle
+_LONGEST_ERROR = 160
+_HISTOGRAM_BINS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One rollout with its text. `prompt` and `completion` are as the data and the model wrote them: hostile, "
+    "perhaps."""
+
+    rollout_id: str
+    group_id: int
+    step: int | None
+    status: str
+    reward: float | None
+    rewards: Mapping[str, float | None]
+    advantage: float | None
+    num_tokens: int
+    num_tool_calls: int
+    error: str | None
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A prompt that was seen in several steps: the mean reward of its first and its last group, and a typical "
+    "rollout of each."""
+
+    prompt_hash: str
+    first_step: int | None
+    last_step: int | None
+    first_reward: float
+    last_reward: float
+    first: Example
+    last: Example
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bins:
+    """`counts[i]` values lie in [edges[i], edges[i + 1])."""
+
+    edges: Sequence[float]
+    counts: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts:
+    """The stored rollouts of one step: how many, and how many have no reward or failed."""
+
+    step: int
+    num_rollouts: int
+    num_unscored: int
+    num_failed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFacts:
+    """All of it; empty where there is no store."""
+
+    num_rollouts: int = 0
+    num_groups: int = 0
+    steps: Sequence[StepCounts] = ()
+    best: Sequence[Example] = ()
+    worst: Sequence[Example] = ()
+    improved: Sequence[Change] = ()
+    worsened: Sequence[Change] = ()
+    rewards: Bins | None = None
+    lengths: Bins | None = None
+    tools: Sequence[tuple[str, int]] = ()  # name, in how many rollouts it was called; the most frequent first
+    errors: Sequence[tuple[str, int]] = ()  # message, of how many failed rollouts; the most frequent first
+    notes: Sequence[str] = field(default_factory=tuple)
+
+
+def read_rollouts(folder: Path) -> RolloutFacts:
+    """Look through a store. What keeps it from being read is a note, not an error."""
+    import duckdb
+
+    from grpo_async.store.table import RolloutTable
+
+    if not folder.is_dir():
+        return RolloutFacts(notes=(f"There are no rollouts: {folder.name}/ is missing.",))
+    try:
+        with RolloutTable.open(folder) as table:
+            return _read(table)
+    except (RunError, OSError, duckdb.Error) as error:
+        return RolloutFacts(notes=(f"The rollouts cannot be read: {error}",))
+
+
+def _read(table: RolloutTable) -> RolloutFacts:
+    from grpo_async.store.query import parse_query
+
+    everything = parse_query("")
+    counts = table.count(everything)
+    if counts.rollouts == 0:
+        return RolloutFacts(notes=tuple(table.notes) or ("There are no rollouts: none was stored yet.",))
+    extremes = table.extremes(everything, _NUM_EXTREMES)
+    texts = _Texts(table)
+    return RolloutFacts(
+        num_rollouts=counts.rollouts,
+        num_groups=counts.groups,
+        steps=[each for step in table.by_step(everything) if (each := _step_counts(step)) is not None],
+        best=[texts.example(summary) for summary in extremes.best],
+        worst=[texts.example(summary) for summary in extremes.worst],
+        improved=[texts.change(change.prompt_hash, change.first, change.last) for change in extremes.improved],
+        worsened=[texts.change(change.prompt_hash, change.first, change.last) for change in extremes.worsened],
+        rewards=_bins(table.histogram("reward", everything, bins=_HISTOGRAM_BINS)),
+        lengths=_bins(table.histogram("length", everything, bins=_HISTOGRAM_BINS)),
+        tools=table.facets("tool", everything, limit=_MOST_LISTED),
+        errors=_errors(table.facets("error", parse_query("status=failed"), limit=_MOST_LISTED)),
+        notes=tuple(table.notes),
+    )
+
+
+def _step_counts(step: StepSummary) -> StepCounts | None:
+    if step.step is None:
+        return None
+    num_failed = round(step.failed_share * step.num_rollouts)
+    return StepCounts(
+        step=step.step, num_rollouts=step.num_rollouts, num_unscored=step.num_unscored, num_failed=num_failed
+    )
+
+
+def _bins(histogram: Histogram) -> Bins | None:
+    return Bins(edges=histogram.edges, counts=histogram.counts) if histogram.counts else None
+
+
+def _errors(found: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    counts: dict[str, int] = {}
+    for message, count in found:  # two long messages may begin and end alike
+        short = shortened(" ".join(message.split()), _LONGEST_ERROR)
+        counts[short] = counts.get(short, 0) + count
+    return sorted(counts.items(), key=lambda item: -item[1])
+
+
+class _Texts:
+    """Fetches the texts of what the summaries name."""
+
+    def __init__(self, table: RolloutTable) -> None:
+        self._table = table
+
+    def example(self, summary: RolloutSummary) -> Example:
+        group, rollout = self._table.rollout(summary.rollout_id)
+        return example_of(group, rollout)
+
+    def change(self, prompt_hash: str, first: GroupSummary, last: GroupSummary) -> Change:
+        earlier, later = self._table.group(first.group_id), self._table.group(last.group_id)
+        return Change(
+            prompt_hash=prompt_hash,
+            first_step=first.step,
+            last_step=last.step,
+            first_reward=first.reward_mean or 0.0,
+            last_reward=last.reward_mean or 0.0,
+            first=example_of(earlier, _typical(earlier, first.reward_mean)),
+            last=example_of(later, _typical(later, last.reward_mean)),
+        )
+
+
+def _typical(group: GroupRow, mean: float | None) -> RolloutRow:
+    """The scored rollout whose reward is next to the mean of its group."""
+    distance: Callable[[RolloutRow], float] = lambda rollout: (  # noqa: E731 - a key for min
+        float("inf") if rollout.reward is None else abs(rollout.reward - (mean or 0.0))
+    )
+    return min(group.rollouts, key=distance)
+
+
+def example_of(group: GroupRow, rollout: RolloutRow) -> Example:
+    """One rollout as the report shows it."""
+    prompt = group.messages if rollout.reset_messages is None else rollout.reset_messages
+    return Example(
+        rollout_id=rollout.rollout_id,
+        group_id=group.group_id,
+        step=group.step,
+        status=rollout.status.value,
+        reward=rollout.reward,
+        rewards=rollout.rewards,
+        advantage=rollout.advantage,
+        num_tokens=rollout.num_tokens,
+        num_tool_calls=sum(len(turn.tool_calls) for turn in rollout.turns),
+        error=rollout.error,
+        prompt=shortened(_conversation(prompt), _LONGEST_TEXT),
+        completion=shortened(_conversation(rollout.messages), _LONGEST_TEXT),
+    )
+
+
+def without_texts(facts: RolloutFacts) -> RolloutFacts:
+    """The same without examples: for a second and third run of a report."""
+    return replace(facts, best=(), worst=(), improved=(), worsened=())
+
+
+def _conversation(messages: Sequence[TaggedMessage]) -> str:
+    """One message: its text. Several: "[role]" above each."""
+    if len(messages) == 1 and not messages[0].tool_calls:
+        return messages[0].content
+    return "\n\n".join(_message(message) for message in messages)
+
+
+def _message(message: TaggedMessage) -> str:
+    calls = [f"call {_call(call)}" for call in message.tool_calls]
+    return "\n".join([f"[{message.role}]", *([message.content] if message.content else []), *calls])
+
+
+def _call(call: Mapping[str, object]) -> str:
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return str(call)
+    return f"{function.get('name')}({function.get('arguments')})"
+
+
+def shortened(text: str, limit: int) -> str:
+    """At most about `limit` characters: the beginning and the end of a longer text, which says how much is missing."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"

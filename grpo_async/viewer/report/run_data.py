@@ -1,0 +1,219 @@
+"""Reads what a run directory holds, as far as it is there: a run that goes on, was killed or is old has less of it.
+
+Nothing here raises because of what a file contains: what cannot be read is a sentence in `problems`, and the rest is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_async.rundir import RunDir
+from grpo_async.viewer.report.configs import shown_config
+from grpo_async.viewer.report.rollouts import RolloutFacts, read_rollouts
+
+Row = dict[str, float]
+"""One line of metrics.jsonl: values that are numbers and finite; "step" is always there."""
+
+_CLOCK_S = 2.0  # the start of a process is told in ticks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One line of evaluations.jsonl. `metrics` are over all prompts, `by_group` of each value of `evaluation.group_by`; both are
+    empty where it was left out or failed, and `why_not` says so."""
+
+    step: int
+    when: str  # start | step | end
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    by_group: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    why_not: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How the last attempt of a run ended, as far as is known."""
+
+    status: str  # finished | stopped | failed | running | killed (its launcher is gone) | unfinished (one of these two)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """One run. `config` is the part of the configuration that may be shown, None where it cannot be read."""
+
+    label: str  # unique among the runs of a report
+    run_dir: RunDir
+    ending: Ending
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    metrics: Sequence[Row] = ()
+    evaluations: Sequence[Evaluation] = ()
+    advice: Sequence[Mapping[str, Any]] = ()
+    rollouts: RolloutFacts = field(default_factory=RolloutFacts)
+    problems: Sequence[str] = ()
+
+    @property
+    def max_steps(self) -> int | None:
+        """training.max_steps; None: not known."""
+        training = (self.config or {}).get("training")
+        value = training.get("max_steps") if isinstance(training, Mapping) else None
+        return value if isinstance(value, int) else None
+
+    @property
+    def metric_names(self) -> set[str]:
+        """The metrics that any step has."""
+        return set().union(*self.metrics)
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that metrics.jsonl has; 0: none."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+
+def read_run(run_dir: RunDir, label: str) -> RunData:
+    """Everything of one run that the report shows."""
+    problems: list[str] = []
+    summary = _json_object(run_dir.summary, problems)
+    metrics = [_row(line) for line in _json_lines(run_dir.metrics, problems) if _is_number(line.get("step"))]
+    if not metrics:
+        problems.append("There are no metrics: no optimizer step was finished.")
+    evaluations = [each for line in _json_lines(run_dir.evaluation_log, problems) if (each := _evaluation(line))]
+    rollouts = read_rollouts(run_dir.rollouts)
+    problems.extend(rollouts.notes)
+    return RunData(
+        label=label,
+        run_dir=run_dir,
+        ending=_ending(run_dir, summary, problems),
+        summary=summary,
+        config=read_config(run_dir.config, problems),
+        metrics=sorted(metrics, key=lambda row: row["step"]),
+        evaluations=evaluations,
+        advice=_json_lines(run_dir.advice, problems),
+        rollouts=rollouts,
+        problems=problems,
+    )
+
+
+def labels_of(run_dirs: Sequence[RunDir]) -> list[str]:
+    """A short name for each, all different: [runs/a, runs/b] -> ["a", "b"]; [x/a, y/a] -> ["x/a", "y/a"]."""
+    paths = [run_dir.root.absolute() for run_dir in run_dirs]
+    names = [path.name for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    return ["/".join(path.parts[-2:]) if names.count(path.name) > 1 else path.name for path in paths]
+
+
+def _ending(run_dir: RunDir, summary: Mapping[str, Any], problems: list[str]) -> Ending:
+    """From status.json; where there is none (an old run), from summary.json, which is written when a run comes to "
+    "its end."""
+    status = _json_object(run_dir.status, problems)
+    if status:
+        error = status.get("error")
+        state = str(status.get("state", "?"))
+        if state == "running":
+            state = "killed" if _launcher_is_gone(status) else "running"
+        return Ending(status=state, error=error if isinstance(error, str) else None)
+    return Ending(status=str(summary.get("status", "?")) if summary else "unfinished")
+
+
+def _launcher_is_gone(status: Mapping[str, Any]) -> bool:
+    """Whether the process that writes status.json is known to have ended: it ran on this machine, and does not any "
+    "more."""
+    import psutil
+
+    pid, began = status.get("pid"), status.get("pid_started_at")
+    if status.get("host") != platform.node() or not isinstance(pid, int):
+        return False
+    try:
+        return _is_number(began) and abs(psutil.Process(pid).create_time() - float(began or 0.0)) > _CLOCK_S
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.AccessDenied:
+        return False
+
+
+def read_config(path: Path, problems: list[str]) -> Mapping[str, Any] | None:
+    """The part of a config.yaml that a report may show; None, and a sentence in `problems`, where it cannot be read."""
+    import yaml
+
+    if not path.is_file():
+        problems.append("config.yaml is missing.")
+        return None
+    try:
+        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problems.append(f"config.yaml cannot be read: {' '.join(str(error).split())}")
+        return None
+    if not isinstance(sections, dict):
+        problems.append("config.yaml holds no configuration.")
+        return None
+    return shown_config(sections)
+
+
+def _evaluation(line: Mapping[str, Any]) -> Evaluation | None:
+    step = line.get("step")
+    if not _is_number(step):
+        return None
+    by_group = line.get("by_group")
+    groups = by_group if isinstance(by_group, dict) else {}
+    return Evaluation(
+        step=int(step or 0),
+        when=str(line.get("when", "step")),
+        metrics=_numbers(line.get("metrics")),
+        by_group={str(group): _numbers(values) for group, values in groups.items()},
+        why_not=next((str(line[key]) for key in ("error", "skipped") if line.get(key)), None),
+    )
+
+
+def _row(line: Mapping[str, Any]) -> Row:
+    return _numbers(line)
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    if not isinstance(values, dict):
+        return {}
+    return {str(name): float(value) for name, value in values.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _json_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file; lines that are none are counted, a torn last line is left out."""
+    if not path.is_file():
+        return []
+    found: list[dict[str, Any]] = []
+    num_bad = 0
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    content = json.loads(line)
+                except ValueError:
+                    num_bad += line.endswith("\n")
+                    continue
+                if isinstance(content, dict):
+                    found.append(content)
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+    if num_bad:
+        problems.append(f"{path.name}: {num_bad} line(s) are not JSON and were left out.")
+    return found

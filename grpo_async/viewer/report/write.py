@@ -1,0 +1,87 @@
+"""Run directories in, one HTML file out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_async import __version__
+from grpo_async.errors import ConfigError
+from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.viewer.report.configs import Difference, differences
+from grpo_async.viewer.report.page import render
+from grpo_async.viewer.report.rollouts import without_texts
+from grpo_async.viewer.report.run_data import RunData, labels_of, read_config, read_run
+
+MOST_RUNS = 8
+"""More curves in one plot cannot be told apart."""
+
+_MOST_WITH_TEXTS = 3  # of more runs nobody reads the rollouts in one page
+
+
+def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:
+    """Write the report of these runs and return where it is.
+
+    Args:
+        out: the file; None: `report.html` in the run's directory, for several runs `report-A-B.html` beside that of the first.
+
+    Raises:
+        ConfigError: a run is named twice, there are more than MOST_RUNS, or the file cannot be written.
+    """
+    runs = read_runs(run_dirs)
+    if len(runs) > _MOST_WITH_TEXTS:
+        runs = [replace(run, rollouts=without_texts(run.rollouts)) for run in runs]
+    out = out or _default_out(runs)
+    page = render(runs, made_at=time.strftime("%Y-%m-%d %H:%M:%S %Z"), version=__version__)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, page)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from error
+    return out
+
+
+def read_runs(run_dirs: Sequence[RunDir]) -> list[RunData]:
+    """What the runs hold, in their order.
+
+    Raises:
+        ConfigError: see `write_report`.
+    """
+    _check(run_dirs)
+    return [read_run(run_dir, label) for run_dir, label in zip(run_dirs, labels_of(run_dirs), strict=True)]
+
+
+def config_differences(run_dirs: Sequence[RunDir]) -> tuple[list[str], list[Difference]]:
+    """Labels of the runs, and the settings in which they differ.
+
+    Raises:
+        ConfigError: see `write_report`; or a configuration cannot be read.
+    """
+    _check(run_dirs)
+    configs: list[Mapping[str, Any]] = []
+    problems: list[str] = []
+    for run_dir in run_dirs:
+        found: list[str] = []
+        configs.append(read_config(run_dir.config, found) or {})
+        problems.extend(f"{run_dir.root}: {problem}" for problem in found)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return labels_of(run_dirs), differences(configs)
+
+
+def _check(run_dirs: Sequence[RunDir]) -> None:
+    if len({run_dir.root.resolve() for run_dir in run_dirs}) < len(run_dirs):
+        raise ConfigError("a run is named twice; name each once")
+    if len(run_dirs) > MOST_RUNS:
+        raise ConfigError(f"{len(run_dirs)} runs are too many for one report, at most {MOST_RUNS} can be told apart")
+
+
+def _default_out(runs: Sequence[RunData]) -> Path:
+    first = runs[0].run_dir
+    if len(runs) == 1:
+        return first.report
+    names = "-".join(run.label.replace("/", "-") for run in runs)
+    return first.root.parent / f"report-{names}.html"

@@ -1,0 +1,188 @@
+/* The query: a text box with suggestions of fields and words, and the server's words under it where there is a mistake. */
+
+import { fill, h } from "./dom.js";
+
+const MOST_SUGGESTIONS = 9;
+
+export class QueryBox {
+  /** `names`: further fields of this run, {name, help}. `onChange` is called with the text that was entered. */
+  constructor({ app, names, value, onChange }) {
+    this.entries = entries(app, names);
+    this.onChange = onChange;
+    this.chosen = -1;
+    this.shown = [];
+    this.input = h("input", {
+      id: "query",
+      type: "text",
+      value,
+      placeholder: "reward<0.2 and truncated",
+      autocomplete: "off",
+      autocapitalize: "off",
+      spellcheck: "false",
+      role: "combobox",
+      "aria-expanded": "false",
+      "aria-autocomplete": "list",
+      "aria-controls": "suggestions",
+      "aria-describedby": "query-problem",
+      on: {
+        input: () => this.suggest(),
+        keydown: (event) => this.onKey(event),
+        blur: () => setTimeout(() => this.close(), 150),
+        click: () => this.suggest(),
+      },
+    });
+    this.list = h("ul", { id: "suggestions", role: "listbox", class: "suggestions", hidden: true, "aria-label": "Fields and words" });
+    this.problem = h("div", { id: "query-problem", class: "problem", role: "alert" });
+    this.element = h(
+      "form",
+      { class: "query", role: "search", on: { submit: (event) => (event.preventDefault(), this.enter()) } },
+      h("label", { for: "query", class: "visually-hidden" }, "Query"),
+      h("div", { class: "query-row" }, this.input, h("button", { type: "submit", class: "primary" }, "Filter"), this.clearButton()),
+      this.list,
+      this.problem,
+    );
+  }
+
+  clearButton() {
+    return h("button", { type: "button", on: { click: () => this.set("") } }, "Clear");
+  }
+
+  set(text) {
+    this.input.value = text;
+    this.enter();
+  }
+
+  enter() {
+    this.close();
+    this.onChange(this.input.value.trim());
+  }
+
+  /** An error of the server, with a caret under the place; null: none. */
+  show(error) {
+    if (!error) {
+      this.input.removeAttribute("aria-invalid");
+      fill(this.problem);
+      return;
+    }
+    this.input.setAttribute("aria-invalid", "true");
+    const where = Number.isInteger(error.position)
+      ? h("pre", { "aria-hidden": "true" }, `${this.input.value}\n${" ".repeat(error.position)}${"^".repeat(error.length || 1)}`)
+      : null;
+    const offers = (error.suggestions || []).map((name) =>
+      h("button", { type: "button", class: "chip", on: { click: () => this.replace(error, name) } }, name),
+    );
+    const problem = offers.length ? error.message.split("; did you mean ")[0] : error.message;
+    fill(this.problem, where, h("p", {}, problem, offers.length ? h("span", { class: "offers" }, ". Did you mean ", offers) : null));
+  }
+
+  replace(error, name) {
+    const text = this.input.value;
+    this.set(text.slice(0, error.position) + name + text.slice(error.position + error.length));
+  }
+
+  suggest() {
+    const { start, word } = this.word();
+    const lower = word.toLowerCase();
+    this.shown = lower
+      ? this.entries
+          .filter((entry) => entry.name.toLowerCase().includes(lower) && entry.name !== word)
+          .sort((a, b) => Number(b.name.toLowerCase().startsWith(lower)) - Number(a.name.toLowerCase().startsWith(lower)))
+          .slice(0, MOST_SUGGESTIONS)
+      : [];
+    this.start = start;
+    this.chosen = -1;
+    this.draw();
+  }
+
+  /** What is being written at the caret, if it could be a field. */
+  word() {
+    const before = this.input.value.slice(0, this.input.selectionStart);
+    const found = /[A-Za-z_][\w.]*$/.exec(before);
+    const isQuoted = (before.match(/"/g) || []).length % 2 === 1;
+    return found && !isQuoted ? { start: found.index, word: found[0] } : { start: before.length, word: "" };
+  }
+
+  draw() {
+    const isOpen = this.shown.length > 0;
+    this.list.hidden = !isOpen;
+    this.input.setAttribute("aria-expanded", String(isOpen));
+    this.input.removeAttribute("aria-activedescendant");
+    if (this.chosen >= 0) {
+      this.input.setAttribute("aria-activedescendant", `suggestion-${this.chosen}`);
+    }
+    fill(
+      this.list,
+      this.shown.map((entry, index) =>
+        h(
+          "li",
+          {
+            id: `suggestion-${index}`,
+            role: "option",
+            "aria-selected": String(index === this.chosen),
+            on: { mousedown: (event) => (event.preventDefault(), this.take(index)) },
+          },
+          h("code", {}, entry.name),
+          h("span", { class: "hint" }, entry.help),
+        ),
+      ),
+    );
+  }
+
+  take(index) {
+    const end = this.input.selectionStart;
+    const { name } = this.shown[index];
+    this.input.value = this.input.value.slice(0, this.start) + name + this.input.value.slice(end);
+    this.input.selectionStart = this.input.selectionEnd = this.start + name.length;
+    this.close();
+    this.input.focus();
+  }
+
+  close() {
+    this.shown = [];
+    this.draw();
+  }
+
+  onKey(event) {
+    const last = this.shown.length - 1;
+    if (event.key === "Escape") {
+      if (last >= 0) {
+        this.close();
+      } else {
+        this.input.blur();
+      }
+    } else if (event.key === "ArrowDown" && last >= 0) {
+      this.chosen = this.chosen >= last ? 0 : this.chosen + 1;
+      this.draw();
+    } else if (event.key === "ArrowUp" && last >= 0) {
+      this.chosen = this.chosen <= 0 ? last : this.chosen - 1;
+      this.draw();
+    } else if (event.key === "Tab" && last >= 0 && !event.shiftKey) {
+      this.take(Math.max(0, this.chosen));
+    } else if (event.key === "Enter" && this.chosen >= 0) {
+      this.take(this.chosen);
+    } else {
+      return;
+    }
+    event.preventDefault();
+  }
+}
+
+function entries(app, names) {
+  const fields = app.fields.filter((field) => !field.name.endsWith(".NAME"));
+  const values = fields.flatMap((field) =>
+    field.values.map((value) => ({ name: `${field.name}=${value}`, help: field.help })),
+  );
+  return [...names, ...fields, ...app.words, ...values];
+}
+
+/** `query` and one more term. Terms of the same field that stand alone at the end are replaced: a second click moves the range. */
+export function withTerm(query, field, term) {
+  const escaped = field.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  const old = new RegExp(`^(?:(.*?) and )?${escaped}(?:>=|=)\\S+(?: and ${escaped}<=?\\S+)?$`);
+  const found = old.exec(query);
+  const rest = found ? found[1] || "" : query;
+  if (!rest) {
+    return term;
+  }
+  return /\bor\b/.test(rest) && !/^\(.*\)$/.test(rest) ? `(${rest}) and ${term}` : `${rest} and ${term}`;
+}

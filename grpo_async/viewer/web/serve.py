@@ -1,0 +1,123 @@
+"""Serves the page until it is told to end (SIGINT, SIGTERM)."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+import tempfile
+import threading
+import webbrowser
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from urllib.parse import quote
+
+from grpo_async.errors import ConfigError
+from grpo_async.rundir import RunDir
+from grpo_async.store.query import parse_query
+from grpo_async.viewer.web.app import build_app
+from grpo_async.viewer.web.guard import is_loopback
+from grpo_async.viewer.web.sources import Library
+
+DEFAULT_HOST = "127.0.0.1"
+_GRACE_S = 2  # for answers that are being sent when it ends
+
+
+def serve(
+    runs: Sequence[RunDir],
+    *,
+    host: str = DEFAULT_HOST,
+    port: int = 0,
+    open_browser: bool = False,
+    query: str = "",
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Serve the rollouts of `runs` as a web page and return when a signal ends it.
+
+    Args:
+        host: address to listen on. Another than loopback lets other machines connect; that is said.
+        port: 0: any free one.
+        open_browser: show the page in the user's browser, too.
+        query: what the page opens with.
+        say: prints a line for the user; default: standard error.
+
+    Raises:
+        ConfigError: the query is wrong, the address cannot be listened on, or no run is given.
+    """
+    import uvicorn
+
+    if not runs:
+        raise ConfigError("name a run to look at")
+    parse_query(query)
+    say = say or _print
+    listener = listen(host, port)
+    bound_host, bound_port = listener.getsockname()[:2]
+    token = secrets.token_urlsafe(32)
+    library = Library(runs)
+    address = f"http://{_in_url(host, bound_host)}:{bound_port}/"
+    if not is_loopback(host):
+        say(
+            f"WARNING: listening on {host}, not on loopback: other machines can connect, and the token and the rollouts travel "
+            "unencrypted. Safer: keep 127.0.0.1 and forward the port, ssh -L "
+            f"{bound_port}:127.0.0.1:{bound_port} HOST"
+        )
+    say(f"inspecting {', '.join(library.names)}; Ctrl-C ends it")
+    say(f"open {address}#token={token}")
+    # the first table is ready when the browser is; what is wrong with a store is told to whoever asks for it
+    threading.Thread(target=library.warm, name="first table", daemon=True).start()
+    config = uvicorn.Config(
+        build_app(library, token=token, host=host, query=query),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    with tempfile.TemporaryDirectory(prefix="grpo-async-") as folder:
+        if open_browser:
+            _open_in_browser(f"{address}#token={quote(token)}", Path(folder), say)
+        try:
+            uvicorn.Server(config).run(sockets=[listener])
+        finally:
+            library.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        ConfigError: the address is not this machine's, or the port is taken.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(128)
+        listener.setblocking(False)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}, port {port}: {error.strerror}; choose another with --port, or --port 0 for any free one"
+        ) from error
+    return listener
+
+
+def _in_url(host: str, bound: str) -> str:
+    name = "127.0.0.1" if bound == "0.0.0.0" else "::1" if bound == "::" else host
+    return f"[{name}]" if ":" in name else name
+
+
+def _open_in_browser(url: str, folder: Path, say: Callable[[str], None]) -> None:
+    """By way of a file that only the user can read: an address on a command line is seen by everybody on the machine."""
+    page = folder / "open.html"  # the folder has mode 0700
+    page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0;url={escape(url)}">', encoding="utf-8")
+    if not webbrowser.open(page.as_uri()):
+        say("no browser was found; open the address above")
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

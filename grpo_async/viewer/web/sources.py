@@ -1,0 +1,166 @@
+"""The runs that the page shows, each with its table, its token texts and its files; and the threads that ask them.
+
+Nothing of this runs on the event loop: a query is at most one of `_MAX_THREADS` at a time, each with a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.rundir import RunDir
+from grpo_async.store.table import RolloutTable
+from grpo_async.threads import ThreadRunner
+from grpo_async.viewer.runs import EvaluationDir
+from grpo_async.viewer.token_text import TokenTexts, load_token_texts
+from grpo_async.viewer.web.event_index import EventIndex
+from grpo_async.viewer.web.run_files import MetricLog
+
+DEADLINE_S = 30.0  # of one request
+_MAX_THREADS = 4
+_REFRESH_EVERY_S = 0.5  # a page has several views, and a person several pages
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a thread made of its work; one of the two."""
+
+    value: object = None
+    error: Exception | None = None
+
+
+class Source:
+    """One run, or one evaluation of a run. The table is opened when it is first asked for. Safe in several threads."""
+
+    def __init__(self, name: str, run: RunDir) -> None:
+        self.name = name
+        self.run = run
+        self.events = EventIndex(run.events)
+        self.metrics = MetricLog(run.metrics)
+        self._lock = threading.Lock()
+        self._table: RolloutTable | None = None
+        self._texts: TokenTexts | str | None = None
+        self._refreshed_at = 0.0
+
+    @property
+    def is_evaluation(self) -> bool:
+        return isinstance(self.run, EvaluationDir)
+
+    def table(self) -> RolloutTable:
+        """The table, with what was written until half a second ago at least.
+
+        Raises:
+            RunError: the store cannot be read.
+        """
+        with self._lock:  # waits: an opening or a refresh, which read blocks that are there
+            now = time.monotonic()
+            if self._table is None:
+                self._table = RolloutTable.open(self.run.rollouts)
+                self._table.refresh()
+                self._refreshed_at = time.monotonic()
+            elif now - self._refreshed_at > _REFRESH_EVERY_S:
+                self._table.refresh()
+                self._refreshed_at = time.monotonic()
+            return self._table
+
+    def texts(self) -> TokenTexts | str:
+        """The texts of tokens, or the sentence that says why there are none."""
+        with self._lock:
+            if self._texts is None:
+                self._texts = load_token_texts(self.run)
+            return self._texts
+
+    def close(self) -> None:
+        with self._lock:
+            if self._table is not None:
+                self._table.close()
+                self._table = None
+
+
+class Library:
+    """All sources by name. Names are those of the folders; a second folder of the same name gets `~2`."""
+
+    def __init__(self, runs: Sequence[RunDir]) -> None:
+        self._threads = ThreadRunner("query of the web page", max_threads=_MAX_THREADS)
+        self._lock = threading.Lock()
+        self._sources: dict[str, Source] = {}
+        self.names: list[str] = []
+        for run in runs:
+            name = _free_name(_name(run), self.names)
+            self.names.append(name)
+            self._sources[name] = Source(name, run)
+
+    def source(self, name: str | None) -> Source:
+        """The run of that name, or the evaluation `RUN@STEP` of one; None: the first.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if name is None:
+            return self._sources[self.names[0]]
+        with self._lock:
+            if name in self._sources:
+                return self._sources[name]
+            run_name, _, step = name.rpartition("@")
+            parent = self._sources.get(run_name)
+            if parent is None or not step.isdecimal() or int(step) not in evaluation_steps(parent.run):
+                raise ConfigError(f"there is no run '{name}' here; there are {', '.join(self.names)}")
+            source = self._sources[name] = Source(name, EvaluationDir(parent.run.root, int(step)))
+            return source
+
+    async def ask(self, work: Callable[[], Result]) -> Result:
+        """Run `work` in a thread.
+
+        Raises:
+            TimeoutError: it did not end within `DEADLINE_S`.
+            Exception: what `work` raises.
+        """
+
+        def guarded() -> Outcome:
+            try:
+                return Outcome(value=work())
+            except Exception as error:  # noqa: BLE001 - raised again below, in the event loop
+                return Outcome(error=error)
+
+        outcome = await self._threads.run(guarded, DEADLINE_S)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value  # type: ignore[return-value]
+
+    def warm(self) -> None:
+        """Open the first run's table. An error is left to the first request, which meets it again."""
+        with contextlib.suppress(GrpoAsyncError):
+            self.source(None).table()
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.close()
+
+
+def evaluation_steps(run: RunDir) -> list[int]:
+    """Steps of which the run has evaluated rollouts, ascending."""
+    if isinstance(run, EvaluationDir) or not run.evaluations.is_dir():
+        return []
+    names = (folder.name.removeprefix("step_") for folder in run.evaluations.glob("step_*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _name(run: RunDir) -> str:
+    name = run.root.resolve().name or str(run.root)
+    return f"{name}@{run.step}" if isinstance(run, EvaluationDir) else name
+
+
+def _free_name(name: str, taken: Sequence[str]) -> str:
+    if name not in taken:
+        return name
+    number = 2
+    while f"{name}~{number}" in taken:
+        number += 1
+    return f"{name}~{number}"

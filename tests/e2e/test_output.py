@@ -1,0 +1,204 @@
+"""What a real run tells: the dashboard on a terminal, lines in a pipe, --quiet, --json-logs, and status from outside."""
+
+from __future__ import annotations
+
+import codecs
+import fcntl
+import json
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from grpo_async.launch.json_log import EVENTS
+from tests.e2e.support import REPOSITORY, Run, make_run
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "evaluation.num_prompts=8",
+    "optimizer.warmup_steps=0",
+    "record.advise_every_steps=3",
+)
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def _status(run: Run) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_async", "status", str(run.folder), "--json"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else {"error": done.stderr}
+
+
+def test_json_logs_are_the_whole_story_and_nothing_else_is_on_stdout(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, "training.max_steps=6"])
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_async", "train", str(run.config), "--json-logs"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    names = [event["event"] for event in events]
+    assert set(names) <= set(EVENTS)
+    assert (names[0], names[-1]) == ("start", "end")
+    assert all(isinstance(event["time"], float) for event in events)
+    steps = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(0.0 <= event["metrics"]["servers/kv_usage"] <= 1.0 for event in steps)
+    assert {"phase", "preflight", "evaluation", "servers", "advice"} <= set(names)
+    assert any(event["servers"][0]["state"] == "serving" for event in events if event["event"] == "servers")
+    assert events[-1]["exit_code"] == 0
+    assert events[-1]["summary"]["steps"] == 6
+    code, status = _status(run)
+    assert (code, status["state"], status["step"], status["exit_code"]) == (0, "finished", 6, 0)
+    assert status["advice"] == json.loads((run.folder / "advice.jsonl").read_text().splitlines()[-1])
+    assert status["checkpoint"]["step"] == 6
+
+
+def test_a_quiet_run_prints_its_summary_only(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, "training.max_steps=2"])
+    _, output = run.complete("--quiet")
+    lines = [line for line in output.splitlines() if not line.startswith("warning: ")]
+    assert lines[0].startswith("run "), output
+    assert "finished after 2 steps" in lines[0]
+    assert not [line for line in lines if line.startswith(("step ", "logs:", "held-out", "engine "))]
+
+
+class _Terminal:
+    """The run in a terminal of its own; `text` is all that it wrote."""
+
+    def __init__(self, run: Run, *, columns: int, rows: int) -> None:
+        self._controller, own = os.openpty()
+        self.resize(columns, rows)
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "grpo_async", "train", str(run.config)],
+            cwd=REPOSITORY,
+            env={**environment, "TERM": "xterm-256color"},
+            stdin=own,
+            stdout=own,
+            stderr=own,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that its Ctrl-C is a signal
+        )
+        os.close(own)
+        self.text = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self._controller, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def type(self, keys: str) -> None:
+        os.write(self._controller, keys.encode())
+
+    def read_until(self, condition: Callable[[str], bool], *, what: str, timeout_s: float = 120.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition(self.text):
+            assert time.monotonic() < deadline, (
+                f"waited {timeout_s:.0f} s for {what}; the end of it:\n{self.text[-3000:]}"
+            )
+            self._read(0.2)
+
+    def read_to_the_end(self) -> int:
+        deadline = time.monotonic() + 120.0
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline
+            self._read(0.2)
+        while self._read(0.2):
+            pass
+        return self.process.returncode
+
+    def _read(self, timeout_s: float) -> bool:
+        if not select.select([self._controller], [], [], timeout_s)[0]:
+            return False
+        try:
+            self.text += self._decoder.decode(os.read(self._controller, 1 << 16))
+        except OSError:  # the other end is closed
+            return False
+        return True
+
+    def pictures(self) -> list[list[str]]:
+        """Every whole picture of the dashboard, as lines."""
+        frames = self.text.split("\x1b[H")[1:]
+        plain = [_ESCAPES.sub("", frame).replace("\r", "").rstrip("\n").split("\n") for frame in frames]
+        return [lines for lines in plain if lines[0].startswith("╭") and lines[-1].endswith("╯")]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(30)
+        os.close(self._controller)
+
+
+def test_a_terminal_shows_the_dashboard_in_its_own_size_and_ctrl_c_stops_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, "training.max_steps=2000"])
+    terminal = _Terminal(run, columns=80, rows=24)
+    try:
+        terminal.read_until(lambda text: "step 4/2000" in text, what="step 4")
+        small = terminal.pictures()
+        assert small
+        assert {len(lines) for lines in small} == {24}
+        assert {cell_len(line) for lines in small for line in lines} == {80}
+        shown = "\n".join(small[-1])
+        for part in ("run · training", "reward", "generated", "staleness", "1 of 1 serve", "last push", "left"):
+            assert part in shown, shown
+        assert "\x1b[?1049h" in terminal.text, "a screen of its own"
+        code, status = _status(run)
+        assert (code, status["state"], status["pid"]) == (0, "running", terminal.process.pid)
+        assert status["servers"][0]["state"] == "serving"
+        terminal.resize(120, 40)
+        terminal.read_until(
+            lambda _: len(terminal.pictures()[-1]) == 40, what="a picture of the new size", timeout_s=20
+        )
+        assert {cell_len(line) for line in terminal.pictures()[-1]} == {120}
+        terminal.type("\x03")
+        assert terminal.read_to_the_end() == 130
+    finally:
+        terminal.close()
+    after = terminal.text.rpartition("\x1b[?1049l")[2]
+    assert "held-out before training" in after, "what was said stays on the terminal"
+    assert "stopping: finishing the step and saving a checkpoint" in after
+    code, status = _status(run)
+    assert (code, status["state"], status["exit_code"]) == (3, "stopped", 130)
+
+
+def test_a_launcher_that_is_killed_is_found_dead(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, "training.max_steps=2000"])
+    process = run.start()
+    try:
+        run.wait_for_step(2, process)
+        code, status = _status(run)
+        assert (code, status["state"]) == (0, "running")
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+        code, status = _status(run)
+        assert (code, status["state"]) == (4, "dead")
+        assert f"(pid {process.pid}) is gone" in status["why"]
+        run.assert_nothing_is_left(within_s=60.0)
+    finally:
+        process.kill()
+        process.communicate(timeout=30)

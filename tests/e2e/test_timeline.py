@@ -1,0 +1,179 @@
+"""The timeline of a real run: every kind of work is in it, it fits together, and a resume goes on in the same file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from grpo_async.timeline import ATTEMPT, Event, read_events
+from grpo_async.viewer.timeline_data import lane_group, lay_out, load_events
+from grpo_async.viewer.timeline_usage import overlap, union, usage
+from tests.e2e.support import REPOSITORY, Run, make_run
+from tests.support.trace_format import read_trace
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    "rollout.groups_per_step=8",
+    "rollout.group_size=4",
+    "evaluation.num_prompts=16",
+    "evaluation.every_steps=3",
+    "checkpoint.every_steps=2",
+    "training.micro_batch_tokens=512",
+    "optimizer.warmup_steps=0",
+)
+GAME = (
+    f"model.chat_template={REPOSITORY / 'tests/chat/templates/qwen2_5.jinja'}",
+    "model.end_of_turn_tokens=['</think>', '1', '2', '3', '4', '5', '6', '7', '8']",
+    "data.train={type: environment, num_prompts: 40}",
+    "evaluation.data={type: environment, num_prompts: 8, first_seed: 1000}",
+    "evaluation.num_prompts=8",
+    "evaluation.baseline_column=null",
+    "tool_calling={parser: 'tests.e2e.user_code:always_guess'}",
+    "environments.game={factory: 'grpo_async.envs.guessing_game:GuessingGame', arguments: {low: 1, high: 3, max_guesses: 2}}",
+    "rewards=[]",
+    "rollout.zero_variance=train",
+    "rollout.max_completion_tokens=300",
+    "rollout.max_turn_tokens=40",
+    "rollout.max_turns=3",
+    "inference.max_model_len=1600",
+    "training.micro_batch_tokens=2048",
+)
+
+
+def _kinds(events: list[Event]) -> set[tuple[str, str]]:
+    return {(lane_group(event.lane), event.name) for event in events}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Four steps, then a resume to six."""
+    folder = tmp_path_factory.mktemp("timeline")
+    first = make_run(folder, "quickstart.yaml", (*SMALL, "training.max_steps=4"))
+    first.complete()
+    again = make_run(folder, "quickstart.yaml", (*SMALL, "training.max_steps=6"))
+    done = again.train("--resume", "auto")
+    assert done.returncode == 0, done.stdout[-3000:]
+    return again
+
+
+@pytest.fixture(scope="module")
+def events(run: Run) -> list[Event]:
+    return list(read_events(run.folder / "events.jsonl"))
+
+
+def test_every_kind_of_work_is_in_the_timeline(events: list[Event]) -> None:
+    expected = {
+        ("run", ATTEMPT), ("run", "loading the model"), ("run", "waiting for the server"),
+        ("run", "pushing the first weights"), ("run", "checking trainer and servers against each other"),
+        ("run", "training"), ("run", "saving"),
+        ("rollout", "rollout"), ("rollout", "generate"), ("rollout", "wait for the trainer"),
+        ("scoring", "score"), ("queue", "queued"),
+        ("trainer", "step"), ("trainer", "wait for samples"), ("trainer", "plan and pack"), ("trainer", "train"),
+        ("trainer", "forward"), ("trainer", "backward"), ("trainer", "clip gradients"), ("trainer", "optimizer"),
+        ("trainer", "settle"), ("trainer", "push"), ("trainer", "log"), ("trainer", "copy checkpoint"),
+        ("trainer", "wait for the checkpoint"), ("trainer", "export the model"),
+        ("weights", "push"), ("weights", "connect"), ("weights", "pause"), ("weights", "start"), ("weights", "transfer"),
+        ("weights", "gather"), ("weights", "send"), ("weights", "finish"), ("weights", "resume"),
+        ("checkpoint", "write checkpoint"), ("checkpoint", "remove old checkpoints"),
+        ("evaluation", "evaluation"), ("evaluation", "rollout"), ("evaluation", "generate"),
+        ("server", "starting"), ("server", "ready"), ("server", "serving"),
+    }  # fmt: skip
+    assert expected - _kinds(events) == set()
+
+
+def test_each_step_of_both_attempts_has_its_parts(run: Run, events: list[Event]) -> None:
+    file = load_events(run.folder / "events.jsonl")
+    assert sorted(file.steps) == [1, 2, 3, 4, 5, 6]
+    assert file.num_attempts == 2
+    assert file.notes == []
+    marks = [event.details for event in events if event.name == ATTEMPT and event.start == event.end]
+    assert [mark["attempt"] for mark in marks] == ["1", "2"]
+    assert "resume_step" not in marks[0]
+    assert marks[1]["resume_step"] == 4
+    for name in ("wait for samples", "train", "settle", "log"):
+        assert [e.details["step"] for e in events if e.name == name and "step" in e.details] == [1, 2, 3, 4, 5, 6]
+    assert [e.details["version"] for e in events if (e.lane, e.name) == ("weights", "push")] == [0, 1, 2, 3, 4, 4, 5, 6]
+
+
+def test_spans_of_a_lane_lie_inside_each_other_or_apart(events: list[Event]) -> None:
+    rows = lay_out(events)
+    assert len({row.lane for row in rows}) == len(rows), "a lane needed a second row: two at once had one lane"
+    parents: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        stack: list[Event] = []
+        for placed in row.spans:
+            event = placed.event
+            if event.end == event.start:
+                continue
+            while stack and stack[-1].end <= event.start:
+                stack.pop()
+            parents[event.name].add(stack[-1].name if stack else "")
+            stack.append(event)
+    assert parents["forward"] == parents["backward"] == parents["optimizer"] == parents["plan and pack"] == {"train"}
+    assert parents["train"] == parents["settle"] == parents["wait for samples"] == {"step"}
+    assert parents["generate"] == {"rollout"}
+    assert parents["pause"] == parents["transfer"] == parents["finish"] == parents["resume"] == {"push"}
+    assert parents["gather"] == {"transfer"}
+
+
+def test_generation_and_training_overlap_and_the_usage_adds_up(events: list[Event]) -> None:
+    generating = union(event for event in events if (lane_group(event.lane), event.name) == ("rollout", "generate"))
+    training = union(event for event in events if event.name == "train")
+    assert overlap(generating, training) > 0.0
+    found = usage(events)
+    assert found is not None
+    assert found.both_s > 0.0
+    assert 0.0 <= found.trainer_waits_s <= found.wall_s
+    assert found.generation_idle_s + found.lanes["generation"] == pytest.approx(found.wall_s)
+
+
+def test_what_is_trained_was_generated_scored_and_queued_before(events: list[Event]) -> None:
+    trained = {event.details["step"]: event for event in events if event.name == "train"}
+    scored = {
+        event.details["group"]: event
+        for event in events
+        if (lane_group(event.lane), event.name) == ("scoring", "score")
+    }
+    rollouts: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        if (lane_group(event.lane), event.name) == ("rollout", "rollout"):
+            rollouts[event.details["group"]].append(event)
+    taken = [event for event in events if event.name == "queued" and "step" in event.details]
+    assert len({event.details["group"] for event in taken}) >= 6 * 8 - 8  # those that a resume brought back have two
+    for wait in taken:
+        group = wait.details["group"]
+        assert wait.end <= trained[wait.details["step"]].start
+        if group in scored and scored[group].end <= wait.start:
+            assert max(rollout.end for rollout in rollouts[group]) <= scored[group].start + 1e-3
+
+
+def test_the_trace_of_the_run_keeps_the_rules_of_its_format(run: Run) -> None:
+    for options in ([], ["--from", "2", "--to", "3", "--out", str(run.folder / "part.json")]):
+        done = subprocess.run(
+            [sys.executable, "-m", "grpo_async", "trace", str(run.folder), *options],
+            cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        assert "who waited for whom" in done.stdout
+    whole, part = read_trace(run.folder / "trace.json.gz"), read_trace(run.folder / "part.json")
+    assert 50 < len(part) < len(whole)
+    assert {record["ph"] for record in whole} == {"M", "X", "i", "C", "s", "t", "f"}
+
+
+def test_tool_calls_and_environments_stand_in_the_lane_of_their_rollout(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, *GAME, "training.max_steps=2"))
+    run.complete()
+    events = list(read_events(run.folder / "events.jsonl"))
+    assert {("rollout", "tools"), ("rollout", "environment"), ("evaluation", "environment")} <= _kinds(events)
+    tools = next(event for event in events if event.name == "tools")
+    assert tools.details["calls"] == ["guess"]
+    assert tools.details["seconds"][0] <= tools.duration_s + 1e-3
+    calls = {event.details["call"] for event in events if event.name == "environment"}
+    assert calls == {"reset", "is_done", "get_reward"}
+    assert any(event.name == "generate" and event.details.get("turn") == 1 for event in events)
+    rows = lay_out(events)
+    assert len({row.lane for row in rows}) == len(rows)

@@ -1,0 +1,80 @@
+"""What the trainer found for each token is in the store of a real run, and agrees with the run's metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_async.records import GroupStatus, TokenMark
+from grpo_async.store.reader import read_groups
+from grpo_async.store.rows import RolloutRow
+from tests.e2e.support import make_run
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "evaluation=null",
+    "training.max_steps=4",
+    "training.minibatches=2",
+    "launch.num_trainer_ranks=2",
+    "optimizer.warmup_steps=0",
+    "optimizer.lr=1.0e-3",
+    "loss.epsilon=0.02",
+    "loss.epsilon_high=0.02",
+)
+
+
+def test_every_trained_token_of_a_run_has_its_figures_and_the_metrics_are_their_means(tmp_path: Path) -> None:
+    """Two ranks, two updates in a step, weights that are pushed while groups are generated."""
+    run = make_run(tmp_path, "quickstart.yaml", SMALL)
+    run.complete()
+    trained: dict[int, list[RolloutRow]] = {}
+    for group in read_groups(run.folder / "rollouts"):
+        for rollout in group.rollouts:
+            if group.status is GroupStatus.TRAINED:
+                assert group.step is not None
+                trained.setdefault(group.step, []).append(rollout)
+            else:
+                assert rollout.weights is None
+    assert sorted(trained) == [1, 2, 3, 4]
+    marks_seen = 0
+    for line in run.metrics():
+        rollouts = trained[int(line["step"])]
+        figures = {name: _of(rollouts, name) for name in ("trainer_logprobs", "weights", "entropies", "marks")}
+        sampler = np.concatenate([np.array(r.logprobs, dtype=np.float64)[np.array(r.mask) == 1] for r in rollouts])
+        weights, difference = figures["weights"], np.abs(figures["trainer_logprobs"] - sampler)
+        assert len(weights) == line["num_tokens"]
+        assert weights.mean() == pytest.approx(line["sampling/importance_sampling_ratio/mean"], rel=1e-6)
+        assert weights.max() == pytest.approx(line["sampling/importance_sampling_ratio/max"], rel=1e-6)
+        assert weights == pytest.approx(
+            np.exp(figures["trainer_logprobs"] - _of(rollouts, "proximal_logprobs")), rel=1e-4
+        )
+        assert figures["entropies"].mean() == pytest.approx(line["entropy"], rel=1e-5)
+        assert difference.mean() == pytest.approx(line["sampling/sampling_logp_difference/mean"], rel=1e-4, abs=1e-6)
+        clipped = (figures["marks"].astype(int) & (TokenMark.CLIPPED_LOW | TokenMark.CLIPPED_HIGH)) > 0
+        assert clipped.mean() == pytest.approx(line["clip_ratio/region_mean"])
+        marks_seen += int(clipped.sum())
+        ages = [line["step"] - 1 - version for r in rollouts for version in r.versions if version >= 0]
+        for age in (0, 1):
+            assert ages.count(age) / len(ages) == pytest.approx(line.get(f"async/staleness/{age}", 0.0))
+        shares = [line[f"pipeline/{name}_share"] for name in ("waiting", "training", "pushing", "checkpoint", "other")]
+        assert sum(shares) == pytest.approx(1.0)
+        assert line["pipeline/training_share"] > 0.0
+        assert line["reward_min"] <= line["reward_p10"] <= line["reward_p50"] <= line["reward_max"]
+    assert marks_seen, "no token was clipped: the comparison of marks says little"
+
+
+def _of(rollouts: list[RolloutRow], name: str) -> np.ndarray:
+    """The figures of the sampled tokens of all these rollouts; fails where one is missing, or one too many is there."""
+    found = []
+    for rollout in rollouts:
+        values = getattr(rollout, name)
+        assert values is not None
+        assert len(values) == len(rollout.mask)
+        assert [value is not None for value in values] == [bool(mask) for mask in rollout.mask]
+        found.extend(value for value in values if value is not None)
+    return np.array(found, dtype=np.float64)

@@ -1,0 +1,181 @@
+"""Exports hold what the store holds, in its order."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import orjson
+import pytest
+
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.records import GroupStatus
+from grpo_async.store import RolloutStore
+from grpo_async.store.export import Format, export_rollouts
+from grpo_async.store.query import QueryError, parse_query
+from grpo_async.store.schema import COLUMN_NAMES
+from grpo_async.store.seal import seal_block
+from grpo_async.store.table import RolloutTable
+from tests.store.builders import (
+    append_simple,
+    build_figures,
+    build_group,
+    build_rollout,
+    build_sample,
+    build_tool_rollout,
+)
+
+EVERYTHING = parse_query("")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two sealed blocks and one of lines; group 9 has tools, 10 no rollout, 11 figures of the trainer."""
+    found = tmp_path / "run" / "rollouts"
+    for first in (0, 4):
+        with RolloutStore(found, seals_at_close=False) as store:
+            for group_id in range(first, first + 4):
+                append_simple(store, group_id, rewards=(0.0, 0.25 * group_id), step=group_id)
+        for lines in found.glob("*.jsonl"):
+            seal_block(lines, compression_level=3)
+    with RolloutStore(found, seals_at_close=False) as store:
+        store.append(build_group(9, [build_tool_rollout("9-0")], answer={"a": [1, None]}), [], GroupStatus.FAILED, None)
+        store.append(build_group(10, []), [], GroupStatus.CANCELLED, None)
+        rollout = build_rollout("11-0", text='say "hi"\n\x1b[2J漢', logprobs=[-0.1, -1e-8, -2.5])
+        sample = build_sample(11, rollout, 0.5)
+        store.append(build_group(11, [rollout]), [sample], GroupStatus.TRAINED, 9, figures={"11-0": build_figures(3)})
+    return found
+
+
+def _read(path: Path, format_: Format) -> list[dict[str, Any]]:
+    if format_ == "jsonl":
+        return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    with duckdb.connect() as connection:
+        found = connection.execute("SELECT * FROM read_parquet(?)", [str(path)])
+        names = [column[0] for column in found.description or ()]
+        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "parquet"])
+def test_an_export_has_every_row_and_column_in_the_order_of_writing(
+    folder: Path, tmp_path: Path, format_: Format
+) -> None:
+    out = tmp_path / f"out.{format_}"
+    done = export_rollouts(folder, out, format_, EVERYTHING)
+    rows = _read(out, format_)
+    assert (done.rollouts, done.groups, done.notes) == (18, 11, [])
+    assert len(rows) == 19  # the group without rollouts has a row
+    assert list(rows[0]) == [*COLUMN_NAMES, "superseded"]
+    assert [(row["seq"], row["rollout_index"]) for row in rows[:4]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [row["seq"] for row in rows] == sorted(row["seq"] for row in rows)
+    assert [row["rollout_id"] for row in rows[-3:]] == ["9-0", None, "11-0"]
+    last = rows[-1]
+    assert last["completion_text"] == 'say "hi"\n\x1b[2J漢'
+    assert last["logprobs"] == pytest.approx([-0.1, -1e-8, -2.5])
+    assert last["weights"] == [1.0, 2.0, 3.0]
+    assert last["marks"] == [0, 1, 2]
+    assert last["rewards"] == {"exact": 0.5, "format": None}
+    assert (last["step"], last["superseded"], last["truncated"]) == (9, False, False)
+    tools = rows[-3]
+    columns = tools["columns"] if format_ == "jsonl" else orjson.loads(tools["columns"])
+    assert columns == {"answer": {"a": [1, None]}}
+    assert tools["tool_names"] == ["add"]
+    assert tools["weights"] is None
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "parquet"])
+def test_tokens_of_tools_have_no_figures(tmp_path: Path, format_: Format) -> None:
+    folder, out = tmp_path / "rollouts", tmp_path / "out"
+    rollout = build_tool_rollout("1-0")  # mask 1 1 0 0 1
+    with RolloutStore(folder, seals_at_close=False) as store:
+        sample = build_sample(1, rollout, 0.5)
+        store.append(build_group(1, [rollout]), [sample], GroupStatus.TRAINED, 9, figures={"1-0": build_figures(3)})
+    export_rollouts(folder, out, format_, EVERYTHING)
+    (row,) = _read(out, format_)
+    assert row["weights"] == [1.0, 2.0, None, None, 3.0]
+    assert row["marks"] == [0, 1, None, None, 2]
+    assert row["entropies"] == [0.5, 1.5, None, None, 2.5]
+
+
+def test_json_lines_have_the_digits_that_single_precision_needs(folder: Path, tmp_path: Path) -> None:
+    export_rollouts(folder, tmp_path / "out.jsonl", "jsonl", parse_query("id=11-0"))
+    assert b'"logprobs":[-0.1,' in (tmp_path / "out.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "parquet"])
+def test_an_export_of_a_query_has_what_it_holds_for(folder: Path, tmp_path: Path, format_: Format) -> None:
+    out = tmp_path / "some"
+    done = export_rollouts(folder, out, format_, parse_query('reward>=1 and "what is"'))
+    assert [row["rollout_id"] for row in _read(out, format_)] == ["4-1", "5-1", "6-1", "7-1"]
+    assert (done.rollouts, done.groups) == (4, 4)
+    done = export_rollouts(folder, out, format_, parse_query("reward>100"))
+    assert (done.rollouts, _read(out, format_)) == (0, [])
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "parquet"])
+def test_superseded_rows_are_exported_when_asked_for(tmp_path: Path, format_: Format) -> None:
+    folder, out = tmp_path / "rollouts", tmp_path / "out"
+    with RolloutStore(folder, seals_at_close=False) as store:
+        append_simple(store, 0)
+        position = store.position()
+        append_simple(store, 1)
+    with RolloutStore(folder, seals_at_close=False) as store:
+        store.supersede_from(position, step=0)
+        append_simple(store, 1)
+    export_rollouts(folder, out, format_, EVERYTHING)
+    assert [row["seq"] for row in _read(out, format_)] == [0, 0, 2, 2]
+    done = export_rollouts(folder, out, format_, EVERYTHING, with_superseded=True)
+    assert [row["superseded"] for row in _read(out, format_)] == [False, False, True, True, False, False]
+    assert "superseded" in done.notes[0]
+
+
+def test_a_stream_gets_json_lines(folder: Path) -> None:
+    stream = io.BytesIO()
+    export_rollouts(folder, stream, "jsonl", parse_query("step=2"))
+    assert [orjson.loads(line)["rollout_id"] for line in stream.getvalue().splitlines()] == ["2-0", "2-1"]
+
+
+def test_what_is_damaged_ends_an_export_unless_it_may_be_left_out(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("as it was")
+    damaged = min(folder.glob("*.parquet"))
+    damaged.write_bytes(damaged.read_bytes()[:3000])
+    with pytest.raises(RunError, match=damaged.name):
+        export_rollouts(folder, out, "jsonl", EVERYTHING)
+    assert out.read_text() == "as it was"
+    done = export_rollouts(folder, out, "jsonl", EVERYTHING, skip_damaged=True)
+    assert (done.rollouts, len(done.notes)) == (10, 1)
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "parquet"])
+def test_an_export_that_fails_leaves_the_old_file_and_nothing_else(
+    folder: Path, tmp_path: Path, format_: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "made"
+    target.mkdir()
+    out = target / "out"
+    out.write_text("as it was")
+    with pytest.raises(QueryError):
+        export_rollouts(folder, out, format_, parse_query("reward.no<1"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RunError("the disk is gone")
+
+    monkeypatch.setattr(RolloutTable, "dump_json", fail)
+    monkeypatch.setattr(RolloutTable, "write_parquet", fail)
+    with pytest.raises(RunError, match="the disk is gone"):
+        export_rollouts(folder, out, format_, EVERYTHING)
+    assert [path.name for path in target.iterdir()] == ["out"]
+    assert out.read_text() == "as it was"
+    with pytest.raises(ConfigError, match="there is no folder"):
+        export_rollouts(folder, tmp_path / "no" / "out", format_, EVERYTHING)
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "parquet"])
+def test_an_empty_store_is_exported_as_an_empty_file(tmp_path: Path, format_: Format) -> None:
+    out = tmp_path / "it's [out]"
+    done = export_rollouts(tmp_path / "rollouts", out, format_, EVERYTHING)
+    assert (done.rollouts, _read(out, format_)) == (0, [])
+    assert "is not there (yet)" in done.notes[0]

@@ -1,0 +1,135 @@
+"""kill -9 of a process that writes, at random moments: what was flushed is there, and the store goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from grpo_async.records import GroupStatus
+from grpo_async.store import GroupRow, RolloutStore, read_groups, scan_groups
+from grpo_async.store.blocks import find_blocks, torn_bytes
+from grpo_async.store.facts import read_facts
+from tests.store.builders import build_group, build_rollout, small_blocks
+
+pytestmark = pytest.mark.slow
+
+# One writer, in a process of its own: about 200 groups of 15 kB a second, blocks of 400 kB; after every fifth it says the position.
+# It goes on from the position in its second argument as a resume does.
+_WRITER = """
+import sys, time
+from pathlib import Path
+from grpo_async.records import GroupStatus
+from tests.store.builders import build_group, build_rollout, small_blocks
+from grpo_async.store import RolloutStore
+
+folder, resume = Path(sys.argv[1]), int(sys.argv[2])
+store = RolloutStore(folder, settings=small_blocks(block_mb=0.4))
+if resume >= 0:
+    store.supersede_from(resume, step=1)
+print("ready", flush=True)
+for number in range(100000):
+    ids = range(number, number + 400)
+    group = build_group(number, [build_rollout(f"{number}-{i}", ids=ids, text="x" * 1000) for i in range(2)])
+    store.append(group, [], GroupStatus.TRAINED, number)
+    time.sleep(0.005)
+    if number % 5 == 4:
+        print(store.position(), flush=True)
+"""
+
+
+@contextmanager
+def _writer(folder: Path, resume: int) -> Iterator[subprocess.Popen[str]]:
+    """A writer that has begun; killed at the end of the block."""
+    command = [sys.executable, "-c", _WRITER, str(folder), str(resume)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=30.0)
+
+
+def _kill_after(folder: Path, resume: int, seconds: float) -> int:
+    """The last position that the writer said."""
+    with _writer(folder, resume) as process:
+        os.set_blocking(process.stdout.fileno(), True)  # type: ignore[union-attr]
+        ends_at = time.monotonic() + seconds
+        said: list[str] = []
+        for line in process.stdout or ():
+            said.append(line)
+            if time.monotonic() > ends_at:
+                assert not read_facts(folder).was_killed, "it lives"
+                process.kill()
+                break
+        said += process.communicate(timeout=30.0)[0].splitlines()
+    return int(next(line for line in reversed(said) if line.strip()))
+
+
+def _is_whole(row: GroupRow) -> bool:
+    first = row.group_id
+    return all(rollout.completion_ids == list(range(first, first + 400)) for rollout in row.rollouts)
+
+
+def test_a_killed_writer_leaves_what_was_flushed_and_a_resume_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    moments = random.Random(3)
+    expected: list[int] = []  # group ids that count
+    resume = -1
+    num_sealed = 0
+    last_seq = -1
+    for attempt in range(5):
+        first_seq = last_seq + 1
+        position = _kill_after(tmp_path, resume, moments.uniform(0.05, 1.5))
+        assert any("was killed: groups that it had not written yet" in note for note in read_facts(tmp_path).notes())
+        stored = list(scan_groups(tmp_path, with_superseded=True))
+        rows = [each.row for each in stored if not each.superseded]
+        assert all(_is_whole(row) for row in rows), attempt
+        seqs = [each.row.seq for each in stored]
+        last_seq = seqs[-1]
+        assert seqs == sorted(set(seqs)), "a group is lost, doubled or out of order"
+        assert seqs[-1] >= position - 1, "what was flushed is missing"
+        begun = next(row.seq for row in rows if row.seq >= first_seq)
+        written = [row.group_id for row in rows if row.seq >= begun]
+        assert written == list(range(len(written))), "a hole"
+        assert [row.group_id for row in rows if row.seq < begun] == expected
+        num_sealed += sum(block.is_sealed for block in find_blocks(tmp_path))
+        # a checkpoint of the last position: what came after it is given up
+        resume = position
+        expected += [row.group_id for row in rows if begun <= row.seq < position]
+    assert num_sealed > 0, "nothing was sealed while the writers wrote"
+    with RolloutStore(tmp_path, settings=small_blocks()) as last:
+        last.supersede_from(resume, step=1)
+        last.append(build_group(0, [build_rollout("0-0")]), [], GroupStatus.TRAINED, 1)
+    assert [row.group_id for row in read_groups(tmp_path)] == [*expected, 0]
+    assert not read_facts(tmp_path).is_open
+    assert all(block.is_sealed for block in find_blocks(tmp_path))
+    assert not list(tmp_path.glob("*.jsonl")) or {p.name for p in tmp_path.glob("*.jsonl")} == {"branches.jsonl"}
+
+
+def test_a_line_that_a_kill_has_torn_is_left_out_and_said(tmp_path: Path) -> None:
+    """At every length of the torn line that is of interest: the first byte, the middle, all but the line feed."""
+    with RolloutStore(tmp_path / "whole", seals_at_close=False) as store:
+        for group_id in range(3):
+            store.append(build_group(group_id, [build_rollout(f"{group_id}-0")]), [], GroupStatus.TRAINED, 1)
+    name = "block-000000000000.jsonl"
+    content = (tmp_path / "whole" / name).read_bytes()
+    begin = content.rindex(b"\n", 0, -1) + 1
+    for index, cut in enumerate((begin + 1, (begin + len(content)) // 2, len(content) - 1)):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        (folder / name).write_bytes(content[:cut])
+        assert torn_bytes(folder / name) == cut - begin
+        assert [row.group_id for row in read_groups(folder)] == [0, 1]
+        with RolloutStore(folder) as again:
+            again.append(build_group(7, [build_rollout("7-0")]), [], GroupStatus.TRAINED, 1)
+        assert [(row.seq, row.group_id) for row in read_groups(folder)] == [(0, 0), (1, 1), (3, 7)]
+        assert any(name in note for note in read_facts(folder).notes())

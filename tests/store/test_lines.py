@@ -1,0 +1,253 @@
+"""What goes into a line comes out of it, whatever policies, tools and users' functions wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from grpo_async.records import (
+    FinishReason,
+    GroupStatus,
+    Origin,
+    RolloutGroup,
+    RolloutSample,
+    RolloutStatus,
+    ScoredGroup,
+    TokenFigures,
+)
+from grpo_async.store.lines import Entry, check_figures, line_of
+from grpo_async.store.rows import GroupRow, from_json, to_json
+from grpo_async.store.schema import SCHEMA
+from tests.store.builders import (
+    build_failed_rollout,
+    build_figures,
+    build_group,
+    build_rollout,
+    build_sample,
+    build_tool_rollout,
+)
+
+
+def _line(
+    group: RolloutGroup,
+    samples: Sequence[RolloutSample] = (),
+    status: GroupStatus = GroupStatus.TRAINED,
+    step: int | None = None,
+    **more: Any,
+) -> bytes:
+    return line_of(Entry(seq=17, group=group, samples=samples, status=status, step=step, written_at=1000.5, **more))
+
+
+def _row(*arguments: Any, **more: Any) -> GroupRow:
+    return from_json(_line(*arguments, **more))
+
+
+def test_a_row_holds_everything_of_a_group() -> None:
+    tool, failed = build_tool_rollout("7-0"), build_failed_rollout("7-1")
+    tool = replace(tool, started_at=990.0, turns=[replace(tool.turns[0], started_at=991.0), *tool.turns[1:]])
+    row = _row(build_group(7, [tool, failed], answer=3), [build_sample(7, tool, 0.5, advantage=1.25)], step=4)
+    assert (row.schema, row.seq, row.group_id, row.prompt_id, row.step) == (SCHEMA, 17, 7, 107, 4)
+    assert (row.status, row.written_at, len(row.prompt_hash)) == (GroupStatus.TRAINED, 1000.5, 16)
+    assert [(m.role, m.content, m.origin) for m in row.messages] == [
+        ("system", "be brief", Origin.PROMPT),
+        ("user", "what is 1 + 1?", Origin.PROMPT),
+    ]
+    assert row.columns == {"answer": 3}
+    first, second = row.rollouts
+    assert (first.rollout_id, first.status, first.done, first.truncated) == ("7-0", RolloutStatus.FINISHED, True, False)
+    assert (first.reward, first.advantage, first.rewards) == (0.5, 1.25, {"exact": 0.5, "format": None})
+    assert (first.started_at, first.turns[0].started_at, first.turns[1].started_at) == (990.0, 991.0, 0.0)
+    assert first.prompt_ids == second.prompt_ids == [1, 2]
+    assert first.completion_ids == [5, 6, 90, 91, 7]
+    assert first.mask == [1, 1, 0, 0, 1]
+    assert first.logprobs == [-0.5, -1.5, 0.0, 0.0, -3.5]
+    assert first.versions == [2, 3, -1, -1, 3]
+    assert (first.num_tokens, first.sampled_versions) == (3, {2, 3})
+    assert [message.origin for message in first.messages] == [Origin.POLICY, Origin.TOOL, Origin.POLICY]
+    assert [turn.num_tokens for turn in first.turns] == [2, 1]
+    assert first.turns[0].finish_reason is FinishReason.STOP
+    assert first.turns[0].tool_execution_duration_s == 0.125
+    (call,) = first.turns[0].tool_calls
+    assert (call.name, call.failed, call.arguments) == ("add", True, {"a": 1, "b": "{2}"})
+    assert call.result == "\\ud83d"  # half a surrogate pair: UTF-8 cannot hold it
+    assert (second.status, second.error, second.reward) == (
+        RolloutStatus.FAILED,
+        "the server refused the request",
+        None,
+    )
+    assert first.weights is second.marks is None
+
+
+def test_figures_of_the_trainer_stand_at_the_tokens_that_the_policy_sampled() -> None:
+    tool, plain = build_tool_rollout("7-0"), build_rollout("7-1")
+    figures = {"7-0": build_figures(3), "7-1": build_figures(3, first=4.0), "of another group": build_figures(1)}
+    first, second = _row(build_group(7, [tool, plain]), figures=figures).rollouts
+    assert first.mask == [1, 1, 0, 0, 1]
+    assert first.trainer_logprobs == [-1.0, -1.5, None, None, -2.0]
+    assert first.proximal_logprobs == [-1.25, -1.75, None, None, -2.25]
+    assert first.weights == [1.0, 2.0, None, None, 3.0]
+    assert first.entropies == [0.5, 1.5, None, None, 2.5]
+    assert first.marks == [0, 1, None, None, 2]
+    assert (second.weights, second.marks) == ([5.0, 6.0, 7.0], [0, 1, 2])
+
+
+@pytest.mark.parametrize("name", ["logprobs", "proximal_logprobs", "weights", "entropies", "marks"])
+def test_figures_that_do_not_fit_their_rollout_are_refused(name: str) -> None:
+    figures: TokenFigures = replace(build_figures(3), **{name: [0, 0]})
+    with pytest.raises(ValueError, match=r"7-0 has 3 sampled tokens; .* have \[.*2.*\]"):
+        check_figures(build_group(7, [build_tool_rollout("7-0")]), {"7-0": figures})
+    check_figures(build_group(7, [build_tool_rollout("7-0")]), {"7-0": build_figures(3), "7-9": figures})
+
+
+def test_numbers_that_are_not_finite_are_missing() -> None:
+    figures = replace(build_figures(2), weights=[float("inf"), 1.0], entropies=[float("nan"), 2.0])
+    completion = build_rollout("1-0", ids=(5, 6), logprobs=[-float("inf"), -0.5])
+    sample = build_sample(1, completion, float("nan"))
+    (rollout,) = _row(build_group(1, [completion]), [sample], figures={"1-0": figures}).rollouts
+    assert (rollout.weights, rollout.entropies, rollout.logprobs) == ([None, 1.0], [None, 2.0], [None, -0.5])
+    assert rollout.reward is None
+
+
+def test_a_logprob_is_stored_as_the_float32_that_it_was() -> None:
+    values = [float(np.float32(value)) for value in (-0.1, -1e-7, -12.345678)]
+    line = _line(build_group(1, [build_rollout("1-0", logprobs=values)]))
+    assert b'"logprobs":[-0.1,-1e-7,-12.345678]' in line
+    assert from_json(line).rollouts[0].logprobs == values
+
+
+def test_prompt_ids_that_differ_within_a_group_are_kept_apart() -> None:
+    """An environment's reset changed the prompt of one rollout."""
+    first, second = build_rollout("1-0"), replace(build_rollout("1-1"), prompt_ids=[1, 2, 3])
+    line = _line(build_group(1, [first, second, build_rollout("1-2")]))
+    assert line.count(b'"prompt_ids":[1,2]') == 1
+    assert [rollout.prompt_ids for rollout in from_json(line).rollouts] == [[1, 2], [1, 2, 3], [1, 2]]
+
+
+def test_a_row_comes_back_equal_from_its_own_json() -> None:
+    completion = build_tool_rollout("1-0")
+    row = _row(build_group(1, [completion]), [build_sample(1, completion, 1.0)], figures={"1-0": build_figures(3)})
+    assert from_json(to_json(row)) == row
+
+
+def test_the_hash_of_a_prompt_is_that_of_its_messages() -> None:
+    same = _row(build_group(1, [build_rollout("1-0")], answer=1)).prompt_hash
+    assert _row(build_group(2, [], answer=2)).prompt_hash == same
+    assert _row(build_group(1, [], text="what is 1 + 2?")).prompt_hash != same
+
+
+def test_columns_that_json_cannot_hold_become_their_repr() -> None:
+    columns: dict[Any, Any] = {
+        "big": 2**70, "set": {1}, "nested": {"a": [{2}]}, "bad": "\ud800", 3: {4: 5}, "nan": float("nan"),
+        "array": np.arange(2), "broken": _Broken(), "text": "ü", "none": None, "true": True,
+    }  # fmt: skip
+    circle: list[Any] = []
+    circle.append(circle)
+    group = build_group(1, [])
+    group = replace(group, prompt=replace(group.prompt, columns={**columns, "circle": circle}))
+    assert _row(group).columns == {
+        "big": str(2**70), "set": "{1}", "nested": {"a": ["{2}"]}, "bad": "'\\ud800'", "3": {"4": 5}, "nan": None,
+        "array": [0, 1], "broken": "<_Broken: its repr raised RuntimeError>", "text": "ü", "none": None, "true": True,
+        "circle": "[[...]]",
+    }  # fmt: skip
+
+
+def test_text_that_json_cannot_hold_never_keeps_a_row_from_being_written() -> None:
+    """A policy writes half a surrogate pair in ASCII: \\ud800 inside JSON."""
+    half, told = "a\ud800b", "a\\ud800b"
+    completion = build_tool_rollout("1-0")
+    turn, last = completion.turns
+    policy, tool = turn.messages
+    made = {"id": half, "type": "function", "function": {"name": half, "arguments": {half: half}}}
+    turn = replace(
+        turn,
+        parse_error=half,
+        messages=[replace(policy, content=half, tool_calls=(made,)), replace(tool, name=half, tool_call_id=half)],
+        tool_calls=[replace(turn.tool_calls[0], name=half, tool_call_id=half, arguments={half: 1}, result=half)],
+    )
+    completion = replace(
+        completion,
+        turns=[turn, last],
+        error=half,
+        prompt_messages=[replace(policy, role=half)],
+        reward_columns={half: _Named(half)},
+    )
+    scored = ScoredGroup(
+        group=build_group(1, [completion], text="x", **{half: 1}),
+        samples=[],
+        rewards=[1.0],
+        reward_parts=[{half: 1.0}],
+        extra_columns={f"{half} noted": [half]},
+    )
+    row = _row(scored.group, scored=scored)
+    (rollout,) = row.rollouts
+    assert row.columns == {told: 1}
+    assert (rollout.error, rollout.rewards) == (told, {told: 1.0})
+    assert rollout.extra == {told: told, f"{told} noted": repr(half)}
+    assert rollout.reset_messages is not None
+    assert rollout.reset_messages[0].role == told
+    assert rollout.turns[0].parse_error == told
+    (call,) = rollout.turns[0].tool_calls
+    assert (call.name, call.tool_call_id, call.arguments, call.result) == (told, told, {told: 1}, told)
+    assert (rollout.messages[1].name, rollout.messages[1].tool_call_id) == (told, told)
+    assert rollout.messages[0].content == told
+    assert rollout.messages[0].tool_calls[0]["function"] == {"name": repr(half), "arguments": {told: repr(half)}}
+
+
+class _Named:
+    """Something that JSON cannot hold, and neither can its repr."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+class _Broken:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def test_columns_of_a_rollout_function_are_kept_and_log_extra_wins_a_clash() -> None:
+    first = replace(build_rollout("1-0"), reward_columns={"seat": 3, "note": "returned"})
+    second = replace(build_rollout("1-1"), reward_columns={"seat": {4}})
+    group = build_group(1, [first, second])
+    scored = ScoredGroup(
+        group=group,
+        samples=[],
+        rewards=[1.0, 1.0],
+        reward_parts=[{}, {}],
+        extra_columns={"note": ["logged", None]},
+    )
+    assert [rollout.extra for rollout in _row(group, scored=scored).rollouts] == [
+        {"seat": 3, "note": "logged"},
+        {"seat": "{4}", "note": None},
+    ]
+    never_scored = _row(build_group(2, [first])).rollouts[0]
+    assert never_scored.extra == {"seat": 3, "note": "returned"}
+
+
+def test_a_filtered_group_keeps_the_rewards_of_its_scoring() -> None:
+    group = build_group(1, [build_rollout("1-0"), build_failed_rollout("1-1"), build_rollout("1-2")])
+    scored = ScoredGroup(group=group, samples=[], rewards=[1.0, 1.0], reward_parts=[{"exact": 1.0}, {"exact": 1.0}])
+    row = _row(group, (), GroupStatus.FILTERED, scored=scored)
+    assert [(rollout.reward, rollout.rewards) for rollout in row.rollouts] == [
+        (1.0, {"exact": 1.0}),
+        (None, {}),
+        (1.0, {"exact": 1.0}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"schema": 2}, "schema is 2, this version reads 3"), ({"status": "odd"}, "odd"), ({"more": 1}, "more")],
+)
+def test_a_row_of_another_make_is_refused(change: dict[str, Any], message: str) -> None:
+    line = _line(build_group(1, []), (), GroupStatus.FAILED)
+    with pytest.raises(ValueError, match=message):
+        from_json(orjson.dumps({**orjson.loads(line), **change}))

@@ -1,0 +1,294 @@
+"""Blocks become Parquet files, while the run goes on and at its end; nothing is lost or doubled on the way."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from grpo_async.errors import RunError
+from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.store import RolloutStore, read_groups
+from grpo_async.store.blocks import find_blocks, sql_path
+from grpo_async.store.facts import read_facts
+from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, SCHEMA, select_from_lines
+from grpo_async.store.seal import seal_block
+from tests.e2e.support import wait_for
+from tests.store.builders import (
+    OpenStore,
+    append_simple,
+    build_failed_rollout,
+    build_figures,
+    build_group,
+    build_rollout,
+    build_sample,
+    build_tool_rollout,
+    small_blocks,
+)
+
+
+def _fill(store: RolloutStore, rows: range) -> None:
+    """Groups of every kind."""
+    for group_id in rows:
+        tool, plain = build_tool_rollout(f"{group_id}-0"), build_rollout(f"{group_id}-1", text='a\x00"\n\u2028🎉')
+        tool_sample, sample = build_sample(group_id, tool, 0.1, 1.5), build_sample(group_id, plain, float("nan"))
+        group = build_group(group_id, [tool, plain, build_failed_rollout(f"{group_id}-2", "'; DROP TABLE x; --")])
+        match group_id % 4:
+            case 0:
+                figures = {tool.rollout_id: build_figures(3), plain.rollout_id: build_figures(3, first=0.1)}
+                store.append(group, [tool_sample, sample], GroupStatus.TRAINED, group_id, figures=figures)
+            case 1:
+                scored = ScoredGroup(
+                    group=group,
+                    samples=[],
+                    rewards=[1.0, None],
+                    reward_parts=[{"exact": 1.0}, {}],
+                    extra_columns={"note": [{"a": [1, None]}, "x"]},
+                )
+                store.append(group, [], GroupStatus.FILTERED, None, scored=scored)
+            case 2:
+                store.append(build_group(group_id, [], answer=2**70, odd={1: "ü"}), [], GroupStatus.CANCELLED, None)
+            case _:
+                store.append(build_group(group_id, [plain]), [sample], GroupStatus.STALE, 3)
+
+
+def _columns(connection: Any, sql: str, path: Path) -> dict[str, str]:
+    described = connection.execute(f"DESCRIBE {sql}", [sql_path(path)]).fetchall()
+    return {name: type_ for name, type_, *_ in described}
+
+
+@pytest.fixture
+def connection() -> Iterator[Any]:
+    with duckdb.connect() as connection:
+        yield connection
+
+
+def test_a_sealed_block_has_the_columns_of_the_schema_and_every_value_of_its_lines(
+    tmp_path: Path, open_store: OpenStore, connection: Any
+) -> None:
+    store = open_store(tmp_path)
+    _fill(store, range(12))
+    store.close()
+    (block,) = find_blocks(tmp_path)
+    rows = list(read_groups(tmp_path))
+    wanted = {column.name: column.type for column in COLUMNS}
+    select = select_from_lines(block.path.stat().st_size)
+    assert _columns(connection, select, block.path) == wanted
+    from_lines = connection.execute(select, [sql_path(block.path)]).fetchall()
+    assert len(from_lines) == 3 * 3 + 3 * 3 + 3 + 3  # a group without rollouts has a row
+
+    sealed = seal_block(block.path, compression_level=3)
+    assert sealed.name == "block-000000000000-000000000011.parquet"
+    assert not block.path.exists()
+    read = "SELECT * FROM read_parquet(?)"
+    assert _columns(connection, read, sealed) == wanted
+    assert connection.execute(read, [sql_path(sealed)]).fetchall() == from_lines
+    assert list(read_groups(tmp_path)) == rows
+    meta = "SELECT key, value FROM parquet_kv_metadata(?)"
+    assert connection.execute(meta, [str(sealed)]).fetchall() == [(b"grpo_async_schema", str(SCHEMA).encode())]
+
+
+def test_the_derived_columns_are_what_they_say(tmp_path: Path, open_store: OpenStore, connection: Any) -> None:
+    """Ids [5, 6, 90, 91, 7], mask [1, 1, 0, 0, 1], sampler [-0.5, -1.5, -3.5], trainer [-1, -1.5, -2], versions 2, 3, 3."""
+    tool, failed = build_tool_rollout("7-0"), build_failed_rollout("7-1")
+    other = build_rollout("7-2")
+    samples = [build_sample(7, tool, 0.5, advantage=1.25), build_sample(7, other, 1.5)]
+    store = open_store(tmp_path)
+    store.append(
+        build_group(7, [tool, failed, other]), samples, GroupStatus.TRAINED, 6, figures={"7-0": build_figures(3)}
+    )
+    store.close()
+    (block,) = find_blocks(tmp_path)
+    rows = connection.execute(select_from_lines(1), [str(block.path)]).fetchall()
+    first, second, _ = (dict(zip(COLUMN_NAMES, row, strict=True)) for row in rows)
+    expected = {
+        "group_status": "trained", "group_size": 3, "rollout_index": 0, "prompt_text": "be brief\nwhat is 1 + 1?",
+        "group_reward_mean": 1.0, "group_reward_std": pytest.approx(0.5**0.5), "rewards": {"exact": 0.5, "format": None},
+        "num_prompt_tokens": 2, "num_tokens": 3, "num_completion_tokens": 5, "num_turns": 2, "num_tool_calls": 1,
+        "num_failed_tool_calls": 1, "tool_names": ["add"], "completion_text": "add(1, 2)\n3\nthree",
+        "version_min": 2, "version_max": 3, "staleness": 3,  # 6 - 1 - 2
+        "logprob_mean": pytest.approx(-5.5 / 3), "logprob_min": -3.5, "entropy_mean": 1.5,
+        "ratio_mean": 2.0, "ratio_min": 1.0, "ratio_max": 3.0,
+        "clipped_share": pytest.approx(2 / 3), "masked_share": 0.0,  # marks 0, 1, 2
+        "mismatch_mean": pytest.approx(2.0 / 3),  # 0.5, 0, 1.5
+        "started_at": None, "waiting_duration_s": None, "tool_duration_s": 0.125, "generation_duration_s": 0.0,
+    }  # fmt: skip
+    assert {name: first[name] for name in expected} == expected
+    nothing = ("version_min", "staleness", "logprob_mean", "entropy_mean", "clipped_share", "mismatch_mean", "reward")
+    assert {name: second[name] for name in nothing} == dict.fromkeys(nothing)
+    assert (second["num_tool_calls"], second["tool_names"], second["completion_text"]) == (0, [], "")
+
+
+def test_a_full_block_is_sealed_while_the_run_goes_on_and_the_last_one_at_its_end(tmp_path: Path) -> None:
+    folder = tmp_path / "it's [a*] run"  # neither SQL nor a pattern
+    with RolloutStore(folder, settings=small_blocks(block_mb=0.02)) as store:
+        _fill(store, range(30))
+        store.flush()
+        before = list(read_groups(folder))
+        wait_for(lambda: any(block.is_sealed for block in find_blocks(folder)), what="a sealed block", timeout_s=60.0)
+        assert list(read_groups(folder)) == before
+    assert all(block.is_sealed for block in find_blocks(folder))
+    assert list(read_groups(folder)) == before
+    assert not list(folder.glob("*.jsonl"))
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    assert not list(folder.glob("*.sealing"))
+
+
+def test_lines_longer_than_the_buffer_of_the_database_are_sealed(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    append_simple(store, 0, answer="x" * 9_000_000)  # in each of its two rollouts
+    store.close()
+    (block,) = find_blocks(tmp_path)
+    seal_block(block.path, compression_level=1)
+    assert [len(row.rollouts[0].messages[0].content) for row in read_groups(tmp_path)] == [9_000_000]
+
+
+def test_a_pattern_in_the_name_of_a_run_does_not_read_another_run(tmp_path: Path, open_store: OpenStore) -> None:
+    for name, group_id in (("run1", 1), ("run[1]", 2)):
+        with RolloutStore(tmp_path / name) as store:
+            append_simple(store, group_id)
+    assert [row.group_id for row in read_groups(tmp_path / "run[1]")] == [2]
+
+
+# -- interrupted
+
+
+def test_what_an_earlier_writer_left_is_sealed_by_the_next(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    _fill(store, range(6))
+    store.close()
+    before = list(read_groups(tmp_path))
+    (tmp_path / "block-000000000000.jsonl.sealing").write_bytes(b"half a file")
+    with RolloutStore(tmp_path) as again:
+        _fill(again, range(6, 8))
+    assert [block.first_seq for block in find_blocks(tmp_path)] == [0, 6]
+    assert all(block.is_sealed for block in find_blocks(tmp_path))
+    assert list(read_groups(tmp_path))[:6] == before
+    assert not list(tmp_path.glob("*.sealing"))
+
+
+def test_a_block_that_is_there_both_ways_counts_once_and_its_lines_are_removed(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    """A kill between the renaming and the removal."""
+    store = open_store(tmp_path)
+    _fill(store, range(6))
+    store.close()
+    before = list(read_groups(tmp_path))
+    (block,) = find_blocks(tmp_path)
+    shutil.copy(block.path, tmp_path / "kept")
+    seal_block(block.path, compression_level=3)
+    (tmp_path / "kept").rename(block.path)
+    assert [block.is_sealed for block in find_blocks(tmp_path)] == [True]
+    assert list(read_groups(tmp_path)) == before
+    again = open_store(tmp_path)
+    append_simple(again, 6)
+    again.close()
+    assert not block.path.exists()
+    assert list(read_groups(tmp_path))[:-1] == before
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_of_sealing_loses_and_doubles_nothing(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path / "rollouts")
+    for first in range(0, 1200, 60):
+        _fill(store, range(first, first + 60))
+    store.close()
+    before = [row.seq for row in read_groups(tmp_path / "rollouts")]
+    (block,) = find_blocks(tmp_path / "rollouts")
+    moments, states = random.Random(0), set()
+    command = [sys.executable, "-m", "grpo_async.store.seal", "3", str(tmp_path / "rollouts"), block.path.name]
+    whole_s = _duration_of(command, tmp_path)
+    for _ in range(10):
+        child = subprocess.Popen(command)
+        try:
+            child.wait(timeout=moments.uniform(0.3, 1.0) * whole_s)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGKILL)
+            child.wait(timeout=10.0)
+        states.add(tuple(sorted(path.suffix for path in (tmp_path / "rollouts").glob("block-*"))))
+        assert [row.seq for row in read_groups(tmp_path / "rollouts")] == before
+        if not block.path.exists():
+            break
+    assert states
+    with RolloutStore(tmp_path / "rollouts") as again:
+        append_simple(again, 9)
+    assert [row.seq for row in read_groups(tmp_path / "rollouts")] == [*before, len(before)]
+    assert all(block.is_sealed for block in find_blocks(tmp_path / "rollouts"))
+
+
+def _duration_of(command: list[str], folder: Path) -> float:
+    """Seconds, on a copy."""
+    copy = folder / "copy"
+    shutil.copytree(folder / "rollouts", copy)
+    began = time.monotonic()
+    subprocess.run([*command[:4], str(copy), command[-1]], check=True, timeout=120.0)
+    return time.monotonic() - began
+
+
+def test_a_block_that_cannot_be_sealed_stays_and_says_why(
+    tmp_path: Path, open_store: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = RolloutStore(tmp_path)
+    append_simple(store, 0)
+    (
+        tmp_path / "block-000000000000.jsonl.sealing"
+    ).mkdir()  # root may write anywhere: a folder in the way does the same
+    store.close()
+    assert "block-000000000000.jsonl stays as JSON lines: " in caplog.text
+    assert [row.group_id for row in read_groups(tmp_path)] == [0]
+
+
+def test_lines_under_a_wrong_name_or_with_a_seq_twice_are_not_sealed(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    append_simple(store, 0)
+    store.close()
+    wrong = tmp_path / "block-000000000007.jsonl"
+    (tmp_path / "block-000000000000.jsonl").rename(wrong)
+    with pytest.raises(RunError, match=r"it has 1 lines, and 1 groups from seq 0 on"):
+        seal_block(wrong, compression_level=3)
+    assert wrong.exists()
+    doubled = tmp_path / "block-000000000000.jsonl"
+    doubled.write_bytes(wrong.read_bytes() * 2)
+    with pytest.raises(RunError, match=r"it has 2 lines, and 1 groups from seq 0 on"):
+        seal_block(doubled, compression_level=3)
+    assert doubled.exists()
+    assert not list(tmp_path.glob("*.sealing"))
+
+
+# -- room
+
+
+def test_the_oldest_blocks_make_room_and_readers_are_told(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path, settings=small_blocks(max_gb=60_000 / 1e9)) as store:
+        for first in range(0, 24, 4):
+            _fill(store, range(first, first + 4))
+            store.flush()
+    rows = list(read_groups(tmp_path))
+    assert rows[-1].seq == 23
+    assert rows[0].seq > 0
+    assert [row.seq for row in rows] == list(range(rows[0].seq, 24))
+    assert sum(path.stat().st_size for path in tmp_path.glob("block-*")) <= 60_000
+    facts = read_facts(tmp_path)
+    assert facts.deleted_until == rows[0].seq
+    assert facts.deleted_blocks > 0
+    (note,) = facts.notes()
+    assert note.endswith(f"deleted to keep to record.rollouts.max_gb: every group before seq {rows[0].seq}")
+    with RolloutStore(tmp_path) as again:
+        assert again.position() == 24
+
+
+def test_the_newest_block_stays_whatever_the_limit(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path, settings=small_blocks(max_gb=1e-9)) as store:
+        for group_id in range(3):
+            append_simple(store, group_id)
+    assert [row.group_id for row in read_groups(tmp_path)][-1] == 2

@@ -1,0 +1,92 @@
+"""docs/rollout-store.md says what `schema` says, and its examples run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_async.records import GroupStatus
+from grpo_async.store import RolloutStore
+from grpo_async.store.export import export_rollouts
+from grpo_async.store.query import parse_query
+from grpo_async.store.schema import COLUMNS
+from tests.store.builders import (
+    append_simple,
+    build_figures,
+    build_group,
+    build_rollout,
+    build_sample,
+    build_tool_rollout,
+)
+
+TEXT = (Path(__file__).parents[2] / "docs" / "rollout-store.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs/NAME and the exports that the examples name."""
+    found = tmp_path_factory.mktemp("docs")
+    folder = found / "runs" / "NAME" / "rollouts"
+    with RolloutStore(folder) as store:
+        for group_id in range(6):
+            append_simple(store, group_id, step=1 + group_id // 2, rewards=(0.0, group_id % 3 / 2))
+        store.append(build_group(9, [build_tool_rollout("9-0")]), [build_sample(9, build_tool_rollout("9-0"), 0.0)],
+                     GroupStatus.TRAINED, 4)  # fmt: skip
+        rollout = build_rollout("10-0")
+        store.append(build_group(10, [rollout]), [build_sample(10, rollout, 1.0)], GroupStatus.TRAINED, 4,
+                     figures={"10-0": build_figures(3)})  # fmt: skip
+    for name in ("rollouts.parquet", "rollouts.jsonl"):
+        export_rollouts(folder, found / name, "parquet" if name.endswith("parquet") else "jsonl", parse_query(""))
+    return found
+
+
+def test_the_table_of_columns_is_that_of_the_schema() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]*) \| (.+) \|$", TEXT, re.MULTILINE)
+    assert [tuple(cell.strip() for cell in row) for row in rows] == [
+        (column.name, column.type, column.unit, column.description) for column in COLUMNS
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_an_example_runs_and_prints(place: Path, number: int) -> None:
+    library = EXAMPLES[number].split("\n", 1)[0].removeprefix("import ")
+    if library in ("pandas", "polars") and importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", EXAMPLES[number]], cwd=place, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_examples_find_what_they_say(place: Path) -> None:
+    def output(words: str) -> str:
+        (example,) = [each for each in EXAMPLES if words in each]
+        return subprocess.run(
+            [sys.executable, "-c", example], cwd=place, capture_output=True, text=True, timeout=120, check=True
+        ).stdout
+
+    calls = output("tool_calls[*]")
+    assert "add" in calls
+    assert '"a":1' in calls.replace(" ", "")
+    assert "10-0" in output("difference")
+    assert re.search(r"sometimes\W+4\b", output("'sometimes'"))
+    assert "9-0 three" in output("json.loads")
+    assert "note:" not in output("RolloutTable")
+
+
+def test_the_folder_is_as_it_is_drawn(place: Path) -> None:
+    names = {path.name for path in (place / "runs" / "NAME" / "rollouts").iterdir()}
+    assert any(re.fullmatch(r"block-\d{12}-\d{12}\.parquet", name) for name in names)
+    for drawn in ("branches.jsonl", "store.json"):
+        assert drawn in TEXT
+    example = re.search(r"`(\{\"step\".*?\})`", TEXT)
+    assert example is not None
+    assert set(json.loads(example[1])) == {"step", "from_seq", "until_seq"}

@@ -1,0 +1,269 @@
+"""Pages, single groups and rollouts, figures, and what superseded rows do."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_async.errors import RunError
+from grpo_async.records import GroupStatus
+from grpo_async.store import RolloutStore, read_groups
+from grpo_async.store.query import QueryError, parse_query
+from grpo_async.store.table import RolloutTable
+from tests.store.builders import (
+    OpenStore,
+    append_simple,
+    build_figures,
+    build_group,
+    build_rollout,
+    build_sample,
+    build_tool_rollout,
+)
+
+REWARDS = {0: (0.0, 0.5), 1: (0.25, 0.25), 2: (0.0, 1.0), 3: (1.0, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutTable]:
+    """Groups 0 and 1 in step 1, 2 and 3 in step 2; 0 and 2 have the same prompt; 4 (no step) has tools and no reward."""
+    folder = tmp_path_factory.mktemp("table") / "rollouts"
+    with RolloutStore(folder, seals_at_close=False) as store:
+        for group_id, rewards in REWARDS.items():
+            text = "the same" if group_id % 2 == 0 else f"prompt {group_id}"
+            append_simple(store, group_id, rewards=rewards, step=1 + group_id // 2, text=text, num_tokens=3 + group_id)
+        store.append(build_group(4, [build_tool_rollout("4-0")]), [], GroupStatus.CANCELLED, None)
+    with RolloutTable.open(folder) as opened:
+        yield opened
+
+
+def test_a_page_is_a_window_of_the_sorted_rollouts(table: RolloutTable) -> None:
+    def ids(sort: str, offset: int = 0, limit: int = 50) -> list[str]:
+        return [each.rollout_id for each in table.page(sort=sort, offset=offset, limit=limit)]
+
+    newest = ["4-0", "3-0", "3-1", "2-0", "2-1", "1-0", "1-1", "0-0", "0-1"]
+    assert ids("-seq") == newest
+    assert ids("-seq", 2, 3) == newest[2:5]
+    assert ids("-seq", 8) == newest[8:]
+    assert ids("-seq", 100) == []
+    assert ids("-seq", 0, 0) == []
+    assert ids("seq,index") == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1", "3-0", "3-1", "4-0"]
+    # what has no reward comes last either way; of equal ones the newest first
+    assert ids("reward") == ["2-0", "0-0", "1-0", "1-1", "0-1", "3-0", "3-1", "2-1", "4-0"]
+    assert ids("-reward") == ["3-0", "3-1", "2-1", "0-1", "1-0", "1-1", "2-0", "0-0", "4-0"]
+    assert ids("-reward, seq")[:4] == ["2-1", "3-0", "3-1", "0-1"]
+    assert ids("-group.reward, id")[:3] == ["3-0", "3-1", "2-0"]
+    assert ids("reward.exact")[:2] == ["2-0", "0-0"]
+
+
+@pytest.mark.parametrize("sort", ["rewrd", "-", "", "text", "tool", "seq; DROP TABLE rows", "columns.a"])
+def test_a_sort_that_cannot_be_is_an_error(table: RolloutTable, sort: str) -> None:
+    with pytest.raises(QueryError):
+        table.page(sort=sort)
+    with pytest.raises(QueryError):
+        table.group_page(sort=sort)
+
+
+def test_a_rollout_in_a_table_has_its_figures_and_the_beginning_of_its_texts(
+    open_store: OpenStore, tmp_path: Path
+) -> None:
+    long = "x" * 1000
+    rollout = build_rollout("r", text=long, version=3)
+    with open_store(tmp_path) as store:
+        figures = {"r": build_figures(3)}
+        group = build_group(9, [rollout], text=long)
+        store.append(group, [build_sample(9, rollout, 0.5, -1.0)], GroupStatus.TRAINED, 5, figures=figures)
+    with RolloutTable.open(tmp_path) as table:
+        (found,) = table.page()
+    assert (found.rollout_id, found.group_id, found.prompt_id, found.step) == ("r", 9, 109, 5)
+    assert (found.reward, found.advantage, found.rewards) == (0.5, -1.0, {"exact": 0.5, "format": None})
+    assert (found.version_min, found.staleness) == (3, 1)  # 5 - 1 - 3
+    assert found.logprob_mean == -0.25
+    assert found.mismatch_mean == pytest.approx((0.75 + 1.25 + 1.75) / 3)
+    assert (found.ratio_mean, found.ratio_max, found.entropy_mean) == (2.0, 3.0, 1.5)
+    assert found.clipped_share == pytest.approx(2 / 3)  # marks 0, 1, 2
+    assert (len(found.prompt_preview), len(found.completion_preview)) == (240, 240)
+
+
+def test_a_group_in_a_table_is_its_rollouts_together(table: RolloutTable) -> None:
+    by_id = {group.group_id: group for group in table.group_page()}
+    group = by_id[2]
+    assert (group.size, group.num_matching, group.num_scored) == (2, 2, 2)
+    assert (group.reward_mean, group.reward_min, group.reward_max) == (0.5, 0.0, 1.0)
+    assert group.reward_std == pytest.approx(statistics.stdev((0.0, 1.0)))
+    assert (group.num_tokens_mean, group.num_tokens_max) == (5.0, 5)
+    assert group.prompt_preview == "the same"
+    assert by_id[4].tool_names == ["add"]
+    assert (by_id[4].num_tool_calls, by_id[4].num_failed_tool_calls, by_id[4].reward_mean) == (1, 1, None)
+
+
+def test_a_page_of_groups_counts_the_rollouts_that_match(table: RolloutTable) -> None:
+    found = table.group_page(parse_query("reward>=0.5"), sort="-matching,seq")
+    assert [(group.group_id, group.num_matching, group.size) for group in found] == [(3, 2, 2), (0, 1, 2), (2, 1, 2)]
+    assert [group.group_id for group in table.group_page(sort="-reward")] == [3, 2, 1, 0, 4]
+    assert [group.group_id for group in table.group_page(sort="std", limit=2, offset=1)] == [1, 0]
+    with pytest.raises(QueryError, match="groups cannot be sorted by advantage; they can by id, "):
+        table.group_page(sort="advantage")
+
+
+def test_a_group_and_a_rollout_have_all_their_tokens(table: RolloutTable) -> None:
+    stored = {row.group_id: row for row in read_groups(table.folder)}
+    for group_id, row in stored.items():
+        assert table.group(group_id) == row
+        assert table.group_at(row.seq) == row
+        for rollout in row.rollouts:
+            assert table.rollout(rollout.rollout_id) == (row, rollout)
+    assert [each.rollout_id for each in table.rollout_summaries(3)] == ["3-0", "3-1"]
+    assert table.group_summary(3).reward_mean == 1.0
+
+
+def test_what_is_not_there_is_said_with_what_is(table: RolloutTable) -> None:
+    with pytest.raises(RunError, match=r"there is no group 77 .*it holds groups 0 to 4"):
+        table.group(77)
+    with pytest.raises(RunError, match=r"there is no rollout 3-7 .*did you mean 3-0 or 3-1"):
+        table.rollout("3-7")
+    with pytest.raises(RunError, match="no group with seq 77"):
+        table.group_at(77)
+
+
+def test_a_histogram_counts_every_value_once(table: RolloutTable) -> None:
+    rewards = table.histogram("reward", bins=4)
+    assert rewards.edges == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert (rewards.counts, rewards.num_null) == ([2, 2, 1, 3], 1)  # 0 0 | .25 .25 | .5 | 1 1 1
+    whole = table.histogram("length")
+    assert whole.edges == [2.5, 3.5, 4.5, 5.5, 6.5]
+    assert (whole.counts, whole.num_null) == ([3, 2, 2, 2], 0)
+    same = table.histogram("reward", parse_query("reward=0.25"))
+    assert (same.edges, same.counts) == ([-0.25, 0.75], [2])
+    none = table.histogram("entropy")
+    assert (none.edges, none.counts, none.num_null) == ([], [], 9)
+    assert sum(table.histogram("group.reward", parse_query("step=2"), bins=3).counts) == 4
+    with pytest.raises(QueryError, match="status holds no numbers"):
+        table.histogram("status")
+    with pytest.raises(QueryError, match="no field rewad"):
+        table.histogram("rewad")
+
+
+def test_facets_are_the_most_frequent_values(table: RolloutTable) -> None:
+    assert table.facets("group.status") == [("trained", 8), ("cancelled", 1)]
+    assert table.facets("tool") == [("add", 1)]
+    assert table.facets("length", limit=1) == [("3", 3)]
+    assert table.facets("status", parse_query("reward=1")) == [("finished", 3)]
+    assert table.facets("columns.answer") == []
+
+
+def test_the_figures_of_each_step(table: RolloutTable) -> None:
+    first, second, unseen = table.by_step()
+    assert [each.step for each in (first, second, unseen)] == [1, 2, None]
+    assert (first.num_rollouts, first.num_groups, first.num_unscored) == (4, 2, 0)
+    assert first.reward_mean == 0.25
+    assert first.reward_std == pytest.approx(statistics.stdev((0.0, 0.5, 0.25, 0.25)))
+    assert (first.reward_min, first.reward_median, first.reward_max) == (0.0, 0.25, 0.5)
+    assert first.rewards == {"exact": 0.25}  # no rollout has the part "format"
+    assert first.group_statuses == {"trained": 2}
+    assert (second.reward_mean, second.num_tokens_mean) == (0.75, 5.5)
+    assert (unseen.reward_mean, unseen.num_unscored, unseen.group_statuses) == (None, 1, {"cancelled": 1})
+    assert (unseen.num_tool_calls, unseen.num_failed_tool_calls) == (1, 1)
+    assert [each.step for each in table.by_step(parse_query("reward=1"))] == [2]
+
+
+def test_the_same_prompt_is_followed_over_the_steps(table: RolloutTable) -> None:
+    hashed = table.group_summary(0).prompt_hash
+    assert [group.group_id for group in table.same_prompt(hashed)] == [0, 2]
+    assert table.same_prompt("'; DROP TABLE rows") == []
+
+
+def test_extremes_are_the_best_the_worst_and_what_changed_most(table: RolloutTable) -> None:
+    found = table.extremes(k=2)
+    assert [each.rollout_id for each in found.best] == ["3-0", "3-1"]
+    assert [each.rollout_id for each in found.worst] == ["2-0", "0-0"]
+    (change,) = found.improved
+    assert (change.first.group_id, change.last.group_id, change.change) == (0, 2, 0.25)
+    assert found.worsened == []
+
+
+def test_names_of_rewards_and_columns_are_those_that_occur(open_store: OpenStore, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        append_simple(store, 1)
+        store.append(build_group(2, [build_rollout("x")], answer=1, odd_one=2), [], GroupStatus.FAILED, None)
+    with RolloutTable.open(tmp_path) as table:
+        assert table.reward_names() == ["exact", "format"]
+        assert table.column_names() == ["answer", "odd_one"]
+
+
+def test_superseded_rows_are_left_out_unless_asked_for(open_store: OpenStore, tmp_path: Path) -> None:
+    """Groups 1 and 2 were written after the checkpoint; a resume makes 1 anew."""
+    with open_store(tmp_path) as store:
+        append_simple(store, 0)
+        position = store.position()
+        append_simple(store, 1, rewards=(0.0, 0.0), step=2)
+        append_simple(store, 2, step=2)
+    with open_store(tmp_path) as store:
+        store.supersede_from(position, step=1)
+        append_simple(store, 1, rewards=(1.0, 1.0), step=2)
+    with RolloutTable.open(tmp_path) as table:
+        assert table.count().groups == 2
+        assert table.count(with_superseded=True).groups == 4
+        assert table.group(1).rollouts[0].reward == 1.0
+        assert table.group(1, with_superseded=True).rollouts[0].reward == 1.0  # the one that counts
+        for with_superseded in (False, True):
+            assert table.rollout("1-0", with_superseded=with_superseded)[1].reward == 1.0
+        with pytest.raises(RunError, match="group 2 is superseded"):
+            table.group(2)
+        with pytest.raises(RunError, match="rollout 2-0 is superseded"):
+            table.rollout("2-0")
+        assert table.group(2, with_superseded=True).group_id == 2
+        shown = [(group.group_id, group.superseded) for group in table.group_page(sort="seq", with_superseded=True)]
+        assert shown == [(0, False), (1, True), (2, True), (1, False)]
+        assert table.count(parse_query("superseded"), with_superseded=True).groups == 2
+        assert sum(step.num_rollouts for step in table.by_step()) == 4
+        assert len(list(table.dump())) == 4
+        assert [row["superseded"] for row in table.dump(with_superseded=True)] == [False] * 2 + [True] * 4 + [False] * 2
+        assert any("2 of 4 groups were written after a checkpoint" in note for note in table.notes)
+
+
+def test_a_resume_supersedes_rows_of_an_open_table(open_store: OpenStore, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        append_simple(store, 0)
+        position = store.position()
+        append_simple(store, 1)
+    with RolloutTable.open(tmp_path) as table:
+        assert table.count().groups == 2
+        with open_store(tmp_path) as store:
+            store.supersede_from(position, step=1)
+        assert table.refresh()
+        assert [group.group_id for group in table.group_page()] == [0]
+
+
+def test_whole_rows_come_in_the_order_of_writing_with_every_column(table: RolloutTable) -> None:
+    rows = list(table.dump(parse_query("reward>=0.5")))
+    assert [row["rollout_id"] for row in rows] == ["0-1", "2-1", "3-0", "3-1"]
+    assert rows[0]["completion_ids"] == [5, 6, 7]
+    assert math.isclose(rows[0]["logprobs"][0], -0.25)
+    assert len(list(table.dump())) == 9
+
+
+def test_threads_ask_at_the_same_time(table: RolloutTable) -> None:
+    wrong: list[str] = []
+
+    def ask(number: int) -> None:
+        for turn in range(5):
+            count = table.count(
+                parse_query(f'"{"the same" if turn % 2 else "prompt"}" and length<{number + 20}')
+            ).rollouts
+            if count != 4:
+                wrong.append(f"{number} {turn}: {count}")
+            if len(table.page(sort="reward", limit=9)) != 9:
+                wrong.append("page")
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,401 @@
+"""A table of a store that is being written, sealed, cut back, killed or damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async.errors import RunError
+from grpo_async.records import GroupStatus
+from grpo_async.store import RolloutStore
+from grpo_async.store.index import Index
+from grpo_async.store.query import parse_query
+from grpo_async.store.seal import seal_block
+from grpo_async.store.table import RolloutTable
+from grpo_async.store.tables import Tables
+from tests.store.builders import OpenStore, append_simple, small_blocks
+
+_WRITER = """
+import sys
+from pathlib import Path
+from grpo_async.records import GroupStatus
+from grpo_async.store import RolloutStore
+from tests.store.builders import append_simple, small_blocks
+with RolloutStore(Path(sys.argv[1]), settings=small_blocks(block_mb=0.02)) as store:
+    for group_id in range(int(sys.argv[2])):
+        append_simple(store, group_id, step=group_id, rewards=(0.0, 1.0))
+        print(group_id, flush=True)
+"""
+
+
+def _writer(folder: Path, groups: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(folder), str(groups)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def _seal_all(folder: Path) -> None:
+    for lines in sorted(folder.glob("block-*.jsonl")):
+        seal_block(lines, compression_level=3)
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_an_empty_store_has_no_rows_and_says_so(tmp_path: Path, made: bool) -> None:
+    folder = tmp_path / "rollouts"
+    if made:
+        folder.mkdir()
+    with RolloutTable.open(folder) as table:
+        assert table.count().rollouts == 0
+        assert not table.page()
+        assert not table.group_page()
+        assert not table.by_step()
+        assert table.count(parse_query('reward.exact<1 and "x" and columns.a=1')).groups == 0
+        assert table.histogram("reward").counts == []
+        assert list(table.dump()) == []
+        assert not [*table.reward_names(), *table.column_names(), *table.same_prompt("00")]
+        assert table.extremes().best == []
+        (note,) = table.notes
+        assert ("holds no rollouts yet" if made else "is not there") in note
+        assert not table.refresh()
+        with pytest.raises(RunError, match="it holds none"):
+            table.rollout("a")
+
+
+def test_a_table_follows_a_writer_in_another_process_that_seals(tmp_path: Path) -> None:
+    """Whole groups only, each once, and all of them in the end; a search too."""
+    folder = tmp_path / "rollouts"
+    with _writer(folder, 120) as writer, RolloutTable.open(folder) as table:
+        assert writer.stdout is not None
+        query = parse_query('"what is" and reward=1')
+        seen = 0
+        for line in writer.stdout:
+            if int(line) % 4:
+                continue
+            table.refresh()
+            counts = table.count()
+            assert counts.rollouts == 2 * counts.groups
+            assert counts.groups > int(line)  # what was flushed before is there
+            assert table.count(query).rollouts == counts.groups
+            assert table.group(int(line)).group_id == int(line)
+            assert counts.groups >= seen
+            seen = counts.groups
+        assert writer.wait(timeout=60) == 0
+        table.refresh()
+        assert (table.count().rollouts, table.count(query).rollouts) == (240, 120)
+        assert [group.group_id for group in table.group_page(sort="seq", limit=200)] == list(range(120))
+        assert len(list(folder.glob("*.parquet"))) > 2
+        assert table.notes == []
+
+
+def test_only_what_is_new_is_read(open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    original = Index._add_chunk
+
+    def noted(self: Index, block: Any, chunk: bytes) -> Any:
+        read.append(len(chunk))
+        return original(self, block, chunk)
+
+    monkeypatch.setattr(Index, "_add_chunk", noted)
+    store = open_store(tmp_path)
+    append_simple(store, 0)
+    (lines,) = tmp_path.glob("*.jsonl")
+    first = lines.stat().st_size
+    with RolloutTable.open(tmp_path) as table:
+        generation = table.generation
+        assert not table.refresh()
+        assert table.generation == generation
+        append_simple(store, 1)
+        assert table.refresh()
+        assert table.generation > generation
+        assert read == [first, lines.stat().st_size - first]
+        _seal_all(tmp_path)
+        assert not table.refresh()  # the same groups under another name
+        assert table.group(0).group_id == 0
+        assert len(read) == 2
+
+
+def test_a_block_that_grew_before_it_was_sealed_is_taken_up_once(open_store: OpenStore, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        append_simple(store, 0)
+        with RolloutTable.open(tmp_path) as table:
+            append_simple(store, 1)
+            _seal_all(tmp_path)
+            assert table.refresh()
+            assert [group.group_id for group in table.group_page(sort="seq")] == [0, 1]
+            for group_id in (0, 1):
+                assert [each.rollout_id for each in table.group(group_id).rollouts] == [
+                    f"{group_id}-0",
+                    f"{group_id}-1",
+                ]
+            assert len(list(table.dump())) == 4
+
+
+def test_a_block_that_is_sealed_after_the_listing_is_found_by_its_new_name(
+    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(tmp_path) as store:
+        append_simple(store, 0)
+    original = Index._list
+
+    def listed_before(self: Index) -> object:
+        listing = original(self)
+        _seal_all(tmp_path)
+        return listing
+
+    monkeypatch.setattr(Index, "_list", listed_before)
+    with RolloutTable.open(tmp_path) as table:
+        assert table.group(0).group_id == 0
+        assert table.count().groups == 1
+
+
+def test_a_block_that_the_listing_misses_is_not_taken_for_deleted(
+    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listing a folder is no moment: one that is renamed meanwhile may be in it under neither name."""
+    with open_store(tmp_path) as store:
+        append_simple(store, 0)
+    with RolloutTable.open(tmp_path) as table:
+        original, calls = Index._list, []
+
+        def half_listed(self: Index) -> object:
+            calls.append(1)
+            return {} if len(calls) == 1 else original(self)
+
+        monkeypatch.setattr(Index, "_list", half_listed)
+        assert not table.refresh()
+        assert (table.count().groups, len(calls)) == (1, 2)
+
+
+def test_a_block_that_was_deleted_to_make_room_goes(open_store: OpenStore, tmp_path: Path) -> None:
+    for group_id in range(3):
+        with open_store(tmp_path) as store:
+            append_simple(store, group_id, text=f"prompt {group_id}")
+        _seal_all(tmp_path)
+    with RolloutTable.open(tmp_path) as table:
+        assert table.count(parse_query('"prompt"')).groups == 3
+        min(tmp_path.glob("*.parquet")).unlink()
+        assert table.group(2).group_id == 2
+        assert table.refresh()
+        assert table.count(parse_query('"prompt"')).groups == 2
+        with pytest.raises(RunError, match="no group 0"):
+            table.group(0)
+
+
+def test_a_block_that_goes_between_question_and_answer_is_an_error_or_no_row(
+    open_store: OpenStore, tmp_path: Path
+) -> None:
+    with open_store(tmp_path) as store:
+        append_simple(store, 0)
+    _seal_all(tmp_path)
+    with RolloutTable.open(tmp_path) as table:
+        for path in tmp_path.glob("*.parquet"):
+            path.unlink()
+        with pytest.raises(RunError):
+            table.group(0)
+        assert table.count(parse_query('"what"')).groups == 0
+
+
+def test_after_a_kill_whole_groups_are_there_and_a_torn_line_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    with _writer(folder, 10_000) as writer:
+        assert writer.stdout is not None
+        for line in writer.stdout:
+            if int(line) >= 30:
+                break
+        os.kill(writer.pid, signal.SIGKILL)
+    newest = max(folder.glob("*.jsonl"), default=None) or folder / f"block-{10**6:012d}.jsonl"
+    with newest.open("ab") as file:
+        file.write(b'{"schema":3,"seq":99,"gr')
+    with RolloutTable.open(folder) as table:
+        counts = table.count()
+        assert counts.groups >= 31
+        assert counts.rollouts == 2 * counts.groups
+        torn, killed = table.notes
+        assert newest.name in torn
+        assert "24 bytes are left out" in torn
+        assert "was killed: groups that it had not written yet are missing" in killed
+        assert table.damage == []
+    with RolloutStore(folder, settings=small_blocks()) as store:  # the next writer goes on behind it
+        append_simple(store, 5000)
+    with RolloutTable.open(folder) as table:
+        assert table.group(5000).group_id == 5000
+        assert any("torn" in note for note in table.notes)
+
+
+def test_a_line_that_is_being_written_is_not_called_torn(open_store: OpenStore, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        append_simple(store, 0)
+        (lines,) = tmp_path.glob("*.jsonl")
+        with lines.open("ab") as file:
+            file.write(lines.read_bytes()[:100])
+        with RolloutTable.open(tmp_path) as table:
+            assert table.notes == []
+            assert table.is_being_written
+            assert table.count().groups == 1
+    with RolloutTable.open(tmp_path) as table:  # nobody writes on
+        assert not table.is_being_written
+        assert ["100 bytes are left out" in note for note in table.notes] == [True]
+
+
+@pytest.mark.parametrize("damage", [b"{broken\n", b'{"schema":3}\n', b"\xff\xfe\n", b"\n", b"[]\n"])
+def test_a_damaged_line_costs_its_group_and_is_named(open_store: OpenStore, tmp_path: Path, damage: bytes) -> None:
+    with open_store(tmp_path) as store:
+        for group_id in range(3):
+            append_simple(store, group_id)
+    (path,) = tmp_path.glob("*.jsonl")
+    first, _, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + damage + third)
+    with RolloutTable.open(tmp_path) as table:
+        assert [group.group_id for group in table.group_page(sort="seq")] == [0, 2]
+        assert table.group(2).group_id == 2
+        (note,) = table.damage
+        assert f"{path}:2:" in note
+        assert table.notes[0] == note
+
+
+@pytest.mark.parametrize("kind", ["cut", "header", "empty", "garbage"])
+def test_a_damaged_parquet_file_costs_its_groups_and_is_named(
+    open_store: OpenStore, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[object] = []
+    original = Tables.stage_sealed
+
+    def noted(self: Tables, paths: Sequence[Path], *, after_seq: int = -1) -> None:
+        tried.append(paths)
+        original(self, paths, after_seq=after_seq)
+
+    monkeypatch.setattr(Tables, "stage_sealed", noted)
+    for group_id in range(3):
+        with open_store(tmp_path) as store:
+            append_simple(store, group_id)
+        _seal_all(tmp_path)
+    path = sorted(tmp_path.glob("*.parquet"))[1]
+    whole = path.read_bytes()
+    changed = {
+        "cut": whole[:2000],
+        "header": b"XXXX" + whole[4:-4] + b"XXXX",
+        "empty": b"",
+        "garbage": os.urandom(5000),
+    }
+    path.write_bytes(changed[kind])
+    with RolloutTable.open(tmp_path) as table:
+        assert [group.group_id for group in table.group_page(sort="seq")] == [0, 2]
+        assert table.count(parse_query('"what is"')).groups == 2
+        (note,) = table.damage
+        assert str(path) in note
+        assert "restore it from a copy, or remove it" in note
+        tried.clear()
+        assert not table.refresh()
+        assert not tried  # not read again and again
+        path.write_bytes(whole)  # restored
+        assert table.refresh()
+        assert (table.damage, table.count().groups) == ([], 3)
+
+
+def test_damage_in_the_tokens_is_an_error_that_names_the_file(open_store: OpenStore, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        for group_id in range(200):
+            append_simple(store, group_id, num_tokens=50, answer=os.urandom(300).hex())
+    _seal_all(tmp_path)
+    (path,) = tmp_path.glob("*.parquet")
+    with RolloutTable.open(tmp_path) as table:
+        assert table.count().groups == 200
+        content = bytearray(path.read_bytes())
+        place = len(content) // 3
+        content[place : place + 20_000] = b"\xff" * 20_000
+        path.write_bytes(content)
+        with pytest.raises(RunError, match=path.name):
+            list(table.dump())
+
+
+def test_what_was_left_out_is_said(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path, settings=small_blocks(sample_rate=0.0), seals_at_close=False) as store:
+        append_simple(store, 0)
+        append_simple(store, 1, status=GroupStatus.STALE)
+    with RolloutTable.open(tmp_path) as table:
+        assert table.count().groups == 1
+        assert ["sample_rate" in note for note in table.notes] == [True]
+        (tmp_path / "store.json").write_text("{")
+        assert ["store.json is damaged" in note for note in table.notes] == [True]
+        assert table.count().groups == 1
+
+
+def test_stores_of_other_versions_are_refused(open_store: OpenStore, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        append_simple(store, 0)
+    (path,) = tmp_path.glob("*.jsonl")
+    path.write_bytes(path.read_bytes().replace(b'"schema":3', b'"schema":9'))
+    with pytest.raises(RunError, match=r"has format 9 .*this version reads 3"):
+        RolloutTable.open(tmp_path)
+    path.unlink()
+    (tmp_path / "part-00000.jsonl").write_text("{}\n")
+    with pytest.raises(RunError, match="development version"):
+        RolloutTable.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["it's", "a[b]*?", 'q"uote', "spa ce", "ünï"])
+def test_a_folder_may_have_any_name(open_store: OpenStore, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name / "rollouts"
+    with open_store(folder) as store:
+        append_simple(store, 0)
+        append_simple(store, 1)
+        with RolloutTable.open(folder) as table:
+            assert table.group(1).group_id == 1
+            _seal_all(folder)
+            table.refresh()
+            assert table.group(1).group_id == 1
+            assert table.count(parse_query('"what"')).groups == 2
+
+
+def test_a_table_leaves_nothing_behind(open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    with open_store(tmp_path / "rollouts") as store:
+        append_simple(store, 0)
+    before = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    with RolloutTable.open(tmp_path / "rollouts") as table:
+        table.group(0)
+        assert list(scratch.iterdir())
+    table.close()
+    assert list(scratch.iterdir()) == []
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == before
+
+
+def test_a_table_reaches_no_other_files(open_store: OpenStore, tmp_path: Path) -> None:
+    with open_store(tmp_path / "rollouts") as store:
+        append_simple(store, 0)
+    shutil.copytree(tmp_path / "rollouts", tmp_path / "other")
+    _seal_all(tmp_path / "other")
+    (other,) = (tmp_path / "other").glob("*.parquet")
+    with RolloutTable.open(tmp_path / "rollouts") as table, pytest.raises(RunError, match=r"[Pp]ermission"):
+        table._index.read_blocks("seq", table._where(parse_query(""), False), [other])
+
+
+def test_a_block_that_is_sealed_during_a_search_is_searched(
+    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are in the lines no more, and the file was not there when the search began."""
+    with open_store(tmp_path) as store:
+        append_simple(store, 0)
+    with RolloutTable.open(tmp_path) as table:
+        original = Index.source
+
+        def sealed_after(self: Index, files: Sequence[Path], *, with_loose: bool = True) -> Any:
+            found = original(self, files, with_loose=with_loose)
+            if list(tmp_path.glob("*.jsonl")):
+                _seal_all(tmp_path)
+                self.refresh()
+            return found
+
+        monkeypatch.setattr(Index, "source", sealed_after)
+        assert table.count(parse_query('"what is"')).rollouts == 2
+        assert table.count(parse_query('"what is"')).rollouts == 2

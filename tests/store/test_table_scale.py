@@ -1,0 +1,89 @@
+"""A store of 100,000 rollouts, as scripts/bench-rollouts makes it (with few tokens, so that it takes seconds)."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from grpo_async.store.query import parse_query
+from grpo_async.store.table import RolloutTable
+
+pytestmark = pytest.mark.slow
+
+ROLLOUTS = 100_000
+SLACK = 5.0  # the machine of the tests does other things too; scripts/bench-rollouts holds the targets themselves
+
+
+def _bench() -> ModuleType:
+    path = Path(__file__).parents[2] / "scripts" / "bench-rollouts"
+    loader = importlib.machinery.SourceFileLoader("bench_rollouts", str(path))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+bench = _bench()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("scale") / "rollouts"
+    bench.make_store(made, rollouts=ROLLOUTS, tokens=24)
+    return made
+
+
+@pytest.fixture(scope="module")
+def table(folder: Path) -> Iterator[RolloutTable]:
+    with RolloutTable.open(folder) as opened:
+        yield opened
+
+
+def _seconds(ask: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    ask()
+    return time.perf_counter() - start
+
+
+def test_the_first_table_of_a_large_run_is_there_at_once(folder: Path) -> None:
+    assert _seconds(lambda: bench.first_table(folder, None)) < bench.FIRST_TABLE_S * SLACK
+
+
+@pytest.mark.parametrize("text", [text for text, _ in bench.FILTERS])
+def test_a_filter_of_a_large_run_is_there_at_once(table: RolloutTable, text: str) -> None:
+    query = parse_query(text)
+    assert _seconds(lambda: (table.count(query), table.page(query, limit=40))) < bench.FILTER_S * SLACK
+    assert 0 < table.count(query).rollouts < ROLLOUTS
+
+
+def test_pages_of_a_large_run_are_whole_and_disjoint(table: RolloutTable) -> None:
+    query = parse_query('"zyzzyva"')
+    number = table.count(query).rollouts
+    found = [
+        each for start in range(0, number, 200) for each in table.page(query, sort="reward", offset=start, limit=200)
+    ]
+    assert len({each.rollout_id for each in found}) == len(found) == number
+    rewards = [each.reward for each in found if each.reward is not None]
+    assert rewards == sorted(rewards)
+    assert number == table.count(parse_query("completion~zyzzyva")).rollouts
+    assert table.count(parse_query("")).rollouts == ROLLOUTS
+
+
+def test_the_same_seed_makes_the_same_store(folder: Path, tmp_path: Path) -> None:
+    bench.make_store(tmp_path / "small", rollouts=400, tokens=24)
+    bench.make_store(tmp_path / "again", rollouts=400, tokens=24)
+    bench.make_store(tmp_path / "other", rollouts=400, tokens=24, seed=1)
+
+    def rewards(name: str) -> list[float | None]:
+        with RolloutTable.open(tmp_path / name) as table:
+            return [each.reward for each in table.page(sort="seq,index", limit=300)]
+
+    assert rewards("small") == rewards("again") != rewards("other")

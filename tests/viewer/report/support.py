@@ -1,0 +1,132 @@
+"""Small run directories: metrics, evaluations, a store, a status, as the launcher and the trainer leave them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_async.config.record_sections import RolloutRecordSection
+from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup
+from grpo_async.rundir import RunDir
+from grpo_async.store import RolloutStore
+from tests.launch.support import make_config
+from tests.support.records import make_completion, make_prompt
+
+NORMAL: dict[str, float] = {
+    "reward_std": 0.3,
+    "reward_min": 0.0,
+    "reward_max": 1.0,
+    "frac_reward_zero_std": 0.1,
+    "rollout/truncated": 0.0,
+    "completions/mean_length": 40.0,
+    "entropy": 0.8,
+    "grad_norm": 0.5,
+    "lr": 1e-5,
+    "sampling/importance_sampling_ratio/mean": 1.0,
+    "sampling/importance_sampling_ratio/min": 0.6,
+    "sampling/importance_sampling_ratio/max": 1.5,
+    "sampling/sampling_logp_difference/mean": 0.01,
+    "sampling/ess": 0.99,
+    "async/staleness_mean": 1.0,
+    "async/staleness_max": 1.0,
+    "async/staleness/0": 0.25,
+    "async/staleness/1": 0.75,
+    "clip_ratio/region_mean": 0.01,
+    "step_time": 2.0,
+    "num_tokens": 400.0,
+    "pipeline/trainer_idle_ratio": 0.25,
+    "pipeline/generator_idle_ratio": 0.5,
+    "pipeline/training_share": 0.6,
+    "pipeline/waiting_share": 0.4,
+    "perf/generated_tokens_per_s": 1000.0,
+    "perf/trained_tokens_per_s": 800.0,
+    "ledger/groups/started": 100.0,
+    "ledger/groups/trained": 90.0,
+    "ledger/groups/filtered": 10.0,
+}
+"""A step of a run that does well."""
+
+
+def wiggle(step: int) -> float:
+    """A little noise that is the same each time."""
+    return 0.02 * math.sin(12.9898 * step)
+
+
+def steps(num_steps: int, *, first: float = 0.2, last: float = 0.8, **changes: float) -> list[dict[str, float]]:
+    """Metrics whose reward goes straight from `first` to `last`; `changes` replace other metrics ("/" is written "__")."""
+    changed = {name.replace("__", "/"): value for name, value in changes.items()}
+    rows = []
+    for step in range(1, num_steps + 1):
+        done = (step - 1) / max(1, num_steps - 1)
+        reward = first + (last - first) * done + (wiggle(step) if first != last else 0.0)
+        rows.append({"step": float(step), **NORMAL, "reward": reward, **changed})
+    return rows
+
+
+def evaluation(step: int, reward: float, *, stderr: float = 0.02, **more: Any) -> dict[str, Any]:
+    when = "start" if step == 0 else "step"
+    metrics = {"num_prompts": 100.0, "reward": reward, "reward_stderr": stderr, "pass@1": reward, "mean_length": 30.0}
+    return {"step": step, "due": step, "when": when, "metrics": metrics, "by_group": {}, **more}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """One group of the store: rewards of its rollouts, None for one that was not scored."""
+
+    rewards: Sequence[float | None]
+    prompt: str = "1 + 1 ="
+    text: str = "two"
+    step: int | None = 1
+    status: GroupStatus = GroupStatus.TRAINED
+    is_failed: bool = False
+    columns: Mapping[str, object] = field(default_factory=dict)
+
+
+def write_store(folder: Path, groups: Sequence[Group]) -> None:
+    with RolloutStore(folder, settings=RolloutRecordSection(), seals_at_close=False) as store:
+        for number, each in enumerate(groups):
+            completions = [
+                make_completion(f"g{number}-r{place}", text=each.text, failed=each.is_failed)
+                for place in range(len(each.rewards))
+            ]
+            prompt = make_prompt(number, each.prompt, **each.columns)
+            group = RolloutGroup(group_id=number, prompt=prompt, completions=completions)
+            parts = [{"exact": reward} for reward in each.rewards]
+            scored = ScoredGroup(group=group, samples=[], rewards=list(each.rewards), reward_parts=parts)
+            store.append(group, [], each.status, each.step, scored=None if each.is_failed else scored)
+
+
+def write_run(
+    folder: Path,
+    name: str = "run",
+    *,
+    metrics: Sequence[Mapping[str, float]] = (),
+    evaluations: Sequence[Mapping[str, Any]] = (),
+    groups: Sequence[Group] = (),
+    state: str | None = "finished",
+    error: str | None = None,
+    summary: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> RunDir:
+    """A run directory below `folder`/runs."""
+    from grpo_async.config.loader import dump_config
+
+    run_dir = RunDir(folder / "runs" / name)
+    run_dir.create()
+    changes = {"run": {"name": name}, "training": {"max_steps": len(metrics) or 5}, **(config or {})}
+    run_dir.config.write_text(dump_config(make_config(folder, **changes)))
+    if metrics:
+        run_dir.metrics.write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    if evaluations:
+        run_dir.evaluation_log.write_text("".join(json.dumps(row) + "\n" for row in evaluations))
+    if groups:
+        write_store(run_dir.rollouts, groups)
+    if state is not None:
+        run_dir.status.write_text(json.dumps({"version": 1, "state": state, "error": error}))
+    if summary is not None:
+        run_dir.summary.write_text(json.dumps(summary))
+    return run_dir

@@ -1,0 +1,191 @@
+"""The pure parts of the report: curves, plots, configurations, markup."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_async.rundir import RunDir
+from grpo_async.viewer.report.chapters import CHAPTERS, Plot
+from grpo_async.viewer.report.configs import differences, flat, shown_config
+from grpo_async.viewer.report.curves import curve, spread
+from grpo_async.viewer.report.evidence import figure, percent
+from grpo_async.viewer.report.headline import duration
+from grpo_async.viewer.report.markup import Markup, data_script, element, inlined, joined, table
+from grpo_async.viewer.report.plots import draw
+from grpo_async.viewer.report.rollouts import shortened
+from grpo_async.viewer.report.run_data import Ending, RunData, labels_of
+from grpo_async.viewer.report.special_plots import held_out_plots, staleness_histograms
+from tests.viewer.report.support import steps
+
+
+def _rows(name: str, *values: float | None) -> list[dict[str, float]]:
+    return [
+        {"step": float(step), **({} if value is None else {name: value})} for step, value in enumerate(values, start=1)
+    ]
+
+
+def _run(metrics: list[dict[str, float]], label: str = "a") -> RunData:
+    return RunData(label=label, run_dir=RunDir(Path(label)), ending=Ending(status="finished"), metrics=metrics)
+
+
+def _plot(name: str) -> Plot:
+    return next(plot for chapter in CHAPTERS for plot in chapter.plots if plot.name == name)
+
+
+def test_a_short_curve_has_every_step_and_a_gap_where_a_value_is_missing() -> None:
+    found = curve(_rows("entropy", 1.0, None, 3.0), "entropy")
+    assert found is not None
+    assert (list(found.steps), list(found.values), list(found.low)) == ([1.0, 2.0, 3.0], [1.0, None, 3.0], [])
+    assert curve(_rows("entropy", 1.0), "kl") is None
+
+
+def test_a_long_curve_keeps_its_extremes() -> None:
+    found = curve(_rows("entropy", 1.0, 3.0, 2.0, 2.0, 5.0, 7.0), "entropy", most_points=3)
+    assert found is not None
+    assert list(found.steps) == [2.0, 4.0, 6.0]
+    assert list(found.values) == [2.0, 2.0, 6.0]  # (1 + 3) / 2, (2 + 2) / 2, (5 + 7) / 2
+    assert (list(found.low), list(found.high)) == ([1.0, 2.0, 5.0], [3.0, 2.0, 7.0])
+
+
+def test_a_long_curve_is_reduced_as_its_metric_asks() -> None:
+    def values(name: str) -> list[float | None]:
+        found = curve(_rows(name, 1.0, 3.0, 2.0, 0.0), name, most_points=2)
+        assert found is not None
+        return list(found.values)
+
+    assert values("async/staleness_max") == [3.0, 2.0]
+    assert values("completions/min_length") == [1.0, 0.0]
+    assert values("ledger/groups/trained") == [3.0, 0.0]
+    assert values("training/skipped_updates") == [2.0, 1.0]  # of a step
+
+
+def test_the_band_of_a_reward_ends_at_its_lowest_and_highest() -> None:
+    rows = [{"step": 1.0, "reward": 0.5, "reward_std": 0.7, "reward_min": 0.0, "reward_max": 1.0}]
+    series = draw(_plot("reward"), [_run(rows)])[0].data["series"]
+    assert [each["label"] for each in series] == ["mean", "lowest", "highest"]
+    assert series[0]["band"] == [[0.0], [1.0]]  # 0.5 - 0.7 and 0.5 + 0.7, cut
+    middle, width = curve(rows, "reward"), curve(rows, "reward_std")
+    assert middle is not None
+    assert width is not None
+    assert spread(middle, width) == ([-0.2], [1.2])
+
+
+def test_several_runs_have_a_colour_each_and_only_the_main_lines() -> None:
+    drawn = draw(_plot("reward"), [_run(steps(3), "a"), _run(steps(4), "b")])[0].data
+    assert [(each["label"], each["color"]) for each in drawn["series"]] == [("a", 1), ("b", 2)]
+    assert [len(each["x"]) for each in drawn["series"]] == [3, 4]
+
+
+def test_stacked_areas_of_several_runs_are_plots_of_their_own() -> None:
+    drawings = draw(_plot("shares"), [_run(steps(3), "a"), _run(steps(3), "b")])
+    assert [drawing.name for drawing in drawings] == ["shares-1", "shares-2"]
+    assert [each["label"] for each in drawings[0].data["series"]] == ["training", "waiting"]
+
+
+def test_parts_of_a_push_are_not_counted_twice() -> None:
+    rows = [{"step": 1.0, **{f"sync/{phase}_ms": 1.0 for phase in ("pause", "transfer", "gather", "send", "resume")}}]
+    labels = [each["label"] for each in draw(_plot("push"), [_run(rows)])[0].data["series"]]
+    assert labels == ["pause", "transfer", "resume"]
+
+
+def test_a_plot_without_its_metrics_is_not_drawn() -> None:
+    assert draw(_plot("kl"), [_run(steps(3))]) == []
+    assert held_out_plots([_run(steps(3))]) == []
+
+
+def test_the_histogram_of_staleness_weighs_steps_by_their_tokens() -> None:
+    rows = [
+        {"step": 1.0, "async/staleness/0": 1.0, "num_tokens": 100.0},
+        {"step": 2.0, "async/staleness/0": 0.5, "async/staleness/1": 0.5, "num_tokens": 300.0},
+    ]
+    data = staleness_histograms([_run(rows)])[0].data
+    assert data["names"] == [0, 1]
+    assert data["counts"] == [250, 150]  # 100 + 0.5 x 300, 0.5 x 300
+    assert data["edges"] == [-0.5, 0.5, 1.5]
+
+
+def test_what_may_be_secret_is_not_shown() -> None:
+    shown = shown_config(
+        {
+            "model": {"path": "m"},
+            "rewards": [{"function": "mine:judge", "arguments": {"api_key": "sk-1"}}],
+            "tracking": [{"type": "wandb", "entity": "me"}],
+            "inference": {"urls": ["http://secret@10.0.0.1"], "host": "10.0.0.1", "replicas": 2, "engine": "vllm"},
+            "launch": {"slurm": {"account": "hidden", "server_nodes": 1}, "nodes": 2},
+        }
+    )
+    text = json.dumps(shown)
+    assert not any(secret in text for secret in ("sk-1", "entity", "10.0.0.1", "hidden"))
+    assert shown["inference"] == {"replicas": 2, "engine": "vllm"}
+    assert shown["launch"] == {"slurm": {"server_nodes": 1}, "nodes": 2}
+
+
+def test_only_settings_that_differ_are_listed_with_their_paths() -> None:
+    first = {"run": {"name": "a"}, "optimizer": {"lr": 1e-5, "betas": [0.9, 0.99]}, "rewards": [{"weight": 1.0}]}
+    second = {"run": {"name": "b"}, "optimizer": {"lr": 1e-6, "betas": [0.9, 0.99]}, "rewards": []}
+    assert flat(first)["optimizer.betas"] == "[0.9, 0.99]"
+    found = differences([first, second])
+    assert [(each.path, list(each.values)) for each in found] == [
+        ("optimizer.lr", ["1e-05", "1e-06"]),
+        ("rewards.0.weight", ["1.0", "(not set)"]),
+        ("rewards", ["(not set)", "[]"]),
+    ]
+    assert differences([first, first]) == []
+
+
+def test_text_and_attributes_are_escaped_and_markup_is_not() -> None:
+    made = element("a", "x < y & ", element("b", "z"), None, href='#"><script>', class_="c")
+    assert made == '<a href="#&quot;&gt;&lt;script&gt;" class="c">x &lt; y &amp; <b>z</b></a>'
+    assert joined(["<i>", Markup("<u>")]) == "&lt;i&gt;<u>"
+    assert "\x1b" not in element("p", "\x1b[31m")
+
+
+def test_a_table_names_its_rows() -> None:
+    made = table(["", "a<b"], [["row", "1"]], caption="t")
+    assert '<th scope="row">row</th><td>1</td>' in made
+    assert '<th scope="col">a&lt;b</th>' in made
+
+
+def test_handlers_and_inline_styles_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        element("p", onclick="x")
+    with pytest.raises(AssertionError):
+        element("p", style="x")
+
+
+def test_data_in_a_page_cannot_end_its_script() -> None:
+    text = "</script><script>alert(1)</script><!-- \u2028"
+    made = data_script("d", {"text": text})
+    assert made.count("<") == 2  # the element's own
+    assert json.loads(made.split(">", 1)[1].rsplit("<", 1)[0]) == {"text": text}
+    with pytest.raises(ValueError, match="would end early"):
+        inlined("script", "x = '</SCRIPT>'")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        data_script("d", [float("nan")])
+
+
+def test_a_long_text_keeps_both_ends_and_says_what_is_missing() -> None:
+    assert shortened("abc", 3) == "abc"
+    assert shortened("a" * 50 + "b" * 50, 20) == "a" * 10 + " [... 80 characters left out ...] " + "b" * 10
+
+
+def test_runs_of_the_same_name_are_told_apart() -> None:
+    found = labels_of([RunDir(Path("/x/a")), RunDir(Path("/y/a")), RunDir(Path("/y/b"))])
+    assert found == ["x/a", "y/a", "b"]
+
+
+def test_the_vendored_library_is_what_its_note_says() -> None:
+    script = Path(__file__).parents[3] / "scripts" / "update-uplot"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_figures_are_short() -> None:
+    assert [figure(value) for value in (0.0, 0.123456, 12.3456, 1234.5)] == ["0", "0.123", "12.3", "1,234"]
+    assert [percent(value) for value in (0.875, 0.004, 0.999, 1.0)] == ["88%", "0.4%", "99.9%", "100%"]
+    assert [duration(seconds) for seconds in (4, 75, 3725)] == ["4 s", "1:15", "1:02:05"]

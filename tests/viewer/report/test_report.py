@@ -1,0 +1,236 @@
+"""Run directories in, a page out: what it says of runs that are whole, killed, old, long, or hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from grpo_async.cli.app import app
+from grpo_async.errors import ConfigError
+from grpo_async.records import GroupStatus
+from grpo_async.rundir import RunDir
+from grpo_async.viewer.report.write import write_report
+from tests.viewer.report.support import Group, evaluation, steps, write_run
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
+
+
+def _page(*runs: RunDir, out: Path | None = None) -> str:
+    return write_report(runs, out).read_text(encoding="utf-8")
+
+
+def _data(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    content: dict[str, Any] = json.loads(found[1])
+    return content
+
+
+def _text(page: str) -> str:
+    """What a reader sees, roughly."""
+    body = page[page.index("<main>") : page.index("</main>")]
+    return " ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split())
+
+
+def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path,
+        metrics=steps(20),
+        evaluations=[evaluation(0, 0.1), evaluation(20, 0.9)],
+        groups=[
+            Group(rewards=[0.0, 1.0], prompt="first prompt", text="an answer", step=1),
+            Group(rewards=[1.0, 1.0], prompt="first prompt", text="a better answer", step=9),
+        ],
+        summary={"status": "finished", "wall_s": 125.0, "engine": "embedded", "evaluation": {"majority_baseline": 0.2}},
+    )
+    page = _page(run)
+    text = _text(page)
+    assert run.report.is_file()
+    assert "The run finished after 20 of 20 steps in 2:05." in text
+    assert "0.1 → 0.9 always the most frequent answer: 0.2" in text
+    assert "Yes: the reward on held-out prompts rose." in text
+    assert "step 0, before training" in text
+    assert "Most improved prompts" in text
+    assert "Reward 0.5 → 1" in text
+    assert "a better answer" in text
+    assert "Best rollouts" in text
+    places = {chart["place"] for chart in _data(page)["charts"]}
+    assert {"chart-reward", "chart-held-out", "chart-staleness-histogram", "chart-ledger"} <= places
+    for place in places:
+        assert f'id="{place}"' in page
+
+
+def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tmp_path: Path) -> None:
+    metrics = steps(20, first=0.0, last=0.0, frac_reward_zero_std=1.0, reward_max=0.0)
+    run = write_run(tmp_path, metrics=metrics, groups=[Group(rewards=[0.0, 0.0])])
+    text = _text(_page(run))
+    assert "No. Almost every group has no learning signal." in text
+    assert f"grpo-async inspect-rollouts {run.root} group.std=0 --sort step" in text
+
+
+def test_two_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> None:
+    slow = write_run(tmp_path, "slow", metrics=steps(20), evaluations=[evaluation(0, 0.1), evaluation(20, 0.4)])
+    fast = write_run(
+        tmp_path,
+        "fast",
+        metrics=steps(12),
+        state="stopped",
+        config={"optimizer": {"lr": 1e-3}, "training": {"max_steps": 20}},
+    )
+    out = write_report([slow, fast])
+    assert out == tmp_path / "runs" / "report-slow-fast.html"
+    page = out.read_text(encoding="utf-8")
+    reward = next(chart for chart in _data(page)["charts"] if chart["place"] == "chart-reward")
+    assert [series["label"] for series in reward["series"]] == ["slow", "fast"]
+    text = _text(page)
+    assert "slow against fast" in text
+    assert "Settings that differ setting slow fast optimizer.lr 1e-06 0.001" in text
+    assert (
+        "rollout.temperature"
+        not in page[page.index("Settings that differ") : page.index("</table>", page.index("Settings that differ"))]
+    )
+    assert "What the trainer does: fast" in json.dumps(_data(page))
+
+
+def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> None:
+    run = write_run(tmp_path, state="failed", error="the server of rank 0 ended: CUDA out of memory\n  see logs")
+    text = _text(_page(run))
+    assert "The run failed after 0 of 5 steps." in text
+    assert "CUDA out of memory see logs" in text
+    assert "Cannot be told: no optimizer step was finished." in text
+    assert "There are no metrics" in text
+    assert "holds no rollouts yet" in text
+    assert "There was no evaluation" in text
+    assert "There is no timeline" in text
+
+
+def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(8), groups=[Group(rewards=[0.0, 1.0])], state=None)
+    status = {"version": 1, "state": "running", "host": platform.node(), "pid": 2**22 + 1, "pid_started_at": 1.0}
+    run.status.write_text(json.dumps(status))
+    with run.metrics.open("a") as file:
+        file.write('{"step": 9, "rew')
+    block = next(run.rollouts.glob("block-*.jsonl"))
+    with block.open("a") as file:
+        file.write('{"schema": 3, "seq"')
+    os.utime(block, (1.0, 1.0))  # what was written just now may still be going on
+    text = _text(_page(run))
+    assert "The run was killed after 8 of 8 steps" in text
+    assert "The run was killed at step 8" in text
+    assert "torn" in text
+    assert "2 rollouts in 1 groups" in text
+
+
+def test_an_old_run_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(8), state=None, summary={"status": "finished", "steps": 8})
+    run.config.write_text("model: {path: m}\nan_old_section: {x: 1}\n")
+    (run.rollouts / "part-00000.jsonl").write_text('{"schema": 2}\n')
+    text = _text(_page(run))
+    assert "The run finished after 8 steps" in text
+    assert "config.yaml is of another version" in text
+    assert "an_old_section.x" in text
+    assert "The rollouts cannot be read" in text
+
+
+@pytest.mark.parametrize("content", ["", "not json\n", '[1, 2]\n"x"\n', '{"step": "a"}\n', "\x00\xff\n"])
+def test_files_that_hold_something_else_do_not_break_the_report(tmp_path: Path, content: str) -> None:
+    run = write_run(tmp_path, metrics=steps(3))
+    for path in (run.metrics, run.evaluation_log, run.summary, run.status, run.config, run.advice, run.events):
+        path.write_text(content, encoding="utf-8")
+    assert "No optimizer step was finished" in _text(_page(run))
+
+
+def test_text_of_models_data_and_config_stays_text(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path,
+        metrics=[{**row, f"rewards/{HOSTILE}/mean": 0.5, "rewards/b/mean": 0.1} for row in steps(8)],
+        evaluations=[{**evaluation(0, 0.1), "by_group": {HOSTILE: {"reward": 0.1}}}, {"step": 3, "error": HOSTILE}],
+        groups=[
+            Group(rewards=[0.0, 1.0], prompt=HOSTILE, text=HOSTILE),
+            Group(rewards=[None], is_failed=True, status=GroupStatus.FAILED),
+        ],
+        state="failed",
+        error=HOSTILE,
+        config={
+            "run": {"name": "x"},
+            "data": {"train": {"type": "jsonl", "path": "a.jsonl", "system_prompt": HOSTILE}},
+        },
+    )
+    page = _page(run)
+    assert "<script>alert" not in page
+    assert "<img" not in page
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert page.count("</script>") == 4  # the data, uPlot, charts.js, report.js
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page
+
+
+def test_secrets_of_the_configuration_are_not_in_the_page(tmp_path: Path) -> None:
+    reward = {"function": "grpo_async.quickstart.reward:exact_answer", "arguments": {"api_key": "sk-secret"}}
+    run = write_run(
+        tmp_path,
+        metrics=steps(3),
+        config={"rewards": [reward], "tracking": [{"type": "wandb", "project": "hidden-project"}]},
+    )
+    page = _page(run)
+    assert "sk-secret" not in page
+    assert "hidden-project" not in page
+
+
+def test_nothing_in_the_page_names_another_address(tmp_path: Path) -> None:
+    page = _page(write_run(tmp_path, metrics=steps(3)))
+    assert "default-src 'none'" in unescape(page)
+    assert not re.findall(r"<(?:link|img|iframe|object|embed|base|form)\b", page)
+    assert not re.findall(r"<script[^>]*\ssrc=", page)
+    assert not re.findall(r"@import|url\(", page)
+
+
+def test_a_run_of_10000_steps_makes_a_small_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(10_000))
+    page = _page(run)
+    assert len(page) < 2_000_000
+    reward = next(chart for chart in _data(page)["charts"] if chart["place"] == "chart-reward")
+    assert len(reward["x"]) == 500
+    assert reward["x"][-1] == 10_000
+
+
+def test_a_run_named_twice_or_too_many_are_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    with pytest.raises(ConfigError, match="named twice"):
+        write_report([run, RunDir(run.root / ".." / "run")])
+    with pytest.raises(ConfigError, match="9 runs are too many"):
+        write_report([RunDir(tmp_path / str(number)) for number in range(9)])
+
+
+def test_the_command_writes_where_it_is_told_and_prints_the_place(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(3))
+    out = tmp_path / "new" / "x.html"
+    done = CliRunner().invoke(app, ["report", str(run.root), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert done.output.strip() == str(out)
+    assert out.is_file()
+    assert not run.report.exists()
+
+
+def test_the_command_says_what_differs_between_runs_without_writing(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path, "a"), write_run(tmp_path, "b", config={"rollout": {"group_size": 4}})
+    done = CliRunner().invoke(app, ["report", str(first.root), str(second.root), "--diff-config"])
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines() == ["rollout.group_size", "  a: 8", "  b: 4"]
+    assert not list(tmp_path.glob("**/*.html"))
+    assert CliRunner().invoke(app, ["report", str(first.root), "--diff-config"]).exit_code == 2
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(3))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--out .*file/x.html: "):
+        write_report([run], tmp_path / "file" / "x.html")

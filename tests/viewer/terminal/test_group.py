@@ -1,0 +1,163 @@
+"""A group side by side: columns, the reference, differences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from grpo_async.records import GroupStatus
+from grpo_async.store import GroupRow, read_groups
+from grpo_async.viewer.terminal.app import Inspector
+from grpo_async.viewer.terminal.group import GroupScreen
+from grpo_async.viewer.terminal.group_page import best_rollout, columns_that_fit, differing, side_by_side
+from grpo_async.viewer.terminal.history import HistoryScreen
+from grpo_async.viewer.terminal.rollout import RolloutScreen
+from tests.store.builders import OpenStore, append_simple, build_group, build_rollout, build_sample
+from tests.viewer.terminal.support import SIZES, drive, on, press, shown
+
+
+def _texts(screen_lines: list[str]) -> str:
+    return "\n".join(screen_lines)
+
+
+@pytest.fixture
+def eight(tmp_path: Path, open_store: OpenStore) -> Path:
+    """One group of eight; rollout 5 is the best, and says something else."""
+    rollouts = [
+        build_rollout(f"0-{i}", text=f"the answer is {'two' if i == 5 else 'three'} line {i}\n" + "and so on\n" * 40)
+        for i in range(8)
+    ]
+    samples = [build_sample(0, each, float(i == 5), 2.0 if i == 5 else -0.3) for i, each in enumerate(rollouts)]
+    store = open_store(tmp_path / "rollouts")
+    store.append(build_group(0, rollouts, answer="2"), samples, GroupStatus.TRAINED, 7)
+    append_simple(store, 1)
+    store.flush()
+    return tmp_path
+
+
+@pytest.mark.parametrize(("size", "fit"), [(SIZES[0], 2), (SIZES[1], 3)])
+def test_rollouts_stand_side_by_side_with_what_they_got(eight: Path, size: tuple[int, int], fit: int) -> None:
+    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
+        await press(pilot, "down", "enter")
+        page = shown(app)
+        lines = page.splitlines()
+        assert f"group 0  step 7  prompt 100  trained  0-{fit - 1} of 8 rollouts" in lines[0]
+        assert "what is 1 + 1?" in page
+        assert "answer = 2" in page
+        assert "▶0 0-0" in page
+        for index in range(fit):
+            assert f"{index} 0-{index}" in page
+        assert f"{fit} 0-{fit}" not in page
+        assert page.count("reward 0.000") == fit
+        assert page.count("advantage -0.300") == fit
+        assert page.count("exact 0.000") == fit
+        assert "3 tokens" in page
+        for _ in range(5):
+            await press(pilot, "right")
+        assert "▶5 0-5 =" in shown(app)  # the best is what the others are compared with
+        assert "reward 1.000" in shown(app)
+        await press(pilot, "enter")
+        assert on(app, RolloutScreen).rollout_id == "0-5"
+        await press(pilot, "n")
+        assert on(app, RolloutScreen).rollout_id == "0-6"
+        await press(pilot, "n", "n")
+        assert on(app, RolloutScreen).rollout_id == "0-7"  # it ends there
+        await press(pilot, "q")
+        assert on(app, GroupScreen).chosen == 7
+
+    drive(eight, scenario, size=size)
+
+
+def test_texts_scroll_below_the_head(eight: Path) -> None:
+    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
+        await press(pilot, "down", "enter", "pagedown", "down")
+        page = shown(app)
+        assert "▶0 0-0" in page
+        assert "reward 0.000" in page
+        assert "the answer is" not in page
+        await press(pilot, "g")
+        assert "the answer is" in shown(app)
+        await press(pilot, "G")
+        assert "and so on" in shown(app)
+
+    drive(eight, scenario)
+
+
+def test_columns_are_as_many_as_one_asks_for(eight: Path) -> None:
+    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
+        await press(pilot, "down", "enter", "plus", "plus")
+        assert "0-3 of 8 rollouts" in shown(app)
+        await press(pilot, "minus", "minus", "minus")
+        assert "0 of 8 rollouts" in shown(app)
+        assert "│" not in shown(app)
+
+    drive(eight, scenario)
+
+
+def test_next_and_previous_group_and_other_steps(eight: Path) -> None:
+    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
+        await press(pilot, "enter")
+        assert "group 1 " in shown(app)
+        await press(pilot, "n")
+        assert "group 0 " in shown(app)
+        await press(pilot, "n")
+        assert "group 0 " in shown(app)
+        assert [each.message for each in app._notifications] == ["that was the last one"]
+        await press(pilot, "p")
+        assert "group 1 " in shown(app)
+        await press(pilot, "o")
+        on(app, HistoryScreen)
+
+    drive(eight, scenario)
+
+
+def _group(tmp_path: Path, open_store: OpenStore, *texts: str) -> GroupRow:
+    store = open_store(tmp_path)
+    rollouts = [build_rollout(f"0-{i}", text=text) for i, text in enumerate(texts)]
+    samples = [build_sample(0, each, float(i)) for i, each in enumerate(rollouts)]
+    store.append(build_group(0, rollouts), samples, GroupStatus.TRAINED, 1)
+    store.flush()
+    (row,) = read_groups(tmp_path)
+    return row
+
+
+def test_words_that_the_reference_does_not_have_are_marked(tmp_path: Path, open_store: OpenStore) -> None:
+    row = _group(tmp_path, open_store, "a x c\nd", "a b c\nd")
+    assert best_rollout(row.rollouts) == 1
+    page = side_by_side(row, 0, 2, 60, chosen=0, reference=1, marked="MARK")
+    marked = [span.text.strip() for line in page.body for span in line.spans if span.style == "MARK"]
+    assert marked == ["x"]
+    page = side_by_side(row, 0, 2, 60, chosen=0, reference=None)
+    assert {span.style for line in page.body for span in line.spans} == {"", "dim"}  # dim: the rule between them
+    assert len({len(line.text) for line in page.body}) == 1  # every line fills its columns
+
+
+def test_d_and_equals_change_what_is_marked(tmp_path: Path, open_store: OpenStore) -> None:
+    _group(tmp_path / "rollouts", open_store, "a x c", "a b c", "a b c")
+
+    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
+        await press(pilot, "enter")
+        assert "marked: not in 2" in shown(app)
+        await press(pilot, "equals_sign")
+        assert "marked: not in 0" in shown(app)
+        await press(pilot, "d")
+        assert "marked" not in shown(app)
+
+    drive(tmp_path, scenario)
+
+
+def test_differing_words() -> None:
+    assert differing(["a ", "x ", "c"], ["a ", "b ", "c "]) == [False, True, False]
+    assert differing([], ["a"]) == []
+    assert differing(["a"] * 4000, ["b"] * 4000) == [True] * 3000 + [False] * 1000  # the rest is not compared
+
+
+def test_as_many_columns_as_fit() -> None:
+    assert columns_that_fit(79, 8, None) == 2  # 79 = 38 + 3 + 38
+    assert columns_that_fit(139, 8, None) == 3
+    assert columns_that_fit(139, 2, None) == 2
+    assert columns_that_fit(20, 8, None) == 1
+    assert columns_that_fit(79, 8, 4) == 4
+    assert columns_that_fit(79, 8, 40) == 5  # narrower than 12 cells nobody reads

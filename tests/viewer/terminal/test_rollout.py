@@ -1,0 +1,230 @@
+"""A rollout turn by turn: the token under the cursor, colours, folds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.color import Color
+from textual.pilot import Pilot
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from grpo_async.records import GroupStatus
+from grpo_async.store import GroupRow, RolloutRow, read_groups
+from grpo_async.viewer.terminal.app import Inspector
+from grpo_async.viewer.terminal.page_view import PageView
+from grpo_async.viewer.terminal.rollout import RolloutScreen
+from grpo_async.viewer.terminal.rollout_page import rollout_lines, tokens_by_turn, turn_of
+from grpo_async.viewer.terminal.token_details import token_details
+from grpo_async.viewer.token_colours import SWATCHES, ColourMode
+from grpo_async.viewer.token_text import TokenTexts
+from tests.store.builders import OpenStore, build_group, build_rollout, build_sample
+from tests.viewer.terminal.support import SIZES, drive, on, press, shown
+
+
+def _byte_texts() -> TokenTexts:
+    """Ids are places in the byte alphabet: no merges."""
+    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return TokenTexts(tokenizer)
+
+
+def _tool_rollout(run: Path) -> tuple[GroupRow, RolloutRow]:
+    group = next(row for row in read_groups(run / "rollouts") if row.group_id == 1)
+    return group, group.rollouts[0]
+
+
+async def _open(pilot: Pilot[None], app: Inspector) -> RolloutScreen:
+    """The rollout with tools: the query leaves its group alone."""
+    await press(pilot, "enter", "enter")
+    return on(app, RolloutScreen)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_turns_tools_and_the_token_under_the_cursor(run: Path, size: tuple[int, int]) -> None:
+    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
+        screen = await _open(pilot, app)
+        page = shown(app)
+        for expected in (
+            "rollout 1-0 (1 of 2)  group 1 trained  step 2  finished  done",
+            "reward 1.000  advantage +0.750",
+            "user (prompt)",
+            "what is 1 + 1?",
+            "turn 0 · 2 tokens · stop · 0.00 s + 0.12 s tools · v2-3",
+            "▸ add(",
+            "failed 0.12 s",
+            "▸ 2 tokens of the answer, not trained on",
+            "turn 1 · 1 token",
+        ):
+            assert expected in page
+        # the first token: sampler -0.5 = 60.7 %, trainer -1.0 = 36.8 %; e^-0.5 = 0.6065
+        for expected in (
+            "token 1 of 5", "id 5", "turn 0", "version 2", "sampler -0.5000 (60.7%)", "trainer -1.0000 (36.8%)",
+            "proximal -1.2500 (28.7%)", "log ratio -0.5000", "ratio 0.6065", "weight 1.0000", "entropy 0.5000",
+            "advantage +0.750", "marks none: trained on",
+        ):  # fmt: skip
+            assert expected in page
+        await press(pilot, "right")
+        assert "token 2 of 5" in shown(app)
+        assert "marks clipped low" in shown(app)
+        await press(pilot, "right")
+        assert "token 5 of 5" in shown(app)  # the tool's tokens are folded
+        assert screen.page.cursor == 4
+        await press(pilot, "h", "h", "h")
+        assert screen.page.cursor == 0
+
+    drive(run, scenario, size=size, text="tool=add")
+
+
+def test_folds_show_arguments_results_and_the_tools_tokens(run: Path) -> None:
+    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
+        screen = await _open(pilot, app)
+        assert screen.page.tokens == [0, 1, 4]
+        await press(pilot, "t")
+        assert screen.page.tokens == [0, 1, 2, 3, 4]
+        page = shown(app)
+        for expected in ("▾ add  failed 0.12 s", "a = 1", "b = {2}", "→ result", "\\ud83d", "▾ 2 tokens of the answer"):
+            assert expected in page
+        await press(pilot, "right", "right")
+        assert "mask 0: not trained on" in shown(app)
+        await press(pilot, "enter")
+        assert screen.page.tokens == [0, 1, 4]
+        assert screen.page.cursor == 1  # the token before the one that went
+        await press(pilot, "T")
+        assert screen.page.tokens == [0, 1, 2, 3, 4]
+        await press(pilot, "T")
+        assert screen.page.tokens == [0, 1, 4]
+
+    drive(run, scenario, size=(140, 45), text="tool=add")
+
+
+def test_a_click_folds_and_chooses_tokens(run: Path) -> None:
+    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
+        screen = await _open(pilot, app)
+        lines = shown(app).splitlines()
+        top = screen.page.region.y
+        fold = next(number for number, line in enumerate(lines) if "▸ add(" in line)
+        await pilot.click(PageView, offset=(8, fold - top))
+        await pilot.pause()
+        assert "▾ add" in shown(app)
+        tokens = next(number for number, line in enumerate(shown(app).splitlines()) if "turn 0" in line) + 2
+        await pilot.click(PageView, offset=(6, tokens - top))  # "   5 6": the second token
+        assert screen.page.cursor == 1
+
+    drive(run, scenario, size=(140, 45), text="tool=add")
+
+
+def test_c_cycles_the_colours_and_their_legend_and_keeps_them_for_the_next_rollout(run: Path) -> None:
+    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
+        screen = await _open(pilot, app)
+        await press(pilot, "right", "right")  # away from the tokens that are looked at
+
+        def background(token: int) -> Color | None:
+            return screen.page._styles[token].bgcolor
+
+        def swatch(name: str) -> Color:
+            colour = SWATCHES[name].dark
+            assert colour is not None
+            return Color.parse(colour)
+
+        assert app.colour_mode is ColourMode.ADVANTAGE
+        assert background(0) == swatch("up-2")  # +0.75
+        assert background(1) == swatch("no-gradient")  # clipped
+        assert background(2) is None
+        seen = []
+        for expected in ("log ratio", "sampler's probability", "entropy", "policy version", "mask and marks"):
+            await press(pilot, "c")
+            assert expected in shown(app)
+            seen.append(background(0))
+        # trainer -1.0, sampler -0.5: -0.5; e^-0.5 = 61 %; 0.5 nats; version 2; no mark
+        assert seen == [swatch("down-2"), swatch("level-1"), swatch("level-2"), swatch("version-2"), swatch("trained")]
+        assert background(1) == swatch("clipped-low")
+        await press(pilot, "n")
+        assert "mask and marks" in shown(app)
+        await press(pilot, "c")
+        assert any(line.startswith(" advantage   ≤-1.5") for line in shown(app).splitlines())
+        await press(pilot, "C")
+        assert "mask and marks" in shown(app)
+        await press(pilot, "L")
+        assert not app.current_theme.dark
+
+    drive(run, scenario, text="tool=add")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_cursor_moves_by_lines_and_pages_through_a_long_rollout(
+    tmp_path: Path, open_store: OpenStore, size: tuple[int, int]
+) -> None:
+    rollout = build_rollout("0-0", ids=list(range(1000, 3000)))
+    store = open_store(tmp_path / "rollouts")
+    store.append(build_group(0, [rollout]), [build_sample(0, rollout, 1.0)], GroupStatus.TRAINED, 1)
+    store.flush()
+
+    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
+        page = (await _open(pilot, app)).page
+        await press(pilot, "j")
+        per_line = page.cursor
+        assert (size[0] - 3 - 2) // 5 == per_line  # "1000 " takes 5 cells
+        await press(pilot, "k")
+        assert page.cursor == 0
+        await press(pilot, "pagedown")
+        assert page.cursor > 5 * per_line
+        assert f"{1000 + page.cursor} " in shown(app)
+        await press(pilot, "G")
+        assert page.cursor == 1999
+        assert "2999" in shown(app)
+        await press(pilot, "l")
+        assert page.cursor == 1999
+        await press(pilot, "g")
+        assert page.cursor == 0
+        assert "system (prompt)" in shown(app)
+
+    drive(tmp_path, scenario, size=size)
+
+
+def test_token_texts_show_line_ends_and_nothing_that_a_terminal_obeys(tmp_path: Path, open_store: OpenStore) -> None:
+    texts = _byte_texts()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = {"h": "h", " ": "Ġ", "\n": "Ċ", "\x1b": "ě", "[": "[", "\t": "ĉ"}
+    ids = [alphabet.index(names[character]) for character in "h h\n\x1b[h\th"]
+    rollout = build_rollout("0-0", ids=ids)
+    store = open_store(tmp_path / "rollouts")
+    store.append(build_group(0, [rollout]), [build_sample(0, rollout, 1.0)], GroupStatus.TRAINED, 1)
+    store.flush()
+
+    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
+        await _open(pilot, app)
+        page = shown(app)
+        assert "h h⏎\n" in page
+        assert "␛[h→   h" in page
+        assert "text 'h'" in page
+        assert "\x1b" not in page
+        await press(pilot, "right", "right", "right")
+        assert "text '\\n'" in shown(app)
+
+    drive(tmp_path, scenario, texts=texts)
+
+
+def test_the_place_of_each_turns_tokens(run: Path) -> None:
+    _, rollout = _tool_rollout(run)
+    places = tokens_by_turn(rollout)
+    assert [(place.first, place.answer, place.end) for place in places] == [(0, 2, 4), (4, 5, 5)]
+    assert [turn_of(places, token) for token in range(6)] == [0, 0, 0, 0, 1, None]
+
+
+def test_every_completion_token_is_on_the_unfolded_page_once_and_in_order(run: Path) -> None:
+    group, rollout = _tool_rollout(run)
+    lines = rollout_lines(group, rollout, "no texts", 40, frozenset({"tools-0", "tools-1"}))
+    assert [span.token for line in lines for span in line.spans if span.token >= 0] == [0, 1, 2, 3, 4]
+    assert max(len(line.text) for line in lines) <= 40
+
+
+def test_details_of_a_rollout_that_no_update_used(run: Path) -> None:
+    group = next(row for row in read_groups(run / "rollouts") if row.group_id == 2)
+    details = dict(pair for line in token_details(group.rollouts[0], 0, "x", 0) for pair in line)
+    assert (
+        details["trainer"] == details["proximal"] == details["ratio"] == details["weight"] == details["entropy"] == "-"
+    )
+    assert details["marks"].startswith("not recorded")
+    assert details["sampler"] == "-0.2500 (77.9%)"

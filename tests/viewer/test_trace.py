@@ -1,0 +1,311 @@
+"""From events to a trace for Perfetto, to a drawing, and to who waited for whom."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from grpo_async.cli.app import app
+from grpo_async.errors import ConfigError
+from grpo_async.timeline import ATTEMPT, DROPPED, LOST, Event
+from grpo_async.viewer.timeline_data import drawing, lane_order, lay_out, load_events
+from grpo_async.viewer.timeline_text import summary
+from grpo_async.viewer.timeline_usage import overlap, seconds, subtract, union, usage
+from grpo_async.viewer.trace import trace_records, write_trace
+from tests.support.trace_format import check_trace, read_trace
+
+
+def _span(name: str, lane: str, start: float, end: float, **details: Any) -> Event:
+    return Event(name, lane, start, end, details)
+
+
+def _run() -> list[Event]:
+    """One step of a run that begins at second 1000: rollouts 0-4 and 1-5, scored, queued until 6, trained 6-9, pushed 9-10."""
+    return [
+        Event(ATTEMPT, "run", 1000.0, 1000.0, {"attempt": "1"}),
+        _span("rollout", "rollout/0", 1000.0, 1004.0, rollout="g0-r0", group="g0"),
+        _span("generate", "rollout/0", 1000.0, 1003.0, turn=0),
+        _span("tools", "rollout/0", 1003.0, 1004.0, calls=["python"]),
+        _span("rollout", "rollout/1", 1001.0, 1005.0, rollout="g0-r1", group="g0"),
+        _span("generate", "rollout/1", 1001.0, 1005.0, turn=0),
+        _span("score", "scoring/0", 1005.0, 1005.5, group="g0"),
+        _span("queued", "queue/0", 1005.5, 1006.0, group="g0", step=1),
+        _span("wait for samples", "trainer", 1000.0, 1006.0, step=1),
+        _span("forward", "trainer", 1006.0, 1007.0),
+        _span("backward", "trainer", 1007.0, 1009.0),
+        _span("train", "trainer", 1006.0, 1009.0, step=1),
+        _span("push", "weights", 1009.0, 1010.0, version=1),
+        _span("push", "trainer", 1009.0, 1010.0, version=1),
+        _span("step", "trainer", 1000.0, 1010.0, step=1),
+    ]
+
+
+def _write(path: Path, events: list[Event], *, more: str = "") -> Path:
+    lines = [
+        json.dumps({"name": e.name, "lane": e.lane, "start": e.start, "end": e.end, "details": e.details}, separators=(",", ":"))
+        for e in events
+    ]  # fmt: skip
+    path.write_text("".join(line + "\n" for line in lines) + more)
+    return path
+
+
+# -- lanes and levels
+
+
+def test_spans_of_a_lane_nest_and_lanes_are_in_the_order_of_the_pipeline() -> None:
+    rows = lay_out(_run())
+    assert [row.lane for row in rows] == [
+        "run", "trainer", "rollout/0", "rollout/1", "weights", "queue/0", "scoring/0",
+    ]  # fmt: skip
+    trainer = rows[1]
+    assert [(placed.event.name, placed.depth) for placed in trainer.spans] == [
+        ("step", 0), ("wait for samples", 1), ("train", 1), ("forward", 2), ("backward", 2), ("push", 1),
+    ]  # fmt: skip
+    assert trainer.num_levels == 3
+    names = ["rollout/10", "rollout/9", "other", "trainer", "rollout", "rollout/x"]
+    assert sorted(names, key=lane_order) == ["trainer", "rollout", "rollout/9", "rollout/10", "rollout/x", "other"]
+
+
+def test_what_overlaps_without_nesting_gets_a_row_of_its_own() -> None:
+    rows = lay_out([_span("a", "gpu", 0, 2), _span("b", "gpu", 1, 3), _span("c", "gpu", 2, 4)])
+    assert [[placed.event.name for placed in row.spans] for row in rows] == [["a", "c"], ["b"]]
+
+
+def test_from_far_away_neighbours_are_drawn_as_one_and_near_ones_as_they_are() -> None:
+    events = [_span("generate" if n % 3 else "tools", "rollout/0", n, n + 0.5) for n in range(1000)]
+    events.append(_span("rollout", "rollout/1", 0, 1000))
+    far = drawing(events, columns=50)
+    assert far is not None
+    assert len(far.spans) < 3 * 50
+    blocks = [span for span in far.spans if span["lane"] == "rollout/0"]
+    assert sum(span.get("count", 1) for span in blocks) == 1000
+    assert sum(span["busy_s"] for span in blocks) == pytest.approx(500.0)
+    assert {span["name"] for span in blocks} == {"generate"}
+    assert far.num_merged == 1000 - len(blocks)
+    near = drawing(events, start=100.0, end=110.0, columns=50)
+    assert near is not None
+    assert (near.first, near.last, near.num_merged) == (0, 1000, 0)
+    assert [span["start"] for span in near.spans if span["lane"] == "rollout/0"] == list(range(100, 111))
+    assert drawing([]) is None
+
+
+def test_instants_are_never_merged() -> None:
+    events = [_span("up", "server/0", n, n) for n in range(20)] + [_span("run", "run", 0, 1e6)]
+    found = drawing(events, columns=10)
+    assert found is not None
+    assert len(found.spans) == 21
+
+
+def test_a_drawing_of_100000_spans_is_made_in_a_second_or_so_and_is_small() -> None:
+    events = [_span("generate", f"rollout/{n % 100}", n, n + 90.0, tokens=n) for n in range(100_000)]
+    began = time.perf_counter()
+    found = drawing(events, columns=300)
+    assert time.perf_counter() - began < 8.0  # measured: 0.7 s
+    assert found is not None
+    assert len(found.spans) < 40_000
+    assert found.num_merged + len(found.spans) == 100_000
+
+
+# -- who waited for whom
+
+
+def test_intervals() -> None:
+    spans = [_span("a", "x", 1, 3), _span("a", "x", 0, 2), _span("a", "x", 5, 6)]
+    assert union(spans) == [(0, 3), (5, 6)]
+    assert seconds([(0, 3), (5, 6)]) == 4
+    assert overlap([(0, 3), (5, 6)], [(2, 5.5)]) == 1.5
+    assert subtract([(0, 10)], [(2, 3), (9, 12)]) == [(0, 2), (3, 9)]
+    assert subtract([(0, 1), (2, 3)], [(0, 3)]) == []
+    assert subtract([(0, 1)], []) == [(0, 1)]
+
+
+def test_waiting_is_measured_against_what_the_others_did_meanwhile() -> None:
+    found = usage(_run())
+    assert found is not None
+    assert found.wall_s == 10.0
+    assert found.trainer_waits_s == 6.0
+    assert found.trainer_waits_generating_s == 5.0  # generated 0 to 5
+    assert found.generation_idle_s == 5.0  # 5 to 10
+    assert found.generation_idle_by == {"wait for samples": 1.0, "train": 3.0, "push": 1.0}
+    assert found.both_s == 0.0
+    assert found.mean_in_flight == 7.0 / 5.0
+    assert found.lanes["trainer"] == 4.0
+    assert found.waits[0].name == "wait for samples"
+    generate = next(each for each in found.names if each.name == "generate")
+    assert (generate.count, generate.total_s, generate.longest_s, generate.mean_s) == (2, 7.0, 4.0, 3.5)
+
+
+def test_only_the_time_of_the_steps_counts() -> None:
+    before = _span("loading the model", "run", 900.0, 1000.0)
+    found = usage([*_run(), before, _span("generate", "rollout/0", 1009.0, 1090.0)])
+    assert found is not None
+    assert found.wall_s == 10.0
+    assert found.generation_idle_s == 4.0
+    assert usage([Event("a", "b", 1.0, 1.0)]) is None
+
+
+def test_what_a_step_spends_on_nothing_that_is_named_is_not_busy() -> None:
+    found = usage([event for event in _run() if event.name != "push"])
+    assert found is not None
+    assert found.lanes["trainer"] == 3.0
+
+
+def test_the_summary_names_waits_and_shares_and_obeys_no_text(tmp_path: Path) -> None:
+    hostile = _span("\x1b]0;owned\x07wait for \x1b[31mred", "\x1b[2Jrollout", 1000.0, 1001.0, group="\x1b[1m" * 50)
+    file = load_events(_write(tmp_path / "events.jsonl", [*_run(), hostile]))
+    text = summary(file)
+    assert "trainer waited for samples       60%    6.00 s, 83% of it while generating" in text
+    assert "no request was generated for     50%    5.00 s" in text
+    assert "generation                       50%    5.00 s, 1.4 requests at once" in text
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 79
+    assert summary(load_events(_write(tmp_path / "none.jsonl", []))) == "the timeline has no span yet"
+
+
+# -- the trace
+
+
+def test_a_trace_keeps_the_rules_of_its_format_and_names_everything() -> None:
+    records = trace_records(_run(), title="demo")
+    check_trace(records)
+    processes = {r["pid"]: r["args"]["name"] for r in records if r["name"] == "process_name"}
+    threads = {(r["pid"], r["tid"]): r["args"]["name"] for r in records if r["name"] == "thread_name"}
+    spans = [r for r in records if r["ph"] == "X"]
+    assert len(spans) == 14
+    by_lane = Counter(threads[r["pid"], r["tid"]] for r in spans)
+    assert by_lane == {"trainer": 6, "rollout/0": 3, "rollout/1": 2, "scoring/0": 1, "queue/0": 1, "weights": 1}
+    assert set(processes.values()) == {
+        "demo: run", "demo: trainer", "demo: rollouts", "demo: weight push", "demo: scored groups in the queue",
+        "demo: scoring", "demo: counters",
+    }  # fmt: skip
+    train = next(r for r in spans if r["name"] == "train")
+    assert (train["ts"], train["dur"], train["args"]) == (6_000_000, 3_000_000, {"step": 1})
+
+
+def test_arrows_go_from_the_last_rollout_to_the_step_and_from_it_to_the_push() -> None:
+    records = trace_records(_run(), title="demo")
+    arrows: dict[str, list[tuple[str, int]]] = {}
+    for record in records:
+        if record["ph"] in ("s", "t", "f"):
+            arrows.setdefault(record["name"], []).append((record["ph"], record["ts"]))
+    assert arrows == {
+        "group": [("s", 4_999_999), ("t", 5_000_000), ("t", 5_500_000), ("f", 6_000_000)],
+        "weights": [("s", 8_999_999), ("f", 9_000_000)],
+    }
+
+
+def test_counters_follow_the_spans() -> None:
+    records = trace_records(_run(), title="demo")
+    counts = [(r["name"], r["ts"], r["args"]["value"]) for r in records if r["ph"] == "C"]
+    assert [c[1:] for c in counts if c[0] == "requests in flight"] == [
+        (0, 1), (1_000_000, 2), (3_000_000, 1), (5_000_000, 0),
+    ]  # fmt: skip
+    assert [c[1:] for c in counts if c[0] == "queued groups"] == [(5_500_000, 1), (6_000_000, 0)]
+    assert [c[1:] for c in counts if c[0] == "trainer waits"] == [(0, 1), (6_000_000, 0)]
+
+
+def test_arrows_of_a_group_whose_step_never_came_end_in_the_queue() -> None:
+    events = [event for event in _run() if event.name not in ("train", "score")]
+    records = trace_records(events, title="demo")
+    check_trace(records)
+    assert [r["ph"] for r in records if r["name"] == "group"] == ["s", "f"]
+
+
+def test_rounding_to_microseconds_keeps_what_nests_nested() -> None:
+    start = 1_763_760_000.123456
+    spans = [_span("outer", "trainer", start + n * 3.3e-6, start + n * 3.3e-6 + 3.2e-6) for n in range(200)]
+    spans += [_span("inner", "trainer", s.start + 0.4e-6, s.end - 0.3e-6) for s in spans]
+    check_trace(trace_records(spans, title="demo"))
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_is_written_whole_and_compressed_by_its_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    number = write_trace(_run(), path, title="demo")
+    assert len(read_trace(path)) == number
+    assert (path.read_bytes()[:2] == b"\x1f\x8b") is name.endswith(".gz")
+    assert list(tmp_path.iterdir()) == [path]
+    assert write_trace([], path, title="demo") == 0
+    assert read_trace(path) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write .*missing/t.json: No such file.*--out"):
+        write_trace(_run(), tmp_path / "missing" / "t.json", title="demo")
+
+
+# -- a run directory
+
+
+def _steps(count: int) -> list[Event]:
+    return [_span("step", "trainer", 10.0 * n, 10.0 * n + 10.0, step=n) for n in range(1, count + 1)]
+
+
+def test_a_window_of_steps_has_what_touches_it(tmp_path: Path) -> None:
+    rollouts = [_span("rollout", "rollout/0", 10.0 * n + 5, 10.0 * n + 14, group=f"g{n}") for n in range(1, 6)]
+    path = _write(tmp_path / "events.jsonl", [*_steps(5), *rollouts])
+    found = load_events(path, first_step=3, last_step=4)  # 30 to 50
+    assert [e.details["group"] for e in found.events if e.name == "rollout"] == ["g2", "g3", "g4"]
+    assert sorted(found.steps) == [1, 2, 3, 4, 5]
+    assert len(load_events(path, first_step=5).events) == 4  # steps 4 (touches) and 5, rollouts g4 and g5
+    assert len(load_events(path).events) == 10
+
+
+def test_a_step_that_was_made_twice_counts_as_it_was_made_last(tmp_path: Path) -> None:
+    again = [_span("step", "trainer", 100.0, 110.0, step=2), _span("generate", "rollout/0", 101.0, 102.0)]
+    attempt = Event(ATTEMPT, "run", 90.0, 90.0, {"attempt": "2"})
+    path = _write(tmp_path / "events.jsonl", [Event(ATTEMPT, "run", 5.0, 5.0), *_steps(3), attempt, *again])
+    found = load_events(path, first_step=2, last_step=2)
+    assert [event.start for event in found.events] == [100.0, 101.0]
+    whole = load_events(path)
+    assert whole.num_attempts == 2
+    assert "2 attempts" in summary(whole)
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    dropped = Event(DROPPED, "run", 1.0, 1.0, {"events": 70, "bytes": 9000})
+    lost = Event(LOST, "run", 2.0, 2.0, {"events": 3})
+    path = _write(tmp_path / "events.jsonl", [dropped, *_steps(1), lost], more='{"name":"step","lane":"tr')
+    text = summary(load_events(path))
+    assert "note: the first 70 events were dropped: record.timeline.max_mb" in text
+    assert "note: 3 events could not be written" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--from", "9"], "has no step in 9..; it has 1 to 3"),
+        (["--from", "3", "--to", "2"], "3 is after --to 2"),
+        (["--out", "/nowhere/t.json"], "cannot write /nowhere/t.json"),
+    ],
+)
+def test_wrong_input_is_answered_with_what_there_is(tmp_path: Path, arguments: list[str], message: str) -> None:
+    _write(tmp_path / "events.jsonl", _steps(3))
+    done = CliRunner().invoke(app, ["trace", str(tmp_path), *arguments])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+    assert not (tmp_path / "trace.json.gz").exists()
+
+
+def test_a_run_without_a_timeline_says_which_setting_writes_one(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["trace", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "record.timeline.enabled" in done.output
+    _write(tmp_path / "events.jsonl", [])
+    done = CliRunner().invoke(app, ["trace", str(tmp_path), "--from", "1"])
+    assert "has no finished step yet" in done.output
+
+
+def test_the_command_writes_into_the_run_and_prints_the_summary(tmp_path: Path) -> None:
+    _write(tmp_path / "events.jsonl", _run())
+    done = CliRunner().invoke(app, ["trace", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "who waited for whom" in done.output
+    assert "https://ui.perfetto.dev" in done.output
+    assert len(read_trace(tmp_path / "trace.json.gz")) > 20

@@ -1,0 +1,48 @@
+"""What the tests of the page do again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tests.support.browser import SIZES, WatchedPage, watched_page
+from tests.viewer.web.serving import Inspector
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+
+@contextmanager
+def opened(
+    browser: Browser, inspector: Inspector, view: str = "", *, size: tuple[int, int] = SIZES["wide"]
+) -> Iterator[WatchedPage]:
+    """A page that has exchanged the token and shows `view`; at the end nothing may have gone wrong in it."""
+    with watched_page(browser, origin=inspector.origin, size=size) as watched:
+        watched.page.goto(inspector.url)
+        watched.page.wait_for_selector(".grid-row a")
+        if view:
+            watched.page.evaluate("hash => { location.hash = hash }", view)
+            ready(watched.page)
+        yield watched
+        watched.assert_quiet()
+
+
+def ready(page: Page) -> None:
+    """The view that the address asks for is drawn."""
+    page.wait_for_selector("main:not([aria-busy])")
+
+
+def rows(page: Page) -> list[str]:
+    """The links of the rows in sight, from the top."""
+    page.wait_for_selector(".grid-row a")
+    links = page.locator(".grid-row a").all()
+    placed = sorted((int(link.get_attribute("data-index") or 0), link.inner_text()) for link in links)
+    return [text for _, text in placed]
+
+
+def search(page: Page, query: str) -> None:
+    page.fill("#query", query)
+    page.press("#query", "Enter")
+    page.wait_for_function("query => decodeURIComponent(location.hash.replaceAll('+', ' ')).includes(query)", arg=query)
+    ready(page)
