@@ -23,6 +23,11 @@ class BatchPlan:
     def num_micro_batches(self) -> int:
         return len(self.ranks[0])
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens of all forwards, padding included; a micro-batch without a sample computes one row of it."""
+        return sum(max(1, len(rows)) for micro_batches in self.ranks for rows in micro_batches) * self.row_tokens
+
 
 def plan_batch(
     lengths: Sequence[int], *, num_ranks: int, micro_batch_tokens: int, row_tokens: int | None, pack: bool

@@ -80,7 +80,9 @@ class Scorer:
         if environments is not None:
             kept = {id(completion) for completion in survivors}
             environments = [e for e, c in zip(environments, group.completions, strict=True) if id(c) in kept]
+        began = time.monotonic()
         scores = await self.scores(group.prompt, survivors, environments=environments)
+        took_s = time.monotonic() - began
         rewards = combine_rewards(scores.parts, self.weights)
         advantages = self.advantages.of_group(rewards, scores.parts)
         has_signal = self._train_zero_variance or any(advantages)
@@ -94,7 +96,7 @@ class Scorer:
             samples=samples,
             rewards=rewards,
             reward_parts=scores.parts,
-            metrics=scores.metrics,
+            metrics={"scoring/duration_s": took_s, **scores.metrics},
             extra_columns=scores.extra_columns,
         )
 

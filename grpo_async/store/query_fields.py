@@ -249,7 +249,11 @@ WORDS: tuple[Word, ...] = (
     Word(name="unscored", sql="r.reward IS NULL", help="has no reward"),
     Word(name="clipped", sql="r.clipped_share > 0", help="a token of it was clipped"),
     Word(name="masked", sql="r.masked_share > 0", help="a token of it was left out of the loss"),
-    Word(name="superseded", sql="r.superseded", help="left behind by a resume (shown with --with-superseded)"),
+    Word(
+        name="superseded",
+        sql="r.superseded",
+        help="left behind by a resume (shown where superseded rows are asked for)",
+    ),
 )
 
 _BY_NAME = {name: field for field in FIELDS if not field.dynamic for name in (field.name, *field.aliases)}

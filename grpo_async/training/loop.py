@@ -243,6 +243,7 @@ class LeaderLoop:
         stored = self._stored(minibatches)
         figures = FigurePlan(place.num_ranks)
         began = time.time()
+        num_tokens = num_computed = 0
         for minibatch in minibatches:
             samples = minibatch.samples
             plan = plan_batch(
@@ -261,6 +262,8 @@ class LeaderLoop:
             )
             for rank, part in enumerate(parts):
                 part.append(pack_rank(samples, weights, plan, rank, trainer_version=step - 1))
+            num_tokens += sum(len(sample.token_ids) for sample in samples)
+            num_computed += plan.num_computed_tokens
             figures.add(samples, plan, is_wanted=[sample.group_id in stored for sample in samples])
         orders = figures.orders()
         place.channel.send(
@@ -269,6 +272,7 @@ class LeaderLoop:
         num_rows = sum(len(minibatch.samples) for minibatch in minibatches)
         self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
         result = place.step(parts[0], lr, orders[0])
+        result.metrics["training/padding_share"] = 1.0 - num_tokens / num_computed
         collected = result.token_figures
         return result, {} if collected is None else figures.by_rollout(collected, result.updates)
 

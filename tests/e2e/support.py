@@ -107,7 +107,7 @@ def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float, ever
 def make_run(folder: Path, base: str, overrides: Sequence[str] = (), *, name: str = "run") -> Run:
     """A run of a shipped config with overrides, written as a config file that extends it."""
     content: dict[str, Any] = {"extends": str(REPOSITORY / "configs" / base)}
-    for override in [f"run.name={name}", f"run.dir={folder}", *overrides]:
+    for override in [f"run.name={name}", f"run.dir={folder}", "record.report=false", *overrides]:
         path, _, value = override.partition("=")
         *sections, last = path.split(".")
         place = content

@@ -22,7 +22,9 @@ def _text(page: str) -> str:
 
 
 def test_a_run_ends_with_its_report(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, "training.max_steps=8", "optimizer.lr=1.0e-9"))
+    run = make_run(
+        tmp_path, "quickstart.yaml", (*SMALL, "training.max_steps=8", "optimizer.lr=1.0e-9", "record.report=true")
+    )
     summary, output = run.complete()
     report = run.folder / "report.html"
     assert report.is_file()
@@ -52,7 +54,7 @@ def test_a_run_ends_with_its_report(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_stopped_has_a_report_too(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, "training.max_steps=200"))
+    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, "training.max_steps=200", "record.report=true"))
     process = run.start()
     run.wait_for_step(2, process)
     process.send_signal(signal.SIGINT)

@@ -39,6 +39,7 @@ def make_config(folder: Path, **sections: Any) -> ExperimentConfig:
         "rewards": [{"function": "grpo_async.quickstart.reward:exact_answer"}],
         "inference": {"engine": "embedded"},
         "training": {"max_steps": 2},
+        "record": {"report": False},
     }
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from grpo_async.errors import DeadlineError
+from grpo_async.launch.conduct import report_end
 from grpo_async.launch.failures import RankExit, explain, first_failure, write_failure, write_rank_exits
-from grpo_async.launch.launcher import _report
+from grpo_async.launch.output import Output
 from grpo_async.launch.supervisor import Outcome
 from grpo_async.launch.wording import describe_exit, tail
 from grpo_async.rundir import RunDir
@@ -65,7 +66,7 @@ def test_what_a_model_wrote_cannot_reach_the_terminal_through_an_error(tmp_path:
 
 def test_the_launchers_last_word_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = Outcome(exit_code=1, error="the server said \x1b]0;x\x07no\x1b[2J\ntwice")
-    assert _report(outcome, RunDir(tmp_path), Console(file=io.StringIO())) == 1
+    assert report_end(outcome, RunDir(tmp_path), Output(console=Console(file=io.StringIO()))) == 1
     assert capsys.readouterr().err == "error: the server said no\ntwice\n"
 
 

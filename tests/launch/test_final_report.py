@@ -19,7 +19,9 @@ from tests.viewer.report.support import steps, write_run
 
 
 def _write(folder: Path, run_dir: RunDir, **record: object) -> Path | None:
-    return write_final_report(make_config(folder, record=record), run_dir, Output(console=Console(file=io.StringIO())))
+    return write_final_report(
+        make_config(folder, record={"report": True, **record}), run_dir, Output(console=Console(file=io.StringIO()))
+    )
 
 
 def test_the_report_of_a_run_is_written_by_a_child(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ class _Fleet:
         self.life, self.is_silent = "first", False
         self.start = lambda: events.append("look for servers")
         self.close = lambda: closed.append("fleet")
+        self.subscribe_load: Callable[[Callable[[], None]], None] = lambda listener: None
 
     def wait_for_members(self, *, deadline_s: float, setting: str, stop: Any) -> bool:
         answer = self.up.pop(0) if self.up else True

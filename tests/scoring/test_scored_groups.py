@@ -90,4 +90,6 @@ def test_what_functions_note_is_kept_for_the_store() -> None:
         return [0.0, 1.0]
 
     scored = _score([make_completion("a"), make_completion("b")], reward)
-    assert (scored.extra_columns, scored.metrics) == ({"extracted": ["4", "5"]}, {"parsed": 0.5})
+    assert scored.extra_columns == {"extracted": ["4", "5"]}
+    assert scored.metrics["parsed"] == 0.5
+    assert scored.metrics.keys() == {"parsed", "scoring/duration_s"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import socket
 import sys
@@ -107,7 +108,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _in_url(host: str, bound: str) -> str:
-    name = "127.0.0.1" if bound == "0.0.0.0" else "::1" if bound == "::" else host
+    address = ipaddress.ip_address(bound)
+    name = host if not address.is_unspecified else "127.0.0.1" if address.version == 4 else "::1"
     return f"[{name}]" if ":" in name else name
 
 
