@@ -34,7 +34,7 @@ from grpo_async.rundir import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.threads import call_when_set
 from grpo_async.timeline import NO_TIMELINE, Timeline
-from grpo_async.tracking import MetricsLog, open_trackers
+from grpo_async.tracking import MetricsLog, Trackers, open_trackers
 from grpo_async.training.checkpoint import load_state, load_tensors, set_aside_later_checkpoints
 from grpo_async.training.keeping import CheckpointKeeper
 from grpo_async.training.loop import LeaderLoop
@@ -138,8 +138,9 @@ class _Leader:
         self._guard.check()
 
     def _build_rollout_side(self) -> RolloutSide:
-        store = RolloutStore(self._place.rundir.rollouts, settings=self._config.record.rollouts)
-        self._stack.callback(store.close)
+        store = self._stack.enter_context(
+            RolloutStore(self._place.rundir.rollouts, settings=self._config.record.rollouts)
+        )
         side = build_rollout_side(
             self._config,
             fleet=self._fleet,
@@ -192,8 +193,9 @@ class _Leader:
             on_serving=lambda server: self._control.send("server_serving", index=server.index),
             timeline=self._timeline,
         )
-        trackers = self._trackers = open_trackers(config, self._place.rundir)
-        self._stack.callback(trackers.close)
+        is_run = not self._place.preflight_only  # a preflight is no run that anybody wants to see in a tracker
+        trackers = self._trackers = open_trackers(config, self._place.rundir) if is_run else Trackers(())
+        self._stack.push(lambda kind, *_: trackers.close(failed=kind is not None))
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
             metrics |= self._fleet.metrics()
@@ -387,6 +389,7 @@ class _Leader:
             "model": str(rundir.model) if is_finished else None,
             "num_devices": self._place.world_size,
             "engine": self._engine,
+            "on_gpu": self._workplace.device.type == "cuda",
             "server_failures": [
                 {"server": failure.name, "reason": failure.reason, "recovery_s": failure.recovery_s}
                 for failure in self._fleet.failures

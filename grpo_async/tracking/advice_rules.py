@@ -237,9 +237,8 @@ def filtered_groups(figures: PipelineFigures, setup: PipelineSetup) -> Advice | 
     current = setup.groups_per_step
     suggested = min(2 * current, math.ceil(current / max(1.0 - share, 0.01) - 1e-9))
     words = f"{share:.0%} of the groups teach nothing (all rewards equal), so steps train on {current * (1.0 - share):.1f} groups"
-    return _change(
-        "equal rewards", words, "rollout.groups_per_step", current, suggested, tail="or choose harder prompts"
-    )
+    tail = "or choose prompts that are neither always nor never solved"
+    return _change("equal rewards", words, "rollout.groups_per_step", current, suggested, tail=tail)
 
 
 def nothing_to_gain(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:

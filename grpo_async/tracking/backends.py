@@ -34,7 +34,8 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool) -> None:
+        """`failed`: the run ended with an error."""
 
 
 class Tensorboard:
@@ -50,7 +51,7 @@ class Tensorboard:
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._writer.close()
 
 
@@ -77,8 +78,8 @@ class Wandb:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class Trackio:
@@ -103,7 +104,7 @@ class Trackio:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._run.finish()
 
 
@@ -137,8 +138,8 @@ class Mlflow:
             self._run_id, metrics=[self._metric(name, value, now, step) for name, value in named.items()]
         )
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run_id, "FINISHED")
+    def close(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 class Prometheus:
@@ -176,7 +177,7 @@ class Prometheus:
             family.add_metric([self._run_name, name], value)
         yield from families.values()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_PROMETHEUS_END_S)

@@ -48,11 +48,11 @@ class Trackers:
         for caller in self._callers:
             caller.log(step, finite)
 
-    def close(self) -> None:
-        """Let each write what it has, and end it. Allowed more than once."""
+    def close(self, *, failed: bool = False) -> None:
+        """Let each write what it has, and end it. Allowed more than once. `failed`: the run ended with an error."""
         ends_at = time.monotonic() + self._close_s
         for caller in self._callers:
-            caller.begin_close()
+            caller.begin_close(failed=failed)
         for caller in self._callers:
             caller.wait(max(0.0, ends_at - time.monotonic()))
 
@@ -66,6 +66,7 @@ class _Caller:
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_WAITING)
         self._has_warned = False
         self._closing = False
+        self._failed = False
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -77,10 +78,11 @@ class _Caller:
         except queue.Full:
             self._warn(f"it is {_MAX_WAITING} steps behind; step {step} is left out")
 
-    def begin_close(self) -> None:
+    def begin_close(self, *, failed: bool) -> None:
         if self._closing:
             return
         self._closing = True
+        self._failed = failed
         try:
             self._calls.put_nowait(None)
         except queue.Full:
@@ -94,7 +96,7 @@ class _Caller:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:  # waits: `begin_close`, or the process's end
             self._try(call)
-        self._try(self._tracker.close)
+        self._try(partial(self._tracker.close, failed=self._failed))
 
     def _try(self, call: Callable[[], None]) -> None:
         try:
@@ -120,7 +122,7 @@ def open_trackers(config: ExperimentConfig, rundir: RunDir) -> Trackers:
             trackers.append((section.type, _open(section, config, rundir)))
         except Exception as error:
             for _, tracker in trackers:
-                tracker.close()
+                tracker.close(failed=True)
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"tracking.{number}: {section.type} cannot be set up: {error}") from error

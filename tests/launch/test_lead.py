@@ -377,9 +377,11 @@ def test_a_server_that_dies_whenever_it_is_checked_ends_the_run(
 
 def test_a_preflight_alone_ends_after_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = _World(monkeypatch)
-    told = _lead(make_config(tmp_path), preflight_only=True)
+    config = make_config(tmp_path, tracking=[{"type": "tensorboard"}])
+    told = _lead(config, preflight_only=True)
     assert world.events[-1] == "preflight"
     assert told[-1] == "StopCommand"
+    assert not RunDir(config.run_path).trackers.exists(), "it made a run in a tracker"
 
 
 def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_same(

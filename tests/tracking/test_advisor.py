@@ -188,6 +188,12 @@ def test_equal_rewards_ask_for_more_groups() -> None:
     assert _advice(replace(SETUP, zero_variance="resample"), filtered_share=0.9).setting is None
 
 
+def test_equal_rewards_may_be_all_right_or_all_wrong_so_prompts_are_not_to_be_harder() -> None:
+    text = _advice(filtered_share=0.9).text
+    assert text.endswith("or choose prompts that are neither always nor never solved")
+    assert "harder" not in text
+
+
 def test_the_order_of_the_rules_is_what_is_wasted_then_who_waits() -> None:
     assert [rule.__name__ for rule in RULES] == [
         *("full_cache", "stale_groups", "weight_pushes", "checkpoints"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.record_sections import PrometheusTracker
@@ -70,7 +71,7 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCap
                 raise self._error
             self.steps.append(step)
 
-        def close(self) -> None: ...
+        def close(self, *, failed: bool) -> None: ...
 
     good = Recording()
     trackers = Trackers([("broken", Recording(OSError("no network"))), ("good", good)])
@@ -118,6 +119,11 @@ def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
         trackers.close()
     (file,) = (tmp_path / "trackers" / "mlflow").glob("*/*/metrics/eval/pass_at_4")
     assert [line.split()[1:3] for line in file.read_text().splitlines()] == [["0.25", "1"], ["0.5", "2"]]
+    meta = next((tmp_path / "trackers" / "mlflow").glob("*/*/meta.yaml"))
+    assert yaml.safe_load(meta.read_text())["status"] == 3  # FINISHED
+    trackers = open_trackers(_config({"type": "mlflow", "experiment": "e"}), RunDir(tmp_path))
+    trackers.close(failed=True)
+    assert yaml.safe_load(meta.read_text())["status"] == 4  # FAILED
     (config,) = (tmp_path / "trackers" / "mlflow").glob("*/*/artifacts/config.json")
     assert "api_key" in config.read_text()
     assert "sk-12345" not in config.read_text()
@@ -131,7 +137,7 @@ def test_prometheus_reads_the_newest_values_with_their_help() -> None:
         tracker.log(2, {"reward": 0.75, "rewards/a b/mean": 1.0})
         answer = httpx.get(f"http://127.0.0.1:{tracker.port}/metrics", timeout=10.0).text
     finally:
-        tracker.close()
+        tracker.close(failed=False)
     assert re.search(r'^grpo_async_reward\{metric="reward",run="tracked"\} 0.75$', answer, re.MULTILINE)
     assert 'grpo_async_rewards_a_b_mean{metric="rewards/a b/mean",run="tracked"} 1.0' in answer
     assert 'grpo_async_step{metric="step",run="tracked"} 2.0' in answer
@@ -148,7 +154,7 @@ def test_a_taken_port_stops_the_run_before_it_begins(tmp_path: Path) -> None:
                 _config({"type": "tensorboard"}, {"type": "prometheus", "port": first.port}), RunDir(tmp_path)
             )
     finally:
-        first.close()
+        first.close(failed=False)
 
 
 class _Hanging:
@@ -162,7 +168,7 @@ class _Hanging:
         self.released.wait(30.0)
         self.steps.append(step)
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool) -> None: ...
 
 
 def test_a_hanging_tracker_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:

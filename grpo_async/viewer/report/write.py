@@ -38,7 +38,7 @@ def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:
     page = render(runs, made_at=time.strftime("%Y-%m-%d %H:%M:%S %Z"), version=__version__)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, page)
+        write_atomically(out, page, mode=0o600)  # it quotes rollouts, which are as private
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from error
     return out
