@@ -14,6 +14,7 @@ first line says how much was.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import logging
@@ -26,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _MOST_PENDING = 100_000
 _BATCH = 5_000  # events made into text at once, so that the text stays small
 _LONGEST_TEXT = 200  # of one detail: names of tools and errors may come from a model
 _COPY_BYTES = 1 << 20
+_ROOM_RETRY_S = 60.0  # after the older half could not be dropped: a try writes half the file
 
 
 class TimelineSettings(Protocol):
@@ -299,6 +301,7 @@ class _EventFile:
         self._descriptor: int | None = None
         self._size = 0
         self._is_failing = False
+        self._makes_room_at = 0.0  # not before; by time.monotonic()
 
     def append(self, text: str, num_events: int) -> int:
         """Write whole lines; returns how many events were lost: none or all."""
@@ -307,6 +310,8 @@ class _EventFile:
             if self._descriptor is None:
                 self._open()
             if self._size + len(data) > self._max_bytes:
+                if time.monotonic() < self._makes_room_at:
+                    return num_events
                 self._drop_older_half()
             self._write(data)
         except OSError as error:
@@ -346,27 +351,46 @@ class _EventFile:
     def _drop_older_half(self) -> None:
         """Begin the file anew with its newer half."""
         temporary = self.path.with_name(self.path.name + ".tmp")
-        with self.path.open("rb") as source, temporary.open("wb") as target:
-            first = parse_event(source.readline())
-            before = first.details if first is not None and first.name == DROPPED else {}
-            source.seek(0)
-            num_events = 0
-            last = first
-            while source.tell() < self._size // 2 and (line := source.readline()):
-                num_events += 1
-                last = parse_event(line) or last
-            since = time.time() if last is None else last.end
-            details = {
-                "bytes": source.tell() + int(before.get("bytes", 0)),
-                "events": num_events + int(before.get("events", 0)) - bool(before),  # the mark itself is none
-            }
-            target.write(_line(Event(DROPPED, "run", since, since, details)).encode())
-            while chunk := source.read(_COPY_BYTES):
-                target.write(chunk)
-        os.replace(temporary, self.path)
+        try:
+            self._copy_newer_half(temporary)
+            os.replace(temporary, self.path)
+        except OSError:
+            self._makes_room_at = time.monotonic() + _ROOM_RETRY_S
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
         self.close()
         self._open()
         logger.info("the older half of %s was dropped: record.timeline.max_mb", self.path)
+
+    def _copy_newer_half(self, temporary: Path) -> None:
+        with self.path.open("rb") as source, temporary.open("wb") as target:
+            first = parse_event(source.readline())
+            before = first.details if first is not None and first.name == DROPPED else {}
+            source.seek(max(0, self._size // 2 - 1))
+            source.readline()
+            cut = source.tell()  # the first line that stays
+            num_events = _count_lines(source, cut)
+            source.seek(max(0, cut - _COPY_BYTES))
+            last = parse_event(b"".join(source.read(cut - source.tell()).splitlines(keepends=True)[-1:]))
+            since = time.time() if last is None else last.end
+            details = {
+                "bytes": cut + int(before.get("bytes", 0)),
+                "events": num_events + int(before.get("events", 0)) - bool(before),  # the mark itself is none
+            }
+            target.write(_line(Event(DROPPED, "run", since, since, details)).encode())
+            source.seek(cut)
+            while chunk := source.read(_COPY_BYTES):
+                target.write(chunk)
+
+
+def _count_lines(source: BinaryIO, end: int) -> int:
+    """Line feeds before `end`."""
+    source.seek(0)
+    num = 0
+    while chunk := source.read(min(_COPY_BYTES, end - source.tell())):
+        num += chunk.count(b"\n")
+    return num
 
 
 def _whole_bytes(descriptor: int) -> int:

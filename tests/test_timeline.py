@@ -223,6 +223,58 @@ def test_above_its_room_the_older_half_goes_and_the_first_line_counts_it(tmp_pat
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_full_disk_leaves_no_half_copy_and_it_is_tried_again_a_minute_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    file = timeline_module._EventFile(path, max_bytes=20_000)
+    line = timeline_module._line(Event("span", "trainer", 1.0, 2.0, {"text": "x" * 100}))
+    while path.stat().st_size + len(line) <= 20_000 if path.exists() else True:
+        assert file.append(line, 1) == 0
+    size, tries, now = path.stat().st_size, 0, time.monotonic()
+
+    def replace(source: Path, target: Path) -> None:
+        nonlocal tries
+        tries += 1
+        assert source.stat().st_size > 5_000
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(timeline_module.os, "replace", replace)
+        assert [file.append(line, 1) for _ in range(5)] == [1] * 5
+    assert tries == 1
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_size == size
+    assert len(caplog.messages) == 1
+    assert file.append(line, 1) == 1  # there is room again, but it is too early
+    monkeypatch.setattr(timeline_module.time, "monotonic", lambda: now + 61.0)
+    assert file.append(line, 1) == 0
+    file.close()
+    assert next(read_events(path)).name == DROPPED
+    assert path.stat().st_size < 12_000
+
+
+def test_of_the_events_that_are_dropped_only_the_last_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    file = timeline_module._EventFile(path, max_bytes=20_000)
+    parse, num_parsed = timeline_module.parse_event, 0
+
+    def count(line: bytes) -> Event | None:
+        nonlocal num_parsed
+        num_parsed += 1
+        return parse(line)
+
+    monkeypatch.setattr(timeline_module, "parse_event", count)
+    for number in range(200):
+        file.append(timeline_module._line(Event("span", "trainer", number, number, {"text": "x" * 80})), 1)
+    file.close()
+    monkeypatch.undo()
+    mark, first, *_ = read_events(path)
+    assert mark.name == DROPPED
+    assert mark.end == first.end - 1
+    assert num_parsed <= 6  # two each time
+
+
 def test_events_that_come_faster_than_they_are_written_are_counted_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

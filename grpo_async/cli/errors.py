@@ -21,7 +21,9 @@ class ReportingGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except GrpoAsyncError as error:
-            typer.echo(str(error), err=True)
+            from grpo_async.viewer.safe_text import visible
+
+            typer.echo(visible(str(error)), err=True)  # it may quote what a model or a file says
             raise typer.Exit(USER_ERROR if isinstance(error, ConfigError) else FAILURE) from error
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None

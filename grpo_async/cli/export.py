@@ -11,14 +11,15 @@ import typer
 
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run below runs/, or a run directory.")],
+    query: Annotated[
+        str | None,
+        typer.Argument(metavar="QUERY", help="Which rollouts; `inspect-rollouts --help` explains queries."),
+    ] = None,
     format_: Annotated[
         Literal["jsonl", "parquet"] | None,
         typer.Option("--format", help="Default: as the name of --out says; without one, jsonl."),
     ] = None,
-    where: Annotated[
-        str,
-        typer.Option("--where", metavar="QUERY", help="Which rollouts; `inspect-rollouts --help` explains queries."),
-    ] = "",
+    where: Annotated[str | None, typer.Option("--where", metavar="QUERY", help="QUERY, as an option.")] = None,
     out: Annotated[str, typer.Option("--out", metavar="FILE|-", help="Where to; - is the standard output.")] = "-",
     evaluation: Annotated[
         str | None,
@@ -26,10 +27,12 @@ def export(
             "--evaluation", metavar="STEP|last", help="Rollouts of an evaluation instead of those of training."
         ),
     ] = None,
-    with_superseded: Annotated[
+    superseded: Annotated[
         bool,
         typer.Option(
-            "--with-superseded", help="Also what was written after the checkpoint that a resume went back to."
+            "--superseded",
+            "--with-superseded",
+            help="Also what a resume left behind: it is no part of the run any more.",
         ),
     ] = False,
     skip_damaged: Annotated[
@@ -44,15 +47,18 @@ def export(
     \b
     Examples:
       grpo-async export quickstart --out rollouts.parquet
-      grpo-async export quickstart --where "reward<0.2 and truncated" --out bad.jsonl
+      grpo-async export quickstart "reward<0.2 and truncated" --out bad.jsonl
       grpo-async export quickstart --evaluation last | jq .completion_text
-      grpo-async export quickstart --where 'group.status=trained "what is"' --format parquet --out found.parquet
+      grpo-async export quickstart 'group.status=trained "what is"' --format parquet --out found.parquet
     """
     from grpo_async.store.export import SUFFIXES, export_rollouts
     from grpo_async.store.query import parse_query
     from grpo_async.viewer.runs import find_evaluation, find_run
+    from grpo_async.viewer.safe_text import visible
 
-    query = parse_query(where)
+    if query is not None and where is not None:
+        raise typer.BadParameter(f"one QUERY is expected: {query!r}, or {where!r}", param_hint="--where")
+    wanted = parse_query(query or where or "")
     chosen = format_ or SUFFIXES.get(Path(out).suffix.lower(), "jsonl")
     if out == "-" and chosen == "parquet":
         raise typer.BadParameter(
@@ -64,13 +70,13 @@ def export(
     target = sys.stdout.buffer if out == "-" else Path(out)
     try:
         done = export_rollouts(
-            run_dir.rollouts, target, chosen, query, with_superseded=with_superseded, skip_damaged=skip_damaged
+            run_dir.rollouts, target, chosen, wanted, with_superseded=superseded, skip_damaged=skip_damaged
         )
     except BrokenPipeError:  # `| head`
         sys.stderr.close()
         raise typer.Exit(0) from None
     for note in done.notes:
-        typer.echo(f"note: {note}", err=True)
+        typer.echo(f"note: {visible(note)}", err=True)
     if out != "-":
         size = Path(out).stat().st_size
         typer.echo(f"{done.rollouts} rollouts of {done.groups} groups -> {out} ({_bytes(size)})", err=True)

@@ -8,6 +8,8 @@ import typer
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import Console
 
     from grpo_async.rundir import RunDir
@@ -59,8 +61,14 @@ def inspect_rollouts(
         bool | None, typer.Option("--truncated/--finished", help="Groups with a truncated rollout / without one.")
     ] = None,
     search: Annotated[str | None, typer.Option("--search", metavar="TEXT", help="Short for text~TEXT.")] = None,
+    where: Annotated[str | None, typer.Option("--where", metavar="QUERY", help="QUERY, as `export` has it.")] = None,
     superseded: Annotated[
-        bool, typer.Option("--superseded", help="Also what a resume left behind: it is no part of the run any more.")
+        bool,
+        typer.Option(
+            "--superseded",
+            "--with-superseded",
+            help="Also what a resume left behind: it is no part of the run any more.",
+        ),
     ] = False,
     sort: Annotated[
         str | None,
@@ -70,13 +78,20 @@ def inspect_rollouts(
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=0, help=f"Most groups; 0 = all. Default: {_TABLE_LIMIT}, with --json all."),
+        typer.Option(
+            "--limit", min=0, help=f"Most groups that are printed; 0 = all. Default: {_TABLE_LIMIT}, with --json all."
+        ),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print a table, also on a terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with every field.")] = False,
     web: Annotated[bool, typer.Option("--web", help="Show it in the browser, served on this machine only.")] = False,
-    host: Annotated[str, typer.Option("--host", help="Address of --web.")] = _LOOPBACK,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of --web; 0 = any that is free.")] = 0,
+    host: Annotated[str | None, typer.Option("--host", help=f"Address of --web. Default: {_LOOPBACK}.")] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port", min=0, max=65535, help="Port of --web; 0 = any that is free. Default: the same for the same runs."
+        ),
+    ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address of --web.")] = False,
 ) -> None:
     """Look at the rollouts of a run: groups, one group side by side, one rollout with every figure of its tokens.
@@ -95,17 +110,27 @@ def inspect_rollouts(
       grpo-async inspect-rollouts quickstart "tool=python and failed" --json | jq .summary.reward_mean
       grpo-async inspect-rollouts quickstart another-run --web
     """
-    if group is not None and rollout is not None:
-        raise typer.BadParameter("choose one of --group and --rollout", param_hint="--group")
-    if web and (plain or as_json or group is not None or rollout is not None):
-        raise typer.BadParameter(
-            "it is shown in the browser; leave out --plain, --json, --group and --rollout", param_hint="--web"
-        )
+    is_printed = plain or as_json or group is not None or rollout is not None or not _is_terminal()
+    _refuse_what_has_no_effect(
+        {
+            "--plain": plain,
+            "--json": as_json,
+            "--group": group is not None,
+            "--rollout": rollout is not None,
+            "--sort": sort is not None,
+            "--limit": limit is not None,
+            "--web": web,
+            "--host": host is not None,
+            "--port": port is not None,
+            "--no-browser": no_browser,
+        },
+        is_printed=is_printed,
+    )
 
     from grpo_async.viewer.plain.show import Selection
     from grpo_async.viewer.short_forms import query_text, sort_order
 
-    runs, query = _runs_and_query(arguments, evaluation, several=web)
+    runs, query = _runs_and_query(arguments, where, evaluation, several=web)
     text = query_text(
         query,
         step=step,
@@ -116,12 +141,20 @@ def inspect_rollouts(
         search=search,
     )
     order = sort_order(sort)
+    _check_order(sort)
     if web:
         from grpo_async.viewer.web.serve import serve
 
-        serve(runs, host=host, port=port, open_browser=not no_browser, query=text)
+        serve(
+            runs,
+            host=host or _LOOPBACK,
+            port=port,
+            open_browser=not no_browser,
+            query=text,
+            sort=order or None,
+            superseded=superseded,
+        )
         return
-    is_printed = plain or as_json or group is not None or rollout is not None or not _is_terminal()
     if not is_printed:
         _open_screen(runs[0], arguments[0], text, order, superseded)
         return
@@ -136,8 +169,54 @@ def inspect_rollouts(
     _print(runs[0], selection, as_json=as_json)
 
 
-def _runs_and_query(arguments: list[str], evaluation: str | None, *, several: bool) -> tuple[list[RunDir], str]:
-    """RUN [QUERY], or with `several` RUN... [QUERY]: what names a run is one.
+def _refuse_what_has_no_effect(given: Mapping[str, bool], *, is_printed: bool) -> None:
+    """Raises BadParameter where one of the options that are `given` would be ignored beside the others."""
+
+    def refuse(option: str, beside: str, why: str) -> None:
+        if given[option]:
+            raise typer.BadParameter(f"{beside}; {why}", param_hint=option)
+
+    if given["--group"] and given["--rollout"]:
+        raise typer.BadParameter("choose one of --group and --rollout", param_hint="--group")
+    if given["--plain"] and given["--json"]:
+        raise typer.BadParameter("choose one of --plain and --json", param_hint="--plain")
+    if given["--web"]:
+        if any(given[option] for option in ("--plain", "--json", "--group", "--rollout")):
+            raise typer.BadParameter(
+                "it is shown in the browser; leave out --plain, --json, --group and --rollout", param_hint="--web"
+            )
+        refuse("--limit", "the page has all groups", "leave it out")
+        return
+    for option in ("--host", "--port", "--no-browser"):
+        refuse(option, "it is for the page in the browser", "add --web")
+    one = next((option for option in ("--group", "--rollout") if given[option]), None)
+    for option in ("--sort", "--limit"):
+        if one is not None:
+            refuse(option, f"{one} shows one only", "leave it out")
+    if not is_printed:
+        refuse("--limit", "the screen has all groups", "leave it out, or print them with --plain")
+
+
+def _check_order(sort: str | None) -> None:
+    """Raises QueryError, with the words of the user, where groups have no such order."""
+    from grpo_async.store.query_error import QueryError
+    from grpo_async.store.table_sql import group_order
+
+    start = 0
+    for part in sort.split(",") if sort else ():
+        name = part.strip().partition(":")[0].lstrip("+-")
+        try:
+            group_order(name)
+        except QueryError as error:
+            place = start + part.find(name)
+            raise QueryError(sort or "", place, len(name), f"--sort: {error.problem}") from None
+        start += len(part) + 1
+
+
+def _runs_and_query(
+    arguments: list[str], where: str | None, evaluation: str | None, *, several: bool
+) -> tuple[list[RunDir], str]:
+    """RUN [QUERY], or with `several` RUN... [QUERY]: what names a run is one. `where` stands for QUERY.
 
     Raises:
         ConfigError: there is no such run, or the query is wrong.
@@ -147,6 +226,8 @@ def _runs_and_query(arguments: list[str], evaluation: str | None, *, several: bo
     from grpo_async.viewer.runs import find_evaluation, find_run
 
     runs, rest = [find_run(arguments[0])], arguments[1:]
+    if not several and rest and _is_a_run_and_no_query(rest[0]):
+        raise ConfigError(f"several runs: add --web to see {arguments[0]} and {rest[0]} side by side in the browser")
     while several and rest:
         try:
             runs.append(find_run(rest[0]))
@@ -159,11 +240,29 @@ def _runs_and_query(arguments: list[str], evaluation: str | None, *, several: bo
         rest = rest[1:]
     if len(rest) > 1:
         raise ConfigError(f"one QUERY is expected, got {len(rest)}: put it into quotes, '{' '.join(rest)}'")
-    query = rest[0] if rest else ""
+    if rest and where is not None:
+        raise ConfigError(f"one QUERY is expected: {rest[0]!r}, or --where {where!r}")
+    query = rest[0] if rest else where or ""
     parse_query(query)
     if evaluation is not None:
         runs = [find_evaluation(run, evaluation) for run in runs]
     return runs, query
+
+
+def _is_a_run_and_no_query(word: str) -> bool:
+    from grpo_async.errors import ConfigError
+    from grpo_async.store.query import parse_query
+    from grpo_async.viewer.runs import find_run
+
+    try:
+        parse_query(word)
+    except ConfigError:
+        try:
+            find_run(word)
+        except ConfigError:
+            return False
+        return True
+    return False
 
 
 def _is_terminal() -> bool:

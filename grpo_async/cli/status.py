@@ -11,7 +11,7 @@ import typer
 def status(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN]", help="Name of a run below runs/, or a run directory; default: the newest run."),
+        typer.Argument(metavar="RUN", help="Name of a run below runs/, or a run directory; default: the newest run."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object: the content of status.json, with the state as it is.")
@@ -24,8 +24,8 @@ def status(
     """Say where a run stands, while it goes or after it; starts and changes nothing.
 
     The run writes RUN/status.json on every event and every other second. State: running, finished, stopped (by a signal, after a
-    checkpoint), failed; dead: the file says running, but the launcher was killed; silent: the launcher is on another machine, and
-    has written nothing for a minute. Exit code: 0 running or finished, 1 failed, 2 there is no such run, 3 stopped, 4 dead or
+    checkpoint), failed; killed: the file says running, but the launcher is gone; silent: the launcher is on another machine, and
+    has written nothing for a minute. Exit code: 0 running or finished, 1 failed, 2 there is no such run, 3 stopped, 4 killed or
     silent.
 
     \b

@@ -19,7 +19,8 @@ class RolloutRecordSection(StrictModel):
     """Store what the trainer found for each token: its log-probability, the proximal one, the importance ratio, the entropy, and
     why a token was clipped or left out."""
     max_gb: float = Field(default=20.0, gt=0.0)
-    """Room for the rollouts of the run. Above it the oldest blocks are deleted, and readers say so."""
+    """Room for the rollouts of training. Above it the oldest blocks are deleted, and readers say so. Each evaluation has
+    a folder of its own, evaluations/step_N, with as much room again."""
     block_mb: int = Field(default=16, ge=1, le=1024)
     """A block of JSON lines that has reached this size is rewritten as one Parquet file."""
     compression_level: int = Field(default=3, ge=1, le=22)

@@ -43,16 +43,20 @@ def conduct(
     )
     if plan.preflight_only:  # nothing of it is kept
         return _carry_out(config, plan, display, make_hub)
+    on_gpu = bool(plan.trainer.gpus)
     status = StatusFile(
         run_dir,
         run_name=config.run.name,
         max_steps=max_steps,
         attempt=str(plan.places.attempt),
         resume_step=plan.resume_step,
+        engine=plan.engine.engine,
+        on_gpu=on_gpu,
+        num_gpus=plan.num_gpus,
     )
     displays = AdvisedDisplays(
         [display, status],
-        setup=setup_of(config, engine=plan.engine.engine, on_gpu=bool(plan.trainer.gpus)),
+        setup=setup_of(config, engine=plan.engine.engine, on_gpu=on_gpu, num_gpus=plan.num_gpus),
         every_steps=config.record.advise_every_steps,
         log=run_dir.advice,
         resume_step=plan.resume_step,
@@ -83,7 +87,7 @@ def _carry_out(
 
 
 def report_end(outcome: Outcome, run_dir: RunDir, output: Output, *, report: Path | None = None) -> int:
-    """Say how it ended; returns the exit code. `report`: the page about the run, where one was written."""
+    """Say how it ended; returns the exit code. `report`: the page about the run, where one is written next."""
     summary = outcome.summary
 
     def show(console: Console) -> None:
@@ -98,4 +102,5 @@ def report_end(outcome: Outcome, run_dir: RunDir, output: Output, *, report: Pat
     )
     if summary is None and report is not None:
         output.say(f"what the run did until then: {report}")
+    output.console.file.flush()  # whatever comes after it
     return outcome.exit_code

@@ -34,6 +34,9 @@ from grpo_async.timeline import NO_TIMELINE, Timeline
 
 logger = logging.getLogger(__name__)
 
+_SEAL_AT_END_S = 10.0
+"""What is not sealed by then stays JSON lines, which is no loss."""
+
 
 class EvaluationSource(Protocol):
     """Where evaluations run; rollout.source.AsyncRolloutSource has it."""
@@ -114,6 +117,7 @@ class RunEvaluations:
         self._listeners = listeners
         self._log = EvaluationLog(rundir.evaluation_log, start=start)
         self._running: _Running | None = None
+        self._unsealed: RolloutStore | None = None  # of the evaluation before
         self._unreported: dict[str, float] = {}
         self._num_skipped = 0
         self._num_failed = 0
@@ -205,11 +209,12 @@ class RunEvaluations:
         }
 
     def close(self) -> None:
-        """Close the rows of an evaluation that was broken off. Safe to call twice."""
+        """Close the rows of an evaluation that was broken off, and seal those of the last. Safe to call twice."""
         running, self._running = self._running, None
         if running is not None:
             running.future.cancel()
             running.store.close()
+        self._seal(wait_s=_SEAL_AT_END_S)
 
     @property
     def _all_slots(self) -> int:
@@ -220,8 +225,9 @@ class RunEvaluations:
     def _begin(self, step: int, *, due: int, when: When, max_in_flight: int) -> None:
         assert self._evaluator is not None
         folder = self._rundir.evaluation(step)
+        self._seal(wait_s=_SEAL_AT_END_S if folder.exists() else 0.0)  # nothing may seal what is written anew
         shutil.rmtree(folder, ignore_errors=True)  # of one that was broken off
-        # not sealed when it is closed, which the trainer's thread would wait for
+        # not sealed when it is closed, which the trainer's thread would wait for, but when the next begins
         store = RolloutStore(folder, settings=all_groups(self._config.record.rollouts), seals_at_close=False)
         future = self._source.begin_evaluation(self._evaluator, step=step, max_in_flight=max_in_flight, store=store)
         self._listeners.expect(step)
@@ -283,6 +289,12 @@ class RunEvaluations:
         self._running = None
         self._timeline.add("evaluation", "evaluation", running.began, time.time(), step=running.step, when=running.when)
         running.store.close()
+        self._unsealed = running.store
+
+    def _seal(self, *, wait_s: float) -> None:
+        store, self._unsealed = self._unsealed, None
+        if store is not None:
+            store.seal_rest(wait_s=wait_s)
 
     def _await_last(self, waiting: Waiting) -> None:
         """Training is over: a failure does not matter to it, and no step reports the result any more."""

@@ -16,20 +16,18 @@ from grpo_async.launch.progress import Progress
 from grpo_async.tracking.advisor import Advice
 
 EVENTS = (
-    *(
-        "start",
-        "phase",
-        "preflight",
-        "step",
-        "evaluation",
-        "server",
-        "servers",
-        "advice",
-        "note",
-        "warning",
-        "error",
-        "end",
-    ),
+    "start",
+    "phase",
+    "preflight",
+    "step",
+    "evaluation",
+    "server",
+    "servers",
+    "advice",
+    "note",
+    "warning",
+    "error",
+    "end",
 )
 """All of them; what each has stands in the help of the commands (cli.options)."""
 

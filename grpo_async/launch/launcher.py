@@ -21,7 +21,7 @@ from grpo_async.launch import machine as machine_module
 from grpo_async.launch.checks import check_inputs
 from grpo_async.launch.conduct import conduct, report_end
 from grpo_async.launch.engine_choice import EngineChoice, choose_engine
-from grpo_async.launch.final_report import write_final_report
+from grpo_async.launch.final_report import end_with_report
 from grpo_async.launch.follower import Follower
 from grpo_async.launch.layout import split_memory
 from grpo_async.launch.node_hub import HubListener, NodeHub
@@ -127,8 +127,7 @@ def _launch(
             empty(run_dir)
         set_aside_broken(run_dir, start)
         outcome = _run(config, engine, run_dir, output, start=start, notes=notes, amend=amend, node=node)
-        report = write_final_report(config, run_dir, output)
-    return report_end(outcome, run_dir, output, report=report)
+        return end_with_report(outcome, config, run_dir, output)
 
 
 def describe_plan(config: ExperimentConfig) -> str:

@@ -47,6 +47,8 @@ class ProcessPlan:
     resume_step: int | None
     transport: TransportKind = "gloo"
     preflight_only: bool = False
+    num_gpus: int | None = None
+    """That this machine has for the run; None: not known."""
     facts: tuple[tuple[str, str], ...] = ()
     """Further lines of the description: weights, TLS, memory; (name, text)."""
     notes: tuple[str, ...] = field(default=())
@@ -153,6 +155,7 @@ def plan_processes(
         resume_step=resume_step,
         preflight_only=preflight_only,
         transport=transport,
+        num_gpus=len(machine.gpus),
         facts=(*_nodes_facts(config, node), *_facts(config, transport, reason, memory)),
         notes=(*shares.notes, *_own_notes(config, machine, [*servers, trainer], memory), *notes),
     )
@@ -196,6 +199,7 @@ def plan_follower(
         places=places,
         resume_step=resume_step,
         transport=transport,
+        num_gpus=len(machine.gpus),
         facts=tuple(_nodes_facts(config, node)),
         notes=(*shares.notes, *_own_notes(config, machine, [trainer], None)),
     )

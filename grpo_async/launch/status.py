@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.table import Table
 from rich.text import Text
 
@@ -30,27 +27,46 @@ from grpo_async.launch.progress import (
 )
 from grpo_async.launch.status_file import VERSION
 from grpo_async.launch.wording import one_line
+from grpo_async.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, judge
 from grpo_async.rundir import RunDir
 from grpo_async.tracking.advisor import Advice
 
-RUNNING, FINISHED, STOPPED, FAILED, DEAD, SILENT = "running", "finished", "stopped", "failed", "dead", "silent"
-
-EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, DEAD: 4, SILENT: 4}
+EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, KILLED: 4, SILENT: 4}
 """Of `grpo-async status`; 2 is a run that does not exist."""
 
-_SILENT_S = 60.0
-_CLOCK_S = 2.0  # the start of a process is told in ticks, and of a clock that may be set
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """A figure of status.json (`metric`) and of summary.json (`mean`), and how it is written."""
+
+    metric: str
+    mean: str
+    form: str
+    scale: float = 1.0
+
+
+_TOKENS = (
+    _Figure("perf/generated_tokens_per_s", "generated_tokens_per_s", "{:.0f} generated"),
+    _Figure("perf/trained_tokens_per_s", "trained_tokens_per_s", "{:.0f} trained"),
+)
+_IDLE = (
+    _Figure("pipeline/trainer_idle_ratio", "trainer_idle_ratio", "trainer {:.0f}%", 100.0),
+    _Figure("pipeline/generator_idle_ratio", "generator_idle_ratio", "servers {:.0f}%", 100.0),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """`content` is what status.json holds. `state` is that of the file, or where it says running and that cannot be: dead (its
-    launcher is gone, it was killed), silent (the launcher is on another machine and has written nothing for a minute)."""
+    """`content` is what status.json holds. `state` is that of the file, or where it says running and that cannot be: killed or
+    silent (see `run_state`)."""
 
     state: str
     content: Mapping[str, Any]
     why: str = ""
     """What speaks against the file."""
+
+    means: Mapping[str, Any] = field(default_factory=dict)
+    """summary.json of a run that came to its end: figures of the whole attempt. Empty where there is none."""
 
     @property
     def exit_code(self) -> int:
@@ -92,34 +108,20 @@ def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
         raise RunError(f"{run_dir.status} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("version") != VERSION or content.get("state") not in EXIT_CODES:
         raise RunError(f"{run_dir.status} is no status of this version (layout {VERSION})")
-    if content["state"] != RUNNING:
-        return RunStatus(state=content["state"], content=content)
-    return _doubted(content, time.time() if now is None else now)
+    found = judge(content, now=now)
+    means = (
+        _summary(run_dir) if found.state in (FINISHED, STOPPED) else {}
+    )  # after a failure it is of an earlier attempt
+    return RunStatus(state=found.state, content=content, why=found.why, means=means)
 
 
-def _doubted(content: Mapping[str, Any], now: float) -> RunStatus:
-    age_s = max(0.0, now - float(content.get("updated_at", 0.0)))
-    if content.get("host") != platform.node():
-        if age_s <= _SILENT_S:
-            return RunStatus(state=RUNNING, content=content)
-        why = f"its launcher, on {one_line(str(content.get('host')))}, has written nothing for {duration(age_s)}"
-        return RunStatus(state=SILENT, content=content, why=why)
-    pid = content.get("pid")
-    if isinstance(pid, int) and _is_the_same(pid, float(content.get("pid_started_at", 0.0))):
-        return RunStatus(state=RUNNING, content=content)
-    why = f"its launcher (pid {pid}) is gone without a word: it was killed, {duration(age_s)} ago or less"
-    return RunStatus(state=DEAD, content=content, why=why)
-
-
-def _is_the_same(pid: int, started_at: float) -> bool:
-    """Whether process `pid` lives and is not a later one of the same number."""
+def _summary(run_dir: RunDir) -> Mapping[str, Any]:
+    """summary.json; empty where it is not there, or torn: the table then shows the last step, and says so."""
     try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - started_at) <= _CLOCK_S
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return os.path.exists(f"/proc/{pid}")
+        summary = json.loads(run_dir.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def describe(status: RunStatus, *, now: float | None = None) -> Table:
@@ -140,53 +142,37 @@ def _rows(status: RunStatus, content: Mapping[str, Any], now: float) -> list[tup
     progress = progress_of(content)
     step, max_steps = int(content.get("step", 0)), int(content.get("max_steps", 0))
     eta, started = content.get("eta_s"), float(content.get("started_at", now))
-    ended = float(content.get("updated_at", now)) if status.state != RUNNING else now
+    is_running = status.state == RUNNING
+    ended = now if is_running else float(content.get("updated_at", now))
     share = step / max_steps if max_steps else 0.0
     saved = progress.checkpoints
     return [
         ("run", f"{content.get('run')}  ({content.get('directory')})"),
-        ("state", join([status.state, status.why, f"{content.get('phase')}" if status.state == RUNNING else None])),
+        ("state", join([status.state, status.why, f"{content.get('phase')}" if is_running else None])),
         ("error", str(content.get("error") or "")),
         ("step", f"{step}/{max_steps} {meter(share, 20)} {share:.0%}"),
         (
             "time",
             join(
                 [
-                    f"{duration(ended - started)} since the start",
-                    f"{duration(eta)} left" if isinstance(eta, int | float) and status.state == RUNNING else None,
-                    progress.text("step_time", "{:.1f} s/step"),
+                    f"{duration(ended - started)} since the start"
+                    if is_running
+                    else f"took {duration(ended - started)}",
+                    f"{duration(eta)} left" if isinstance(eta, int | float) and is_running else None,
+                    progress.text("step_time", "{:.1f} s/step" if is_running else "the last step {:.1f} s"),
                 ]
             ),
         ),
         ("reward", _reward(content)),
-        (
-            "tokens/s",
-            join(
-                [
-                    progress.text("perf/generated_tokens_per_s", "{:.0f} generated"),
-                    progress.text("perf/trained_tokens_per_s", "{:.0f} trained"),
-                ]
-            ),
-        ),
-        (
-            "idle",
-            join(
-                [
-                    progress.text("pipeline/trainer_idle_ratio", "trainer {:.0f}%", scale=100),
-                    progress.text("pipeline/generator_idle_ratio", "servers {:.0f}%", scale=100),
-                ]
-            ),
-        ),
+        ("tokens/s", _figures(status, progress, _TOKENS)),
+        ("idle", _figures(status, progress, _IDLE)),
         ("groups", _groups(content)),
-        *((f"server {server.index}", _server(server)) for server in progress.servers),
+        *((f"server {server.index}", _server(server)) for server in progress.servers if is_running),
         ("checkpoint", "none" if saved.step is None else f"step {saved.step}"),
         ("held out", evaluations_text(progress) or ""),
         ("advice", _text_of(content.get("advice"))),
         ("warning", _text_of(content.get("last_warning"))),
-        (
-            "launcher",
-            f"pid {content.get('pid')} on {content.get('host')}, last word {duration(max(0, now - _at(content)))} ago",
-        ),
+        ("launcher", f"pid {content.get('pid')} on {content.get('host')}, {_last_word(status, now)}"),
     ]
 
 
@@ -212,6 +198,27 @@ def progress_of(content: Mapping[str, Any], *, now: float | None = None) -> Prog
         message = RunMessage(at=float(warning["at"]), text=one_line(str(warning["text"])), is_warning=True)
         progress.messages.append(message)
     return progress
+
+
+def _figures(status: RunStatus, progress: Progress, figures: Sequence[_Figure]) -> str:
+    """Of the newest step while the run goes on; after it the means of the whole run, or else those of the last step, named so."""
+    if status.state == RUNNING:
+        return join(progress.text(each.metric, each.form, scale=each.scale) for each in figures)
+    means = [status.means.get(each.mean) for each in figures]
+    whole = [
+        each.form.format(value * each.scale)
+        for each, value in zip(figures, means, strict=True)
+        if isinstance(value, int | float)
+    ]
+    if whole:
+        return join([*whole, "(mean of the run)"])
+    last = join(progress.text(each.metric, each.form, scale=each.scale) for each in figures)
+    return join([last, "(in the last step)"]) if last else ""
+
+
+def _last_word(status: RunStatus, now: float) -> str:
+    ago = f"{duration(max(0, now - _at(status.content)))} ago"
+    return f"ended {ago}" if status.state in (FINISHED, STOPPED, FAILED) else f"last word {ago}"
 
 
 def _reward(content: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """status.json: where a run stands, for machines, replaced as a whole on every event and every other second.
 
 Written by a thread of the launcher; what is in it is described by `FIELDS`. A launcher that is killed leaves `state: running`: who
-reads it compares `pid` and `pid_started_at` (see `launch.status`).
+reads it compares `pid` and `pid_started_at` (see `run_state`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ FIELDS: Mapping[str, str] = {
     "pid": "its process",
     "pid_started_at": "when that process began: a later one may have the same number",
     "attempt": "folder of its logs",
+    "engine": "embedded, vllm or external: what generates",
+    "on_gpu": "whether the trainer has a GPU",
+    "num_gpus": "of the machine with the servers and the first trainer ranks",
     "exit_code": "null while it runs",
     "error": "why it failed; else null",
     "reward": "last and average (of 5 steps) mean reward",
@@ -63,12 +66,22 @@ class StatusFile(ProgressDisplay):
     """See the module. Open while the run goes on; `end` says how it went, else leaving it by an exception says it."""
 
     def __init__(
-        self, run_dir: RunDir, *, run_name: str, max_steps: int, attempt: str, resume_step: int | None = None
+        self,
+        run_dir: RunDir,
+        *,
+        run_name: str,
+        max_steps: int,
+        attempt: str,
+        resume_step: int | None = None,
+        engine: str | None = None,
+        on_gpu: bool | None = None,
+        num_gpus: int | None = None,
     ) -> None:
         super().__init__(Progress(max_steps=max_steps, step=resume_step or 0))
         self._run_dir = run_dir
         self._run_name = run_name
         self._attempt = attempt
+        self._engine, self._on_gpu, self._num_gpus = engine, on_gpu, num_gpus
         self._started_at = time.time()
         self._pid_started_at = psutil.Process().create_time()
         self._changed = threading.Event()
@@ -153,6 +166,9 @@ class StatusFile(ProgressDisplay):
                 "pid": os.getpid(),
                 "pid_started_at": self._pid_started_at,
                 "attempt": self._attempt,
+                "engine": self._engine,
+                "on_gpu": self._on_gpu,
+                "num_gpus": self._num_gpus,
                 "exit_code": exit_code,
                 "error": error,
                 "reward": {"last": progress.reward, "average": progress.reward_average},

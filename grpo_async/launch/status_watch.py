@@ -13,7 +13,8 @@ from grpo_async.launch.curve import Curve
 from grpo_async.launch.dashboard import dashboard
 from grpo_async.launch.display import print_line
 from grpo_async.launch.progress import Progress, step_line
-from grpo_async.launch.status import RUNNING, RunStatus, progress_of, read_status
+from grpo_async.launch.status import RunStatus, progress_of, read_status
+from grpo_async.run_state import RUNNING
 from grpo_async.rundir import RunDir
 
 INTERVAL_S = 1.0

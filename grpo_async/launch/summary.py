@@ -17,7 +17,7 @@ from grpo_async.launch.wording import plain
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *, report: Path | None = None) -> None:
-    """Print the table and what to do next. Fields that the summary lacks are left out. `report`: the page, if one was written."""
+    """Print the table and what to do next. Fields that the summary lacks are left out. `report`: the page, if one is written."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")

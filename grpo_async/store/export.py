@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
 from grpo_async.errors import ConfigError, RunError
+from grpo_async.store.json_text import printable
 from grpo_async.store.query import Query
 from grpo_async.store.table import RolloutTable
 
@@ -59,7 +60,7 @@ def export_rollouts(
             _to_file(table, out, format_, query, with_superseded=with_superseded)
         else:
             for line in table.dump_json(query, with_superseded=with_superseded):
-                out.write(line.encode() + b"\n")
+                out.write(printable(line).encode() + b"\n")
             out.flush()
         return Exported(rollouts=counts.rollouts, groups=counts.groups, notes=table.notes)
 
@@ -72,7 +73,7 @@ def _to_file(table: RolloutTable, out: Path, format_: Format, query: Query, *, w
         else:
             with temporary.open("wb") as file:
                 for line in table.dump_json(query, with_superseded=with_superseded):
-                    file.write(line.encode() + b"\n")
+                    file.write(printable(line).encode() + b"\n")
         os.replace(temporary, out)
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}; check the folder's permissions and free space") from error

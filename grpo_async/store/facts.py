@@ -134,14 +134,12 @@ class FactsFile:
             marks = {**facts.left_out_by_seq, str(seq): dict(facts.left_out)}
             return replace(facts, left_out_by_seq=dict(list(marks.items())[-_MARKS:]))
 
-        if self._facts.left_out:
-            self._change(noted)
+        self._change(noted)  # also while nothing is left out: what is left out from now on must not count twice
 
     def go_back(self, seq: int) -> None:
-        """A resume goes on from the checkpoint that was taken before the group `seq`."""
-        marked = self._facts.left_out_by_seq.get(str(seq))
-        if marked is not None:
-            self._change(lambda facts: replace(facts, left_out=dict(marked)))
+        """A resume goes on from the checkpoint that was taken before the group `seq`. Without a mark of it nothing was left out
+        before: the run had no checkpoint yet."""
+        self._change(lambda facts: replace(facts, left_out=dict(facts.left_out_by_seq.get(str(seq), {}))))
 
     def deleted(self, *, until: int) -> None:
         """The oldest block was deleted, up to the group before `until`."""

@@ -37,7 +37,10 @@ _MAX_QUEUED = 64
 """Groups; they are in memory anyway shortly before, and it takes milliseconds to write one."""
 _WRITE_TIMEOUT_S = 60.0
 """A disk that takes nothing for so long hangs."""
-_SEAL_AT_CLOSE_S = 60.0
+_FLUSH_TIMEOUT_S = 15.0
+"""The same for `flush`, `position` (on the event loop) and `close`, which has to fit into launch.stop_timeout_s."""
+_SEAL_AT_CLOSE_S = 10.0
+"""What is not sealed by then stays JSON lines, which is no loss; the next writer seals it."""
 _ALWAYS_STORED = (GroupStatus.FAILED, GroupStatus.STALE)
 _SEQ = re.compile(rb'\{"schema":\d+,"seq":(\d+),')
 
@@ -48,7 +51,7 @@ class RolloutStore:
     Args:
         folder: the run's rollouts folder; made when it does not exist.
         seals_at_close: rewrite the last block as Parquet when the store is closed, which takes about a second; without, it stays as
-            JSON lines, and can be read as well.
+            JSON lines until `seal_rest`, and can be read as well.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class RolloutStore:
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._file: LineFile | None = None  # only the thread's
+        self._rest: Path | None = None  # the last block, where it was not sealed
         self._facts = FactsFile(folder)
         self._sealer = Sealer(folder, self._settings, self._facts)
 
@@ -110,7 +114,7 @@ class RolloutStore:
                 return
             if not self._changed.wait_for(lambda: len(self._queue) < _MAX_QUEUED, timeout=_WRITE_TIMEOUT_S):
                 self._facts.lose()
-                raise self._hangs(f"group {group.group_id}")
+                raise self._hangs(f"group {group.group_id}", _WRITE_TIMEOUT_S)
             entry = Entry(
                 seq=self._take_seq(),  # not before: others append while this waits
                 group=group,
@@ -171,9 +175,9 @@ class RolloutStore:
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
-            thread.join(timeout=_WRITE_TIMEOUT_S)
+            thread.join(timeout=_FLUSH_TIMEOUT_S)
             if thread.is_alive():
-                raise self._hangs("the rest of the groups")
+                raise self._hangs("the rest of the groups", _FLUSH_TIMEOUT_S)
             if self._seals_at_close:
                 self._sealer.close(_SEAL_AT_CLOSE_S)
             else:
@@ -181,6 +185,17 @@ class RolloutStore:
         self._save_facts()
         with self._changed:
             self._raise_error()
+
+    def seal_rest(self, *, wait_s: float) -> None:
+        """After `close`: rewrite the last block as Parquet now, where that was left out then. Waits so many seconds for it at most;
+        it goes on behind the caller where that is 0."""
+        path, self._rest = self._rest, None
+        if path is not None:
+            self._sealer = Sealer(self._folder, self._settings, self._facts)  # the one before has ended, or does soon
+            self._sealer.add(path)
+            self._sealer.finish()
+        if wait_s > 0:
+            self._sealer.close(wait_s)
 
     def __enter__(self) -> Self:
         return self
@@ -220,8 +235,8 @@ class RolloutStore:
         def is_written() -> bool:
             return not self._queue and not self._is_writing
 
-        if not self._changed.wait_for(is_written, timeout=_WRITE_TIMEOUT_S):
-            raise self._hangs(f"{len(self._queue) + self._is_writing} groups")
+        if not self._changed.wait_for(is_written, timeout=_FLUSH_TIMEOUT_S):
+            raise self._hangs(f"{len(self._queue) + self._is_writing} groups", _FLUSH_TIMEOUT_S)
         self._raise_error()
 
     def _raise_error(self) -> None:
@@ -229,10 +244,8 @@ class RolloutStore:
         if error is not None:
             raise error
 
-    def _hangs(self, what: str) -> RunError:
-        return RunError(
-            f"{self._folder} has taken nothing for {_WRITE_TIMEOUT_S:.0f} s, {what} not written; check its disk"
-        )
+    def _hangs(self, what: str, waited_s: float) -> RunError:
+        return RunError(f"{self._folder} has taken nothing for {waited_s:.0f} s, {what} not written; check its disk")
 
     # -- the thread
 
@@ -304,7 +317,8 @@ class RolloutStore:
         try:
             self._file.write(line)
         finally:
-            if self._file.is_broken or self._file.num_bytes >= self._settings.block_mb * 1_000_000:
+            is_empty = self._file.num_bytes == 0  # its first line failed; the next names its own block
+            if is_empty or self._file.is_broken or self._file.num_bytes >= self._settings.block_mb * 1_000_000:
                 self._finish_block(seals=not self._file.is_broken)
 
     def _finish_block(self, *, seals: bool) -> None:
@@ -312,8 +326,11 @@ class RolloutStore:
         if file is None:
             return
         file.close()
-        if seals and file.num_bytes:
-            self._sealer.add(file.path)
+        if file.num_bytes and not file.is_broken:
+            if seals:
+                self._sealer.add(file.path)
+            else:
+                self._rest = file.path
 
     def _note(self, entry: Entry, error: Exception) -> None:
         self._facts.lose()

@@ -115,7 +115,7 @@ COLUMNS: tuple[Column, ...] = (
              expression=_share_marked(1 | 2)),
     _rollout("masked_share", "DOUBLE", "Share of the sampled tokens left out for another reason (marks 4 to 32)",
              expression=_share_marked(4 | 8 | 16 | 32)),
-    _rollout("mismatch_mean", "DOUBLE", "Mean |trainer's - sampler's log-probability|", unit="nats",
+    _rollout("mismatch_mean", "DOUBLE", "Mean of abs(trainer's - sampler's log-probability)", unit="nats",
              expression=f"list_avg({_MISMATCHES})"),
     _rollout("started_at", "DOUBLE", "When its first request was made; NULL: not known", unit="s since 1970",
              expression="nullif(r.started_at, 0)"),

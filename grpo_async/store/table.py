@@ -185,13 +185,15 @@ class RolloutTable:
             raise RunError(f"{self.folder} has no group with seq {seq}")
         return self._whole(seq)
 
-    def group_summary(self, group_id: int, *, with_superseded: bool = False) -> GroupSummary:
-        """One group; all its rollouts count as matching. RunError: there is none."""
-        return self._group_summaries([self._seq_of_group(group_id, with_superseded)])[0]
+    def group_summary_at(self, seq: int) -> GroupSummary:
+        """One group, by the number of its line; all its rollouts count as matching. RunError: there is none."""
+        found = self._group_summaries([seq])
+        if not found:
+            raise RunError(f"{self.folder} has no group with seq {seq}")
+        return found[0]
 
-    def rollout_summaries(self, group_id: int, *, with_superseded: bool = False) -> list[RolloutSummary]:
-        """The rollouts of one group, in their order. RunError: there is no such group."""
-        seq = self._seq_of_group(group_id, with_superseded)
+    def rollout_summaries_at(self, seq: int) -> list[RolloutSummary]:
+        """The rollouts of one group, by the number of its line, in their order."""
         sql = table_sql.page_sql(Sql("r.seq = ?", (seq,)), "index", 0, 1 << 16)
         return self._with_previews(self._index.fetch(sql))
 

@@ -67,6 +67,8 @@ def stale_groups(figures: PipelineFigures, setup: PipelineSetup) -> Advice | Non
 def weight_pushes(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
     """Fewer of them, as far as samples may be behind: k pushes' share p falls to 10 % with k x p / 0.1 steps between them."""
     share = figures.push_share
+    if setup.weight_sync_steps > figures.num_steps:  # too few steps to see how often one comes
+        share = _share_of_steps(figures.push_s, setup.weight_sync_steps, figures)
     if share is None or share < _MANY_PUSHES:
         return None
     words = f"weight pushes take {share:.0%} of a step"
@@ -80,10 +82,11 @@ def weight_pushes(figures: PipelineFigures, setup: PipelineSetup) -> Advice | No
 
 
 def checkpoints(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
-    share = figures.checkpoint_share
+    """They may be further apart than the steps that the figures are of."""
+    current = setup.checkpoint_every_steps
+    share = _share_of_steps(figures.checkpoint_s, current, figures)
     if share is None or share < _MANY_SAVES:
         return None
-    current = setup.checkpoint_every_steps
     suggested = math.ceil(current * share / _SAVE_TARGET - 1e-9)
     words = f"the trainer stands still {share:.0%} of the time for checkpoints"
     return _change("checkpoints", words, "checkpoint.every_steps", current, suggested)
@@ -190,10 +193,22 @@ def generation(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
         )
     if not setup.on_gpu:
         return Advice(bound_by=bound, text=f"{words}; faster or more cores would help, or shorter completions")
-    suggested = _servers_needed(figures, setup)
-    moved = min(setup.num_trainer_ranks - 1, setup.tensor_parallel_size)
-    tail = "or move one GPU from the trainer to a server" if moved == setup.tensor_parallel_size == 1 else ""
-    return _change(bound, words, "inference.replicas", setup.replicas, suggested, tail=tail)
+    suggested, ranks = _servers_needed(figures, setup), setup.num_trainer_ranks
+    can_move = setup.tensor_parallel_size == 1 and ranks > 1
+    if setup.num_gpus is not None:
+        suggested = min(suggested, (setup.num_gpus - ranks) // setup.tensor_parallel_size)
+    if suggested > setup.replicas:
+        tail = "or move one GPU from the trainer to a server" if can_move else ""
+        return _change(bound, words, "inference.replicas", setup.replicas, suggested, tail=tail)
+    words += f"; {_gpus(setup)} no room for another server"
+    is_shared = setup.num_gpus is not None and ranks + setup.replicas > setup.num_gpus
+    if (
+        can_move and not is_shared and train_s * ranks / (ranks - 1) < generation_s
+    ):  # else the trainer would bound the run instead
+        tail = f"and inference.replicas {setup.replicas} -> {setup.replicas + 1}"
+        return _change(bound, words, "launch.num_trainer_ranks", ranks, ranks - 1, tail=tail)
+    text = f"{words}, so servers on another machine (inference.urls) would help, or shorter completions"
+    return Advice(bound_by=bound, text=text)
 
 
 def padding(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
@@ -210,7 +225,8 @@ def padding(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
 
 def training(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
     """The servers wait for the trainer. n trainer and r server GPUs with work t x n and g x r are best divided in this
-    proportion: n 1, r 3, t 9, g 3 -> 9 : 9, so 2 and 2."""
+    proportion: n 1, r 3, t 9, g 3 -> 9 : 9, so 2 and 2. Of several machines that train each has as many ranks, so the GPU that a
+    server gives up is one of one of them only."""
     generator = figures.generator_idle or 0.0
     if generator < max(_IDLE, 0.3) or (figures.trainer_idle or 0.0) >= _IDLE:
         return None
@@ -219,14 +235,23 @@ def training(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
     ranks, servers = setup.num_trainer_ranks, setup.replicas
     if not setup.on_gpu:
         return Advice(bound_by="training", text=f"{words}; a faster trainer would help, generation is no limit")
-    if setup.spawns_servers and setup.tensor_parallel_size == 1 and servers > 1:
+    used = ranks + (servers * setup.tensor_parallel_size if setup.spawns_servers else 0)
+    free = math.inf if setup.num_gpus is None else setup.num_gpus - used
+    is_alone = setup.nodes == 1 and setup.spawns_servers and setup.tensor_parallel_size == 1
+    if is_alone and servers > 1 and free >= 0:
         work_t, work_g = figures.train_s * ranks, figures.generation_s * servers
         suggested = min(servers - 1, max(1, (ranks + servers) - round((ranks + servers) * work_t / (work_t + work_g))))
         freed = servers - suggested
         tail = f"and launch.num_trainer_ranks {ranks} -> {ranks + freed}"
         return _change("training", words, "inference.replicas", servers, suggested, tail=tail)
-    wanted = math.ceil(ranks * figures.train_s / max(figures.generation_s, 0.25 * figures.train_s))
-    return _change("training", words, "launch.num_trainer_ranks", ranks, max(ranks + 1, min(wanted, 2 * ranks)))
+    world = setup.world_size * figures.train_s / max(figures.generation_s, 0.25 * figures.train_s)
+    wanted = max(ranks + 1, min(math.ceil(world / setup.nodes - 1e-9), 2 * ranks))
+    suggested = int(min(wanted, ranks + free))
+    if suggested > ranks:
+        where = "of each machine" if setup.nodes > 1 else ""
+        return _change("training", words, "launch.num_trainer_ranks", ranks, suggested, tail=where)
+    text = f"{words}; {_gpus(setup)} no room for another rank, so another machine that trains (launch.nodes) would help"
+    return Advice(bound_by="training", text=text)
 
 
 def filtered_groups(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
@@ -282,6 +307,11 @@ def _change(
     return Advice(bound_by=bound_by, text=text, setting=setting, current=current, suggested=suggested)
 
 
+def _share_of_steps(seconds: float | None, every_steps: int, figures: PipelineFigures) -> float | None:
+    """Of the wall time, what takes so many seconds every so many steps: 60 s every 50 steps of 10 s -> 0.12."""
+    return None if seconds is None or not figures.step_s else seconds / (every_steps * figures.step_s)
+
+
 def _servers_needed(figures: PipelineFigures, setup: PipelineSetup) -> int:
     """r x g / t, at least one more, at most twice as many."""
     ratio = figures.generation_s / max(figures.train_s, 1e-9)
@@ -291,6 +321,11 @@ def _servers_needed(figures: PipelineFigures, setup: PipelineSetup) -> int:
 def _whole_groups(rollouts: float, setup: PipelineSetup) -> int:
     """Rounded down to whole groups, at least one: 100 rollouts in groups of 8 -> 96."""
     return max(1, int(rollouts + 1e-9) // setup.group_size) * setup.group_size
+
+
+def _gpus(setup: PipelineSetup) -> str:
+    """Before what they have: "one GPU has", "4 GPUs have"."""
+    return "one GPU has" if setup.num_gpus == 1 else f"{setup.num_gpus} GPUs have"
 
 
 def _seconds(value: float) -> str:

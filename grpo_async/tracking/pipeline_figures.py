@@ -22,8 +22,10 @@ class PipelineFigures:
     """No server generates; the mean over the servers."""
     push_share: float | None = None
     """The trainer pushes weights."""
-    checkpoint_share: float | None = None
-    """The trainer stands still for a checkpoint."""
+    push_s: float | None = None
+    """Seconds of one push."""
+    checkpoint_s: float | None = None
+    """Seconds that the trainer stands still for one checkpoint."""
     running: float | None = None
     """Requests that the servers generate for, all together."""
     waiting: float | None = None
@@ -66,6 +68,11 @@ class PipelineSetup:
     weight_sync_steps: int = 1
     checkpoint_every_steps: int = 50
     num_trainer_ranks: int = 1
+    """Of each machine that trains."""
+    nodes: int = 1
+    """Machines that train."""
+    num_gpus: int | None = None
+    """Of the machine with the servers and the first trainer ranks; None: not known."""
     replicas: int = 1
     tensor_parallel_size: int = 1
     embedded_slots: int | None = None
@@ -78,14 +85,21 @@ class PipelineSetup:
     micro_batch_tokens: int = 4096
 
     @property
+    def world_size(self) -> int:
+        """Trainer processes of all machines."""
+        return self.nodes * self.num_trainer_ranks
+
+    @property
     def most_in_flight(self) -> int:
         """Rollouts beyond which none is ever started: (max_staleness + 1) x groups_per_step x group_size."""
         return (self.max_staleness + 1) * self.groups_per_step * self.group_size
 
 
-def setup_of(config: ExperimentConfig, *, engine: str | None = None, on_gpu: bool | None = None) -> PipelineSetup:
+def setup_of(
+    config: ExperimentConfig, *, engine: str | None = None, on_gpu: bool | None = None, num_gpus: int | None = None
+) -> PipelineSetup:
     """`engine`: the one that was chosen, where the configuration says auto. `on_gpu`: whether the machine has GPUs, where that is
-    known; else what the configuration says of the trainer's device."""
+    known; else what the configuration says of the trainer's device. `num_gpus`: how many the machine has, where that is known."""
     inference = config.inference
     is_embedded = (engine or inference.engine) == "embedded"
     return PipelineSetup(
@@ -96,7 +110,9 @@ def setup_of(config: ExperimentConfig, *, engine: str | None = None, on_gpu: boo
         zero_variance=config.rollout.zero_variance,
         weight_sync_steps=config.training.weight_sync_steps,
         checkpoint_every_steps=config.checkpoint.every_steps,
-        num_trainer_ranks=config.launch.world_size,
+        num_trainer_ranks=config.launch.num_trainer_ranks,
+        nodes=config.launch.nodes,
+        num_gpus=num_gpus,
         replicas=len(inference.urls) or inference.replicas,
         tensor_parallel_size=inference.vllm.tensor_parallel_size,
         embedded_slots=inference.embedded.max_slots if is_embedded and not inference.urls else None,
@@ -131,7 +147,8 @@ def figures_of(metrics: Sequence[Mapping[str, float | None]]) -> PipelineFigures
         trainer_idle=_weighted(metrics, "pipeline/trainer_idle_ratio"),
         generator_idle=_weighted(metrics, "pipeline/generator_idle_ratio"),
         push_share=share("sync/push_s"),
-        checkpoint_share=share("checkpoint/staged_s"),
+        push_s=_mean(metrics, "sync/push_s"),
+        checkpoint_s=_mean(metrics, "checkpoint/staged_s"),
         running=_mean(metrics, "servers/running"),
         waiting=_mean(metrics, "servers/waiting"),
         kv_usage=_mean(metrics, "servers/kv_usage"),

@@ -28,7 +28,7 @@ from grpo_async.tracking.backends import Mlflow, Prometheus, Tensorboard, Tracke
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 1000  # steps that a tracker may lag behind; then the newest are left out
-_CLOSE_S = 30.0
+_CLOSE_S = 10.0  # with the store's end it has to fit into launch.stop_timeout_s
 
 
 class Trackers:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_BIDI = re.compile(r"[\u202a-\u202e\u2066-\u2069]")
+_BIDI = re.compile(r"[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def visible(text: str) -> str:
-    """`text` with control characters as pictures (ESC -> ␛) and direction overrides as escapes; \\n and \\t stay."""
+    """`text` with control characters as pictures (ESC -> ␛) and marks of direction as escapes; \\n and \\t stay."""
     pictured = _CONTROL.sub(lambda match: _picture(ord(match[0])), text.replace("\r\n", "\n"))
     return _BIDI.sub(lambda match: f"\\u{ord(match[0]):04x}", pictured)
 

@@ -194,14 +194,21 @@ class EventFile:
     notes: Sequence[str]
 
 
-def load_events(path: Path, *, first_step: int | None = None, last_step: int | None = None) -> EventFile:
+def load_events(
+    path: Path, *, first_step: int | None = None, last_step: int | None = None, newest_steps: int | None = None
+) -> EventFile:
     """Read a timeline; with steps, only what touches the time from the begin of the first to the end of the last of them.
+
+    Args:
+        newest_steps: instead of `first_step`: that many of the newest; all that there is while no step is finished.
 
     Raises:
         ConfigError: there is no timeline, or it has no such step; the message says which it has.
     """
     try:
         steps = _read_steps(path)
+        if newest_steps is not None and steps:
+            first_step = sorted(steps)[-newest_steps:][0]
         low, high = _window(path, steps, first_step, last_step)
         events = [event for event in read_events(path) if event.end >= low and event.start <= high]
     except OSError as error:

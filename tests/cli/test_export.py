@@ -59,6 +59,32 @@ def test_an_evaluation_is_exported(run: Path) -> None:
     assert "it has: 2" in err
 
 
+def test_the_words_of_inspect_rollouts_are_understood(run: Path) -> None:
+    with RolloutStore(run / "rollouts", seals_at_close=False) as store:
+        store.supersede_from(2, step=1)
+    found = {}
+    for option in ("", "--superseded", "--with-superseded"):
+        code, out, _ = _export(str(run), "reward=1", *filter(None, [option]))
+        assert code == 0
+        found[option] = [json.loads(line)["rollout_id"] for line in out.splitlines()]
+    both = ["0-1", "1-1", "2-1"]
+    assert found == {"": both[:2], "--superseded": both, "--with-superseded": both}
+    code, _, err = _export(str(run), "reward=1", "--where", "stale")
+    assert code == 2
+    assert "one QUERY is expected" in " ".join(err.split())
+
+
+def test_lines_on_a_terminal_are_shown_and_not_obeyed(run: Path, tmp_path: Path) -> None:
+    hostile = "\x9b31m\x7f\u202e\u200f\u061c\x1b]0;x\x07"
+    with RolloutStore(run / "rollouts", seals_at_close=False) as store:
+        append_simple(store, 9, answer=hostile, rewards=(1.0,))
+    file = tmp_path / "out.jsonl"
+    assert _export(str(run), "group.id=9", "--out", str(file))[0] == 0
+    for out in (_export(str(run), "group.id=9")[1], file.read_text(encoding="utf-8")):
+        assert not set("\x9b\x7f\u202e\u200f\u061c\x1b\x07") & set(out)
+        assert json.loads(out)["completion_text"] == hostile
+
+
 def test_mistakes_end_with_2_and_say_what_to_do(run: Path, tmp_path: Path) -> None:
     code, _, err = _export(str(run), "--where", "rewad<1")
     assert code == 2

@@ -173,12 +173,64 @@ def test_a_limit_cuts_the_table_and_says_so(store: RolloutStore) -> None:
         (["demo", "reward<1", "and", "stale"], 2, "put it into quotes, 'reward<1 and stale'"),
         (["demo", "dmeo", "--web"], 2, "'dmeo' is neither a run nor a query"),
         (["demo", "--web", "--json"], 2, "it is shown in the browser"),
+        (["demo", "--web", "--limit", "3"], 2, "for --limit: the page has all groups; leave it out"),
+        (["demo", "--host", "::1"], 2, "for --host: it is for the page in the browser; add --web"),
+        (["demo", "--port", "0"], 2, "for --port: it is for the page in the browser; add --web"),
+        (["demo", "--no-browser"], 2, "for --no-browser: it is for the page in the browser; add --web"),
+        (["demo", "--group", "0", "--limit", "1"], 2, "for --limit: --group shows one only"),
+        (["demo", "--rollout", "0-1", "--sort", "step"], 2, "for --sort: --rollout shows one only"),
+        (["demo", "--plain", "--json"], 2, "choose one of --plain and --json"),
+        (["demo", "stale", "--where", "reward<1"], 2, "one QUERY is expected: 'stale', or --where 'reward<1'"),
     ],
 )
 def test_mistakes_are_explained(store: RolloutStore, arguments: list[str], code: int, message: str) -> None:
     result = _invoke(*arguments)
     assert result.exit_code == code
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("sort", "carets"), [("foo", "^^^"), ("foo:asc", "^^^"), ("-foo", " ^^^"), ("length, ength", "        ^^^^^")]
+)
+def test_an_order_that_there_is_not_is_shown_as_it_was_typed(store: RolloutStore, sort: str, carets: str) -> None:
+    for how in ([], ["--web"]):
+        result = _invoke("demo", "--sort", sort, *how)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("--sort: there is no field")
+        assert result.stderr.splitlines()[1:] == [f"  {sort}", f"  {carets}"]
+
+
+def test_several_runs_without_the_browser_are_told_of_it(store: RolloutStore) -> None:
+    Path("runs/other").mkdir()
+    Path("runs/stale").mkdir()
+    for arguments in (["demo", "other"], ["demo", "other", "stale"]):
+        result = _invoke(*arguments)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("several runs: add --web to see demo and other")
+    assert _groups("stale") == [2], "a word of the query language is a query"
+
+
+def test_the_words_of_export_are_understood(store: RolloutStore) -> None:
+    assert _groups("--where", "stale") == [2]
+    assert _groups("--with-superseded") == [2, 1, 0]
+
+
+def test_json_on_a_terminal_is_shown_and_not_obeyed(store: RolloutStore) -> None:
+    hostile = "\x9b31m\x7f\u202e\u200f\u061c\x1b]0;x\x07"
+    append_simple(store, 7, answer=hostile, rewards=(0.5,))
+    for arguments in (["--group", "7"], ["--rollout", "7-0"]):
+        out = _invoke("demo", "--json", *arguments).stdout
+        assert not set(hostile[:1] + "\x7f\u202e\u200f\u061c\x1b\x07") & set(out)
+        content = json.loads(out)
+        (rollout,) = content.get("rollouts") or [content]
+        assert rollout["messages"][0]["content"] == hostile
+
+
+def test_a_mistake_that_quotes_controls_is_shown_and_not_obeyed(store: RolloutStore) -> None:
+    result = _invoke("de\x1b]0;title\x07\u202emo")
+    assert result.exit_code == 2
+    assert not set("\x1b\x07\u202e") & set(result.stderr)
+    assert "de\u241b]0;title" in result.stderr
 
 
 def test_a_run_without_rollouts_says_so(store: RolloutStore) -> None:
@@ -218,6 +270,10 @@ def test_a_terminal_gets_the_screen_and_its_options(store: RolloutStore, monkeyp
     for printed in (["--plain"], ["--json"], ["--group", "0"], ["--rollout", "0-1"]):
         assert _invoke("demo", *printed).stdout
     assert len(opened) == 1
+    result = _invoke("demo", "--limit", "5")
+    assert result.exit_code == 2
+    assert "the screen has all groups" in result.stderr
+    assert len(opened) == 1
 
 
 def test_web_gets_every_run_and_the_query(store: RolloutStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,9 +284,13 @@ def test_web_gets_every_run_and_the_query(store: RolloutStore, monkeypatch: pyte
 
     Path("runs/other").mkdir()
     monkeypatch.setattr("grpo_async.viewer.web.serve.serve", serve)
-    assert _invoke("demo", "other", "reward<1", "--web", "--no-browser", "--port", "7000").exit_code == 0
+    options = ["--no-browser", "--port", "7000", "--sort", "reward,step:asc", "--superseded"]
+    assert _invoke("demo", "other", "reward<1", "--web", *options).exit_code == 0
     expected = {"host": "127.0.0.1", "port": 7000, "open_browser": False, "query": "reward<1"}
-    assert served == [(["demo", "other"], expected)]
+    assert served == [(["demo", "other"], {**expected, "sort": "-reward,step", "superseded": True})]
+    assert _invoke("demo", "--web", "--host", "::1").exit_code == 0
+    expected = {"host": "::1", "port": None, "open_browser": True, "query": ""}
+    assert served[1:] == [(["demo"], {**expected, "sort": None, "superseded": False})]
 
 
 def test_on_a_real_terminal_the_screen_opens_and_q_leaves(store: RolloutStore) -> None:

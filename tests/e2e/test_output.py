@@ -75,6 +75,9 @@ def test_json_logs_are_the_whole_story_and_nothing_else_is_on_stdout(tmp_path: P
     assert (code, status["state"], status["step"], status["exit_code"]) == (0, "finished", 6, 0)
     assert status["advice"] == json.loads((run.folder / "advice.jsonl").read_text().splitlines()[-1])
     assert status["checkpoint"]["step"] == 6
+    # the report's advice goes by them, and by those of status.json where a run did not come to its end
+    assert isinstance(status["on_gpu"], bool)
+    assert (status["engine"], status["on_gpu"]) == tuple(events[-1]["summary"][name] for name in ("engine", "on_gpu"))
 
 
 def test_a_quiet_run_prints_its_summary_only(tmp_path: Path) -> None:
@@ -186,7 +189,7 @@ def test_a_terminal_shows_the_dashboard_in_its_own_size_and_ctrl_c_stops_the_run
     assert (code, status["state"], status["exit_code"]) == (3, "stopped", 130)
 
 
-def test_a_launcher_that_is_killed_is_found_dead(tmp_path: Path) -> None:
+def test_a_launcher_that_is_killed_is_found_killed(tmp_path: Path) -> None:
     run = make_run(tmp_path, "quickstart.yaml", [*SMALL, "training.max_steps=2000"])
     process = run.start()
     try:
@@ -196,7 +199,7 @@ def test_a_launcher_that_is_killed_is_found_dead(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait(30)
         code, status = _status(run)
-        assert (code, status["state"]) == (4, "dead")
+        assert (code, status["state"]) == (4, "killed")
         assert f"(pid {process.pid}) is gone" in status["why"]
         run.assert_nothing_is_left(within_s=60.0)
     finally:

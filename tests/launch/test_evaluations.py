@@ -16,6 +16,7 @@ from grpo_async.rollout.evaluation_metrics import EvaluationResult
 from grpo_async.rundir import RunDir
 from grpo_async.store import RolloutStore
 from tests.launch.support import make_config
+from tests.store.builders import append_simple
 
 
 class _Source:
@@ -231,6 +232,29 @@ def test_rollouts_of_one_that_was_broken_off_or_of_later_steps_are_removed(tmp_p
     assert resumed.rundir.evaluation(2).exists()
     resumed.evaluations.before_training(WAITING)
     assert not list(resumed.rundir.evaluation(2).glob("*"))
+
+
+def test_the_rollouts_of_an_evaluation_are_sealed_when_the_next_begins_or_the_run_ends(tmp_path: Path) -> None:
+    world = _World(tmp_path, at_start=False)
+
+    def names(step: int) -> list[str]:
+        return [path.suffix for path in world.rundir.evaluation(step).glob("block-*")]
+
+    stores = []
+    for step in (2, 4):
+        world.after(step)
+        running = world.evaluations._running
+        assert running is not None
+        stores.append(running.store)
+        append_simple(running.store, 0)
+        world.source.end()
+        world.after(step + 1)
+        assert names(step) == [".jsonl"], "nobody waits for it beside training"
+    assert stores[0]._rest is None
+    stores[0].seal_rest(wait_s=30.0)  # waits for what goes on already, and begins nothing
+    assert names(2) == [".parquet"]
+    world.evaluations.close()
+    assert names(4) == [".parquet"]
 
 
 def test_a_run_without_evaluation_does_nothing(tmp_path: Path) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from grpo_async.launch import final_report
-from grpo_async.launch.final_report import write_final_report
+from grpo_async.launch.final_report import end_with_report, write_final_report
 from grpo_async.launch.output import Output
 from grpo_async.launch.summary import print_summary
+from grpo_async.launch.supervisor import Outcome
 from grpo_async.rundir import RunDir
 from tests.launch.support import make_config
 from tests.viewer.report.support import steps, write_run
@@ -67,3 +72,60 @@ def test_the_summary_names_the_report_first(tmp_path: Path) -> None:
     following = lines[lines.index("next:") + 1 :]
     assert following[0].startswith(f"  {tmp_path / 'report.html'}")
     assert "inspect-rollouts" in following[1]
+
+
+def _hanging_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for the report's process; the file that is returned holds its pid as soon as it runs."""
+    pid = folder / "pid"
+    hanging = folder / "python"
+    hanging.write_text(f"#!/bin/sh\necho $$ > {pid}.tmp\nmv {pid}.tmp {pid}\nexec sleep 60\n")
+    hanging.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(hanging))
+    return pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_during_the_report_ends_it_after_the_summary_and_leaves_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    run_dir = write_run(tmp_path, metrics=steps(6))
+    pid = _hanging_python(tmp_path, monkeypatch)
+    printed: list[str] = []
+    stream = io.StringIO()
+
+    def send() -> None:
+        until = time.monotonic() + 20.0
+        while not pid.exists() and time.monotonic() < until:
+            threading.Event().wait(0.02)
+        printed.append(stream.getvalue())
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    before = signal.getsignal(number)
+    code = end_with_report(
+        Outcome(exit_code=0, summary={"status": "finished"}),
+        make_config(tmp_path, record={"report": True}),
+        run_dir,
+        Output(console=Console(file=stream, width=200)),
+    )
+    sender.join(timeout=20.0)
+    assert code == 0
+    assert str(run_dir.report) in printed[0].split("next:")[1]  # the summary was there before the report was
+    assert f"there is no report.html: {number.name} ended it; try again" in capsys.readouterr().err
+    assert signal.getsignal(number) == before
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_after_a_stop_the_report_has_little_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert final_report._TIMEOUT_AFTER_STOP_S <= 15.0
+    run_dir = write_run(tmp_path, metrics=steps(6))
+    _hanging_python(tmp_path, monkeypatch)
+    monkeypatch.setattr(final_report, "_TIMEOUT_AFTER_STOP_S", 0.5)
+    config = make_config(tmp_path, record={"report": True})
+    stopped = Outcome(exit_code=143, summary={"status": "stopped"})
+    assert end_with_report(stopped, config, run_dir, Output(console=Console(file=io.StringIO()))) == 143
+    assert "it was not done after 0.5 s" in capsys.readouterr().err

@@ -92,7 +92,12 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         seen["compute"] = inputs[0].dtype
 
     def leads(
-        place: Assignment, config: ExperimentConfig, control: ControlClient, workplace: Workplace, renderer: Any
+        place: Assignment,
+        config: ExperimentConfig,
+        control: ControlClient,
+        workplace: Workplace,
+        renderer: Any,
+        timeline: Any,
     ) -> None:
         seen["master"] = {parameter.dtype for parameter in workplace.policy.parameters()}
         seen["wire"] = {tensor.dtype for bucket in workplace.parameters.buckets(1 << 20) for tensor in bucket}
@@ -122,7 +127,7 @@ def test_the_exported_tokenizer_has_the_configured_template(
     model = {"path": str(tiny_model), "chat_template": str(template)}
     built: list[Workplace] = []
     monkeypatch.setattr(
-        lead_module, "lead", lambda place, config, control, workplace, renderer: built.append(workplace)
+        lead_module, "lead", lambda place, config, control, workplace, renderer, timeline: built.append(workplace)
     )
     _run(side_config(tmp_path, tiny_model, model=model), tmp_path)
     assert built[0].tokenizer.chat_template == "{{ messages[0]['content'] }}!"

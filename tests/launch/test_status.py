@@ -57,7 +57,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def _open(run_dir: RunDir) -> StatusFile:
-    return StatusFile(run_dir, run_name="x", max_steps=10, attempt="attempt_1")
+    return StatusFile(run_dir, run_name="x", max_steps=10, attempt="attempt_1", engine="vllm", on_gpu=True, num_gpus=4)
 
 
 def _content(run_dir: RunDir) -> dict[str, Any]:
@@ -86,6 +86,7 @@ def test_it_has_every_field_and_nothing_else_and_says_what_was_reported(run_dir:
     content = _content(run_dir)
     assert set(content) == set(FIELDS)
     assert (content["run"], content["step"], content["max_steps"]) == ("x", 3, 10)
+    assert (content["engine"], content["on_gpu"], content["num_gpus"]) == ("vllm", True, 4)
     assert content["eta_s"] == 14.0  # 7 steps x 2 s
     assert content["reward"] == {"last": 0.5, "average": 0.5}
     assert content["metrics"]["reward"] == 0.5
@@ -162,8 +163,9 @@ def test_a_disk_that_cannot_be_written_does_not_end_the_run(run_dir: RunDir) -> 
 
 
 def _running(run_dir: RunDir, **changes: Any) -> None:
-    with _open(run_dir):
-        pass
+    if not run_dir.status.exists():
+        with _open(run_dir):
+            pass
     run_dir.status.write_text(json.dumps({**_content(run_dir), **changes}))
 
 
@@ -173,19 +175,19 @@ def test_a_launcher_that_lives_is_running(run_dir: RunDir) -> None:
     assert (found.state, found.exit_code) == ("running", 0)
 
 
-def test_a_launcher_that_is_gone_is_dead_although_the_file_says_running(run_dir: RunDir) -> None:
+def test_a_launcher_that_is_gone_was_killed_although_the_file_says_running(run_dir: RunDir) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(60)
     _running(run_dir, pid=child.pid)
     found = read_status(run_dir)
-    assert (found.state, found.exit_code) == ("dead", 4)
+    assert (found.state, found.exit_code) == ("killed", 4)
     assert f"(pid {child.pid}) is gone" in found.why
-    assert found.as_json()["state"] == "dead"
+    assert found.as_json()["state"] == "killed"
 
 
 def test_a_later_process_with_the_same_number_is_not_the_launcher(run_dir: RunDir) -> None:
     _running(run_dir, pid_started_at=psutil.Process().create_time() - 100.0)
-    assert read_status(run_dir).state == "dead"
+    assert read_status(run_dir).state == "killed"
 
 
 def test_a_launcher_of_another_machine_is_believed_for_a_minute(run_dir: RunDir) -> None:
@@ -194,7 +196,7 @@ def test_a_launcher_of_another_machine_is_believed_for_a_minute(run_dir: RunDir)
     assert read_status(run_dir, now=now + 59).state == "running"
     found = read_status(run_dir, now=now + 61)
     assert (found.state, found.exit_code) == ("silent", 4)
-    assert "on far, has written nothing for 1:01" in found.why
+    assert "on far, has written nothing for 0:01:01" in found.why
 
 
 def test_what_is_no_status_is_said(run_dir: RunDir) -> None:
@@ -219,18 +221,51 @@ def test_the_newest_run_is_the_one_that_wrote_last(run_dir: RunDir) -> None:
     assert newest_run(runs).root.name == "newer"
 
 
+def _table(run_dir: RunDir) -> str:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    console.print(describe(read_status(run_dir)))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
 def test_the_table_tells_what_people_ask_for_and_no_text_is_obeyed(run_dir: RunDir) -> None:
     with _open(run_dir) as status:
         _fill(status)
         status.warning("bad\x1b[2J\nworse")
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    console.print(describe(read_status(run_dir)))
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    text = _table(run_dir)
     for part in ("running", "3/10", "30%", "0:14 left", "last 0.500", "trained 12", "serving  version 3  run 5  wait 1",
                  "KV 50%", "before 0.250", "more servers", "bad worse", str(os.getpid())):  # fmt: skip
         assert part in text, f"{part!r} is missing:\n{text}"
     assert "\x1b" not in text
+
+
+def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None:
+    with _open(run_dir) as status:
+        _fill(status)
+        status.end("finished", exit_code=0, error=None)
+    text = _table(run_dir)
+    for part in ("server 0", "serving", "http://h:1", " left", "since the start", "last word"):
+        assert part not in text, f"{part!r} is of a run that goes on:\n{text}"
+    assert "trainer 50%  servers 2%  (in the last step)" in text
+    assert "the last step 2.0 s" in text
+    assert "took 0:0" in text
+    assert "ended 0:0" in text
+    run_dir.summary.write_text(json.dumps({"generated_tokens_per_s": 40.0, "trainer_idle_ratio": 0.25}))
+    text = _table(run_dir)
+    assert "40 generated  (mean of the run)" in text
+    assert "trainer 25%  (mean of the run)" in text
+    assert "servers 2%" not in text
+
+
+@pytest.mark.parametrize("state", ["failed", "running"])
+def test_the_summary_of_an_earlier_attempt_is_not_taken_for_this_one(run_dir: RunDir, state: str) -> None:
+    with _open(run_dir) as status:
+        _fill(status)
+    _running(run_dir, state=state, pid=2**22 + 1)  # running: it was killed
+    run_dir.summary.write_text(json.dumps({"trainer_idle_ratio": 0.25}))
+    text = _table(run_dir)
+    assert "trainer 50%  servers 2%  (in the last step)" in text
+    assert "serving" not in text
 
 
 def test_a_dashboard_can_be_made_of_the_files(run_dir: RunDir) -> None:

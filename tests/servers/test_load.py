@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.inference.fleet import Fleet, FleetSettings
-from grpo_async.servers.vllm.load import EngineLoad, watch_load
+from grpo_async.servers.vllm.load import EngineLoad, is_idle, watch_load
 from tests.servers.embedded_support import Live, live, load, make_request, prompt, wait_until
 
 
@@ -124,6 +124,23 @@ def test_an_engine_without_statistics_has_no_load_and_strange_statistics_do_no_h
     strange = EngineLoad()
     strange.note(0, object())
     assert strange.describe(is_idle=False) == nothing
+
+
+def test_an_engine_is_idle_when_nobody_has_a_request_in_it_whichever_way_it_came() -> None:
+    class Processor:
+        def __init__(self, unfinished: bool) -> None:
+            self.has_unfinished_requests = lambda: unfinished
+
+    class Engine:
+        def __init__(self, processor: object) -> None:
+            self.output_processor = processor
+
+    assert is_idle(Engine(Processor(False)), active_requests=0)
+    assert not is_idle(Engine(Processor(True)), active_requests=0), "sent through vLLM's own API"
+    assert not is_idle(Engine(Processor(False)), active_requests=1)
+    for engine in (Engine(None), Engine(object()), object()):  # of another version
+        assert is_idle(engine, active_requests=0)
+        assert not is_idle(engine, active_requests=1)
 
 
 def test_the_mean_over_the_heartbeats_of_a_step_counts(server: Live) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from grpo_async.config.launch_sections import LaunchSection
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutGroup
-from grpo_async.store import RolloutStore, read_groups
+from grpo_async.store import RolloutStore, read_groups, rollout_store, sealer
 from grpo_async.store.blocks import find_blocks, torn_bytes
 from grpo_async.store.facts import read_facts
 from grpo_async.store.rollout_store import all_groups
+from grpo_async.tracking import trackers
 from tests.store.builders import (
     OpenStore,
     append_simple,
@@ -244,6 +246,33 @@ def test_a_failed_write_is_a_clear_error_of_the_next_call_and_nothing_else_is_lo
     assert read_facts(tmp_path).notes() == ["one group could not be written (see the log)"]
 
 
+def test_a_block_whose_first_line_failed_is_given_up_and_the_next_line_names_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
+    monkeypatch.setattr(_FullDisk, "is_full", True)
+    store = RolloutStore(tmp_path)
+    _append(store, 0)
+    with pytest.raises(RunError, match="Group 0 is lost"):
+        store.flush()
+    assert find_blocks(tmp_path) == []
+    monkeypatch.setattr(_FullDisk, "is_full", False)
+    _append(store, 1)
+    store.close()
+    assert [path.name for path in tmp_path.glob("block-*")] == ["block-000000000001-000000000001.parquet"]
+    assert _ids(tmp_path) == [1]
+
+
+def test_what_was_not_sealed_at_the_end_is_sealed_later(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path, seals_at_close=False) as store:
+        _append(store, 0)
+    assert [path.name for path in tmp_path.glob("block-*")] == [FIRST_BLOCK]
+    store.seal_rest(wait_s=30.0)
+    assert [path.name for path in tmp_path.glob("block-*")] == ["block-000000000000-000000000000.parquet"]
+    store.seal_rest(wait_s=30.0)
+    assert _ids(tmp_path) == [0]
+
+
 def test_the_error_comes_with_the_next_append_which_is_written_all_the_same(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +326,7 @@ def test_a_disk_that_hangs_is_an_error_and_the_queue_has_an_end(
 
     monkeypatch.setattr("grpo_async.store.line_file.FileIO", Hanging)
     monkeypatch.setattr("grpo_async.store.rollout_store._WRITE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("grpo_async.store.rollout_store._FLUSH_TIMEOUT_S", 0.1)
     store = open_store(tmp_path)
     for group_id in range(65):  # one is being written, 64 wait
         _append(store, group_id)
@@ -305,9 +335,14 @@ def test_a_disk_that_hangs_is_an_error_and_the_queue_has_an_end(
     with pytest.raises(RunError, match="65 groups not written"):
         store.position()
     go_on.set()
-    monkeypatch.setattr("grpo_async.store.rollout_store._WRITE_TIMEOUT_S", 30.0)
+    monkeypatch.setattr("grpo_async.store.rollout_store._FLUSH_TIMEOUT_S", 30.0)
     store.flush()
     assert _ids(tmp_path) == list(range(65))
+
+
+def test_closing_fits_into_the_time_that_a_stop_has() -> None:
+    ends = rollout_store._FLUSH_TIMEOUT_S + rollout_store._SEAL_AT_CLOSE_S + sealer._KILL_TIMEOUT_S + trackers._CLOSE_S
+    assert ends < LaunchSection().stop_timeout_s
 
 
 # -- sampling
@@ -360,6 +395,35 @@ def test_a_resume_counts_on_from_what_was_left_out_before_its_checkpoint(tmp_pat
         _append(resumed, group_id)
     resumed.close()
     assert read_facts(tmp_path).left_out == {"trained": 5}
+
+
+def test_what_was_left_out_after_a_checkpoint_without_any_is_not_counted_twice(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    settings = small_blocks(sample_rate=0.0)
+    store = open_store(tmp_path, settings=settings)
+    _append(store, 0, GroupStatus.FAILED)  # always stored
+    position = store.position()
+    for group_id in range(1, 4):
+        _append(store, group_id)
+    _append(store, 4, GroupStatus.FAILED)
+    store.position()
+    store.close()
+    assert read_facts(tmp_path).left_out == {"trained": 3}
+    for _ in range(2):
+        with open_store(tmp_path, settings=settings) as resumed:
+            resumed.supersede_from(position, step=1)
+            for group_id in range(1, 4):
+                _append(resumed, group_id)
+        assert read_facts(tmp_path).left_out == {"trained": 3}
+
+
+def test_a_run_that_begins_anew_before_its_first_checkpoint_counts_anew(tmp_path: Path, open_store: OpenStore) -> None:
+    for _ in range(2):
+        with open_store(tmp_path, settings=small_blocks(sample_rate=0.0)) as store:
+            store.supersede_from(0, step=0)
+            _append(store, 0)
+        assert read_facts(tmp_path).left_out == {"trained": 1}
 
 
 def test_no_group_of_an_evaluation_is_left_out() -> None:

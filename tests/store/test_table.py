@@ -117,8 +117,8 @@ def test_a_group_and_a_rollout_have_all_their_tokens(table: RolloutTable) -> Non
         assert table.group_at(row.seq) == row
         for rollout in row.rollouts:
             assert table.rollout(rollout.rollout_id) == (row, rollout)
-    assert [each.rollout_id for each in table.rollout_summaries(3)] == ["3-0", "3-1"]
-    assert table.group_summary(3).reward_mean == 1.0
+    assert [each.rollout_id for each in table.rollout_summaries_at(3)] == ["3-0", "3-1"]
+    assert table.group_summary_at(3).reward_mean == 1.0
 
 
 def test_what_is_not_there_is_said_with_what_is(table: RolloutTable) -> None:
@@ -172,7 +172,7 @@ def test_the_figures_of_each_step(table: RolloutTable) -> None:
 
 
 def test_the_same_prompt_is_followed_over_the_steps(table: RolloutTable) -> None:
-    hashed = table.group_summary(0).prompt_hash
+    hashed = table.group_summary_at(0).prompt_hash
     assert [group.group_id for group in table.same_prompt(hashed)] == [0, 2]
     assert table.same_prompt("'; DROP TABLE rows") == []
 

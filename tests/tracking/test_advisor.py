@@ -94,8 +94,31 @@ def test_long_pushes_ask_for_fewer_as_far_as_staleness_allows() -> None:
 
 
 def test_checkpoints_that_hold_up_training_ask_for_fewer() -> None:
-    # 50 x 0.12 / 0.05 = 120
-    assert _change(_advice(checkpoint_share=0.12)) == ("checkpoint.every_steps", 50, 120)
+    # 60 s of 50 steps of 10 s: 0.12; 50 x 0.12 / 0.05 = 120
+    assert _change(_advice(checkpoint_s=60.0)) == ("checkpoint.every_steps", 50, 120)
+    assert _advice(checkpoint_s=45.0).bound_by == "nothing"
+
+
+def test_what_comes_less_often_than_the_figures_reach_counts_for_its_whole_interval() -> None:
+    # one checkpoint of 30 s in 20 steps of 10 s is 15% of them, and 6% of the 50 steps between two
+    lines: list[dict[str, float | None]] = [
+        {"step_time": 10.0, "pipeline/trainer_idle_ratio": 0.05, "pipeline/generator_idle_ratio": 0.05}
+        for _ in range(20)
+    ]
+    lines[9]["checkpoint/staged_s"] = 30.0
+    advice = advise(figures_of(lines), SETUP)
+    assert advice is not None
+    assert advice.bound_by == "nothing"
+    often = advise(figures_of(lines), replace(SETUP, checkpoint_every_steps=20))
+    assert often is not None
+    assert _change(often) == ("checkpoint.every_steps", 20, 60)  # 20 x 0.15 / 0.05
+    # the same for a push of 50 s: 25% of 20 steps, 12.5% of 40; every 20 steps it is measured
+    lines[9] = {**lines[9], "checkpoint/staged_s": None, "sync/push_s": 50.0}
+    setup = replace(SETUP, weight_sync_steps=40, max_staleness=4)
+    rare, measured = advise(figures_of(lines), setup), advise(figures_of(lines), replace(setup, weight_sync_steps=20))
+    assert rare is not None
+    assert measured is not None
+    assert (rare.bound_by, measured.bound_by) == ("nothing", "weight pushes")
 
 
 def test_a_synchronous_run_is_told_what_overlap_would_give() -> None:
@@ -173,6 +196,54 @@ def test_idle_servers_give_their_gpus_to_the_trainer() -> None:
     alone = _advice(replace(SETUP, num_trainer_ranks=2), generator_idle=0.7)
     assert _change(alone) == ("launch.num_trainer_ranks", 2, 4)
     assert _advice(replace(SETUP, on_gpu=False), generator_idle=0.7).setting is None
+
+
+def test_no_more_servers_are_suggested_than_there_are_gpus_for() -> None:
+    # t = 5.5 s, g = 9.5 s: 7 servers would keep up; 1 rank on 6 GPUs leaves room for 5
+    setup = replace(SETUP, replicas=4, num_gpus=6)
+    assert _change(_advice(setup, trainer_idle=0.45, kv_usage=0.9)) == ("inference.replicas", 4, 5)
+    two_each = replace(setup, tensor_parallel_size=2, replicas=1, num_gpus=4)
+    full = _advice(two_each, trainer_idle=0.45, kv_usage=0.9)
+    assert full.setting is None
+    assert (
+        "; 4 GPUs have no room for another server, so servers on another machine (inference.urls) would help"
+        in full.text
+    )
+    # 3 ranks and 1 server on 4 GPUs: t = 4 s would be 6 s on 2 ranks, still below g = 9.5 s
+    moved = _advice(replace(setup, replicas=1, num_trainer_ranks=3, num_gpus=4), trainer_idle=0.6, kv_usage=0.9)
+    assert _change(moved) == ("launch.num_trainer_ranks", 3, 2)
+    assert moved.text.endswith("lower launch.num_trainer_ranks 3 -> 2, and inference.replicas 1 -> 2")
+    # t = 7.5 s would be 11.25 s: no gain
+    kept = _advice(replace(setup, replicas=1, num_trainer_ranks=3, num_gpus=4), trainer_idle=0.25, kv_usage=0.9)
+    assert kept.setting is None
+    shared = _advice(replace(setup, replicas=1, num_gpus=1), trainer_idle=0.6, kv_usage=0.9)
+    assert shared.setting is None
+    assert "; one GPU has no room for another server" in shared.text
+    both = _advice(replace(setup, replicas=1, num_trainer_ranks=3, num_gpus=3), trainer_idle=0.6, kv_usage=0.9)
+    assert both.setting is None, "a rank and a server share a GPU: none is there to be moved"
+
+
+def test_no_more_ranks_are_suggested_than_there_are_gpus_for() -> None:
+    setup = replace(SETUP, num_trainer_ranks=2, num_gpus=4)  # and one server: one GPU is free
+    assert _change(_advice(setup, generator_idle=0.7)) == ("launch.num_trainer_ranks", 2, 3)
+    full = _advice(replace(setup, num_gpus=3), generator_idle=0.7)
+    assert full.setting is None
+    assert "; 3 GPUs have no room for another rank, so" in full.text
+    shared = replace(setup, replicas=3, num_gpus=2)
+    assert _advice(shared, generator_idle=0.7).setting is None, "they share GPUs: nothing is freed by fewer servers"
+    others = _advice(replace(setup, spawns_servers=False, num_gpus=3), generator_idle=0.7)
+    assert _change(others) == ("launch.num_trainer_ranks", 2, 3), "those servers take no GPU of this machine"
+
+
+def test_ranks_are_counted_over_all_machines_and_suggested_for_each() -> None:
+    # 3 machines with 2 ranks: t = 9.5 s, g = 6 s: 6 x 9.5 / 6 = 9.5 ranks, 4 for each machine
+    setup = replace(SETUP, nodes=3, num_trainer_ranks=2)
+    assert setup.world_size == 6
+    advice = _advice(setup, generator_idle=0.4)
+    assert _change(advice) == ("launch.num_trainer_ranks", 2, 4)
+    assert advice.text.endswith("launch.num_trainer_ranks 2 -> 4, of each machine")
+    # a server that is given up frees a GPU of one machine, not of each
+    assert _change(_advice(replace(setup, replicas=3), generator_idle=0.4))[0] == "launch.num_trainer_ranks"
 
 
 def test_padding_asks_for_longer_rows() -> None:
@@ -253,7 +324,7 @@ def test_figures_are_weighted_by_the_time_of_their_steps() -> None:
     assert figures.trainer_idle == pytest.approx(0.3)  # 6 of 20 s
     assert figures.generator_idle == 0.25
     assert figures.push_share == pytest.approx(0.1)  # 2 of 20 s
-    assert figures.checkpoint_share is None
+    assert (figures.push_s, figures.checkpoint_s) == (1.0, None)
     assert figures.stale_share == pytest.approx(0.2)  # 2 of 8 + 2
     assert figures.kv_usage == 0.5
     assert figures.running is None
@@ -276,6 +347,10 @@ def test_the_setup_is_read_from_the_configuration() -> None:
     assert setup.most_in_flight == 24  # (2 + 1) x 2 x 4
     assert (setup.embedded_slots, setup.replicas, setup.spawns_servers, setup.on_gpu) == (5, 2, True, False)
     assert setup_of(ExperimentConfig.model_validate(base), engine="vllm", on_gpu=True).embedded_slots is None
+    assert (setup.num_trainer_ranks, setup.nodes, setup.num_gpus) == (1, 1, None)
+    machines = {**base, "launch": {"num_trainer_ranks": 2, "nodes": 3, "rdzv": "h:1", "device": "cuda"}}
+    setup = setup_of(ExperimentConfig.model_validate(machines), num_gpus=8)
+    assert (setup.num_trainer_ranks, setup.nodes, setup.world_size, setup.num_gpus) == (2, 3, 6, 8)
     others = {**base, "inference": {"urls": ["http://a:1", "http://b:1", "http://c:1"]}}
     setup = setup_of(ExperimentConfig.model_validate(others))
     assert (setup.replicas, setup.spawns_servers, setup.embedded_slots) == (3, False, None)

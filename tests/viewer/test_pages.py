@@ -94,7 +94,8 @@ def _run(folder: Path, model: Path) -> RunDir:
 
 def test_control_characters_are_shown_not_obeyed() -> None:
     assert visible("a\x1b[31mb\x07\x7f\r\nc\td\x9b") == "a␛[31mb␇␡\nc\td\\x9b"
-    assert visible("ab\u202ecd") == "ab\\u202ecd"
+    for mark in "\u061c\u200e\u200f\u202e\u2066":
+        assert visible(f"ab{mark}cd") == f"ab\\u{ord(mark):04x}cd"
     assert one_line("  a\n\n b\tc  ", 10) == "a b c"
     assert one_line("abcdef", 4) == "abc…"
     assert quoted(" two\n\\") == "' two\\n\\\\'"

@@ -43,3 +43,17 @@ def test_an_aborted_server_is_idle(vllm_server: VllmServer) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert (info.running_requests, info.waiting_requests, info.kv_usage) == (0, 0, 0.0)
+
+
+def test_what_users_code_sends_through_vllms_own_api_is_load_as_well(vllm_server: VllmServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
+    seen: list[ServerInfo] = []
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(vllm_server.client.post, "/v1/completions", json=body)
+        while not running.done():
+            seen.append(vllm_server.info())
+            time.sleep(0.02)
+        running.result().raise_for_status()
+    assert {info.active_requests for info in seen} == {0}
+    assert max(info.running_requests for info in seen) == 1
+    assert vllm_server.info().running_requests == 0

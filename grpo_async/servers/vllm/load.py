@@ -61,6 +61,13 @@ def watch_load(engine: Any) -> EngineLoad:
     return load
 
 
+def is_idle(engine: Any, *, active_requests: int) -> bool:
+    """Whether nothing is in `engine`: none of the `active_requests` of our own routes, and nothing that users' code sends through
+    vLLM's. Of a version that does not tell, our own routes decide."""
+    unfinished = getattr(getattr(engine, "output_processor", None), "has_unfinished_requests", None)
+    return active_requests == 0 and not (callable(unfinished) and unfinished())
+
+
 def max_running_requests(engine: Any) -> int | None:
     """Most requests that all engine cores together run at once (`--max-num-seqs`); None where it cannot be read."""
     config = engine.vllm_config

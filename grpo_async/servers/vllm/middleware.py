@@ -25,7 +25,7 @@ from grpo_async.servers.vllm.answers import (
 from grpo_async.servers.vllm.control import Control
 from grpo_async.servers.vllm.gate import GateBrokenError
 from grpo_async.servers.vllm.generation import Generation
-from grpo_async.servers.vllm.load import EngineLoad, max_running_requests, watch_load
+from grpo_async.servers.vllm.load import EngineLoad, is_idle, max_running_requests, watch_load
 from grpo_async.servers.vllm.state import ServerState
 from grpo_async.servers.vllm.updates import Updates
 
@@ -109,7 +109,7 @@ class RolloutMiddleware:
             "instance_id": state.instance_id,
             "policy_version": state.version,
             "active_requests": state.active_requests,
-            **self._load.describe(is_idle=state.active_requests == 0),
+            **self._load.describe(is_idle=is_idle(engine, active_requests=state.active_requests)),
             "max_running_requests": max_running_requests(engine),
             "generated_tokens": state.generated_tokens,
             "busy_s": state.busy_s,

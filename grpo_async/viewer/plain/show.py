@@ -12,6 +12,7 @@ from rich.text import Text
 
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.rundir import RunDir
+from grpo_async.store.json_text import printable
 from grpo_async.store.query import Query, both, parse_query, quote
 from grpo_async.store.rows import to_json
 from grpo_async.store.summaries import GroupSummary
@@ -93,14 +94,18 @@ def write_json(run: RunDir, table: RolloutTable, selection: Selection, write: Ca
             "step": group.step,
             "group_status": group.status,
         }
-        write(orjson.dumps({**known, **orjson.loads(orjson.dumps(rollout))}))
+        write(_line({**known, **orjson.loads(orjson.dumps(rollout))}))
         return
     _num_groups(run, table, selection)
     if selection.group_id is not None:
         _demand(run, table, selection)
     for summary in _summaries(table, selection):
         row = table.group_at(summary.seq)
-        write(orjson.dumps({**orjson.loads(to_json(row)), "summary": summary}))
+        write(_line({**orjson.loads(to_json(row)), "summary": summary}))
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return printable(orjson.dumps(content).decode()).encode()
 
 
 def _summaries(table: RolloutTable, selection: Selection) -> Iterator[GroupSummary]:

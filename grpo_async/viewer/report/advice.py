@@ -24,7 +24,7 @@ def advice_section(runs: Sequence[RunData]) -> Markup:
 
 
 def _of_run(run: RunData, *, has_heading: bool) -> Markup:
-    said = [text for each in run.advice if isinstance(text := each.get("text"), str)]
+    said = [text for each in run.advice if isinstance(text := each.get("text"), str) and text.strip()]
     earlier = list(dict.fromkeys(said))[-_MOST_SAID:]
     return element(
         "div",
@@ -33,11 +33,16 @@ def _of_run(run: RunData, *, has_heading: bool) -> Markup:
         element(
             "details",
             element("summary", "what was said while it ran"),
-            element("ul", [element("li", _step(run.advice, text), text) for text in earlier]),
+            element("ul", [element("li", _step(run.advice, text), sentence(text)) for text in earlier]),
         )
         if earlier
         else None,
     )
+
+
+def sentence(text: str) -> str:
+    """ "trainer idle 41%: raise x" -> "Trainer idle 41%: raise x."; lines and displays show it without."""
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def _step(said: Sequence[Mapping[str, Any]], text: str) -> str:
@@ -54,9 +59,9 @@ def _now(run: RunData) -> Markup:
         return missing(
             "config.yaml is of another version, or it cannot be read: there is no advice without the settings."
         )
-    engine = run.summary.get("engine")
     steps = list(run.metrics[_WARM_UP:] if len(run.metrics) > 2 * _WARM_UP else run.metrics)[-_STEPS:]
-    advice = advise(figures_of(steps), setup_of(config, engine=engine if isinstance(engine, str) else None))
+    setup = setup_of(config, engine=run.engine, on_gpu=run.on_gpu, num_gpus=run.num_gpus)
+    advice = advise(figures_of(steps), setup)
     if advice is None:
         return missing("Too little was measured to say.")
     change = None
@@ -64,7 +69,7 @@ def _now(run: RunData) -> Markup:
         change = element("p", element("code", f"{advice.setting}: {advice.current} → {advice.suggested}"))
     return element(
         "div",
-        element("p", element("strong", f"Bound by {advice.bound_by}. "), advice.text),
+        element("p", element("strong", f"Bound by {advice.bound_by}. "), sentence(advice.text)),
         change,
         element("p", f"From the last {len(steps)} steps.", class_="note"),
         class_="advice",

@@ -5,13 +5,17 @@ Shares are of 1. Where a threshold is a judgement, it stands here as a constant.
 
 from __future__ import annotations
 
-from grpo_async.viewer.report.evidence import Evidence, Finding, Level, figure, percent
+from math import hypot
+
+from grpo_async.viewer.report.evidence import Evidence, Finding, Level, Windows, figure, percent
 
 _MANY_UNSCORED = 0.05  # of the rollouts
 _MOSTLY = 0.9
 _OFTEN = 0.5
 _NEAR_TOP = 0.02  # of the range of rewards: nothing left to gain
 _LEAST_PART_STEPS = 5
+_NOTHING = 1e-9  # no change of a reward: sums are not exact
+_SMALL_FALL = 0.02  # of the held-out reward
 
 
 def no_steps(evidence: Evidence) -> Finding | None:
@@ -81,8 +85,8 @@ def reward_trend(evidence: Evidence) -> Finding | None:
             text=f"It went {moved}. Often the steps are too large (a lower optimizer.lr) or the samples too far off "
             "policy (see the "
             "importance ratio and the staleness); or one part of the reward works against another (see the parts).",
-            query="reward<0.1",
-            sort="-step",
+            query="",
+            sort="reward",
             plot="reward",
         )
     top = _top(evidence)
@@ -195,48 +199,76 @@ def held_out(evidence: Evidence) -> Finding | None:
             "changes.",
             plot="held-out",
         )
-    first, last = results[0], results[-1]
-    best = max(results, key=lambda each: each.metrics["reward"])
-    change = last.metrics["reward"] - first.metrics["reward"]
-    noise = _noise(first.metrics, last.metrics)
+    first, last = results[0].metrics, results[-1].metrics
+    change, chance = last["reward"] - first["reward"], 2.0 * _noise(first, last)
     moved = (
-        f"Held-out reward {figure(first.metrics['reward'])} at step {first.step}, {figure(last.metrics['reward'])} "
-        f"at step {last.step} "
-        f"(chance: {figure(2 * noise)})."
+        f"Held-out reward {figure(first['reward'])} at step {results[0].step}, {figure(last['reward'])} "
+        f"at step {results[-1].step} (chance: {figure(chance)})."
     )
     training = evidence.windows("reward")
-    if training is not None and training.has_risen and change <= 2.0 * noise:
-        return Finding(
-            name="held-out",
-            level=Level.BAD if change < -2.0 * noise else Level.WARNING,
-            title="The training reward rose, the held-out reward did not",
-            text=f"{moved} The training reward rose by {figure(training.change)}. Either the policy games the "
-            "reward (read the "
-            "rollouts with the highest reward: are they what you want?), or it learned the prompts by heart (more "
-            "data, fewer steps), "
-            "or evaluation and training differ (prompts, reward, temperature, lengths).",
-            query="",
-            sort="-reward",
-            plot="held-out",
-        )
-    fell = best.metrics["reward"] - last.metrics["reward"]
-    if best is not last and fell > 2.0 * _noise(best.metrics, last.metrics) and fell > 0.02:
-        return Finding(
-            name="held-out",
-            level=Level.WARNING,
-            title="The held-out reward was better before",
-            text=f"{moved} The best was {figure(best.metrics['reward'])} at step {best.step}; the checkpoint of "
-            "that step may be the one to "
-            "keep (checkpoint.keep_best).",
-            plot="held-out",
-        )
-    if change > 2.0 * noise:
+    if change > chance + _NOTHING:
         return Finding(name="held-out", level=Level.GOOD, title="The held-out reward rose", text=moved, plot="held-out")
+    if training is not None and training.has_risen:
+        return _held_out_behind(training, change, chance, moved)
+    if change < -chance - _NOTHING:
+        return Finding(
+            name="held-out",
+            level=Level.BAD,
+            title="The held-out reward fell",
+            text=f"{moved} Often the steps are too large (a lower optimizer.lr) or the samples too far off policy.",
+            plot="held-out",
+        )
     return Finding(
         name="held-out",
         level=Level.WARNING,
         title="The held-out reward did not change by more than chance",
         text=f"{moved} More prompts (evaluation.num_prompts) would show smaller changes.",
+        plot="held-out",
+    )
+
+
+def _held_out_behind(training: Windows, change: float, chance: float, moved: str) -> Finding:
+    """The training reward rose, the held-out reward not by more than chance: is it behind, or are its prompts too few?"""
+    if change > _NOTHING and training.change - change <= hypot(chance, 2.0 * training.noise):
+        return Finding(
+            name="held-out",
+            level=Level.NOTE,
+            title="Whether the held-out reward rose cannot be told",
+            text=f"{moved} Its change is within chance, and not far from that of the training reward "
+            f"({figure(training.change)}). More prompts would tell: raise evaluation.num_prompts.",
+            plot="held-out",
+        )
+    did = "rose far less" if change > _NOTHING else "did not"
+    return Finding(
+        name="held-out",
+        level=Level.BAD if change < -chance - _NOTHING else Level.WARNING,
+        title=f"The training reward rose, the held-out reward {did}",
+        text=f"{moved} The training reward rose by {figure(training.change)}. Either the policy games the "
+        "reward (read the rollouts with the highest reward: are they what you want?), or it learned the prompts by "
+        "heart (more data, fewer steps), or evaluation and training differ (prompts, reward, temperature, lengths).",
+        query="",
+        sort="-reward",
+        plot="held-out",
+    )
+
+
+def held_out_peak(evidence: Evidence) -> Finding | None:
+    """Whether an evaluation between the first and the last was better than the last."""
+    results = evidence.evaluated()
+    if len(results) < 3:
+        return None
+    last = results[-1]
+    best = max(results, key=lambda each: each.metrics["reward"])
+    fell = best.metrics["reward"] - last.metrics["reward"]
+    if best is results[0] or fell <= max(2.0 * _noise(best.metrics, last.metrics), _SMALL_FALL):
+        return None
+    return Finding(
+        name="held-out-peaked",
+        level=Level.WARNING,
+        title="The held-out reward was better before",
+        text=f"It is {figure(last.metrics['reward'])} at step {last.step}; the best was "
+        f"{figure(best.metrics['reward'])} at step {best.step}. The checkpoint of that step may be the one to keep "
+        "(checkpoint.keep_best).",
         plot="held-out",
     )
 
@@ -252,12 +284,13 @@ def ended_early(evidence: Evidence) -> Finding | None:
         "stopped": ("was stopped", "`grpo-async train ... --resume` goes on from its checkpoint."),
         "running": ("goes on, and is", "This report is of the time when it was made."),
         "killed": ("was killed", "Its launcher is gone without a word. `--resume` goes on from the last checkpoint."),
+        "silent": ("fell silent", "Its launcher, on another machine, has written nothing for a while: is it dead?"),
     }.get(
         evidence.status, ("has not come to an end; it is", "It still runs, or it was killed: then `--resume` goes on.")
     )
     return Finding(
         name="ended-early",
-        level=Level.WARNING if evidence.status in ("failed", "killed") else Level.NOTE,
+        level=Level.WARNING if evidence.status in ("failed", "killed", "silent") else Level.NOTE,
         title=f"The run {what} at step {last}{of}",
         text=text,
     )
@@ -274,4 +307,4 @@ def _noise(one: object, other: object) -> float:
     return float(sum(error**2 for error in errors) ** 0.5)
 
 
-CHECKS = (no_steps, unscored, reward_trend, zero_variance, reward_parts, held_out, ended_early)
+CHECKS = (no_steps, unscored, reward_trend, zero_variance, reward_parts, held_out, held_out_peak, ended_early)

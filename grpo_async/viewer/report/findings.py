@@ -39,10 +39,13 @@ def verdict(found: Sequence[Finding]) -> Verdict:
     if "no-steps" in by_name:
         return Verdict(is_learning=None, text="Cannot be told: no optimizer step was finished.")
     if held_out is not None and held_out.level is Level.GOOD:
-        return Verdict(is_learning=True, text="Yes: the reward on held-out prompts rose.")
+        tail = " It was better before, though." if "held-out-peaked" in by_name else ""
+        return Verdict(is_learning=True, text=f"Yes: the reward on held-out prompts rose.{tail}")
     if trend is not None and trend.level is Level.GOOD:
-        tail = " There is no rise on held-out prompts, though." if held_out is not None else ""
-        return Verdict(is_learning=True if held_out is None else None, text=f"The training reward rose.{tail}")
+        if held_out is None:
+            return Verdict(is_learning=True, text="The training reward rose.")
+        tail = "cannot confirm it" if held_out.level is Level.NOTE else "do not confirm it"
+        return Verdict(is_learning=None, text=f"The training reward rose. Held-out prompts {tail}.")
     if bad:
         return Verdict(is_learning=False, text=f"No. {bad[0]}{'' if bad[0].endswith('.') else '.'}")
     if trend is None:

@@ -15,6 +15,7 @@ _STATUS = {
     "failed": ("bad", "failed"),
     "running": ("info", "running"),
     "killed": ("bad", "killed"),
+    "silent": ("warning", "silent"),
     "unfinished": ("warning", "not finished"),
 }
 UNKNOWN = "–"
@@ -48,7 +49,7 @@ def story(run: RunData) -> str:
     """One sentence: what happened."""
     planned = f" of {run.max_steps}" if run.max_steps else ""
     steps = f"{run.last_step}{planned} steps"
-    took = _number(run.summary, "wall_s") or sum(row.get("step_time", 0.0) for row in run.metrics)
+    took = _number(_summary(run), "wall_s") or sum(row.get("step_time", 0.0) for row in run.metrics)
     time = f" in {duration(took)}" if took else ""
     how = {
         "finished": f"The run finished after {steps}{time}.",
@@ -56,6 +57,7 @@ def story(run: RunData) -> str:
         "failed": f"The run failed after {steps}{time}.",
         "running": f"The run goes on: {steps}{time} so far.",
         "killed": f"The run was killed after {steps}{time}, without a word; it can go on with --resume.",
+        "silent": f"The run has {steps}{time}; its launcher, on another machine, has written nothing for a while.",
         "unfinished": f"The run has {steps}{time}. It still goes on, or it was killed.",
     }
     return how.get(run.ending.status, f"{run.ending.status}: {steps}{time}.")
@@ -77,7 +79,7 @@ def _cell(value: str, note: str) -> Markup:
 
 def _figures(run: RunData) -> list[tuple[str, str, str]]:
     """(name, value, note) of everything that the headline says."""
-    summary = run.summary if run.ending.status in ("finished", "stopped") else {}
+    summary = _summary(run)
     return [
         _held_out(run),
         _reward(run, summary),
@@ -88,6 +90,11 @@ def _figures(run: RunData) -> list[tuple[str, str, str]]:
         _groups(run),
         _stored(run),
     ]
+
+
+def _summary(run: RunData) -> Mapping[str, Any]:
+    """summary.json, where it is of the last attempt: one that failed or goes on leaves that of the attempt before."""
+    return run.summary if run.ending.status in ("finished", "stopped") else {}
 
 
 def _held_out(run: RunData) -> tuple[str, str, str]:

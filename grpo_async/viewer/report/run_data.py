@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_async.run_state import judge
 from grpo_async.rundir import RunDir
 from grpo_async.viewer.report.configs import shown_config
 from grpo_async.viewer.report.rollouts import RolloutFacts, read_rollouts
 
 Row = dict[str, float]
 """One line of metrics.jsonl: values that are numbers and finite; "step" is always there."""
-
-_CLOCK_S = 2.0  # the start of a process is told in ticks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,7 @@ class Evaluation:
 class Ending:
     """How the last attempt of a run ended, as far as is known."""
 
-    status: str  # finished | stopped | failed | running | killed (its launcher is gone) | unfinished (one of these two)
+    status: str  # a word of run_state.STATES; unfinished: there is no status.json, and it goes on or was killed
     error: str | None = None
 
 
@@ -50,6 +48,9 @@ class RunData:
     label: str  # unique among the runs of a report
     run_dir: RunDir
     ending: Ending
+    engine: str | None = None  # the one that was chosen; None: not known
+    on_gpu: bool | None = None  # whether the trainer had a GPU; None: not known
+    num_gpus: int | None = None  # of the machine with the servers; None: not known
     summary: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     metrics: Sequence[Row] = ()
@@ -79,7 +80,7 @@ class RunData:
 def read_run(run_dir: RunDir, label: str) -> RunData:
     """Everything of one run that the report shows."""
     problems: list[str] = []
-    summary = _json_object(run_dir.summary, problems)
+    summary, status = _json_object(run_dir.summary, problems), _json_object(run_dir.status, problems)
     metrics = [_row(line) for line in _json_lines(run_dir.metrics, problems) if _is_number(line.get("step"))]
     if not metrics:
         problems.append("There are no metrics: no optimizer step was finished.")
@@ -89,7 +90,10 @@ def read_run(run_dir: RunDir, label: str) -> RunData:
     return RunData(
         label=label,
         run_dir=run_dir,
-        ending=_ending(run_dir, summary, problems),
+        ending=_ending(status, summary),
+        engine=next((value for each in (status, summary) if isinstance(value := each.get("engine"), str)), None),
+        on_gpu=next((value for each in (status, summary) if isinstance(value := each.get("on_gpu"), bool)), None),
+        num_gpus=num_gpus if isinstance(num_gpus := status.get("num_gpus"), int) else None,
         summary=summary,
         config=read_config(run_dir.config, problems),
         metrics=sorted(metrics, key=lambda row: row["step"]),
@@ -109,33 +113,12 @@ def labels_of(run_dirs: Sequence[RunDir]) -> list[str]:
     return ["/".join(path.parts[-2:]) if names.count(path.name) > 1 else path.name for path in paths]
 
 
-def _ending(run_dir: RunDir, summary: Mapping[str, Any], problems: list[str]) -> Ending:
-    """From status.json; where there is none (an old run), from summary.json, which is written when a run comes to "
-    "its end."""
-    status = _json_object(run_dir.status, problems)
+def _ending(status: Mapping[str, Any], summary: Mapping[str, Any]) -> Ending:
+    """From status.json; where there is none (an old run), from summary.json, which is written when a run comes to its end."""
     if status:
         error = status.get("error")
-        state = str(status.get("state", "?"))
-        if state == "running":
-            state = "killed" if _launcher_is_gone(status) else "running"
-        return Ending(status=state, error=error if isinstance(error, str) else None)
+        return Ending(status=judge(status).state, error=error if isinstance(error, str) else None)
     return Ending(status=str(summary.get("status", "?")) if summary else "unfinished")
-
-
-def _launcher_is_gone(status: Mapping[str, Any]) -> bool:
-    """Whether the process that writes status.json is known to have ended: it ran on this machine, and does not any "
-    "more."""
-    import psutil
-
-    pid, began = status.get("pid"), status.get("pid_started_at")
-    if status.get("host") != platform.node() or not isinstance(pid, int):
-        return False
-    try:
-        return _is_number(began) and abs(psutil.Process(pid).create_time() - float(began or 0.0)) > _CLOCK_S
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.AccessDenied:
-        return False
 
 
 def read_config(path: Path, problems: list[str]) -> Mapping[str, Any] | None:

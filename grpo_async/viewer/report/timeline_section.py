@@ -35,14 +35,11 @@ def timeline_part(runs: Sequence[RunData]) -> TimelinePart:
         return TimelinePart(
             content=_section(missing("There is no timeline (events.jsonl): record.timeline.enabled writes one."))
         )
-    steps: list[int] = []
     try:
-        found = load_events(run.run_dir.events)
-        steps = sorted(found.steps)[-_LAST_STEPS:]
-        if steps:
-            found = load_events(run.run_dir.events, first_step=steps[0], last_step=steps[-1])
+        found = load_events(run.run_dir.events, newest_steps=_LAST_STEPS)
     except ConfigError as error:
         return TimelinePart(content=_section(missing(str(error))))
+    steps = sorted(found.steps)[-_LAST_STEPS:]
     start = min((found.steps[step].start for step in steps), default=None)
     end = max((found.steps[step].end for step in steps), default=None)
     drawn = None

@@ -179,6 +179,9 @@ var Charts = (() => {
         const decades = [Math.floor(Math.log10(least || 1e-6)), Math.ceil(Math.log10(most || 1))];
         return [10 ** decades[0], 10 ** (decades[1] > decades[0] ? decades[1] : decades[0] + 1)];
       }
+      if (least === 0 && most === 0) {
+        return [0, 1]; // a series that never moved from zero: the room below would say that it could be negative
+      }
       const room = most > least ? (most - least) * 0.06 : Math.abs(most) * 0.1 || 0.5;
       const floor = (include || []).includes(least) ? least : least - room;
       const ceiling = (include || []).includes(most) && most > least ? most + room / 3 : most + room;
@@ -186,12 +189,15 @@ var Charts = (() => {
     };
   }
 
-  function axes(options, format) {
+  /** Distances between ticks for an axis of whole numbers. */
+  const WHOLE_STEPS = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+
+  function axes(options, format, isWhole) {
     const font = `12px ${getComputedStyle(document.body).fontFamily}`;
     const line = { stroke: () => colour("--grid"), width: 1 };
     const common = { stroke: () => colour("--text-muted"), font, grid: line, ticks: { ...line, size: 4 } };
     return [
-      { ...common, size: 30, gap: 4, space: 60, values: (_plot, ticks) => ticks.map((tick) => (tick === null ? null : number(tick))) },
+      { ...common, size: 30, gap: 4, space: 60, ...(isWhole ? { incrs: WHOLE_STEPS } : {}), values: (_plot, ticks) => ticks.map((tick) => (tick === null ? null : number(tick))) },
       {
         ...common,
         gap: 4,
@@ -416,7 +422,7 @@ var Charts = (() => {
             range: yRange(this.isStacked ? [0, ...(this.options.include || [])] : this.options.include, this.options.log),
           },
         },
-        axes: axes(this.options, this.format),
+        axes: axes(this.options, this.format, this.xs.every(Number.isInteger)),
         series,
         bands,
         hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },

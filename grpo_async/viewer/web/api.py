@@ -8,6 +8,7 @@ writes meanwhile moves nothing; /api/pulse says how much there is by now.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -16,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from grpo_async.errors import ConfigError, GrpoAsyncError, RunError
+from grpo_async.run_state import judge
 from grpo_async.store.query import EVERYTHING, Query, both, parse_query
 from grpo_async.store.query_fields import FIELDS, WORDS
 from grpo_async.store.query_help import HELP
@@ -32,12 +34,25 @@ _MOST_BINS = 200
 Work = Callable[[Source, Parameters], Any]
 
 
-class Api:
-    """The endpoints over a library. `query` is what the page opens with, where its address names none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What the page opens with, where its address names nothing: the query, the order (None: newest first), and whether with what a
+    resume left behind."""
 
-    def __init__(self, library: Library, *, query: str) -> None:
+    query: str = ""
+    sort: str | None = None
+    superseded: bool = False
+
+
+WHOLE_RUN = Opening()
+
+
+class Api:
+    """The endpoints over a library."""
+
+    def __init__(self, library: Library, *, opening: Opening) -> None:
         self._library = library
-        self._query = query
+        self._opening = opening
 
     @property
     def routes(self) -> list[Route]:
@@ -49,12 +64,12 @@ class Api:
             "group": _group,
             "rollout": _rollout,
             "histogram": _histogram,
-            "facets": _facets,
             "steps": _steps,
             "extremes": _extremes,
             "prompt": _prompt,
             "metrics": _metrics,
             "timeline": _timeline,
+            "usage": _usage,
         }
         routes = [Route(f"/api/{name}", self._endpoint(work), methods=["GET"]) for name, work in over_runs.items()]
         return [
@@ -95,7 +110,7 @@ class Api:
         ]
         words = [{"name": word.name, "help": word.help} for word in WORDS]
         return Json(
-            {"runs": await self._library.ask(work), "query": self._query, "fields": fields, "words": words},
+            {"runs": await self._library.ask(work), "opening": self._opening, "fields": fields, "words": words},
         )
 
     def _endpoint(self, work: Work) -> Callable[[Request], Awaitable[Response]]:
@@ -161,13 +176,17 @@ def _pulse(source: Source, parameters: Parameters) -> dict[str, Any]:
     """How much there is by now, and where the run stands."""
     table = source.table()
     status = read_json(source.run.status) or {}
+    judged = judge(status) if status else None
     return {
-        "generation": table.generation,
         "until": _newest(table),
         "counts": table.count(EVERYTHING),
         "notes": table.notes,
         "metrics": source.metrics.num_steps(),
-        "status": {name: status.get(name) for name in ("state", "phase", "step", "max_steps", "eta_s", "updated_at")},
+        "status": {
+            **{name: status.get(name) for name in ("phase", "step", "max_steps", "eta_s")},
+            "state": judged.state if judged else None,
+            "why": judged.why if judged else "",
+        },
     }
 
 
@@ -201,29 +220,38 @@ def _rollouts(source: Source, parameters: Parameters) -> dict[str, Any]:
 
 
 def _group(source: Source, parameters: Parameters) -> dict[str, Any]:
-    """One group with the texts of its rollouts, without tokens."""
-    table, all_branches = source.table(), parameters.flag("superseded")
-    group_id = parameters.number("id", -1, low=-(2**53))
+    """One group with the texts of its rollouts, without tokens. `seq` finds one of two with the same `id`."""
+    table, seq = source.table(), parameters.number("seq", -1)
     try:
-        row = table.group(group_id, with_superseded=all_branches)
+        if seq >= 0:
+            row = table.group_at(seq)
+        else:
+            group_id = parameters.number("id", -1, low=-(2**53))
+            row = table.group(group_id, with_superseded=parameters.flag("superseded"))
         return {
-            "summary": table.group_summary(group_id, with_superseded=all_branches),
+            "summary": table.group_summary_at(row.seq),
             "group": _without_rollouts(row),
             "rollouts": [_without_tokens(rollout) for rollout in row.rollouts],
-            "summaries": table.rollout_summaries(group_id, with_superseded=all_branches),
+            "summaries": table.rollout_summaries_at(row.seq),
         }
     except RunError as error:
         raise NotFoundError(str(error)) from error
 
 
 def _rollout(source: Source, parameters: Parameters) -> dict[str, Any]:
-    """One rollout with all its tokens."""
-    table, all_branches = source.table(), parameters.flag("superseded")
+    """One rollout with all its tokens. `seq` of its group finds one of two with the same `id`."""
+    table, seq, rollout_id = source.table(), parameters.number("seq", -1), parameters.text("id")
     try:
-        group, rollout = table.rollout(parameters.text("id"), with_superseded=all_branches)
-        summaries = table.rollout_summaries(group.group_id, with_superseded=all_branches)
+        if seq >= 0:
+            group = table.group_at(seq)
+            rollout = next((each for each in group.rollouts if each.rollout_id == rollout_id), None)
+        else:
+            group, rollout = table.rollout(rollout_id, with_superseded=parameters.flag("superseded"))
+        summaries = table.rollout_summaries_at(group.seq)
     except RunError as error:
         raise NotFoundError(str(error)) from error
+    if rollout is None:
+        raise NotFoundError(f"the group with seq {seq} has no rollout {rollout_id}")
     return {
         "group": _without_rollouts(group),
         "rollout": _without_tokens(rollout),
@@ -237,12 +265,6 @@ def _histogram(source: Source, parameters: Parameters) -> Any:
     bins = parameters.number("bins", 30, low=1, high=_MOST_BINS)
     with_superseded = parameters.flag("superseded")
     return source.table().histogram(field, _query(parameters), bins=bins, with_superseded=with_superseded)
-
-
-def _facets(source: Source, parameters: Parameters) -> dict[str, Any]:
-    field = parameters.text("field") or "status"
-    values = source.table().facets(field, _query(parameters), with_superseded=parameters.flag("superseded"))
-    return {"field": field, "values": values}
 
 
 def _steps(source: Source, parameters: Parameters) -> dict[str, Any]:
@@ -268,6 +290,11 @@ def _metrics(source: Source, parameters: Parameters) -> dict[str, Any]:
 def _timeline(source: Source, parameters: Parameters) -> Any:
     columns = parameters.number("columns", 1500, low=1, high=10_000)
     return source.events.window(parameters.real("start"), parameters.real("end"), columns=columns)
+
+
+def _usage(source: Source, parameters: Parameters) -> Any:
+    """Who waited for whom between two times of the timeline."""
+    return source.events.usage(parameters.real("start"), parameters.real("end"))
 
 
 def _without_rollouts(group: GroupRow) -> dict[str, Any]:

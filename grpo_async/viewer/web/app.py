@@ -11,25 +11,25 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from grpo_async.viewer.web.answers import Json
-from grpo_async.viewer.web.api import Api
+from grpo_async.viewer.web.api import WHOLE_RUN, Api, Opening
 from grpo_async.viewer.web.guard import Guard
 from grpo_async.viewer.web.sources import Library
 
 STATIC = Path(__file__).parents[1] / "static"
 
 
-def build_app(library: Library, *, token: str, host: str, query: str = "") -> Guard:
+def build_app(library: Library, *, token: str, host: str, opening: Opening = WHOLE_RUN) -> Guard:
     """An ASGI app.
 
     Args:
         token: secret of this start, without which no data is given.
         host: the address that is listened on; see `Guard`.
-        query: what the page opens with.
+        opening: what the page opens with.
     """
     routes = [
         Route("/", _page, methods=["GET"]),
         Route("/favicon.ico", _icon, methods=["GET"]),
-        *Api(library, query=query).routes,
+        *Api(library, opening=opening).routes,
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={404: _missing}), token=token, host=host)

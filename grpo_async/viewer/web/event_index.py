@@ -1,8 +1,4 @@
-"""Windows of a timeline that may be hundreds of megabytes: start, end and place of every event in memory, the rest on disk.
-
-Read on from where the last look ended. A file that was replaced (the older half of a timeline is deleted when it is full) is
-read anew; a last line without a line feed waits until it has one.
-"""
+"""Windows of a timeline that may be hundreds of megabytes: start, end and place of every event in memory, the rest on disk."""
 
 from __future__ import annotations
 
@@ -14,8 +10,9 @@ from typing import Any
 
 from grpo_async.timeline import Event, parse_event
 from grpo_async.viewer.timeline_data import drawing
+from grpo_async.viewer.timeline_usage import usage
+from grpo_async.viewer.web.growing_file import GrowingFile
 
-_CHUNK_BYTES = 4 * 1024 * 1024
 _MOST_EVENTS = 100_000  # of one window: more would take seconds to lay out
 
 
@@ -24,6 +21,7 @@ class EventIndex:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file = GrowingFile(path, self._forget)
         self._lock = threading.Lock()
         self._forget()
 
@@ -37,9 +35,7 @@ class EventIndex:
             if not self._starts:
                 return {"spans": None}
             first, last = min(self._starts), max(self._ends)
-            low = first if start is None else max(start, first)
-            high = max(low, last if end is None else min(end, last))
-            inside = [i for i in range(len(self._starts)) if self._ends[i] >= low and self._starts[i] <= high]
+            low, high, inside = self._inside(start, end)
             chosen = inside
             if len(inside) > _MOST_EVENTS:
                 chosen = sorted(heapq.nlargest(_MOST_EVENTS, inside, key=lambda i: self._ends[i] - self._starts[i]))
@@ -48,37 +44,40 @@ class EventIndex:
         found = {"start": low, "end": high, "spans": [], "num_merged": 0} if drawn is None else drawn.as_dict()
         return {**found, "first": first, "last": last, "num_left_out": len(inside) - len(chosen)}
 
+    def usage(self, start: float | None, end: float | None) -> dict[str, Any]:
+        """Who waited for whom in a window: the fields of `timeline_usage.Usage` but its `names`; {"wall_s": None} without a span
+        in it, {"wall_s": None, "num_events": n} where it has more than can be looked at."""
+        with self._lock:  # waits: another reading of a file that is there
+            self._read_on()
+            if not self._starts:
+                return {"wall_s": None}
+            low, high, inside = self._inside(start, end)
+            if len(inside) > _MOST_EVENTS:
+                return {"wall_s": None, "num_events": len(inside)}
+            events = self._events(inside)
+        cut = [Event(e.name, e.lane, max(e.start, low), min(e.end, high), e.details) for e in events]
+        found = usage([event for event in cut if event.end > event.start])
+        if found is None:
+            return {"wall_s": None}
+        return {name: getattr(found, name) for name in found.__dataclass_fields__ if name != "names"}
+
+    def _inside(self, start: float | None, end: float | None) -> tuple[float, float, list[int]]:
+        """The window, within the timeline, and the places of the events that touch it."""
+        first, last = min(self._starts), max(self._ends)
+        low = first if start is None else min(max(start, first), last)
+        high = max(low, last if end is None else min(end, last))
+        return low, high, [i for i in range(len(self._starts)) if self._ends[i] >= low and self._starts[i] <= high]
+
     def _forget(self) -> None:
         self._starts, self._ends, self._offsets = array("d"), array("d"), array("q")
-        self._read_until = 0
-        self._identity: tuple[int, int] | None = None
 
     def _read_on(self) -> None:
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return self._forget()
-        with file:
-            status = self._path.stat()
-            identity = (status.st_dev, status.st_ino)
-            if identity != self._identity or status.st_size < self._read_until:
-                self._forget()
-                self._identity = identity
-            file.seek(self._read_until)
-            rest = b""
-            while chunk := file.read(_CHUNK_BYTES):
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    self._take(line, self._read_until)
-                    self._read_until += len(line) + 1
-        return None
-
-    def _take(self, line: bytes, offset: int) -> None:
-        event = parse_event(line + b"\n")
-        if event is not None:
-            self._starts.append(event.start)
-            self._ends.append(event.end)
-            self._offsets.append(offset)
+        for offset, line in self._file.new_lines():
+            event = parse_event(line + b"\n")
+            if event is not None:
+                self._starts.append(event.start)
+                self._ends.append(event.end)
+                self._offsets.append(offset)
 
     def _events(self, chosen: list[int]) -> list[Event]:
         events = []

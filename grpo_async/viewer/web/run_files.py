@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from grpo_async.rundir import RunDir
+from grpo_async.viewer.web.growing_file import GrowingFile
 
 _TAIL_BYTES = 256 * 1024
 
@@ -22,10 +23,9 @@ class MetricLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._lock = threading.Lock()
-        self._read_until = 0
-        self._rows: dict[int, dict[str, float]] = {}
+        self._rows: dict[int, dict[str, float]] = {}  # ascending by step
+        self._file = GrowingFile(path, self._rows.clear)
 
     def names(self) -> list[str]:
         """All metrics that occurred, in alphabetic order."""
@@ -42,24 +42,11 @@ class MetricLog:
 
     def _read(self) -> dict[int, dict[str, float]]:
         with self._lock:  # waits: another reading of a file that is there
-            try:
-                size = self._path.stat().st_size
-            except FileNotFoundError:
-                self._read_until, self._rows = 0, {}
-                return {}
-            if size < self._read_until:  # a resume has cut it
-                self._read_until, self._rows = 0, {}
-            with self._path.open("rb") as file:
-                file.seek(self._read_until)
-                text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            self._read_until += len(whole)
-            for line in whole.splitlines():
+            for _, line in self._file.new_lines():
                 row = _object(line)
                 if row is not None and isinstance(row.get("step"), int):
-                    later = [step for step in self._rows if step > row["step"]]
-                    for step in later:  # steps of a branch that was left
-                        del self._rows[step]
+                    while self._rows and next(reversed(self._rows)) > row["step"]:
+                        self._rows.popitem()  # a step of a branch that was left
                     self._rows[row["step"]] = row
             return dict(self._rows)
 

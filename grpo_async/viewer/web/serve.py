@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import secrets
 import socket
@@ -17,11 +18,14 @@ from urllib.parse import quote
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
 from grpo_async.store.query import parse_query
+from grpo_async.store.table_sql import group_order
+from grpo_async.viewer.web.api import Opening
 from grpo_async.viewer.web.app import build_app
 from grpo_async.viewer.web.guard import is_loopback
 from grpo_async.viewer.web.sources import Library
 
 DEFAULT_HOST = "127.0.0.1"
+_FIRST_OWN_PORT, _NUM_OWN_PORTS = 20_000, 10_000
 _GRACE_S = 2  # for answers that are being sent when it ends
 
 
@@ -29,30 +33,37 @@ def serve(
     runs: Sequence[RunDir],
     *,
     host: str = DEFAULT_HOST,
-    port: int = 0,
+    port: int | None = None,
     open_browser: bool = False,
     query: str = "",
+    sort: str | None = None,
+    superseded: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> None:
     """Serve the rollouts of `runs` as a web page and return when a signal ends it.
 
     Args:
         host: address to listen on. Another than loopback lets other machines connect; that is said.
-        port: 0: any free one.
+        port: None: the one that belongs to these folders, so that a link to the page holds after the next start, or any free one
+            where that is taken; 0: any free one.
         open_browser: show the page in the user's browser, too.
-        query: what the page opens with.
+        query: what the page opens with: groups that it holds for,
+        sort: in this order (fields with commas between, as `RolloutTable.group_page`; None: newest first),
+        superseded: with what a resume left behind.
         say: prints a line for the user; default: standard error.
 
     Raises:
-        ConfigError: the query is wrong, the address cannot be listened on, or no run is given.
+        ConfigError: the query or the order is wrong, the address cannot be listened on, or no run is given.
     """
     import uvicorn
 
     if not runs:
         raise ConfigError("name a run to look at")
     parse_query(query)
+    if sort is not None:
+        group_order(sort)
     say = say or _print
-    listener = listen(host, port)
+    listener = _listen_at_own_port(runs, host) if port is None else listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
     token = secrets.token_urlsafe(32)
     library = Library(runs)
@@ -68,7 +79,7 @@ def serve(
     # the first table is ready when the browser is; what is wrong with a store is told to whoever asks for it
     threading.Thread(target=library.warm, name="first table", daemon=True).start()
     config = uvicorn.Config(
-        build_app(library, token=token, host=host, query=query),
+        build_app(library, token=token, host=host, opening=Opening(query=query, sort=sort, superseded=superseded)),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -96,15 +107,32 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(128)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(128)
+        except OSError:
+            listener.close()
+            raise
         listener.setblocking(False)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}, port {port}: {error.strerror}; choose another with --port, or --port 0 for any free one"
         ) from error
     return listener
+
+
+def own_port(runs: Sequence[RunDir]) -> int:
+    """A port that is the same for the same folders at every start, below those that systems give out by themselves (from 32768)."""
+    names = "\0".join(str(run.rollouts.resolve()) for run in runs)
+    return _FIRST_OWN_PORT + int.from_bytes(hashlib.sha256(names.encode()).digest()[:8]) % _NUM_OWN_PORTS
+
+
+def _listen_at_own_port(runs: Sequence[RunDir], host: str) -> socket.socket:
+    try:
+        return listen(host, own_port(runs))
+    except ConfigError:  # taken, most often by the page of the same run; where the host is wrong, this says so
+        return listen(host, 0)
 
 
 def _in_url(host: str, bound: str) -> str:

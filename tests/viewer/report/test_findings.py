@@ -50,6 +50,7 @@ def test_a_flat_reward_is_a_warning_and_not_called_learning() -> None:
 def test_a_falling_reward_is_bad() -> None:
     finding = _found(Evidence(metrics=steps(20, first=0.8, last=0.3)))["reward-trend"]
     assert (finding.level, finding.title) == (Level.BAD, "The reward fell")
+    assert (finding.query, finding.sort) == ("", "reward"), "the lowest rewards first, whatever their range is"
 
 
 def test_five_steps_are_too_few_for_a_trend() -> None:
@@ -109,17 +110,50 @@ def test_a_held_out_reward_that_does_not_follow_hints_at_a_gamed_reward() -> Non
     assert finding.sort == "-reward"
     assert "games the reward" in finding.text
     assert verdict(found).is_learning is None
+    assert verdict(found).text == "The training reward rose. Held-out prompts do not confirm it."
 
 
-def test_a_held_out_reward_that_falls_meanwhile_is_bad() -> None:
-    found = findings(Evidence(metrics=steps(20), evaluations=_evaluations(0.6, 0.3)))
-    assert next(each for each in found if each.name == "held-out").level is Level.BAD
+def test_few_held_out_prompts_that_go_along_are_no_sign_of_a_gamed_reward() -> None:
+    # chance: 2 x sqrt(0.048^2 + 0.048^2) = 0.136, above the change of 0.12; training changes by about 0.13
+    metrics = steps(20, first=0.3, last=0.45)
+    found = findings(Evidence(metrics=metrics, evaluations=_evaluations(0.3, 0.42, stderr=0.048)))
+    finding = next(each for each in found if each.name == "held-out")
+    assert (finding.level, finding.title) == (Level.NOTE, "Whether the held-out reward rose cannot be told")
+    assert "chance: 0.136" in finding.text
+    assert "evaluation.num_prompts" in finding.text
+    assert "games" not in finding.text
+    assert verdict(found).text == "The training reward rose. Held-out prompts cannot confirm it."
+    assert verdict(found).is_learning is None
+
+
+def test_a_held_out_reward_that_stays_far_behind_training_is_a_warning_though_it_rose_a_little() -> None:
+    evidence = Evidence(metrics=steps(20), evaluations=_evaluations(0.3, 0.35, stderr=0.048))
+    finding = _found(evidence)["held-out"]
+    title = "The training reward rose, the held-out reward rose far less"
+    assert (finding.level, finding.title) == (Level.WARNING, title)
+    assert "games the reward" in finding.text
+
+
+def test_a_held_out_reward_that_falls_is_bad_whether_training_rises_or_not() -> None:
+    rising = _found(Evidence(metrics=steps(20), evaluations=_evaluations(0.6, 0.4, 0.3)))
+    assert rising["held-out"].level is Level.BAD
+    flat = _found(Evidence(metrics=_flat(), evaluations=_evaluations(0.6, 0.4, 0.3)))
+    assert (flat["held-out"].level, flat["held-out"].title) == (Level.BAD, "The held-out reward fell")
+    assert not {"held-out-peaked"} & (rising.keys() | flat.keys()), "there is no checkpoint of before training"
 
 
 def test_a_better_checkpoint_in_the_past_is_named() -> None:
-    finding = _found(Evidence(metrics=_flat(), evaluations=_evaluations(0.2, 0.7, 0.5)))["held-out"]
+    finding = _found(Evidence(metrics=_flat(), evaluations=_evaluations(0.2, 0.7, 0.2)))["held-out-peaked"]
     assert finding.title == "The held-out reward was better before"
     assert "0.7 at step 10" in finding.text
+
+
+def test_a_held_out_reward_below_its_best_has_risen_all_the_same() -> None:
+    found = findings(Evidence(metrics=steps(20), evaluations=_evaluations(0.2, 0.8, 0.7, stderr=0.01)))
+    levels = {each.name: each.level for each in found}
+    assert (levels["held-out"], levels["held-out-peaked"]) == (Level.GOOD, Level.WARNING)
+    assert verdict(found).is_learning is True
+    assert verdict(found).text == "Yes: the reward on held-out prompts rose. It was better before, though."
 
 
 def test_no_evaluation_is_noted() -> None:
@@ -259,7 +293,7 @@ def test_a_run_without_a_step_says_how_it_ended() -> None:
     assert verdict(found).is_learning is None
 
 
-@pytest.mark.parametrize("status", ["failed", "stopped", "killed", "running", "unfinished"])
+@pytest.mark.parametrize("status", ["failed", "stopped", "killed", "silent", "running", "unfinished"])
 def test_a_run_that_did_not_finish_says_so(status: str) -> None:
     evidence = Evidence(metrics=steps(12), status=status, config={"training": {"max_steps": 40}})
     assert "step 12 of 40" in _found(evidence)["ended-early"].title

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import tracemalloc
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from grpo_async.cli.app import app
 from grpo_async.errors import ConfigError
 from grpo_async.records import GroupStatus
 from grpo_async.rundir import RunDir
+from grpo_async.viewer.report.run_data import read_run
+from grpo_async.viewer.report.timeline_section import timeline_part
 from grpo_async.viewer.report.write import write_report
 from tests.viewer.report.support import Group, evaluation, steps, write_run
 
@@ -127,6 +130,85 @@ def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert "The run was killed at step 8" in text
     assert "torn" in text
     assert "2 rollouts in 1 groups" in text
+
+
+@pytest.mark.parametrize("state", ["failed", "running"])
+def test_the_time_of_an_attempt_before_is_not_told_of_this_one(tmp_path: Path, state: str) -> None:
+    left = {"status": "stopped", "steps": 3, "wall_s": 32.0}
+    run = write_run(tmp_path, metrics=steps(120), state=state, error="it broke", summary=left)
+    text = _text(_page(run))
+    assert "120 of 120 steps in 4:00" in text  # 120 x 2 s
+    assert "in 32 s" not in text
+
+
+def _trainer_bound(**more: float) -> list[dict[str, float]]:
+    """The trainer works all the time, the servers wait for it 70% of it."""
+    figures = {"pipeline/trainer_idle_ratio": 0.05, "pipeline/generator_idle_ratio": 0.7, **more}
+    return [{**row, **figures} for row in steps(20)]
+
+
+@pytest.mark.parametrize("place", ["status", "summary"])
+def test_advice_is_of_the_machine_that_the_run_had(tmp_path: Path, place: str) -> None:
+    for name, on_gpu in (("gpu", True), ("cpu", False)):
+        run = write_run(tmp_path, name, metrics=_trainer_bound(), summary={"status": "finished", "on_gpu": on_gpu})
+        if place == "status":  # it is of the last attempt, the summary may be older
+            run.status.write_text(json.dumps({"version": 1, "state": "failed", "on_gpu": on_gpu, "engine": "vllm"}))
+            run.summary.write_text(json.dumps({"status": "stopped", "on_gpu": not on_gpu}))
+        text = _text(_page(run))
+        assert ("launch.num_trainer_ranks: 1 →" in text) is on_gpu
+        assert ("a faster trainer would help" in text) is not on_gpu
+
+
+def test_advice_asks_for_no_more_gpus_than_the_machine_had(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=_trainer_bound())
+    run.status.write_text(json.dumps({"version": 1, "state": "finished", "on_gpu": True, "num_gpus": 2}))
+    text = _text(_page(run))
+    assert "another machine that trains (launch.nodes) would help" in text
+    assert "launch.num_trainer_ranks: 1 →" not in text
+
+
+def test_advice_stands_there_in_sentences(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=_trainer_bound(), summary={"status": "finished", "on_gpu": False})
+    said = [
+        {"step": 5, "text": "trainer idle 41%: raise x"},
+        {"step": 9, "text": "a full stop."},
+        {"step": 9, "text": ""},
+    ]
+    run.advice.write_text("".join(json.dumps(line) + "\n" for line in said))
+    text = _text(_page(run))
+    assert "Bound by training. Servers idle 70%: training takes" in text
+    assert "generation is no limit." in text
+    assert "step 5: Trainer idle 41%: raise x." in text
+    assert "step 9: A full stop. " in text
+    assert "step 9: ." not in text
+
+
+def test_of_a_long_timeline_only_the_newest_steps_are_held(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(3))
+    with run.events.open("w") as file:
+        for step in range(1, 1001):
+            for place in range(20):
+                at = 1000.0 + step + place / 20.0
+                event = {"name": "generate", "lane": "rollout/0", "start": at, "end": at + 0.04, "details": {"turn": 0}}
+                file.write(json.dumps(event, separators=(",", ":")) + "\n")
+            mark = {
+                "name": "step",
+                "lane": "trainer",
+                "start": 1000.0 + step,
+                "end": 1001.0 + step,
+                "details": {"step": step},
+            }
+            file.write(json.dumps(mark, separators=(",", ":")) + "\n")
+    tracemalloc.start()
+    try:
+        part = timeline_part([read_run(run, "run")])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert part.data is not None
+    assert (part.data["start"], part.data["end"]) == (1996.0, 2001.0)
+    assert "Steps 996 to 1000" in part.content
+    assert peak < 3e6, "21,000 events take 12 MB and more"
 
 
 def test_an_old_run_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:

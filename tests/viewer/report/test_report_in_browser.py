@@ -166,6 +166,7 @@ def test_plots_have_names_and_their_numbers_as_tables(wide: WatchedPage) -> None
         "Entropy by step 1 to 40. entropy: first 0.99, last 0.6, lowest 0.6, highest 0.99. Arrow keys move the cursor."
     )
     wide.page.locator("#plot-entropy .chart-table summary").click()
+    wide.page.locator("#plot-entropy .chart-table td").first.wait_for()  # filled when the browser says that it is open
     cells = wide.page.locator("#plot-entropy .chart-table td").all_inner_texts()
     assert cells[:4] == ["1", "0.99", "2", "0.98"]
     assert len(cells) == 80

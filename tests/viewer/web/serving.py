@@ -29,6 +29,7 @@ from grpo_async.records import (
 )
 from grpo_async.rundir import RunDir
 from grpo_async.store import RolloutStore
+from grpo_async.viewer.web.api import WHOLE_RUN, Opening
 from grpo_async.viewer.web.app import build_app
 from grpo_async.viewer.web.serve import listen
 from grpo_async.viewer.web.sources import Library
@@ -62,11 +63,11 @@ class Inspector:
 
 
 @contextmanager
-def serving(*runs: Path, host: str = "127.0.0.1", query: str = "") -> Iterator[Inspector]:
+def serving(*runs: Path, host: str = "127.0.0.1", opening: Opening = WHOLE_RUN) -> Iterator[Inspector]:
     """Serve until the end of the block."""
     listener = listen(host, 0)
     library = Library([RunDir(run) for run in runs])
-    app = build_app(library, token=TOKEN, host=host, query=query)
+    app = build_app(library, token=TOKEN, host=host, opening=opening)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
     )

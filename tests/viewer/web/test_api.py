@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
 from grpo_async.store import RolloutStore
-from grpo_async.viewer.web.serve import _open_in_browser, listen, serve
+from grpo_async.viewer.web.serve import _listen_at_own_port, _open_in_browser, listen, own_port, serve
 from tests.viewer.web.serving import (
     HOSTILE,
     LIMIT_S,
@@ -251,6 +252,50 @@ def test_metrics_grow_and_later_lines_of_a_step_count(tmp_path: Path) -> None:
         assert found["known"]["reward"]["help"]
 
 
+def test_metrics_that_a_resume_replaced_are_read_anew_also_where_the_file_is_no_shorter(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", num_steps=1)
+    path = RunDir(root).metrics
+    path.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.5}\n', encoding="utf-8")
+    with serving(root) as inspector:
+        assert inspector.json("api/metrics", names="reward")["series"] == {"reward": [0.5, 0.5]}
+        other = path.with_suffix(".new")
+        other.write_text('{"step": 1, "reward": 0.1}\n{"step": 2, "reward": 0.25, "kl": 1}\n', encoding="utf-8")
+        other.replace(path)
+        assert inspector.json("api/metrics", names="reward")["series"] == {"reward": [0.1, 0.25]}
+        path.unlink()
+        assert inspector.json("api/metrics", names="reward")["steps"] == []
+
+
+def test_who_waited_for_whom_is_of_the_window_alone(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", num_steps=1)
+    spans = [("step", "trainer", 0, 10), ("wait for samples", "trainer", 0, 4), ("train", "trainer", 4, 10)]
+    spans += [("generate", "rollout/0", 1, 5)]
+    lines = [
+        json.dumps({"name": name, "lane": lane, "start": 1000 + start, "end": 1000 + end, "details": {}})
+        for name, lane, start, end in spans
+    ]
+    with serving(root) as inspector:
+        assert inspector.json("api/usage") == {"wall_s": None}
+        RunDir(root).events.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        whole = inspector.json("api/usage")
+        assert (whole["wall_s"], whole["trainer_waits_s"], whole["trainer_waits_generating_s"]) == (10.0, 4.0, 3.0)
+        assert (whole["generation_idle_s"], whole["both_s"]) == (6.0, 1.0)
+        assert [(wait["name"], wait["end"]) for wait in whole["waits"]] == [("wait for samples", 1004.0)]
+        part = inspector.json("api/usage", start=1002, end=1006)
+        assert (part["wall_s"], part["trainer_waits_s"], part["generation_idle_s"]) == (4.0, 2.0, 1.0)
+
+
+def test_the_state_of_a_run_is_judged_and_not_only_read(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", num_steps=1)
+    status = {"state": "running", "host": platform.node(), "pid": 2**31 - 2, "pid_started_at": 1.0, "step": 3}
+    with serving(root) as inspector:
+        assert inspector.json("api/pulse")["status"]["state"] is None
+        RunDir(root).status.write_text(json.dumps(status), encoding="utf-8")
+        found = inspector.json("api/pulse")["status"]
+        assert (found["state"], found["step"]) == ("killed", 3)
+        assert "gone" in found["why"]
+
+
 def test_a_window_of_the_timeline_has_what_touches_it(tmp_path: Path) -> None:
     root = write_run(tmp_path / "run", num_steps=1)
     spans = [(0.0, 10.0, "long"), (1.0, 2.0, "early"), (7.0, 8.0, "late")]
@@ -298,8 +343,22 @@ def test_a_taken_port_and_a_wrong_query_are_said_before_anything_is_served(tmp_p
             serve([root], port=port)
     with pytest.raises(ConfigError, match="rewrd"):
         serve([root], query="rewrd<1")
+    with pytest.raises(ConfigError, match="rewrd"):
+        serve([root], sort="-rewrd")
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         serve([root], host="192.0.2.1")
+
+
+def test_a_run_has_its_own_port_so_that_links_hold_after_the_next_start(tmp_path: Path) -> None:
+    one, two = RunDir(tmp_path / "one"), RunDir(tmp_path / "two")
+    port = own_port([one])
+    assert port == own_port([RunDir(tmp_path / "two" / ".." / "one")])
+    assert len({port, own_port([two]), own_port([one, two])}) == 3
+    assert 1024 < port < 32768  # not of those that a system gives to whoever asks for any
+    with _listen_at_own_port([one], "127.0.0.1") as first, _listen_at_own_port([one], "127.0.0.1") as second:
+        ports = [listener.getsockname()[1] for listener in (first, second)]
+    assert ports[0] == port or ports[0] >= 32768  # where somebody else has it
+    assert ports[1] != ports[0]
 
 
 def test_beyond_loopback_addresses_are_answered_and_foreign_names_are_not(tmp_path: Path) -> None:

@@ -18,15 +18,7 @@ export async function get(name, parameters = {}, signal = undefined) {
     }
   }
   const tail = query.toString();
-  let answer;
-  try {
-    answer = await fetch(`api/${name}${tail ? `?${tail}` : ""}`, { signal, credentials: "same-origin" });
-  } catch (error) {
-    if (error.name === "AbortError") {
-      throw error;
-    }
-    throw new ApiError(0, { error: "the inspector does not answer: was it ended? Start it again: grpo-async inspect-rollouts RUN --web" });
-  }
+  const answer = await ask(`api/${name}${tail ? `?${tail}` : ""}`, { signal, credentials: "same-origin" });
   const body = await answer.json().catch(() => ({}));
   if (!answer.ok) {
     throw new ApiError(answer.status, body);
@@ -34,8 +26,19 @@ export async function get(name, parameters = {}, signal = undefined) {
   return body;
 }
 
+async function ask(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") {
+      throw error;
+    }
+    throw new ApiError(0, { error: "the inspector does not answer: was it ended? Start it again: grpo-async inspect-rollouts RUN --web" });
+  }
+}
+
 /** The token for a cookie; false: it is wrong. */
 export async function openSession(token) {
-  const answer = await fetch("api/session", { method: "POST", headers: { Authorization: `Bearer ${token}` } });
+  const answer = await ask("api/session", { method: "POST", headers: { Authorization: `Bearer ${token}` } });
   return answer.ok;
 }

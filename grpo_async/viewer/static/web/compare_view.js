@@ -4,15 +4,15 @@ import { get } from "./api.js";
 import { diff } from "./diff.js";
 import { badge, copyButton, empty, fill, h, number, oneLine, plural, seconds, signed, span, visible } from "./dom.js";
 import { message } from "./said.js";
-import { address, go } from "./routes.js";
+import { address, go, place, placed } from "./routes.js";
 
 export async function compareView({ app, main, parameters, signal }) {
-  const sides = ["a", "b"].map((name) => ({ name, ...parse(parameters[name]) }));
+  const sides = ["a", "b"].map((name) => ({ name, ...placed(parameters[name]) }));
   if (sides.some((side) => !side.id)) {
     fill(main, empty("Two rollouts are compared here.", "Choose two in a group, or two steps of the same prompt."));
     return { title: "Compare" };
   }
-  const found = await Promise.all(sides.map((side) => get("rollout", { run: side.run, id: side.id }, signal)));
+  const found = await Promise.all(sides.map((side) => get("rollout", { run: side.run, id: side.id, seq: side.seq }, signal)));
   const [left, right] = found.map((each, index) => ({ ...each, ...sides[index], summary: each.summaries.find((one) => one.rollout_id === each.rollout.rollout_id) }));
   const isSame = left.summary.prompt_hash === right.summary.prompt_hash;
 
@@ -21,7 +21,7 @@ export async function compareView({ app, main, parameters, signal }) {
       "select",
       {
         "aria-label": `${isLeft ? "left" : "right"} rollout`,
-        on: { change: (event) => go("compare", { ...parameters, [each.name]: `${each.run}:${event.target.value}` }) },
+        on: { change: (event) => go("compare", { ...parameters, [each.name]: place(each.run, event.target.value, each.group.seq) }) },
       },
       each.summaries.map((one) => h("option", { value: one.rollout_id }, `${oneLine(one.rollout_id, 40)} · reward ${number(one.reward)}`)),
     );
@@ -29,7 +29,7 @@ export async function compareView({ app, main, parameters, signal }) {
     return h(
       "header",
       { class: "side-head" },
-      h("p", {}, h("strong", { class: "said" }, oneLine(each.run, 60)), each.group.step === null ? "" : ` · step ${each.group.step}`, " · ", h("a", { href: address("rollout", { run: each.run, id: each.rollout.rollout_id }) }, "open")),
+      h("p", {}, h("strong", { class: "said" }, oneLine(each.run, 60)), each.group.step === null ? "" : ` · step ${each.group.step}`, " · ", h("a", { href: address("rollout", { run: each.run, id: each.rollout.rollout_id, seq: each.group.seq }) }, "open")),
       select,
     );
   }
@@ -71,12 +71,6 @@ export async function compareView({ app, main, parameters, signal }) {
   };
 }
 
-/** "run:id"; a run's name may not hold a colon where an id does. */
-function parse(value) {
-  const cut = (value || "").lastIndexOf(":");
-  return cut < 0 ? {} : { run: value.slice(0, cut), id: value.slice(cut + 1) };
-}
-
 function promptOf(side) {
   return side.rollout.prompt_messages || side.group.messages;
 }
@@ -107,7 +101,7 @@ function table(left, right) {
     ["reward", (side) => number(side.rollout.reward)],
     ...[...new Set([left, right].flatMap((side) => Object.keys(side.rollout.rewards)))].map((name) => [`reward · ${oneLine(name, 40)}`, (side) => number(side.rollout.rewards[name])]),
     ["advantage", (side) => signed(side.rollout.advantage)],
-    ["group", (side) => [h("a", { href: address("group", { run: side.run, id: side.group.group_id }) }, String(side.group.group_id)), " ", badge(side.group.status)]],
+    ["group", (side) => [h("a", { href: address("group", { run: side.run, id: side.group.group_id, seq: side.group.seq }) }, String(side.group.group_id)), " ", badge(side.group.status)]],
     ["step", (side) => number(side.group.step)],
     ["length", (side) => plural(side.summary.num_tokens, "token")],
     ["turns", (side) => String(side.summary.num_turns)],

@@ -16,7 +16,11 @@ const USUAL = [
   "sampling/sampling_logp_difference/mean",
   "sampling/importance_sampling_ratio/mean",
   "clip_ratio/region_mean",
-  "staleness/mean",
+  "async/staleness_mean",
+  "perf/trained_tokens_per_s",
+  "perf/generated_tokens_per_s",
+  "pipeline/trainer_idle_ratio",
+  "pipeline/generator_idle_ratio",
 ];
 const FORMATS = { share: "percent", s: "seconds", seconds: "seconds", bytes: "bytes" };
 

@@ -56,6 +56,9 @@ class Explorer {
       value: this.parameters.q || "",
       onChange: (q) => this.leaveTo({ q }),
     });
+    this.notes = h("div", {});
+    this.said = null;
+    this.drawNotes(this.summary.notes);
     this.news = h("div", { class: "news", role: "status" });
     this.counts = h("p", { class: "counts", role: "status" });
     this.plots = h("div", { class: "plots" });
@@ -63,7 +66,7 @@ class Explorer {
     fill(
       this.main,
       h("h1", { class: "visually-hidden" }, this.title),
-      notes(this.summary.notes),
+      this.notes,
       this.box.element,
       this.quick(),
       this.chartBox(),
@@ -145,8 +148,8 @@ class Explorer {
       load,
       href: (row) =>
         this.kind === "groups"
-          ? address("group", { run, id: row.group_id, superseded })
-          : address("rollout", { run, id: row.rollout_id, superseded }),
+          ? address("group", { run, id: row.group_id, seq: row.seq, superseded })
+          : address("rollout", { run, id: row.rollout_id, seq: row.seq, superseded }),
       onSort: (sort) => this.leaveTo({ sort }),
       onMove: (top) => this.onMove(top),
       onError: (error) => this.box.show(error),
@@ -268,6 +271,7 @@ class Explorer {
 
   /** New rows are told, never pushed under the eyes of somebody who reads. */
   onPulse(beat) {
+    this.drawNotes(beat.notes);
     const more = beat.until - Number(this.until);
     if (this.until === null || !(more > 0) || this.parameters.at) {
       return;
@@ -276,6 +280,15 @@ class Explorer {
       this.news,
       h("button", { type: "button", class: "news-button", on: { click: () => this.showNewest() } }, `${plural(more, "new group")} · show (r)`),
     );
+  }
+
+  /** A note that says the same as before stays as it is: it may be open. */
+  drawNotes(found) {
+    const said = found.join("\n");
+    if (said !== this.said) {
+      this.said = said;
+      fill(this.notes, notes(found));
+    }
   }
 
   showNewest() {

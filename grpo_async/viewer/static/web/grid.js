@@ -19,7 +19,7 @@ export class Grid {
     this.head = h("div", { class: "grid-head", role: "row" });
     this.box = h(
       "div",
-      { class: "grid", role: "table", tabindex: "0", "aria-label": this.label, on: { scroll: () => this.onScroll() } },
+      { class: "grid", role: "grid", tabindex: "0", "aria-label": this.label, on: { scroll: () => this.onScroll() } },
       h("div", { class: "grid-head-group", role: "rowgroup" }, this.head),
       this.body,
     );
@@ -38,6 +38,7 @@ export class Grid {
     this.sort = sort;
     this.pages.clear();
     this.chosen = -1;
+    this.box.removeAttribute("aria-activedescendant");
     this.layout();
     this.box.scrollTop = at * this.rowHeight();
     this.draw();
@@ -108,12 +109,13 @@ export class Grid {
     const element = h("div", {
       class: `grid-row${index === this.chosen ? " chosen" : ""}${row ? "" : " waiting"}${row && row.superseded ? " superseded" : ""}`,
       role: "row",
+      id: `row-${index}`,
       "aria-rowindex": index + 2,
-      "aria-selected": index === this.chosen ? "true" : null,
+      "aria-selected": String(index === this.chosen),
     });
     element.style.top = `${index * height}px`;
     if (!row) {
-      return append(element, [h("div", { role: "cell" }, "…")]);
+      return append(element, [h("div", { role: "gridcell" }, "…")]);
     }
     const link = this.href(row);
     element.addEventListener("click", (event) => {
@@ -127,7 +129,7 @@ export class Grid {
         const content = column.cell(row);
         return h(
           "div",
-          { role: "cell", class: `${column.numeric ? "numeric" : ""} ${column.class || ""}`.trim() },
+          { role: "gridcell", class: `${column.numeric ? "numeric" : ""} ${column.class || ""}`.trim() },
           column.link ? h("a", { href: link, "data-index": index }, content) : content,
         );
       }),
@@ -176,6 +178,8 @@ export class Grid {
       this.box.scrollTop = place - space;
     }
     this.draw();
+    this.box.setAttribute("aria-activedescendant", `row-${this.chosen}`);
+    this.box.focus({ preventScroll: true }); // a screen reader reads the row that its focus points to
   }
 
   open() {

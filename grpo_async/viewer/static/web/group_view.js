@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { badge, copyButton, figure, fill, h, number, oneLine, percent, plural, seconds, signed, span } from "./dom.js";
 import { message, named, toolCall } from "./said.js";
-import { address, go, note } from "./routes.js";
+import { address, go, note, place } from "./routes.js";
 
 const ORDERS = {
   index: ["in their order", (a, b) => a.rollout_index - b.rollout_index],
@@ -13,8 +13,8 @@ const ORDERS = {
 };
 
 export async function groupView({ app, main, parameters, signal }) {
-  const { run, id, superseded } = parameters;
-  const { summary, group, rollouts, summaries } = await get("group", { run, id, superseded }, signal);
+  const { run, id, seq, superseded } = parameters;
+  const { summary, group, rollouts, summaries } = await get("group", { run, id, seq, superseded }, signal);
   const cards = h("div", { class: "cards" });
   let order = parameters.order in ORDERS ? parameters.order : "index";
   let chosen = -1;
@@ -26,7 +26,7 @@ export async function groupView({ app, main, parameters, signal }) {
 
   function goCompare() {
     const [a, b] = [...taken];
-    go("compare", { run, a: `${run}:${a}`, b: `${run}:${b}` });
+    go("compare", { run, a: place(run, a, group.seq), b: place(run, b, group.seq) });
   }
 
   function draw() {
@@ -37,7 +37,7 @@ export async function groupView({ app, main, parameters, signal }) {
   }
 
   function card(each, rollout, index) {
-    const link = address("rollout", { run, id: each.rollout_id, superseded });
+    const link = address("rollout", { run, id: each.rollout_id, seq: group.seq, superseded });
     const box = h("input", {
       type: "checkbox",
       checked: taken.has(each.rollout_id),
@@ -103,7 +103,7 @@ export async function groupView({ app, main, parameters, signal }) {
       badge(group.status),
       summary.superseded ? h("span", { class: "badge" }, "superseded") : null,
       h("span", { class: "spacer" }),
-      h("a", { class: "button", href: address("prompt", { run, hash: summary.prompt_hash }) }, "Same prompt in other steps"),
+      h("a", { class: "button", href: address("prompt", { run, hash: summary.prompt_hash, superseded }) }, "Same prompt in other steps"),
       copyButton("link", () => location.href),
     ),
     h(
@@ -130,7 +130,7 @@ export async function groupView({ app, main, parameters, signal }) {
       scored.length > 1
         ? h(
             "a",
-            { class: "button", href: address("compare", { run, a: `${run}:${scored[0].rollout_id}`, b: `${run}:${scored[scored.length - 1].rollout_id}` }) },
+            { class: "button", href: address("compare", { run, a: place(run, scored[0].rollout_id, group.seq), b: place(run, scored[scored.length - 1].rollout_id, group.seq) }) },
             "Compare best and worst",
           )
         : null,
@@ -154,7 +154,7 @@ export async function groupView({ app, main, parameters, signal }) {
         if (event.target.closest("a, button, summary") || chosen < 0) {
           return false;
         }
-        go("rollout", { run, id: sorted()[chosen].rollout_id, superseded });
+        go("rollout", { run, id: sorted()[chosen].rollout_id, seq: group.seq, superseded });
         return true;
       },
     },

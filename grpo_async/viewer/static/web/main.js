@@ -49,28 +49,26 @@ async function start() {
   const token = new URLSearchParams(location.hash.slice(1)).get("token");
   if (token !== null) {
     history.replaceState(null, "", location.pathname);
-    await openSession(token);
   }
   try {
+    if (token !== null) {
+      await openSession(token);
+    }
     const found = await get("runs");
-    Object.assign(app, { runs: found.runs, fields: found.fields, words: found.words, query: found.query });
+    Object.assign(app, { runs: found.runs, fields: found.fields, words: found.words, opening: found.opening });
   } catch (error) {
     return error.status === 401 ? askForToken() : showError(error);
   }
   if (!location.hash) {
-    history.replaceState(null, "", address(DEFAULT_VIEW, { q: app.query }));
+    history.replaceState(null, "", address(DEFAULT_VIEW, { q: app.opening.query, sort: app.opening.sort, superseded: app.opening.superseded }));
   }
-  app.pulse = new Pulse(app);
+  app.pulse = new Pulse(askForToken);
   startKeys(() => ({ ...app.keys, ...((view && view.keys) || {}) }));
   app.keys = {
     "?": () => go("help", { run: app.run }),
     "/": () => focusQuery(),
     Escape: () => up(),
-    1: () => go("groups", { run: app.run }),
-    2: () => go("rollouts", { run: app.run }),
-    3: () => go("prompts", { run: app.run }),
-    4: () => go("curves", { run: app.run }),
-    5: () => go("timeline", { run: app.run }),
+    ...Object.fromEntries(TABS.map(([tab], index) => [index + 1, () => (location.hash = tabAddress(tab, current()))])),
   };
   window.addEventListener("hashchange", show);
   await show();
@@ -125,13 +123,20 @@ async function show() {
   }
 }
 
+/** The tables keep what is looked for, and so do the prompts. */
+function tabAddress(tab, { view: from, parameters }) {
+  const keeps = ["groups", "rollouts", "prompts"];
+  const { q, superseded } = keeps.includes(tab) && keeps.includes(from) ? parameters : {};
+  return address(tab, { run: app.run, q, superseded: tab === "prompts" ? null : superseded });
+}
+
 function drawBar(name, parameters) {
   const active = TAB_OF[name] || name;
   const tabs = TABS.map(([tab, label]) =>
     h(
       "a",
       {
-        href: address(tab, { run: app.run, q: tab === "groups" || tab === "rollouts" ? parameters.q : null }),
+        href: tabAddress(tab, { view: name, parameters }),
         "aria-current": tab === active ? "page" : null,
       },
       label,

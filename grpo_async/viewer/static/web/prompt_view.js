@@ -3,23 +3,23 @@
 import { get } from "./api.js";
 import { badge, copyButton, empty, fill, h, number, oneLine, percent, plural, span } from "./dom.js";
 import { message } from "./said.js";
-import { address } from "./routes.js";
+import { address, place } from "./routes.js";
 
 export async function promptView({ app, main, parameters, signal }) {
-  const { run, hash } = parameters;
+  const { run, hash, superseded } = parameters;
   const names = app.runs.map((each) => each.name);
   const others = names.filter((name) => name !== run);
   const found = await Promise.all(
-    [run, ...others].map(async (name) => (await get("prompt", { run: name, hash }, signal)).groups.map((group) => ({ ...group, run: name }))),
+    [run, ...others].map(async (name) => (await get("prompt", { run: name, hash, superseded }, signal)).groups.map((group) => ({ ...group, run: name }))),
   );
   const groups = found.flat();
   if (groups.length === 0) {
     fill(main, empty("No group has this prompt.", h("a", { href: app.list || address("groups", { run }) }, "Back")));
     return { title: "Prompt" };
   }
-  const { group } = await get("group", { run: groups[0].run, id: groups[0].group_id }, signal);
+  const { group } = await get("group", { run: groups[0].run, id: groups[0].group_id, seq: groups[0].seq }, signal);
   const isMany = new Set(groups.map((each) => each.run)).size > 1;
-  const key = (each) => `${each.run}:${each.group_id}`;
+  const key = (each) => `${each.run}:${each.seq}`;
   let [left, right] = [key(groups[0]), key(groups[groups.length - 1])];
   const link = h("button", { type: "button", class: "primary", disabled: groups.length < 2, on: { click: () => compare() } }, "Compare left and right");
 
@@ -28,9 +28,9 @@ export async function promptView({ app, main, parameters, signal }) {
     const best = await Promise.all(
       [left, right].map(async (chosen) => {
         const of = groups.find((each) => key(each) === chosen);
-        const { summaries } = await get("group", { run: of.run, id: of.group_id }, signal);
+        const { summaries } = await get("group", { run: of.run, id: of.group_id, seq: of.seq }, signal);
         const first = [...summaries].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity))[0];
-        return `${of.run}:${first.rollout_id}`;
+        return place(of.run, first.rollout_id, of.seq);
       }),
     );
     location.hash = address("compare", { run, a: best[0], b: best[1] });
@@ -46,7 +46,7 @@ export async function promptView({ app, main, parameters, signal }) {
       radio("right", each, key(each) === right, () => (right = key(each))),
       isMany ? h("td", { class: "said" }, oneLine(each.run, 40)) : null,
       h("td", { class: "numeric" }, number(each.step)),
-      h("td", { class: "numeric" }, h("a", { href: address("group", { run: each.run, id: each.group_id }) }, String(each.group_id))),
+      h("td", { class: "numeric" }, h("a", { href: address("group", { run: each.run, id: each.group_id, seq: each.seq, superseded }) }, String(each.group_id))),
       h("td", {}, badge(each.status)),
       h("td", { class: "numeric" }, number(each.reward_mean)),
       h("td", { class: "numeric" }, each.reward_min === null ? "–" : `${number(each.reward_min, 2)} – ${number(each.reward_max, 2)}`),

@@ -54,7 +54,7 @@ function rollouts(title, found, run) {
     h(
       "tr",
       {},
-      h("td", { class: "cut-cell" }, h("a", { href: address("rollout", { run, id: each.rollout_id }) }, oneLine(each.prompt_preview, 90) || each.rollout_id), h("br"), h("span", { class: "hint" }, oneLine(each.completion_preview, 160))),
+      h("td", { class: "cut-cell" }, h("a", { href: address("rollout", { run, id: each.rollout_id, seq: each.seq }) }, oneLine(each.prompt_preview, 90) || each.rollout_id), h("br"), h("span", { class: "hint" }, oneLine(each.completion_preview, 160))),
       h("td", { class: "numeric" }, number(each.reward)),
       h("td", {}, badge(each.status)),
       h("td", { class: "numeric" }, number(each.step)),

@@ -2,14 +2,16 @@
    seldom while nothing does, not at all while the tab is hidden. */
 
 import { get } from "./api.js";
-import { h, plural, seconds } from "./dom.js";
+import { h, oneLine, plural, seconds } from "./dom.js";
 
 const SHORTEST_MS = 2000;
 const LONGEST_MS = 20000;
-const FRESH_S = 30; // a status file that is older is that of a run that has ended or been killed
 
 export class Pulse {
-  constructor() {
+  /** `onLocked` is called when the server does not know this page any more: it was started anew, with another token. */
+  constructor(onLocked) {
+    this.onLocked = onLocked;
+    this.isLocked = false;
     this.element = h("span", { class: "pulse" });
     this.run = null;
     this.listener = () => {};
@@ -44,7 +46,7 @@ export class Pulse {
   }
 
   async beat() {
-    if (document.hidden) {
+    if (document.hidden || this.isLocked) {
       return; // becoming visible begins again
     }
     const run = this.run;
@@ -59,6 +61,11 @@ export class Pulse {
       this.show(beat);
       this.listener(beat);
     } catch (error) {
+      if (error.status === 401) {
+        this.isLocked = true; // until the page is loaded anew, with the new token
+        this.onLocked();
+        return;
+      }
       this.wait = Math.min(LONGEST_MS, this.wait * 2);
       this.say("lost", "no answer", error.message);
     }
@@ -67,14 +74,13 @@ export class Pulse {
 
   show(beat) {
     const { status } = beat;
-    const age = status.updated_at ? Math.max(0, Date.now() / 1000 - status.updated_at) : Infinity;
     const words = plural(beat.counts.rollouts, "rollout");
-    if (status.state === "running" && age < FRESH_S) {
+    if (status.state === "running") {
       const step = status.max_steps ? `step ${status.step ?? 0} of ${status.max_steps} · ` : "";
       const left = status.eta_s ? `, ${seconds(status.eta_s)} left` : "";
-      this.say("live", `${step}${words}`, `running: ${status.phase || ""}${left}`);
+      this.say("live", `${step}${words}`, `running: ${oneLine(status.phase || "", 80)}${left}`);
     } else {
-      this.say("still", words, status.state ? `the run is ${status.state === "running" ? "no longer writing" : status.state}` : "");
+      this.say("still", words, status.state ? `the run: ${oneLine(status.state, 40)}${status.why ? `; ${oneLine(status.why, 300)}` : ""}` : "");
     }
   }
 

@@ -178,11 +178,25 @@ function entries(app, names) {
 /** `query` and one more term. Terms of the same field that stand alone at the end are replaced: a second click moves the range. */
 export function withTerm(query, field, term) {
   const escaped = field.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
-  const old = new RegExp(`^(?:(.*?) and )?${escaped}(?:>=|=)\\S+(?: and ${escaped}<=?\\S+)?$`);
+  const value = "[^\\s()\"]+";
+  const old = new RegExp(`^(?:(.*?) and )?${escaped}(?:>=|=)${value}(?: and ${escaped}<=?${value})?$`);
   const found = old.exec(query);
-  const rest = found ? found[1] || "" : query;
+  const rest = found && !isJoinedByOr(found[1] || "") ? found[1] || "" : query;
   if (!rest) {
     return term;
   }
-  return /\bor\b/.test(rest) && !/^\(.*\)$/.test(rest) ? `(${rest}) and ${term}` : `${rest} and ${term}`;
+  return isJoinedByOr(rest) ? `(${rest}) and ${term}` : `${rest} and ${term}`;
+}
+
+/** Whether an `or` stands outside all parentheses and quotes: what is added by `and` would belong to its right side only. */
+function isJoinedByOr(query) {
+  let depth = 0;
+  for (const [piece] of query.matchAll(/"(?:[^"\\]|\\.)*"?|[()]|[^\s()"]+/g)) {
+    if (piece === "(" || piece === ")") {
+      depth += piece === "(" ? 1 : -1;
+    } else if (depth === 0 && piece.toLowerCase() === "or") {
+      return true;
+    }
+  }
+  return false;
 }

@@ -3,12 +3,12 @@
 import { get } from "./api.js";
 import { badge, copyButton, figure, fill, h, number, oneLine, percent, plural, seconds, signed, span, text, visible, when } from "./dom.js";
 import { longText, message, named, toolCall } from "./said.js";
-import { address, go, note } from "./routes.js";
+import { address, note, place } from "./routes.js";
 import { Tokens, turnPlaces } from "./tokens.js";
 
 export async function rolloutView({ app, main, parameters, signal }) {
-  const { run, id, superseded } = parameters;
-  const { group, rollout, summaries, tokens: data } = await get("rollout", { run, id, superseded }, signal);
+  const { run, id, seq, superseded } = parameters;
+  const { group, rollout, summaries, tokens: data } = await get("rollout", { run, id, seq, superseded }, signal);
   const at = summaries.findIndex((each) => each.rollout_id === rollout.rollout_id);
   const summary = summaries[at];
   const tokens = new Tokens(data, rollout.advantage);
@@ -22,7 +22,7 @@ export async function rolloutView({ app, main, parameters, signal }) {
   const colours = h("div", { class: "token-tools" });
   let turnChosen = -1;
 
-  const remember = () => note("rollout", { run, id, superseded, color: state.color, show: state.show === "tokens" ? null : state.show });
+  const remember = () => note("rollout", { run, id, seq, superseded, color: state.color, show: state.show === "tokens" ? null : state.show });
 
   function colourBy(mode) {
     state.color = mode;
@@ -112,7 +112,7 @@ export async function rolloutView({ app, main, parameters, signal }) {
     );
   }
 
-  const neighbour = (step) => summaries[at + step] && address("rollout", { run, id: summaries[at + step].rollout_id, superseded, color: state.color });
+  const neighbour = (step) => summaries[at + step] && address("rollout", { run, id: summaries[at + step].rollout_id, seq: group.seq, superseded, color: state.color });
   const goTo = (step) => {
     const link = neighbour(step);
     if (link) {
@@ -134,7 +134,8 @@ export async function rolloutView({ app, main, parameters, signal }) {
       { class: "heading" },
       h("h1", {}, "Rollout ", text(rollout.rollout_id)),
       badge(rollout.status),
-      h("span", { class: "hint" }, "of ", h("a", { href: address("group", { run, id: group.group_id, superseded }) }, `group ${group.group_id}`), " ", badge(group.status)),
+      summary.superseded ? h("span", { class: "badge" }, "superseded") : null,
+      h("span", { class: "hint" }, "of ", h("a", { href: address("group", { run, id: group.group_id, seq: group.seq, superseded }) }, `group ${group.group_id}`), " ", badge(group.status)),
       h("span", { class: "spacer" }),
       h(
         "span",
@@ -171,8 +172,8 @@ export async function rolloutView({ app, main, parameters, signal }) {
       h(
         "p",
         { class: "links" },
-        h("a", { href: address("prompt", { run, hash: summary.prompt_hash }) }, "Same prompt in other steps"),
-        summaries.length > 1 ? h("a", { href: address("compare", { run, a: `${run}:${rollout.rollout_id}`, b: `${run}:${other().rollout_id}` }) }, "Compare with another") : null,
+        h("a", { href: address("prompt", { run, hash: summary.prompt_hash, superseded }) }, "Same prompt in other steps"),
+        summaries.length > 1 ? h("a", { href: address("compare", { run, a: place(run, rollout.rollout_id, group.seq), b: place(run, other().rollout_id, group.seq) }) }, "Compare with another") : null,
         copyButton("ids", () => JSON.stringify(data.ids)),
       ),
     );
@@ -202,7 +203,7 @@ export async function rolloutView({ app, main, parameters, signal }) {
       j: () => moveTurn(1),
       k: () => moveTurn(-1),
     },
-    up: () => address("group", { run, id: group.group_id, superseded }),
+    up: () => address("group", { run, id: group.group_id, seq: group.seq, superseded }),
   };
 }
 

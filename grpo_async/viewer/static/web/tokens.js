@@ -81,6 +81,7 @@ export class Tokens {
     } else if (span) {
       event.target.tabIndex = -1;
       span.tabIndex = 0;
+      unfold(span);
       span.focus();
     } else {
       return;
@@ -157,6 +158,13 @@ export class Tokens {
       return "not recorded";
     }
     return (words[marks[index]] || []).join(", ") || "none";
+  }
+}
+
+/** What is folded has no place on the page and cannot take the focus. */
+function unfold(element) {
+  for (let folded = element.closest("details:not([open])"); folded; folded = folded.parentElement.closest("details:not([open])")) {
+    folded.open = true;
   }
 }
 
