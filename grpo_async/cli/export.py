@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -73,7 +74,9 @@ def export(
             run_dir.rollouts, target, chosen, wanted, with_superseded=superseded, skip_damaged=skip_damaged
         )
     except BrokenPipeError:  # `| head`
-        sys.stderr.close()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what is still buffered is flushed at the end, and must not fail then
+        os.close(nowhere)
         raise typer.Exit(0) from None
     for note in done.notes:
         typer.echo(f"note: {visible(note)}", err=True)

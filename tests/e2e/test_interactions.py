@@ -71,7 +71,7 @@ def test_environments_tools_and_rewards_written_for_trl_run_unchanged(tmp_path: 
     assert metrics["rollout/num_turns"] > 1.0
     assert any("rewards/IncrementEnv/mean" in line for line in run.metrics())
     rollouts = [rollout for group in read_groups(run.folder / "rollouts") for rollout in group.rollouts]
-    prompts = {r.prompt_messages[-1].content.rpartition("= ")[2] for r in rollouts if r.prompt_messages}
+    prompts = {r.reset_messages[-1].content.rpartition("= ")[2] for r in rollouts if r.reset_messages}
     assert prompts == {"You have 6 tries to guess a word of 5 letters.", "Increment the counter by 4."}
     results = {call.result for rollout in rollouts for turn in rollout.turns for call in turn.tool_calls}
     assert any(
@@ -141,6 +141,6 @@ def test_an_environment_may_own_the_data(tmp_path: Path) -> None:
     summary, _ = run.complete()
     assert "rewards/GuessingGame" in summary["evaluation"]["after"]
     rollouts = [rollout for group in read_groups(run.folder / "rollouts") for rollout in group.rollouts]
-    assert all(rollout.prompt_messages and rollout.prompt_messages[-1].content for rollout in rollouts)
+    assert all(rollout.reset_messages and rollout.reset_messages[-1].content for rollout in rollouts)
     assert any(rollout.done for rollout in rollouts)
     assert {rollout.reward for rollout in rollouts if rollout.reward is not None} == {0.0, 1.0}
