@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-_MOST_POINTS = 1024
+_MOST_POINTS = 512
 
 
 @dataclass(slots=True)
