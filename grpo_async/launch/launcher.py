@@ -31,6 +31,7 @@ from grpo_async.launch.output import Output
 from grpo_async.launch.plan import ProcessPlan, plan_follower, plan_processes
 from grpo_async.launch.preflight_report import Check
 from grpo_async.launch.prepare import Start, check_start, empty, lock, set_aside_broken
+from grpo_async.launch.signals import unwinding
 from grpo_async.launch.slurm import note_job
 from grpo_async.launch.supervisor import Outcome
 from grpo_async.launch.trainer_plan import Machine, Places
@@ -227,7 +228,7 @@ def _run(
     attempt = run_dir.new_attempt()
     note_job(attempt)
     write_atomically(run_dir.config, dump_config(config))
-    with _token(engine, run_dir, node) as token, machine_module.private_folder() as private:
+    with unwinding(), _token(engine, run_dir, node) as token, machine_module.private_folder() as private:
         places = Places(run_dir=run_dir, attempt=attempt, private=private, ports=_free_ports(config))
         plan = amend(
             _plan(

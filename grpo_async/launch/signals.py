@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 
 from grpo_async.launch.child import Child
 
@@ -52,6 +53,25 @@ class Signals:
         self.first = self.first or number
         if not is_the_same_stop:
             self.arrived.set()
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """Until a loop takes the signals (`Signals.installed`): SIGTERM and SIGHUP raise SystemExit(143), so that what was made on the
+    way (the token's file, a temporary folder) is removed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(143)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 async def first_of(
