@@ -25,7 +25,7 @@ Layers; imports go down only, packages of one layer do not import each other:
     3  rollout  training  viewer  quickstart
     2  scoring  servers  envs
     1  data  chat  tools  rewards  inference  buffer  batching  weights  tracking  store
-    0  records  config  errors  rundir  sandbox; below them: references threads calls processes retry run_state timeline
+    0  records  config  errors  rundir  sandbox; below them: references threads calls processes retry run_state timeline loopback
 
 Where to look: what may be configured: config/*sections.py. How a rollout goes and ends: rollout/conversation.py. What a
 server must serve: inference/surface.py. How stale a sample may be: buffer/sample_buffer.py and buffer/admission.py. Rewards

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("data", "chat", "tools", "rewards", "inference", "buffer", "batching", "weights", "tracking", "store"),
     ("records", "config", "rundir", "sandbox"),
     ("references", "threads", "calls", "processes", "retry", "run_state", "timeline"),
-    ("errors",),  # below everything: the config loader raises ConfigError
+    ("errors", "loopback", "growing_file", "timeline_file"),  # below everything: the config loader raises ConfigError
 )
 LAYER = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
 

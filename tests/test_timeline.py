@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from grpo_async import timeline as timeline_module
-from grpo_async.timeline import ATTEMPT, DROPPED, LOST, NO_TIMELINE, Event, Timeline, open_timeline, read_events
+from grpo_async import timeline_file
+from grpo_async.timeline import NO_TIMELINE, Timeline, open_timeline
+from grpo_async.timeline_file import ATTEMPT, DROPPED, LOST, Event, read_events
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def test_a_full_disk_in_the_middle_of_a_line_leaves_none_of_it(tmp_path: Path, m
         raise OSError(28, "No space left on device")
 
     with _open(path) as timeline:
-        monkeypatch.setattr(timeline_module.os, "write", half)
+        monkeypatch.setattr(timeline_file.os, "write", half)
         timeline.instant("lost", "run")
         _wait_for(lambda: timeline._num_lost == 1)
         assert path.read_bytes() == b""
@@ -204,9 +206,9 @@ def test_a_full_disk_in_the_middle_of_a_line_leaves_none_of_it(tmp_path: Path, m
 
 def test_above_its_room_the_older_half_goes_and_the_first_line_counts_it(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    file = timeline_module._EventFile(path, max_bytes=20_000)
+    file = timeline_file.EventFile(path, max_bytes=20_000)
     lines = [
-        timeline_module._line(Event("span", "trainer", n, n + 0.5, {"number": n, "text": "é" * 40}))
+        timeline_file.event_line(Event("span", "trainer", n, n + 0.5, {"number": n, "text": "é" * 40}))
         for n in range(2000)
     ]
     for begin in range(0, 2000, 20):
@@ -227,8 +229,8 @@ def test_a_full_disk_leaves_no_half_copy_and_it_is_tried_again_a_minute_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "events.jsonl"
-    file = timeline_module._EventFile(path, max_bytes=20_000)
-    line = timeline_module._line(Event("span", "trainer", 1.0, 2.0, {"text": "x" * 100}))
+    file = timeline_file.EventFile(path, max_bytes=20_000)
+    line = timeline_file.event_line(Event("span", "trainer", 1.0, 2.0, {"text": "x" * 100}))
     while path.stat().st_size + len(line) <= 20_000 if path.exists() else True:
         assert file.append(line, 1) == 0
     size, tries, now = path.stat().st_size, 0, time.monotonic()
@@ -240,14 +242,14 @@ def test_a_full_disk_leaves_no_half_copy_and_it_is_tried_again_a_minute_later(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(timeline_module.os, "replace", replace)
+        full.setattr(timeline_file.os, "replace", replace)
         assert [file.append(line, 1) for _ in range(5)] == [1] * 5
     assert tries == 1
     assert list(tmp_path.iterdir()) == [path]
     assert path.stat().st_size == size
     assert len(caplog.messages) == 1
     assert file.append(line, 1) == 1  # there is room again, but it is too early
-    monkeypatch.setattr(timeline_module.time, "monotonic", lambda: now + 61.0)
+    monkeypatch.setattr(timeline_file.time, "monotonic", lambda: now + 61.0)
     assert file.append(line, 1) == 0
     file.close()
     assert next(read_events(path)).name == DROPPED
@@ -256,17 +258,17 @@ def test_a_full_disk_leaves_no_half_copy_and_it_is_tried_again_a_minute_later(
 
 def test_of_the_events_that_are_dropped_only_the_last_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "events.jsonl"
-    file = timeline_module._EventFile(path, max_bytes=20_000)
-    parse, num_parsed = timeline_module.parse_event, 0
+    file = timeline_file.EventFile(path, max_bytes=20_000)
+    parse, num_parsed = timeline_file.parse_event, 0
 
     def count(line: bytes) -> Event | None:
         nonlocal num_parsed
         num_parsed += 1
         return parse(line)
 
-    monkeypatch.setattr(timeline_module, "parse_event", count)
+    monkeypatch.setattr(timeline_file, "parse_event", count)
     for number in range(200):
-        file.append(timeline_module._line(Event("span", "trainer", number, number, {"text": "x" * 80})), 1)
+        file.append(timeline_file.event_line(Event("span", "trainer", number, number, {"text": "x" * 80})), 1)
     file.close()
     monkeypatch.undo()
     mark, first, *_ = read_events(path)

@@ -7,8 +7,7 @@ import secrets
 import sys
 
 from grpo_async.cli.options import ConfigArgument, PortOption, SetOption
-
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+from grpo_async.loopback import is_loopback
 
 
 def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
@@ -53,7 +52,7 @@ def _ensure_token(host: str) -> None:
     """Nobody else on this machine may steer a server that was started by hand without thinking of it."""
     from grpo_async.inference.surface import TOKEN_VARIABLE, token_from_environment
 
-    if token_from_environment() is None and host in _LOOPBACK:
+    if token_from_environment() is None and is_loopback(host):
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
         print(
             f"${TOKEN_VARIABLE} is not set; made one for this server. Where the trainer runs:\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from urllib.parse import urlsplit
 
@@ -10,18 +9,9 @@ import psutil
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
+from grpo_async.loopback import is_loopback
 
 _LOOPBACK = "127.0.0.1"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is reached from this machine only; a name other than localhost may resolve to anything."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def resolve_host(host: str, setting: str) -> str:

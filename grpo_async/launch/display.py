@@ -5,8 +5,9 @@ All of them take the same calls. No text can move the cursor: some of it quotes 
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -73,39 +74,48 @@ class ProgressDisplay:
     ) -> None:
         pass
 
-    def phase(self, name: str) -> None:
+    def on_change(self) -> None:
+        """Called after each change of `progress`, without the lock."""
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
         with self.lock:
+            yield
+        self.on_change()
+
+    def phase(self, name: str) -> None:
+        with self._changing():
             self.progress.phase = plain(name)
 
     def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
-        with self.lock:
+        with self._changing():
             self.progress.add_step(step, max_steps, metrics)
 
     def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
-        with self.lock:
+        with self._changing():
             self.progress.evaluations[when] = dict(metrics)
 
     def preflight(self, checks: Sequence[Check]) -> None:
         pass
 
     def server(self, name: str, trouble: str | None) -> None:
-        with self.lock:
+        with self._changing():
             self.progress.set_server(name, trouble)
 
     def servers(self, servers: Sequence[Mapping[str, Any]]) -> None:
-        with self.lock:
+        with self._changing():
             self.progress.set_servers(servers)
 
     def advice(self, step: int, advice: Advice) -> None:
-        with self.lock:
+        with self._changing():
             self.progress.advice, self.progress.advice_step = advice, step
 
     def note(self, text: str) -> None:
-        with self.lock:
+        with self._changing():
             self.progress.add_message(text)
 
     def warning(self, text: str) -> None:
-        with self.lock:
+        with self._changing():
             self.progress.add_message(text, is_warning=True)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,7 +21,6 @@ from grpo_async.launch.display import ProgressDisplay, print_line
 from grpo_async.launch.preflight_report import Check
 from grpo_async.launch.progress import Progress, evaluation_line
 from grpo_async.rundir import RunDir
-from grpo_async.tracking.advisor import Advice
 from grpo_async.tracking.jsonl import read_metrics
 
 _INTERVAL_S = 1.0
@@ -76,12 +75,7 @@ class LiveDisplay(ProgressDisplay):
         if self.progress.advice is not None:
             print_line(self._console, f"advice at step {self.progress.advice_step}: {self.progress.advice.text}")
 
-    def phase(self, name: str) -> None:
-        super().phase(name)
-        self._changed.set()
-
-    def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
-        super().step(step, max_steps, metrics)
+    def on_change(self) -> None:
         self._changed.set()
 
     def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
@@ -94,26 +88,6 @@ class LiveDisplay(ProgressDisplay):
         for check in checks:
             if check.status != "pass":
                 self.warning(f"preflight: {check.status}: {check.name}: {check.detail}")
-
-    def server(self, name: str, trouble: str | None) -> None:
-        super().server(name, trouble)
-        self._changed.set()
-
-    def servers(self, servers: Sequence[Mapping[str, Any]]) -> None:
-        super().servers(servers)
-        self._changed.set()
-
-    def advice(self, step: int, advice: Advice) -> None:
-        super().advice(step, advice)
-        self._changed.set()
-
-    def note(self, text: str) -> None:
-        super().note(text)
-        self._changed.set()
-
-    def warning(self, text: str) -> None:
-        super().warning(text)
-        self._changed.set()
 
     def render(self) -> RenderableType:
         """The picture for the state and the size of the terminal as they are now."""

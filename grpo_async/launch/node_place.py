@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE, token_from_environment
-from grpo_async.launch.addresses import interface_of, is_loopback, own_address_towards, resolve_host
+from grpo_async.launch.addresses import interface_of, own_address_towards, resolve_host
+from grpo_async.loopback import is_loopback
 
 NODE_RANK_VARIABLE = "GRPO_ASYNC_NODE_RANK"
 """Rank of this machine, where `--node-rank` is not given; the launcher sets it for its trainer."""

@@ -10,13 +10,14 @@ from urllib.parse import urlsplit
 
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE
-from grpo_async.launch.addresses import is_loopback, weights_host
+from grpo_async.launch.addresses import weights_host
 from grpo_async.launch.doctor_hardware import machine_memory
 from grpo_async.launch.machine import free_ports
 from grpo_async.launch.memory import estimate_server, estimate_trainer, format_bytes
 from grpo_async.launch.preflight_context import CheckedServer, PreflightContext
 from grpo_async.launch.preflight_http import ProbeClient
 from grpo_async.launch.preflight_report import Check, failed, passed, warned
+from grpo_async.loopback import is_loopback
 
 _TIGHT = 0.9  # of what is there; estimates are good to a fifth
 _IMPOSSIBLE = 1.5

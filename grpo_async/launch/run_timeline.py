@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
-from grpo_async.timeline import ATTEMPT, NO_TIMELINE, Timeline
+from grpo_async.timeline import NO_TIMELINE, Timeline
+from grpo_async.timeline_file import ATTEMPT
 
 _LANE = "run"
 

@@ -11,7 +11,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +22,6 @@ from grpo_async.launch.display import ProgressDisplay
 from grpo_async.launch.json_log import finite
 from grpo_async.launch.progress import Progress
 from grpo_async.rundir import RunDir, write_atomically
-from grpo_async.tracking.advisor import Advice
 
 VERSION = 1
 INTERVAL_S = 2.0
@@ -112,32 +111,7 @@ class StatusFile(ProgressDisplay):
         if self._ended.is_set():
             self._write()
 
-    def phase(self, name: str) -> None:
-        super().phase(name)
-        self._changed.set()
-
-    def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
-        super().step(step, max_steps, metrics)
-        self._changed.set()
-
-    def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
-        super().evaluation(when, metrics)
-        self._changed.set()
-
-    def server(self, name: str, trouble: str | None) -> None:
-        super().server(name, trouble)
-        self._changed.set()
-
-    def servers(self, servers: Sequence[Mapping[str, Any]]) -> None:
-        super().servers(servers)
-        self._changed.set()
-
-    def advice(self, step: int, advice: Advice) -> None:
-        super().advice(step, advice)
-        self._changed.set()
-
-    def warning(self, text: str) -> None:
-        super().warning(text)
+    def on_change(self) -> None:
         self._changed.set()
 
     @property

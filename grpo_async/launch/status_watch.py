@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console, Group
 from rich.live import Live
 
+from grpo_async.growing_file import GrowingFile
 from grpo_async.launch.curve import Curve
 from grpo_async.launch.dashboard import dashboard
 from grpo_async.launch.display import print_line
@@ -22,12 +23,10 @@ _NUM_REWARDS = 6  # for the average and the change
 
 
 class MetricsTail:
-    """Reads what has been added to metrics.jsonl since the last time; begins anew when the file has become shorter (a resume)."""
+    """What metrics.jsonl says, read on; begins anew when a resume has cut the file."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
-        self._identity = 0
+        self._file = GrowingFile(path, self._forget)
         self.progress = Progress(max_steps=0)
 
     @property
@@ -36,21 +35,12 @@ class MetricsTail:
 
     def read(self) -> None:
         """Take the new lines into the curves; a line that is not whole yet is taken the next time."""
-        try:
-            with self._path.open("rb") as file:
-                status = self._path.stat()
-                if status.st_size < self._position or status.st_ino != self._identity:
-                    self._position, self.progress = 0, Progress(max_steps=0)
-                self._identity = status.st_ino
-                file.seek(self._position)
-                text = file.read()
-        except FileNotFoundError:
-            return
-        whole = text[: text.rfind(b"\n") + 1]
-        self._position += len(whole)
-        for line in whole.splitlines():
+        for _, line in self._file.new_lines():
             metrics = json.loads(line)
             self.progress.add_to_curves(int(metrics["step"]), metrics)
+
+    def _forget(self) -> None:
+        self.progress = Progress(max_steps=0)
 
 
 def watch(run_dir: RunDir, console: Console) -> RunStatus:

@@ -20,12 +20,12 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.public import public_config
 from grpo_async.config.record_sections import MlflowTracker, PrometheusTracker, TrackioTracker, WandbTracker
 from grpo_async.errors import ConfigError
+from grpo_async.loopback import is_loopback
 from grpo_async.rundir import RunDir
 from grpo_async.tracking.catalog import CATALOG, describe
 
 logger = logging.getLogger(__name__)
 
-_LOOPBACK = ("127.", "localhost", "::1")
 _PROMETHEUS_END_S = 5.0
 
 
@@ -154,7 +154,7 @@ class Prometheus:
         self._newest: dict[str, float] = {}
         registry = library.CollectorRegistry(auto_describe=False)
         registry.register(self)
-        if not section.host.startswith(_LOOPBACK):
+        if not is_loopback(section.host):
             logger.warning("tracking: prometheus listens on %s without a token: who reaches it can read", section.host)
         self._server, self._thread = library.start_http_server(section.port, addr=section.host, registry=registry)
         self.port: int = self._server.server_port

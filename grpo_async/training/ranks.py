@@ -8,8 +8,9 @@ The command travels on a gloo group of its own, whose deadline is long: the othe
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -102,16 +103,8 @@ class CommandChannel:
             DeadlineError: none within the deadline, or rank 0 is gone.
         """
         received: list[Any] = [None]
-        began = time.monotonic()
-        try:
+        with self._waiting(f"a command of rank 0 on rank {self._rank}", peer="rank 0, which has ended"):
             dist.scatter_object_list(received, None, src=0, group=self._group)
-        except RuntimeError as error:
-            waited_s = time.monotonic() - began
-            if waited_s < self._timeout_s:
-                raise RunError(f"rank {self._rank} lost the connection to rank 0, which has ended: {error}") from error
-            raise DeadlineError(
-                f"a command of rank 0 on rank {self._rank}", waited_s=waited_s, setting="training.queue_timeout_s"
-            ) from error
         command = received[0]
         if not isinstance(command, Command):
             raise RunError(f"rank {self._rank} received {type(command).__name__}, which is not a command")
@@ -130,19 +123,21 @@ class CommandChannel:
         if self._group is None:
             return [numbers]
         parts = [torch.empty_like(numbers) for _ in range(self._world_size)] if self.is_leader else None
+        with self._waiting(f"the figures of the tokens of all ranks, on rank {self._rank}", peer="another rank"):
+            dist.gather(numbers, parts, dst=0, group=self._group)
+        return parts
+
+    @contextlib.contextmanager
+    def _waiting(self, what: str, *, peer: str) -> Iterator[None]:
+        """A collective that fails after the deadline has waited for `what` in vain; before it, `peer` is gone."""
         began = time.monotonic()
         try:
-            dist.gather(numbers, parts, dst=0, group=self._group)
+            yield
         except RuntimeError as error:
             waited_s = time.monotonic() - began
             if waited_s < self._timeout_s:
-                raise RunError(f"rank {self._rank} lost the connection to another rank: {error}") from error
-            raise DeadlineError(
-                f"the figures of the tokens of all ranks, on rank {self._rank}",
-                waited_s=waited_s,
-                setting="training.queue_timeout_s",
-            ) from error
-        return parts
+                raise RunError(f"rank {self._rank} lost the connection to {peer}: {error}") from error
+            raise DeadlineError(what, waited_s=waited_s, setting="training.queue_timeout_s") from error
 
 
 def device_for(kind: str, local_rank: int) -> torch.device:

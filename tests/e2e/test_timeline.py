@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.timeline import ATTEMPT, Event, read_events
+from grpo_async.timeline_file import ATTEMPT, Event, read_events
 from grpo_async.viewer.timeline_data import lane_group, lay_out, load_events
 from grpo_async.viewer.timeline_usage import overlap, union, usage
 from tests.e2e.support import REPOSITORY, Run, make_run

@@ -18,7 +18,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.errors import ConfigError, DeadlineError
 from grpo_async.launch import addresses, node_channel, node_link, node_place
-from grpo_async.launch.addresses import interface_of, is_loopback, weights_host
+from grpo_async.launch.addresses import interface_of, weights_host
 from grpo_async.launch.engine_choice import choose_engine
 from grpo_async.launch.node_channel import LostError, NodeChannel, apply, connect, proof
 from grpo_async.launch.node_hub import NodeHub
@@ -27,6 +27,7 @@ from grpo_async.launch.node_place import NodePlace, choose_node_rank, leading_ad
 from grpo_async.launch.plan import ProcessPlan, plan_follower, plan_processes
 from grpo_async.launch.signals import Signals
 from grpo_async.launch.trainer_plan import Machine, Places
+from grpo_async.loopback import is_loopback
 from grpo_async.rundir import RunDir
 from tests.launch.support import LauncherProcess, make_config
 

@@ -17,7 +17,6 @@ from rich.console import Console
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import ServerInfo
 from grpo_async.launch import preflight_machine
-from grpo_async.launch.addresses import is_loopback
 from grpo_async.launch.doctor_hardware import Memory
 from grpo_async.launch.memory import estimate_trainer
 from grpo_async.launch.preflight_context import PreflightContext
@@ -32,6 +31,7 @@ from grpo_async.launch.preflight_report import (
     warned,
     worst_status,
 )
+from grpo_async.loopback import is_loopback
 from grpo_async.rundir import RunDir
 from tests.launch.support import make_config
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+from grpo_async.loopback import is_loopback
 
 if TYPE_CHECKING:
     from grpo_async.config.experiment import ExperimentConfig
@@ -28,14 +29,6 @@ _SET_BY_US = {
     "--data-parallel-size": "see inference.replicas",
     "--logprobs-mode": "the loss needs those of the distribution that was sampled from",
 }
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name: it may be any machine
 
 
 def conflicts(config: ExperimentConfig) -> list[str]:
@@ -114,8 +107,8 @@ def conflicts(config: ExperimentConfig) -> list[str]:
             f"inference.replicas: {inference.replicas} servers would be spawned, but inference.urls names servers that run "
             "already; remove one of the two"
         )
-    remote = [url for url in inference.urls if not _is_loopback(url)]
-    if remote and config.weights.host is not None and _is_loopback(f"//{config.weights.host}"):
+    remote = [url for url in inference.urls if not is_loopback(urlsplit(url).hostname or "")]
+    if remote and config.weights.host is not None and is_loopback(config.weights.host):
         found.append(
             f"weights.host: {config.weights.host} cannot be reached from {remote[0]} (inference.urls); leave it out, or set "
             "the address of the trainer's machine in the network that it shares with the servers"

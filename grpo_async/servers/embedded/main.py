@@ -7,7 +7,6 @@ Loads the model, binds the port, serves until SIGTERM (open answers end with rea
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import socket
 import ssl
@@ -19,6 +18,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.server_sections import InferenceSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE, ServerInfo, token_from_environment
+from grpo_async.loopback import is_loopback
 from grpo_async.processes import die_with_launcher
 
 if TYPE_CHECKING:
@@ -168,11 +168,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address cannot be bound, or is not loopback and there is no token.
     """
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False  # a name: it may resolve to anything
-    if not loopback and token_from_environment() is None:
+    if not is_loopback(host) and token_from_environment() is None:
         raise ConfigError(
             f"inference.host: {host} is reachable from other machines; set ${TOKEN_VARIABLE} to a secret, "
             "or use 127.0.0.1"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import ipaddress
 import os
 import sys
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Literal, NoReturn
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE
+from grpo_async.loopback import is_loopback
 from grpo_async.processes import die_with_launcher
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
 from grpo_async.servers.vllm.versions import is_supported, supported_text
@@ -98,7 +98,7 @@ def vllm_command(
     base = dict(os.environ if environment is None else environment)
     where = platform or installed_platform()
     host = config.inference.host
-    if not _is_loopback(host) and not base.get(TOKEN_VARIABLE):
+    if not is_loopback(host) and not base.get(TOKEN_VARIABLE):
         raise ConfigError(
             f"inference.host: {host} is reachable from other machines and ${TOKEN_VARIABLE} is not set, so anybody could "
             f"use the server; set {TOKEN_VARIABLE}, or inference.host: 127.0.0.1"
@@ -187,15 +187,6 @@ def _environment(config: ExperimentConfig, base: Mapping[str, str], platform: Pl
         if config.inference.vllm.tensor_parallel_size == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM on CPU replaces uni by mp
     return environment
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: it may resolve to anything
-        return False
 
 
 def _distribution() -> tuple[str, str] | None:

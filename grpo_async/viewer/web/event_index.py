@@ -8,10 +8,10 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from grpo_async.timeline import Event, parse_event
+from grpo_async.growing_file import GrowingFile
+from grpo_async.timeline_file import Event, parse_event
 from grpo_async.viewer.timeline_data import drawing
 from grpo_async.viewer.timeline_usage import usage
-from grpo_async.viewer.web.growing_file import GrowingFile
 
 _MOST_EVENTS = 100_000  # of one window: more would take seconds to lay out
 

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from grpo_async.loopback import is_loopback
+
 SESSION_PATH = "/api/session"
 _OPEN_PATHS = ("/", "/favicon.ico")
 _OPEN_FOLDERS = ("/static/",)
@@ -47,16 +49,6 @@ _HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"permissions-policy", b"camera=(), microphone=(), geolocation=(), interest-cohort=()"),
 ]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Guard:

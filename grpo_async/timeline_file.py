@@ -1,0 +1,217 @@
+"""events.jsonl: one line for each event.
+
+    {"name": "forward", "lane": "trainer", "start": 1700000000.25, "end": 1700000000.5, "details": {"rows": 4}}
+
+Invariants: a line that ends in a line feed is whole: a write that breaks off is taken back, and a line that a kill has torn is cut
+off by the next attempt, which goes on in the same file. Above its room the older half is dropped by one rename, and the new first
+line says how much was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
+
+DROPPED = "older events dropped"
+"""Name of the first line of a file whose older half was dropped; details: `bytes`, `events`, both over the whole run."""
+LOST = "events lost"
+"""Name of an instant; details: `events` that could not be written, or that came faster than they are written."""
+ATTEMPT = "attempt"
+"""Name of the instant with which each attempt of a run begins, and of the span that it leaves when it ends by itself."""
+
+_LONGEST_TEXT = 200  # of one detail: names of tools and errors may come from a model
+_COPY_BYTES = 1 << 20
+_ROOM_RETRY_S = 60.0  # after the older half could not be dropped: a try writes half the file
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line. `start` and `end` are unix seconds, equal for an instant."""
+
+    name: str
+    lane: str
+    start: float
+    end: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def duration_s(self) -> float:
+        return self.end - self.start
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a file in the order in which they ended. A torn last line is left out, and so is a line that is no event.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        for line in file:
+            event = parse_event(line)
+            if event is not None:
+                yield event
+
+
+def parse_event(line: bytes) -> Event | None:
+    """None for a torn line and for what is no event."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        content = json.loads(line)
+        event = Event(
+            str(content["name"]),
+            str(content["lane"]),
+            float(content["start"]),
+            float(content["end"]),
+            content["details"],
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+    # JSON may hold NaN and Infinity as Python reads it, and a comparison with NaN is false
+    is_sound = 0.0 <= event.start <= event.end < 1e12 and isinstance(event.details, dict)
+    return event if is_sound else None
+
+
+def event_line(event: Event) -> str:
+    """With its line feed. Long texts are cut; what JSON cannot hold becomes text."""
+    content = {
+        "name": event.name,
+        "lane": event.lane,
+        "start": round(event.start, 6),
+        "end": round(event.end, 6),
+        "details": {name: _detail(value) for name, value in event.details.items()},
+    }
+    return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def _detail(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if len(value) <= _LONGEST_TEXT else value[: _LONGEST_TEXT - 1] + "…"
+    if isinstance(value, list | tuple):
+        return [_detail(each) for each in value]
+    if isinstance(value, float):
+        return round(value, 6) if -1e300 < value < 1e300 else None  # JSON has no NaN
+    return value if isinstance(value, int | None) else _detail(str(value))
+
+
+class EventFile:
+    """The file, in the writing thread. A failure is said once, until a write succeeds again."""
+
+    def __init__(self, path: Path, *, max_bytes: int) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._descriptor: int | None = None
+        self._size = 0
+        self._is_failing = False
+        self._makes_room_at = 0.0  # not before; by time.monotonic()
+
+    def append(self, text: str, num_events: int) -> int:
+        """Write whole lines; returns how many events were lost: none or all."""
+        data = text.encode()
+        try:
+            if self._descriptor is None:
+                self._open()
+            if self._size + len(data) > self._max_bytes:
+                if time.monotonic() < self._makes_room_at:
+                    return num_events
+                self._drop_older_half()
+            self._write(data)
+        except OSError as error:
+            self.close()
+            if not self._is_failing:
+                self._is_failing = True
+                logger.warning(
+                    "cannot write the timeline %s: %s; the run goes on without it", self.path, error.strerror
+                )
+            return num_events
+        if self._is_failing:
+            self._is_failing = False
+            logger.warning("the timeline %s can be written again", self.path)
+        return 0
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._size = _whole_bytes(self._descriptor)
+        os.ftruncate(self._descriptor, self._size)  # a line that a kill has torn
+
+    def _write(self, data: bytes) -> None:
+        assert self._descriptor is not None
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(data)
+
+    def _drop_older_half(self) -> None:
+        """Begin the file anew with its newer half."""
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        try:
+            self._copy_newer_half(temporary)
+            os.replace(temporary, self.path)
+        except OSError:
+            self._makes_room_at = time.monotonic() + _ROOM_RETRY_S
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        self.close()
+        self._open()
+        logger.info("the older half of %s was dropped: record.timeline.max_mb", self.path)
+
+    def _copy_newer_half(self, temporary: Path) -> None:
+        with self.path.open("rb") as source, temporary.open("wb") as target:
+            first = parse_event(source.readline())
+            before = first.details if first is not None and first.name == DROPPED else {}
+            source.seek(max(0, self._size // 2 - 1))
+            source.readline()
+            cut = source.tell()  # the first line that stays
+            num_events = _count_lines(source, cut)
+            source.seek(max(0, cut - _COPY_BYTES))
+            last = parse_event(b"".join(source.read(cut - source.tell()).splitlines(keepends=True)[-1:]))
+            since = time.time() if last is None else last.end
+            details = {
+                "bytes": cut + int(before.get("bytes", 0)),
+                "events": num_events + int(before.get("events", 0)) - bool(before),  # the mark itself is none
+            }
+            target.write(event_line(Event(DROPPED, "run", since, since, details)).encode())
+            source.seek(cut)
+            while chunk := source.read(_COPY_BYTES):
+                target.write(chunk)
+
+
+def _count_lines(source: BinaryIO, end: int) -> int:
+    """Line feeds before `end`."""
+    source.seek(0)
+    num = 0
+    while chunk := source.read(min(_COPY_BYTES, end - source.tell())):
+        num += chunk.count(b"\n")
+    return num
+
+
+def _whole_bytes(descriptor: int) -> int:
+    """Size of the file without its torn last line."""
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    position = end
+    while position > 0:
+        begin = max(0, position - _COPY_BYTES)
+        found = os.pread(descriptor, position - begin, begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        position = begin
+    return 0
