@@ -181,7 +181,7 @@ def test_keys_and_the_wheel_zoom_and_move_and_the_host_hears_of_it(site: _Site) 
     site.page.wait_for_function("span => view.window().end - view.window().start < span * 0.8", arg=near[1] - near[0])
     site.page.mouse.dblclick(*site.find("forward"))
     assert site.window() == (pytest.approx(4.8), pytest.approx(7.2))
-    site.page.wait_for_function("windows.length > 0")
+    site.page.wait_for_function("() => windows.length > 0")
     site.page.keyboard.press("f")
     assert site.window() == (pytest.approx(whole[0]), pytest.approx(whole[1]))
 
@@ -277,6 +277,6 @@ def test_it_follows_size_theme_and_pixel_density(browser: Browser, dark: bool, s
     site.settle()
     assert (sum(site.background()[:3]) < 300) is dark
     site.page.set_viewport_size({"width": 500, "height": 600})
-    site.page.wait_for_function("document.querySelector('canvas').clientWidth <= 500")
+    site.page.wait_for_function("() => document.querySelector('canvas').clientWidth <= 500")
     assert site.problems == []
     site.context.close()
