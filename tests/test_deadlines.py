@@ -26,7 +26,7 @@ def _module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {_module_name(file): file for file in python_files([ROOT / "grpo_async", ROOT / "scripts"])}
+FILES = {_module_name(file): file for file in python_files([ROOT / "grpo_async", ROOT / "scripts", ROOT / "benchmarks"])}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_every_wait_has_a_deadline_or_says_who_ends_it(index: CodeIndex) -> None
 
 def test_the_inspection_sees_the_whole_code(index: CodeIndex) -> None:
     assert len(index.modules) > 250
-    assert {"grpo_async.launch.lead", "grpo_async.servers.vllm.compat", "scripts.bench-conversation"} <= set(FILES)
+    assert {"grpo_async.launch.lead", "grpo_async.servers.vllm.compat", "benchmarks.conversation"} <= set(FILES)
     num_waits = sum("# waits: " in file.read_text(encoding="utf-8") for file in FILES.values())
     assert num_waits > 20  # files; an inspection that finds nothing would not have asked for them
 

@@ -17,7 +17,7 @@ from tests.support.code_index import CodeIndex, Module, python_files
 ROOT = Path(__file__).parents[1]
 FILES = {
     file.relative_to(ROOT).as_posix(): file
-    for file in python_files([ROOT / "grpo_async", ROOT / "scripts"])
+    for file in python_files([ROOT / "grpo_async", ROOT / "scripts", ROOT / "benchmarks"])
     if "__pycache__" not in file.parts
 }
 
@@ -26,7 +26,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("grpo_async/rewards/pool.py", "pickle.loads"): (1, _OWN_PIPE),
     ("grpo_async/rewards/worker.py", "pickle.loads"): (2, _OWN_PIPE + "; and of what was pickled on the line itself"),
     ("grpo_async/rewards/audit_process.py", "pickle.loads"): (2, _OWN_PIPE),
-    ("scripts/bench-push", "Connection.recv"): (2, _OWN_PIPE),
+    ("benchmarks/push.py", "Connection.recv"): (2, _OWN_PIPE),
     ("grpo_async/sandbox/inside/launcher.py", "marshal.loads"): (1, "its owner's plan, read before the code starts"),
     ("grpo_async/rewards/code_examiner.py", "exec"): (3, "runs in the sandbox: model-written code and the row's tests"),
     ("grpo_async/rewards/code_examiner.py", "compile"): (3, "as above"),

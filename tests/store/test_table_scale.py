@@ -1,37 +1,24 @@
-"""A store of 100,000 rollouts, as scripts/bench-rollouts makes it (with few tokens, so that it takes seconds)."""
+"""A store of 100,000 rollouts, as benchmarks/rollouts.py makes it (with few tokens, so that it takes seconds)."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmarks import rollouts as bench
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import RolloutTable
 
 pytestmark = pytest.mark.slow
 
 ROLLOUTS = 100_000
-SLACK = 5.0  # the machine of the tests does other things too; scripts/bench-rollouts holds the targets themselves
+SLACK = 5.0  # the machine of the tests does other things too; benchmarks/rollouts.py holds the targets themselves
 
 
-def _bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "bench-rollouts"
-    loader = importlib.machinery.SourceFileLoader("bench_rollouts", str(path))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
-bench = _bench()
 
 
 @pytest.fixture(scope="module")

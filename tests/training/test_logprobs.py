@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from grpo_async.training.logprobs import LogitTransform, chunked_logprobs
 
+ROOT = Path(__file__).resolve().parents[2]
 N, H, VOCAB = 7, 8, 50
 TRANSFORMS = {
     "plain": LogitTransform(),
@@ -223,10 +224,9 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(plain: bool) -> None:
 @pytest.mark.slow
 def test_the_step_needs_an_eighth_of_the_memory_of_full_logits_at_150_thousand_tokens_of_vocabulary() -> None:
     """Both in processes of their own, forward and backward. Beyond the gradients of hidden states and head, which both hold."""
-    script = Path(__file__).resolve().parents[2] / "scripts" / "bench-logprobs"
     sizes = ["--vocab", "150000", "--tokens", "1024", "--chunk", "128", "--hidden", "256", "--repeats", "0"]
-    command = [sys.executable, str(script), *sizes, "--device", "cpu", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    command = [sys.executable, "-m", "benchmarks", "logprobs", *sizes, "--device", "cpu", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout
     report = json.loads(done.stdout)
     assert report["same"]

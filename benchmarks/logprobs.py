@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Peak memory and time of two parts of the forward and backward pass, each against the plain way, side by side.
 
-    .venv/bin/python scripts/bench-logprobs [--tokens 4096] [--vocab 150000] [--hidden 1024] [--chunk 512] [--json]
-    .venv/bin/python scripts/bench-logprobs --part attention [--rows 1] [--row-tokens 4096] [--sample-tokens 128] [--json]
+    python -m benchmarks logprobs [--tokens 4096] [--vocab 150000] [--hidden 1024] [--chunk 512] [--json]
+    python -m benchmarks logprobs --part attention [--rows 1] [--row-tokens 4096] [--sample-tokens 128] [--json]
 
 logprobs: from hidden states to logprobs and entropies and back: in chunks, and with full logits (tokens, vocab).
 attention: of packed rows: a sample at a time, and under one dense block mask (rows, 1, T, T).
@@ -29,7 +28,7 @@ MB = 1024 * 1024
 VARIANTS = {"logprobs": ("chunked", "full"), "attention": ("samples", "dense")}
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=sorted(VARIANTS), default="logprobs")
     parser.add_argument("--tokens", type=int, default=4096, help="trained tokens of one micro-batch")
@@ -48,7 +47,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=1, help="steps after the measured one; the fastest is reported")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.variant:
         print(json.dumps(_measure(options)))
         return 0
@@ -240,4 +239,4 @@ def _table(report: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

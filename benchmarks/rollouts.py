@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """How long the rollout table takes on a large run: open it, filter, search, sort, show one rollout.
 
-    .venv/bin/python scripts/bench-rollouts [--rollouts 100000] [--tokens 256] [--repeats 5] [--threads N] [--json FILE]
+    python -m benchmarks rollouts [--rollouts 100000] [--tokens 256] [--repeats 5] [--threads N] [--json FILE]
         [--folder FOLDER]
 
 Makes a store of that many rollouts from a seed, in the blocks that a run leaves (Parquet, the same columns, order and compression;
@@ -365,7 +364,7 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=256, help="mean length of a rollout")
@@ -375,7 +374,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keep the store here, and use it again")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--first-table", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(arguments)
     threads = arguments.threads or None
     if arguments.first_table is not None:
         print(json.dumps(first_table(arguments.first_table, threads)))
@@ -405,4 +404,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

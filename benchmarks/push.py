@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """What a weight push costs: against a bare gloo broadcast of the same bytes plus the server's own load time, side by side.
 
-    .venv/bin/python scripts/bench-push [--megabytes 400] [--rounds 9] [--requests 0] [--bucket-mb 8]
-    .venv/bin/python scripts/bench-push --device cuda --transport ipc --shape 0.6b --dtype bfloat16         (one GPU for both)
-    .venv/bin/python scripts/bench-push --device cuda --transport nccl --shape 0.6b --dtype bfloat16        (a GPU for each)
+    python -m benchmarks push [--megabytes 400] [--rounds 9] [--requests 0] [--bucket-mb 8]
+    python -m benchmarks push --device cuda --transport ipc --shape 0.6b --dtype bfloat16         (one GPU for both)
+    python -m benchmarks push --device cuda --transport nccl --shape 0.6b --dtype bfloat16        (a GPU for each)
 
 A model with random weights is made, a real vLLM server of a run serves it, and in every round three things are measured one after the
 other: a bare broadcast (another process receives into fresh memory, the same buckets), a push as a run makes it, and, from the
@@ -43,7 +42,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", choices=["gloo", "nccl", "ipc"], default="gloo")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -54,7 +53,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--bucket-mb", type=int, default=8)
     parser.add_argument("--mode", choices=["recompute", "keep_kv", "drain", "abort"], default="recompute")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     os.environ.setdefault("GRPO_ASYNC_TOKEN", secrets.token_urlsafe(16))
     with tempfile.TemporaryDirectory(prefix="bench-push-") as name:
         folder = Path(name)
@@ -169,7 +168,9 @@ def measure(url: str, log: Path, model, options: argparse.Namespace) -> list[dic
     fleet.start()
     rounds = []
     try:
-        fleet.wait_for_members(stop=threading.Event(), deadline_s=START_TIMEOUT_S, setting="inference.startup_timeout_s")
+        fleet.wait_for_members(
+            stop=threading.Event(), deadline_s=START_TIMEOUT_S, setting="inference.startup_timeout_s"
+        )
         (server,) = fleet.members()
         transport.connect([server.control])
         with load(url, options.requests), bare_broadcast(buckets, options) as broadcast:
@@ -335,4 +336,4 @@ def spread(values: list[float], unit: str, digits: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """What a turn of a long conversation costs the client: CPU time of the turn 2 against the turn 64.
 
-    .venv/bin/python scripts/bench-conversation [--turns 64] [--conversations 20] [--tokenizer FOLDER]
+    python -m benchmarks conversation [--turns 64] [--conversations 20] [--tokenizer FOLDER]
 
 The client, the renderer, the parser and the tools are those of a run; a server in a process of its own answers every request
 at once with a tool call of about 60 tokens, and every tool result has about 60 more. Counted is the CPU time of this process from
@@ -41,7 +40,9 @@ CHATML = """{%- if tools %}<|im_start|>system
 {% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-THOUGHT = "The result so far is not enough, so one more number has to be looked up before the sum can be given to the user. "
+THOUGHT = (
+    "The result so far is not enough, so one more number has to be looked up before the sum can be given to the user. "
+)
 FACTS = "Of the parts that were counted in the warehouse on that day, the following number was written into the book: "
 
 
@@ -57,13 +58,13 @@ def look_up(number: int) -> str:
     return FACTS * 2 + str(number * 7919)
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=64)
     parser.add_argument("--conversations", type=int, default=20)
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer whose template knows tools")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.serve:
         serve(json.loads(options.serve))
         return 0

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """What the rollout store costs the training thread: the same work with and without it, in turns, in one process.
 
-    .venv/bin/python scripts/bench-store-writer [--rollouts 64] [--tokens 150] [--step-ms 1000] [--pairs 30] [--json]
+    python -m benchmarks store_writer [--rollouts 64] [--tokens 150] [--step-ms 1000] [--pairs 30] [--json]
 
 A step is work as the trainer's main thread does it: matrix products, with the interpreter's lock released, and plain Python between
 them. With the store on, each step appends one group with all figures of the trainer; blocks are written and sealed as in a run.
@@ -28,7 +27,7 @@ MATRIX = 256
 PRODUCTS_PER_LOOP = 40
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=64, help="of the group that each step appends")
     parser.add_argument("--tokens", type=int, default=150, help="of each rollout")
@@ -38,7 +37,7 @@ def main() -> int:
     parser.add_argument("--max-percent", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     report = _measure(options)
     if options.json:
         print(json.dumps(report))
@@ -217,4 +216,4 @@ def _interval(values: list[float], seed: int) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """What a training step loses to the rollout store and to the figures of its tokens (record.rollouts), side by side in one process.
 
-    .venv/bin/python scripts/bench-token-figures [--model .cache/quickstart/seed_0/model] [--rounds 15] [--device auto] [--json]
+    python -m benchmarks token_figures [--model .cache/quickstart/seed_0/model] [--rounds 15] [--device auto] [--json]
 
 In every round each of three steps is made once, in an order that changes from round to round, on the same samples:
 
@@ -32,7 +31,7 @@ MAX_LOSS = 0.02
 WAYS = ("nothing", "store", "figures")
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=".cache/quickstart/seed_0/model", help="folder of a Hugging Face model")
     parser.add_argument("--groups", type=int, default=16)
@@ -48,7 +47,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     report = _measure(options)
     if options.json:
         print(json.dumps(report))
@@ -313,4 +312,4 @@ def _print(report: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
