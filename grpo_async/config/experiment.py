@@ -97,12 +97,6 @@ class ExperimentConfig(StrictModel):
         return (self.rollout.max_staleness + 1) * self.rollout.groups_per_step
 
     @property
-    def connection_limit(self) -> int:
-        """HTTP connections to the server: every completion in flight has its own, plus some for control."""
-        evaluation = self.evaluation_in_flight if self.evaluation and self.evaluation.every_steps else 0
-        return self.rollout.max_in_flight + evaluation + 8
-
-    @property
     def evaluation_in_flight(self) -> int:
         """Rollouts of an evaluation in progress beside those of training; by default max(1, rollout.max_in_flight / 4)."""
         if self.evaluation is not None and self.evaluation.max_in_flight is not None:

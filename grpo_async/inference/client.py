@@ -18,19 +18,19 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-import httpx
 from pydantic import ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
 from grpo_async.inference.connect import trusted_certificates
-from grpo_async.inference.pools import ConnectionPools
-from grpo_async.inference.retry import error_for_status, is_retriable
+from grpo_async.inference.connections import Connections
+from grpo_async.inference.retry import error_for_status
 from grpo_async.inference.router import Endpoint, FencedError, Route, Router, ServingServers
 from grpo_async.inference.surface import GenerateChunk, GenerateRequest
 from grpo_async.records import FinishReason
@@ -69,7 +69,7 @@ class Generation:
             raise BadResponseError(
                 f"the server sent {len(chunk.token_ids)} tokens with {len(chunk.logprobs)} logprobs; every token needs one"
             )
-        if not all(math.isfinite(logprob) for logprob in chunk.logprobs):
+        if not all(map(math.isfinite, chunk.logprobs)):
             raise BadResponseError(f"the server sent a logprob that is not finite: {chunk.logprobs}")
         if chunk.token_ids and self.first_token_at is None:
             self.first_token_at = time.time()
@@ -78,6 +78,25 @@ class Generation:
         self.policy_versions.extend([chunk.policy_version] * len(chunk.token_ids))
         if chunk.finish_reason is not None:
             self.finish_reason = FinishReason(chunk.finish_reason)
+
+
+class ServerAnswer(Protocol):
+    """See connections.Answer."""
+
+    @property
+    def status(self) -> int: ...
+
+    async def read(self) -> bytes: ...
+
+    def lines(self) -> AsyncIterator[bytes]: ...
+
+
+class ServerConnections(Protocol):
+    """How requests reach one server; see connections.Connections."""
+
+    def post(self, body: bytes) -> AbstractAsyncContextManager[ServerAnswer]: ...
+
+    async def aclose(self) -> None: ...
 
 
 class _AbortedError(ServerUnavailableError):
@@ -90,12 +109,11 @@ class InferenceClient:
     Args:
         servers: where requests may go.
         token: bearer token, or None.
-        max_connections: requests expected in flight at once, to all servers together; more are possible.
         request_timeout_s: longest silence of a server within a request.
         wait_timeout_s: longest wait of a request while no server serves.
         retry: the retry rule.
         authority: PEM file of trusted certificates; None: those of the system.
-        transport: replaces the network (tests).
+        connect: makes the connections to the server at an address; None: over the network.
     """
 
     def __init__(
@@ -103,26 +121,20 @@ class InferenceClient:
         servers: ServingServers,
         *,
         token: str | None,
-        max_connections: int,
         request_timeout_s: float,
         wait_timeout_s: float,
         retry: RetryPolicy | None = None,
         authority: Path | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        connect: Callable[[str], ServerConnections] | None = None,
     ) -> None:
         self._retry = retry or RetryPolicy()
         self._servers = servers
-        self._router = Router(servers, wait_timeout_s=wait_timeout_s, on_unused=self._close_pools)
-        self._pools: dict[Route, ConnectionPools] = {}
+        self._router = Router(servers, wait_timeout_s=wait_timeout_s, on_unused=self._close_connections)
+        self._connections: dict[Route, ServerConnections] = {}
         self._closing: set[asyncio.Task[None]] = set()
         certificates = trusted_certificates(authority)
-        self._connect: Callable[[str], ConnectionPools] = lambda url: ConnectionPools(
-            url,
-            token=token,
-            max_connections=max_connections,
-            request_timeout_s=request_timeout_s,
-            certificates=certificates,
-            transport=transport,
+        self._connect: Callable[[str], ServerConnections] = connect or (
+            lambda url: Connections(url, token=token, request_timeout_s=request_timeout_s, certificates=certificates)
         )
 
     async def __aenter__(self) -> Self:
@@ -135,20 +147,20 @@ class InferenceClient:
 
     async def aclose(self) -> None:
         """Close every connection."""
-        for route in list(self._pools):
-            self._close_pools(route)
+        for route in list(self._connections):
+            self._close_connections(route)
         await asyncio.gather(*self._closing)  # waits: closing asks nobody anything
 
-    def _pools_of(self, route: Route) -> ConnectionPools:
-        pools = self._pools.get(route)
-        if pools is None:
-            pools = self._pools[route] = self._connect(route.server.url)
-        return pools
+    def _connections_to(self, route: Route) -> ServerConnections:
+        connections = self._connections.get(route)
+        if connections is None:
+            connections = self._connections[route] = self._connect(route.server.url)
+        return connections
 
-    def _close_pools(self, route: Route) -> None:
-        pools = self._pools.pop(route, None)
-        if pools is not None:
-            task = asyncio.get_running_loop().create_task(pools.aclose())  # waits: closing asks nobody anything
+    def _close_connections(self, route: Route) -> None:
+        connections = self._connections.pop(route, None)
+        if connections is not None:
+            task = asyncio.get_running_loop().create_task(connections.aclose())  # waits: closing asks nobody anything
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
@@ -197,7 +209,7 @@ class InferenceClient:
                 without_server_since = time.time()
                 if generation.finish_reason is not None:
                     break  # everything had arrived; only the end of the stream was lost
-                if not is_retriable(error):
+                if not isinstance(error, ServerUnavailableError):
                     raise
                 generation.finish_reason = _reason_to_end(request, generation)
                 if generation.finish_reason is not None:
@@ -237,13 +249,10 @@ class InferenceClient:
     async def _stream(
         self, route: Route, request: GenerateRequest, generation: Generation, on_tokens: OnTokens | None
     ) -> None:
-        async with self._pools_of(route).post(request.model_dump_json().encode()) as response:
-            if response.status_code >= 400:
-                words = await response.aread()  # waits: request_timeout_s of the pools
-                raise error_for_status(response.status_code, words)
-            async for line in response.aiter_lines():  # waits: request_timeout_s of the pools
-                if not line:
-                    continue
+        async with self._connections_to(route).post(request.model_dump_json().encode()) as answer:
+            if answer.status >= 400:
+                raise error_for_status(answer.status, await answer.read())  # waits: request_timeout_s of the session
+            async for line in answer.lines():  # waits: request_timeout_s of the session
                 chunk = _parse_chunk(line)
                 generation.add(chunk)
                 if on_tokens is not None and chunk.token_ids:
@@ -266,7 +275,7 @@ def _reason_to_end(request: GenerateRequest, generation: Generation) -> FinishRe
     return None
 
 
-def _parse_chunk(line: str) -> GenerateChunk:
+def _parse_chunk(line: bytes) -> GenerateChunk:
     try:
         return GenerateChunk.model_validate_json(line)
     except ValidationError as error:

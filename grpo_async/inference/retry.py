@@ -1,16 +1,9 @@
-"""Which failures of the inference server are retried (by the rule of `grpo_async.retry`), and the error of each answer >= 400."""
+"""The error of each answer >= 400: ServerUnavailableError is retried, by the rule of `grpo_async.retry`."""
 
 from __future__ import annotations
 
-import httpx
-
 from grpo_async.errors import InferenceError, RequestRejectedError, ServerUnavailableError
 from grpo_async.retry import server_message
-
-
-def is_retriable(error: Exception) -> bool:
-    """True for what may go away by itself: no connection, a broken one, or a server-side error."""
-    return isinstance(error, httpx.TransportError | ServerUnavailableError)
 
 
 def error_for_status(status: int, body: bytes) -> InferenceError:

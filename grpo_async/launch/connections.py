@@ -63,7 +63,6 @@ def make_client(config: ExperimentConfig, servers: ServingServers) -> InferenceC
     return InferenceClient(
         servers,
         token=token_from_environment(),
-        max_connections=config.connection_limit,
         request_timeout_s=inference.request_timeout_s,
         wait_timeout_s=inference.longest_outage_s,
         authority=inference.tls.trusted if inference.tls else None,

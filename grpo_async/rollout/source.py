@@ -5,6 +5,7 @@ Owns the loop thread, the worker, the buffer, the ledger and admission; `start` 
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -77,7 +78,13 @@ class AsyncRolloutSource:
         self._evaluation: Future[EvaluationResult] | None = None
 
     def start(self) -> None:
-        """Begin to generate. Call after the first weight push, so that no token is sampled from unknown weights."""
+        """Begin to generate. Call after the first weight push, so that no token is sampled from unknown weights.
+
+        What was loaded until now (libraries, model, data: hundreds of thousands of objects) is taken out of the garbage collector's
+        sight: it lives as long as the run, and to look it over stops every thread for a third of a second.
+        """
+        gc.collect()
+        gc.freeze()
         self._thread.spawn(self._worker.run(), on_error=self._buffer.fail)
 
     def interrupt(self) -> None:

@@ -64,6 +64,5 @@ def test_what_goes_together_is_not() -> None:
         rollout={"max_in_flight": 40},
     )
     assert config.evaluation_in_flight == 10
-    assert config.connection_limit == 40 + 10 + 8
     assert _config(evaluation={"max_in_flight": 3}).evaluation_in_flight == 3
     assert _config(evaluation={}, rollout={"max_in_flight": 2}).evaluation_in_flight == 1

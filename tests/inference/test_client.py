@@ -5,31 +5,44 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
-import httpx
 import pytest
 
 from grpo_async.errors import BadResponseError, RequestRejectedError, ServerUnavailableError
 from grpo_async.inference.client import Generation, InferenceClient
+from grpo_async.inference.connections import BrokenConnectionError
 from grpo_async.inference.router import FixedServers
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import FinishReason
 from grpo_async.retry import RetryPolicy
 
-Answer = Callable[[dict[str, object]], httpx.Response]
+
+@dataclass(frozen=True)
+class _Scripted:
+    """One answer: an error status with its words, or lines, after which the connection breaks where `broken`."""
+
+    lines: Sequence[str] = ()
+    status: int = 200
+    words: str = ""
+    broken: bool = False
 
 
-class _BrokenStream(httpx.AsyncByteStream):
-    """Sends some lines, then the connection breaks."""
+class _Answer:
+    def __init__(self, scripted: _Scripted) -> None:
+        self.status = scripted.status
+        self._scripted = scripted
 
-    def __init__(self, *lines: str) -> None:
-        self._lines = lines
+    async def read(self) -> bytes:
+        return self._scripted.words.encode()
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for line in self._lines:
-            yield line.encode() + b"\n"
-        raise httpx.ReadError("connection reset")
+    async def lines(self) -> AsyncIterator[bytes]:
+        for line in self._scripted.lines:
+            yield line.encode()
+        if self._scripted.broken:
+            raise BrokenConnectionError("connection reset")
 
 
 def _chunk(ids: list[int], *, version: int = 0, finish: str | None = None, **more: object) -> str:
@@ -38,23 +51,29 @@ def _chunk(ids: list[int], *, version: int = 0, finish: str | None = None, **mor
     )
 
 
-def _stream(*lines: str) -> httpx.Response:
-    return httpx.Response(200, content="".join(line + "\n" for line in lines).encode())
+def _stream(*lines: str) -> _Scripted:
+    return _Scripted(lines=lines)
+
+
+_REFUSED = BrokenConnectionError("nobody is there")
 
 
 class _Server:
     """Answers the n-th request with the n-th answer; the last one for ever."""
 
-    def __init__(self, *answers: httpx.Response | Exception | Callable[[], httpx.Response]) -> None:
+    def __init__(self, *answers: _Scripted | Exception) -> None:
         self._answers = answers
         self.requests: list[dict[str, object]] = []
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.requests.append(json.loads(request.content))
+    @asynccontextmanager
+    async def post(self, body: bytes) -> AsyncIterator[_Answer]:
+        self.requests.append(json.loads(body))
         answer = self._answers[min(len(self.requests), len(self._answers)) - 1]
         if isinstance(answer, Exception):
             raise answer
-        return answer() if callable(answer) else answer
+        yield _Answer(answer)
+
+    async def aclose(self) -> None: ...
 
 
 def _generate(
@@ -67,11 +86,10 @@ def _generate(
         client = InferenceClient(
             FixedServers(["http://server"]),
             token="t",
-            max_connections=4,
             request_timeout_s=5.0,
             wait_timeout_s=5.0,
             retry=retry,
-            transport=httpx.MockTransport(server),
+            connect=lambda url: server,
         )
         async with client:
             request = GenerateRequest(request_id="r", token_ids=[1, 2], max_tokens=max_tokens, temperature=1.0)
@@ -111,7 +129,7 @@ def test_a_generation_that_was_whole_asks_nobody(finish: FinishReason | None) ->
     begun = Generation(
         token_ids=[5] * length, logprobs=[-0.1] * length, policy_versions=[3] * length, finish_reason=finish
     )
-    server = _Server(httpx.ConnectError("nobody is there"))
+    server = _Server(_REFUSED)
     generation, _ = _generate(server, begun=begun)
     assert generation.finish_reason is (finish or FinishReason.LENGTH)
     assert server.requests == []
@@ -126,7 +144,7 @@ def test_every_sampling_field_is_sent() -> None:
 def test_a_broken_connection_goes_on_from_the_tokens_received() -> None:
     """Nothing that was sampled is lost or sampled twice."""
     server = _Server(
-        lambda: httpx.Response(200, stream=_BrokenStream(_chunk([5, 6], version=1))),
+        _Scripted(lines=[_chunk([5, 6], version=1)], broken=True),
         _stream(_chunk([7], version=2, finish="stop")),
     )
     generation, _ = _generate(server)
@@ -137,14 +155,14 @@ def test_a_broken_connection_goes_on_from_the_tokens_received() -> None:
 
 
 def test_a_connection_that_breaks_after_the_last_token_ends_the_completion() -> None:
-    server = _Server(lambda: httpx.Response(200, stream=_BrokenStream(_chunk([5, 6]))))
+    server = _Server(_Scripted(lines=[_chunk([5, 6])], broken=True))
     generation, _ = _generate(server, max_tokens=2)
     assert generation.finish_reason is FinishReason.LENGTH
     assert len(server.requests) == 1
 
 
 def test_a_connection_that_breaks_after_the_last_line_does_not_sample_past_the_end() -> None:
-    server = _Server(lambda: httpx.Response(200, stream=_BrokenStream(_chunk([5, 2], finish="stop"))))
+    server = _Server(_Scripted(lines=[_chunk([5, 2], finish="stop")], broken=True))
     generation, _ = _generate(server)
     assert generation.token_ids == [5, 2]
     assert generation.finish_reason is FinishReason.STOP
@@ -179,14 +197,14 @@ def test_aborts_with_tokens_are_no_attempts_and_those_without_are_bounded(max_re
 
 def test_4xx_raises_at_once_with_the_servers_words() -> None:
     """R6.5: 4xx at once, with the body."""
-    server = _Server(httpx.Response(400, json={"error": "prompt too long"}))
+    server = _Server(_Scripted(status=400, words='{"error": "prompt too long"}'))
     with pytest.raises(RequestRejectedError, match="400: prompt too long"):
         _generate(server)
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("answer", [httpx.Response(503, text="busy"), httpx.ConnectError("refused")])
-def test_5xx_and_connection_errors_are_retried_a_bounded_number_of_times(answer: httpx.Response | Exception) -> None:
+@pytest.mark.parametrize("answer", [_Scripted(status=503, words="busy"), _REFUSED])
+def test_5xx_and_connection_errors_are_retried_a_bounded_number_of_times(answer: _Scripted | Exception) -> None:
     """R6.5."""
     server = _Server(answer)
     with pytest.raises(ServerUnavailableError, match="failed 4 times in a row"):

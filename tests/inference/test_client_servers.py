@@ -24,7 +24,6 @@ def _client(servers: ServingServers, *, max_retries: int = 3, wait_timeout_s: fl
     return InferenceClient(
         servers,
         token=None,
-        max_connections=8,
         request_timeout_s=20.0,
         wait_timeout_s=wait_timeout_s,
         retry=RetryPolicy(max_retries=max_retries, base_s=0.001, rng=random.Random(0)),

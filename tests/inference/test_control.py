@@ -163,6 +163,6 @@ def test_a_server_with_a_certificate_is_reached_by_those_who_trust_its_authority
 async def _generate(servers: ServingServers, authority: Path) -> Generation:
     request = GenerateRequest(request_id="r", token_ids=[1], max_tokens=8, temperature=1.0)
     async with InferenceClient(
-        servers, token=None, max_connections=1, request_timeout_s=10.0, wait_timeout_s=10.0, authority=authority
+        servers, token=None, request_timeout_s=10.0, wait_timeout_s=10.0, authority=authority
     ) as client:
         return await client.generate(request)

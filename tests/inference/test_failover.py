@@ -97,9 +97,7 @@ class _Load:
             await self._more.wait()
 
     async def run(self, servers: ServingServers) -> list[Generation]:
-        async with InferenceClient(
-            servers, token=TOKEN, max_connections=NUM_REQUESTS, request_timeout_s=LIMIT_S, wait_timeout_s=LIMIT_S
-        ) as client:
+        async with InferenceClient(servers, token=TOKEN, request_timeout_s=LIMIT_S, wait_timeout_s=LIMIT_S) as client:
             requests = [
                 GenerateRequest(
                     request_id=f"r{number}", token_ids=[(7 * number + i * i) % 300 for i in range(20)], temperature=1.0,

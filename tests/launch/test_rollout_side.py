@@ -84,7 +84,7 @@ def test_a_server_that_never_gets_ready_a_silent_request_and_an_empty_queue_have
     )
     with local_server(_silent) as server, open_side(request, server) as side:
         side.source.start()
-        with pytest.raises(RunError, match=r"8 failures in a row.*ReadTimeout"):
+        with pytest.raises(RunError, match=r"8 failures in a row.*was silent for 0\.3 s"):
             take(side, 2)
     queue = side_config(
         tmp_path, tiny_model, inference={"request_timeout_s": LONG_S}, training={"queue_timeout_s": 0.3}
@@ -151,7 +151,7 @@ def test_every_rollout_in_flight_has_a_connection_at_the_same_time(tiny_model: P
     with local_server(together) as server, open_side(config, server) as side:
         side.source.start()
         server.wait_for(lambda: len(server.requests) == 160, "160 requests at once")
-        assert server.most_connections == 160 <= config.connection_limit
+        assert server.most_connections == 160
         groups = take(side, 20)
         assert groups is not None
         assert len(groups) == 20

@@ -87,9 +87,7 @@ async def _converse(renderer: ChatRenderer, url: str, token: str | None, tempera
         stop_token_ids=ends,
     )
     servers = FixedServers([url])
-    async with InferenceClient(
-        servers, token=token, max_connections=16, request_timeout_s=60.0, wait_timeout_s=60.0
-    ) as client:
+    async with InferenceClient(servers, token=token, request_timeout_s=60.0, wait_timeout_s=60.0) as client:
         producer = ConversationProducer(
             Conversation(client, renderer, settings),
             renderer,

@@ -49,7 +49,7 @@ async def _generate_all(server: VllmServer, begun: threading.Event) -> list[Gene
         return await client.generate(_request(number), on_tokens=on_tokens)
 
     client = InferenceClient(
-        FixedServers([server.url]), token=server.token, max_connections=NUM_REQUESTS, request_timeout_s=LIMIT_S,
+        FixedServers([server.url]), token=server.token, request_timeout_s=LIMIT_S,
         wait_timeout_s=LIMIT_S,
     )  # fmt: skip
     async with client:
