@@ -33,16 +33,26 @@ class MicroBatch:
     weights: torch.Tensor  # (N,) float32
     staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
+    most_rank_tokens: int = 0  # of that, those of the rank that has most
+    host_segment_ids: torch.Tensor | None = (
+        None  # (R, T) int64, `segment_ids` on the CPU, of a micro-batch that was moved
+    )
 
     @property
     def num_trained_tokens(self) -> int:
         return int(self.target_ids.numel())
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch with its tensors on `device`."""
+        """The same micro-batch, which is on the CPU, with its tensors on `device`. To a GPU they go from pinned memory: a copy from
+        any other makes the host wait for all that the GPU has to do before it."""
+        is_gpu = device.type == "cuda"
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
-        return replace(self, **moved)
+        moved: dict[str, Any] = {
+            name: (value.pin_memory() if is_gpu else value).to(device, non_blocking=is_gpu)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **{**moved, "host_segment_ids": self.segment_ids})
 
     def attention_mask(self) -> torch.Tensor:
         """True where the query (row axis) may see the key: same sample and not later. (R, 1, T, T) bool.
@@ -69,11 +79,13 @@ def pack_rank(
         plan: of these samples.
         trainer_version: finished steps.
     """
-    minibatch_tokens = sum(sample.num_trained_tokens for sample in samples)
+    counts = [sample.num_trained_tokens for sample in samples]
+    rank_tokens = [sum(counts[i] for rows in parts for row in rows for i in row) for parts in plan.ranks]
     return [
         replace(
             _pack_micro_batch(samples, weights, rows, plan.row_tokens, trainer_version=trainer_version),
-            minibatch_tokens=minibatch_tokens,
+            minibatch_tokens=sum(counts),
+            most_rank_tokens=max(rank_tokens),
         )
         for rows in plan.ranks[rank]
     ]

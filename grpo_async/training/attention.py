@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -52,8 +53,13 @@ class SampleLayout:
     Worked example, one row [a a a b b - -]: lengths [3, 2, 2], the last one padding.
     """
 
-    def __init__(self, segment_ids: torch.Tensor) -> None:
-        """segment_ids: number of the sample in its row, -1 = padding. (R, T). From a GPU this is one transfer."""
+    def __init__(self, segment_ids: torch.Tensor, *, device: torch.device | None = None) -> None:
+        """
+        Args:
+            segment_ids: number of the sample in its row, -1 = padding. (R, T). Best on the CPU: the host waits for a GPU's.
+            device: that attends; None: where `segment_ids` are.
+        """
+        self._device = device or segment_ids.device
         rows = segment_ids.cpu()
         changes = torch.ones(rows.shape, dtype=torch.bool)
         changes[:, 1:] = rows[:, 1:] != rows[:, :-1]
@@ -62,8 +68,19 @@ class SampleLayout:
         self.lengths: list[int] = (stops - starts).tolist()  # of samples and stretches of padding, in order
         self.is_padding: list[bool] = (rows.reshape(-1)[starts] < 0).tolist()
         self.max_length = max(self.lengths)
-        self.cumulative_lengths = torch.cat([starts, stops[-1:]]).to(torch.int32).to(segment_ids.device)
+        self._cumulative_lengths = torch.cat([starts, stops[-1:]]).to(torch.int32)
+        self.no_padding = torch.ones(rows.shape, dtype=torch.bool, device=self._device)
+        """What the model is given as its mask, (R, T). Given none, transformers looks in every forward for packed samples in the
+        position ids, and the host waits for the device to tell."""
+        self.no_padding.is_no_padding = True  # type: ignore[attr-defined]
         self.num_uses = 0
+
+    @cached_property
+    def cumulative_lengths(self) -> torch.Tensor:
+        """On the device that attends, int32. [len(lengths) + 1]"""
+        if self._device.type != "cuda":
+            return self._cumulative_lengths.to(self._device)
+        return self._cumulative_lengths.pin_memory().to(self._device, non_blocking=True)
 
 
 def choose_attention(
@@ -128,7 +145,8 @@ def _make_mask(**arguments: Any) -> CausalMask:
     # vmap: the model changes the mask by a function of its own; bidirectional: attention to later tokens
     if arguments.get("use_vmap") or "allow_is_bidirectional_skip" in arguments:
         raise ConfigError("model.path: the model's attention is not causal everywhere; this family cannot be trained")
-    if arguments.get("attention_mask") is not None:
+    mask = arguments.get("attention_mask")
+    if mask is not None and not getattr(mask, "is_no_padding", False):
         raise ValueError("a padded batch is told by sample_layout, not by attention_mask")
     return CausalMask(arguments.get("local_size"))
 

@@ -188,7 +188,8 @@ class _LogitLogprobs(torch.autograd.Function):
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """A linear head and what follows it. Saves hidden and weight, both held anyway, and two numbers a token."""
+    """A linear head and what follows it. Saves hidden and weight, both held anyway, two numbers a token, and the scaled logits of
+    the last chunk: the backward pass begins with that one, and needs the memory of one chunk at any time, too."""
 
     @staticmethod
     def forward(
@@ -202,11 +203,15 @@ class _LinearLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunks = [
-            _statistics(_to_scaled_logits(_linear(states, weight, bias), temperature, transform), ids)
-            for states, ids in zip(torch.split(hidden, chunk_tokens), torch.split(targets, chunk_tokens), strict=True)
-        ]
+        chunks = []
+        x = None
+        for rows in _chunks(hidden.shape[0], chunk_tokens):
+            states, ids = hidden[rows], targets[rows]
+            x = None  # before the next chunk's logits are made: one chunk at a time
+            x = _to_scaled_logits(_linear(states, weight, bias), temperature, transform)
+            chunks.append(_statistics(x, ids))
         logprobs, entropy, normalizer = (torch.cat(column) for column in zip(*chunks, strict=True))
+        ctx.last_chunk = x  # without a gradient ctx, and so this, ends with the call
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.settings = (temperature, transform, chunk_tokens, with_entropy)
         return logprobs, entropy
@@ -219,10 +224,11 @@ class _LinearLogprobs(torch.autograd.Function):
         wants_weight_or_bias = wants_weight or wants_bias
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         total = _HeadGradient(weight, bias if wants_bias else None) if wants_weight_or_bias else None
-        for start in range(0, hidden.shape[0], chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
+        for rows in reversed(_chunks(hidden.shape[0], chunk_tokens)):
             states = hidden[rows].to(weight.dtype)
-            x = _to_scaled_logits(_linear(states, weight, bias), temperature, transform)
+            x, ctx.last_chunk = ctx.last_chunk, None  # a second backward pass computes it anew
+            if x is None:
+                x = _to_scaled_logits(_linear(states, weight, bias), temperature, transform)
             x = _logit_gradient_(
                 x,
                 targets[rows],
@@ -243,6 +249,14 @@ class _LinearLogprobs(torch.autograd.Function):
         weight_gradient = total.weight.to(weight.dtype) if total is not None and wants_weight else None
         bias_gradient = total.bias.to(bias.dtype) if total is not None and total.bias is not None else None
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
+    """The smaller one first, so that the last, which is held for the backward pass, is a whole one. 5 tokens in chunks of 2: 0 to
+    1, 1 to 3, 3 to 5."""
+    first = num_tokens % chunk_tokens or chunk_tokens
+    stops = range(first, num_tokens + 1, chunk_tokens)
+    return [slice(max(0, stop - chunk_tokens), stop) for stop in stops]
 
 
 def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -102,10 +102,12 @@ class Policy(nn.Module):
 
     def _hidden(self, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """States before the head, (R, T, H), and router logits of each layer where they are asked for."""
-        layout = SampleLayout(batch.segment_ids)
+        segment_ids = batch.segment_ids if batch.host_segment_ids is None else batch.host_segment_ids
+        layout = SampleLayout(segment_ids, device=batch.input_ids.device)
         extra = {} if self._experts_per_token is None else {"output_router_logits": True}
         output = self.model.base_model(
             input_ids=batch.input_ids,
+            attention_mask=layout.no_padding,
             position_ids=batch.position_ids,
             use_cache=False,
             sample_layout=layout,

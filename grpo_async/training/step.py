@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.training.losses.masks import entropy_threshold
+from grpo_async.training.gradients import clip_, square_norm
+from grpo_async.training.losses.masks import all_entropies, entropy_threshold
 from grpo_async.training.objective import Objective, Prepass
 from grpo_async.training.policy import Policy, PolicyOutput
 from grpo_async.training.reference import Reference
@@ -98,11 +98,11 @@ def train_step(
         if tokens is not None and len(updates) == len(minibatches) - 1:
             tokens.begin_copy()  # before the transfer of the last update, which so waits for both
         with clock.part("clip gradients"):
-            norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
-            numbers = figures.gather(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            numbers = figures.gather(square_norm(policy.parameters(), device))
         clock.synchronised()
         with clock.part("optimizer"):
             if numbers.is_finite:
+                clip_(policy.parameters(), norm=numbers.grad_norm, max_norm=max_grad_norm)
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         updates.append(numbers)
@@ -176,11 +176,14 @@ def _run_prepass(
             if share == 1.0:
                 results.append([Prepass(logprobs=o.logprobs, has_high_entropy=None, num_kept=None) for o in outputs])
                 continue
-            threshold = entropy_threshold(torch.cat([output.entropy for output in outputs]), share=share)
+            entropies = all_entropies(
+                torch.cat([output.entropy for output in outputs]),
+                num_tokens=micro_batches[0].minibatch_tokens,
+                most_rank_tokens=micro_batches[0].most_rank_tokens,
+            )
+            threshold = entropy_threshold(entropies, share=share)
             kept = [output.entropy.double() >= threshold for output in outputs]
-            num_kept = torch.stack([mask.sum() for mask in kept]).sum()
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.all_reduce(num_kept)
+            num_kept = (entropies >= threshold).sum()
             results.append(
                 [
                     Prepass(logprobs=output.logprobs, has_high_entropy=mask, num_kept=num_kept)

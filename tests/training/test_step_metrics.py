@@ -35,7 +35,7 @@ def test_the_extremes_of_clipping_are_those_of_samples() -> None:
     figures = UpdateFigures(objective, torch.device("cpu"))
     policy = PolicyOutput(logprobs=torch.full((4,), -1.0, requires_grad=True), entropy=torch.full((4,), 2.0))
     figures.add(objective(policy, batch))
-    metrics = step_metrics([figures.gather(torch.tensor(3.0))], objective)
+    metrics = step_metrics([figures.gather(torch.tensor(9.0))], objective)
     assert metrics["clip_ratio/low_min"] == 0.5
     assert metrics["clip_ratio/low_mean"] == metrics["clip_ratio/region_mean"] == 0.75
     assert metrics["clip_ratio/high_max"] == metrics["clip_ratio/high_mean"] == 0.0
