@@ -1,6 +1,9 @@
-"""The weight push: one function, one order, on all servers at once.
+"""The weight push: one function, on all servers at once.
 
-    pause -> start -> update (the servers receive and stage while the trainer gathers and sends) -> finish(version) -> resume
+    start -> update (the servers receive and stage while the trainer gathers and sends) -> pause -> finish(version) -> resume
+
+Receiving touches nothing that generates, so requests only see pause and finish. Where it takes memory of a GPU that the engine's
+steps may need (transport.receives_beside_steps is False), the pause comes first.
 
 Invariants: a pause is always followed by a resume, on errors too. A server applies an update all or nothing, in finish: a push
 that fails before leaves the old weights serving everywhere, one that fails there leaves each server with either version, whole.
@@ -78,6 +81,10 @@ class WeightTransport(BucketTransport, Protocol):
     """What carries buckets to all servers: transport.WeightTransport."""
 
     bucket_bytes: int
+
+    @property
+    def receives_beside_steps(self) -> bool:
+        """Whether servers may generate while they receive."""
 
     def announce(self, target: PushTarget, specs: Sequence[ParameterSpec]) -> None:
         """Tell a server what follows; returns when it has received and staged everything (runs in a thread)."""
@@ -205,20 +212,25 @@ def push_weights(
                 hint=f"deadline {deadline_s:.0f} s: {setting}",
             )  # fmt: skip
 
-    try:
+    def pause_all() -> float:
+        asked = time.monotonic()
         on_all(
             "pause",
             lambda target: target.pause(mode=mode, keep_cache=keep_cache, timeout_s=pause_limit_s),
             deadline_s=pause_limit_s,
             setting=pause_setting,
         )
-        stood_still = time.monotonic()
+        return asked if mode != "drain" else time.monotonic()
+
+    try:
+        stood_still = None if transport.receives_beside_steps else pause_all()
         on_all("start", lambda target: target.start_weight_update(timeout_s=limit_s), deadline_s=limit_s)
         before_gather()
         with clock("transfer"):
             gather_s, send_s = _transfer(
                 parameters, version=version, targets=targets, transport=transport, settings=settings, timeline=timeline
             )
+        stood_still = pause_all() if stood_still is None else stood_still
         with applying():
             on_all("finish", lambda target: target.finish_weight_update(version, timeout_s=limit_s), deadline_s=limit_s)
         on_all("resume", lambda target: target.resume(timeout_s=limit_s), deadline_s=limit_s)
@@ -243,7 +255,7 @@ def push_weights(
         send_s=send_s,
         finish_s=clock.seconds["finish"],
         resume_s=clock.seconds["resume"],
-        paused_s=ended - (began if mode != "drain" else stood_still),
+        paused_s=ended - stood_still,
         total_s=ended - began,
     )
 
@@ -312,6 +324,7 @@ def _transfer(
             mark, began = time.monotonic(), time.time()
         sender.wait()
     except BaseException:  # the trainer's own: the servers must not wait for more buckets
+        sender.abandon()
         transport.close()
         wait(answers.values(), timeout=GRACE_S)
         raise

@@ -2,6 +2,8 @@
 
 main thread     gather+pack 0 | gather+pack 1 | wait  | gather+pack 2 | ...
 thread                        | send 0 -------------- | send 1 ----------- | ...
+
+The thread goes from one bucket to the next by itself: a bucket that is packed waits for nobody but the one before it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +33,8 @@ class BucketTransport(Protocol):
 
 
 class BucketSender:
-    """Never raises: a failure is kept in `failure`, and everything after it is left out.
+    """Raises nothing of the servers or the carrier: a failure is kept in `failure`, and everything after it is left out. Ends with
+    `wait` or `abandon`.
 
     Args:
         answers: the servers' answers to update_weights; one that comes before the last bucket ends the sending.
@@ -56,46 +60,65 @@ class BucketSender:
         self._transport = transport
         self._answers = answers
         self._timeout_s = timeout_s
-        self._sending: Future[float] | None = None
+        self._handed_over: SimpleQueue[tuple[torch.Tensor, Future[None]] | None] = (
+            SimpleQueue()
+        )  # None: there are no more
+        self._thread: Future[None] | None = None
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         """Send `buffer` as soon as the one before is out; returns when the sending of `buffer` has begun."""
-        self.wait()
-        if self.failure is None:
-            self._look_for_early_answers()
-        if self.failure is None:
-            self._sending = start(lambda: self._send(buffer), name="weights send")
+        if self.failure is not None:
+            return
+        if self._thread is None:
+            self._thread = start(self._run, name="weights send")
+        begun: Future[None] = Future()
+        self._handed_over.put((buffer, begun))
+        self._wait_for(begun)
 
     def wait(self) -> None:
-        """Return when nothing is being sent any more."""
-        sending, self._sending = self._sending, None
-        if sending is None:
-            return
+        """Return when all is sent that was handed over. Nothing can be handed over after it."""
+        self.abandon()
+        if self._thread is not None and not isinstance(self.failure, DeadlineError):
+            self._wait_for(self._thread)
+
+    def abandon(self) -> None:
+        """Let the thread end by itself."""
+        self._handed_over.put(None)
+
+    def _wait_for(self, event: Future[None]) -> None:
+        assert self._thread is not None  # it brings about every event
         until = time.monotonic() + self._timeout_s + GRACE_S
-        while not sending.done() and time.monotonic() < until:
+        while not event.done() and not self._thread.done() and time.monotonic() < until:
             if any(answer.done() and answer.exception() for answer in self._answers.values()):  # waits: it is done
                 self._transport.close()  # a server is out: the send cannot end well, and ends now where the carrier can
-            watched: list[Future[Any]] = [sending, *(answer for answer in self._answers.values() if not answer.done())]
-            wait(watched, timeout=until - time.monotonic(), return_when=FIRST_COMPLETED)
-        if not sending.done():
-            self.failure = DeadlineError(
+            watched: list[Future[Any]] = [event, *(answer for answer in self._answers.values() if not answer.done())]
+            wait([*watched, self._thread], timeout=until - time.monotonic(), return_when=FIRST_COMPLETED)
+        if self._thread.done() and (error := self._thread.exception()) is not None:  # waits: it is done
+            raise error
+        if not event.done():
+            self.failure = self.failure or DeadlineError(
                 "a bucket of weights to be sent", waited_s=self._timeout_s + GRACE_S, setting="weights.timeout_s"
             )
-            return
-        error = sending.exception()  # waits: it is done
-        if error is None:
-            self.send_s += sending.result()  # waits: it is done
-            self.progress_at = time.monotonic()
-        elif isinstance(error, Exception):
-            self.failure = error
-        else:
-            raise error
 
-    def _send(self, buffer: torch.Tensor) -> float:
+    def _run(self) -> None:
+        while (handed_over := self._handed_over.get()) is not None:  # waits: `wait` or `abandon` puts None
+            buffer, begun = handed_over
+            if self.failure is None:
+                self._look_for_early_answers()
+            begun.set_result(None)  # behind what may set `failure`: nobody packs for a transport that is closed
+            if self.failure is None:
+                self._send(buffer)
+
+    def _send(self, buffer: torch.Tensor) -> None:
         began = time.monotonic()
-        with self._timeline.span("send", "weights/send", bytes=buffer.nbytes):
-            self._transport.send(buffer)
-        return time.monotonic() - began
+        try:
+            with self._timeline.span("send", "weights/send", bytes=buffer.nbytes):
+                self._transport.send(buffer)
+        except Exception as error:  # noqa: BLE001 - told apart by whoever looks at `failure`
+            self.failure = self.failure or error  # the first one: at the deadline this thread is left behind
+            return
+        self.progress_at = time.monotonic()
+        self.send_s += self.progress_at - began
 
     def _look_for_early_answers(self) -> None:
         for name, answer in self._answers.items():

@@ -85,6 +85,12 @@ class WeightTransport:
         return torch.device("cpu") if self.kind == "gloo" else self._own_device
 
     @property
+    def receives_beside_steps(self) -> bool:
+        """Whether servers may generate while they receive: over gloo they stage in host memory. The other kinds stage on the GPU,
+        in memory that torch has cached for the activations of the engine's steps, and their kernels share the GPU with those."""
+        return self.kind == "gloo"
+
+    @property
     def members(self) -> tuple[str, ...]:
         """Names of the connected servers; () when not connected."""
         return self._members

@@ -273,7 +273,7 @@ def test_every_push_is_logged_with_its_phases(world: Any, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO):
         world(_server(0), _server(1)).sync.push(3, before_gather=_nothing)
     assert (
-        "pushed version 3, 0.0 MB at 24 MB/s, to 2 server(s) in 6 ms (pause 1, start 1, gather 1, send 1" in caplog.text
+        "pushed version 3, 0.0 MB at 24 MB/s, to 2 server(s) in 6 ms (start 1, gather 1, send 1, pause 1" in caplog.text
     )
 
 

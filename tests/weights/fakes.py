@@ -83,6 +83,7 @@ class FakeTransport:
     """Announcements are answered when the last bucket was sent, as real servers do."""
 
     bucket_bytes = 16
+    receives_beside_steps = True
 
     def __init__(self, events: Events, *, num_buckets: int = 3, broken_at: int | None = None) -> None:
         self.is_closed = False

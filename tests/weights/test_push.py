@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
@@ -61,19 +62,27 @@ class _Push:
         return caught.value
 
 
-def test_the_order_of_a_push() -> None:
+@pytest.mark.parametrize(
+    ("beside_steps", "order"),
+    [
+        (True, ["start", "update", "pause", "finish", "resume"]),
+        (False, ["pause", "start", "update", "finish", "resume"]),
+    ],
+    ids=["staged beside the steps", "staged in the memory of the steps"],
+)
+def test_the_order_of_a_push(beside_steps: bool, order: list[str]) -> None:
     push = _Push()
+    push.transport.receives_beside_steps = beside_steps
     report = push.run()
     for name in ("a", "b"):
-        assert push.events.of(name) == ["pause", "start", "update", "finish", "resume"]
+        assert push.events.of(name) == order
     events = push.events.all()
     # each phase begins when the one before has ended everywhere
-    ends = [max(events.index(f"{name} {phase}") for name in "ab") for phase in ("pause", "start", "update", "finish")]
-    begins = [
-        min(events.index(f"{name} {phase}") for name in "ab") for phase in ("start", "update", "finish", "resume")
-    ]
+    ends = [max(events.index(f"{name} {phase}") for name in "ab") for phase in order[:-1]]
+    begins = [min(events.index(f"{name} {phase}") for name in "ab") for phase in order[1:]]
     assert all(end < begin for end, begin in zip(ends, begins, strict=True))
-    assert ends[1] < events.index("before gather") < events.index("gathering 0")
+    assert ends[order.index("start")] < events.index("before gather") < events.index("gathering 0")
+    assert max(events.index(f"sending {number}") for number in range(3)) < begins[order.index("finish") - 1]
     assert push.transport.sent == [0, 1, 2]
     assert [target.calls["finish"]["version"] for target in push.targets] == [7, 7]
     assert (report.num_bytes, report.num_servers) == (48, 2)  # 3 parameters x 4 floats x 4 bytes
@@ -165,9 +174,23 @@ def test_a_server_that_fails_in_a_phase_is_to_blame_and_the_other_is_not(phase: 
     assert f"{phase} of the push of version 7 failed: a: {type(error).__name__}" in str(failed)
     assert failed.finished == (("b",) if phase == "finish" else ())
     # nobody gathers before the servers are ready
-    assert push.parameters.gathered == (3 if phase == "finish" else 0)
+    assert push.parameters.gathered == (0 if phase == "start" else 3)
     if phase != "finish":
         assert "finish" not in [*push.events.of("a"), *push.events.of("b")]
+
+
+def test_a_server_that_fails_before_the_pause_was_never_asked_to_stand_still() -> None:
+    push = _Push(a={"update": BROKEN}, b={"update": NOT_ARRIVED_ANSWER}, broken_at=1)
+    push.fail()
+    assert "pause" not in [*push.events.of("a"), *push.events.of("b")]
+
+
+def test_only_the_time_from_the_pause_on_counts_as_standing_still() -> None:
+    push = _Push()
+    announce = push.transport.announce
+    push.transport.announce = lambda *args: (time.sleep(0.2), announce(*args))[1]  # type: ignore[method-assign]
+    report = push.run()
+    assert report.total_s - report.paused_s >= 0.2
 
 
 def test_a_server_that_cannot_be_resumed_in_the_end_is_to_blame_and_all_have_the_new_version() -> None:

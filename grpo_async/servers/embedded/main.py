@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ from grpo_async.processes import die_with_launcher
 
 if TYPE_CHECKING:
     from grpo_async.servers.embedded.engine import SlotEngine
+
+logger = logging.getLogger(__name__)
 
 _EXIT_DELAY_S = 1.0  # between the engine's failure and the exit, so that clients and the launcher see why
 _STOP_TIMEOUT_S = 2.0  # for open answers to end after SIGTERM
@@ -51,6 +54,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     Raises:
         ConfigError: the model cannot be loaded or does not fit the engine.
     """
+    began = time.perf_counter()
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -58,11 +62,13 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     from grpo_async.servers.embedded.engine import SlotEngine
     from grpo_async.servers.embedded.self_check import check_against_model
 
+    logger.info("imported torch and transformers in %.2f s", time.perf_counter() - began)
     inference = config.inference
     if inference.embedded.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("inference.embedded.device: cuda, but torch sees no CUDA device; use cpu")
     torch.set_num_threads(inference.threads)
     transformers_logging.disable_progress_bar()
+    began = time.perf_counter()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model.path,
@@ -74,7 +80,10 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
         raise ConfigError(f"model.path: {config.model.path} cannot be loaded: {error}") from error
     model = model.to(inference.embedded.device).eval().requires_grad_(False)
     engine = SlotEngine(model, num_slots=inference.embedded.max_slots, max_model_len=inference.max_model_len)
+    logger.info("loaded the model in %.2f s", time.perf_counter() - began)
+    began = time.perf_counter()
     check_against_model(engine, model)
+    logger.info("checked the engine against the model in %.2f s", time.perf_counter() - began)
     return engine
 
 

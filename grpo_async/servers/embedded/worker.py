@@ -112,9 +112,7 @@ class EngineWorker:
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, policy_version: int) -> Future[None]:
         """Serve `weights` as `policy_version` from the next step on, running sequences as the pause said."""
-        return self.call(
-            lambda: self._engine.load_weights(weights, policy_version=policy_version, keep_cache=self._keeps_cache)
-        )
+        return self.call(lambda: self._load_weights(weights, policy_version))
 
     def stop(self, *, timeout_s: float) -> None:
         """Abort every request and end the thread; returns after `timeout_s` at the latest (the thread is a daemon)."""
@@ -138,6 +136,11 @@ class EngineWorker:
         self._paused = True
         frozen.set_result(None)
         return frozen
+
+    def _load_weights(self, weights: Mapping[str, torch.Tensor], policy_version: int) -> None:
+        began = time.monotonic()
+        self._engine.load_weights(weights, policy_version=policy_version, keep_cache=self._keeps_cache)
+        logger.info("loaded %d parameters in %.4f s", len(weights), time.monotonic() - began)
 
     def _end_drain_when_empty(self) -> None:
         if self._drain is not None and self._engine.num_in_flight == 0:

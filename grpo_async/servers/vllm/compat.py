@@ -342,8 +342,13 @@ async def served_parameters(engine: Any) -> ServedParameters:
 
 async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:
     """Frozen between two tokens when this returns, and every token sampled until then is on its way to this process. Without
-    `keep_cache`, requests that go on recompute their context. (vLLM's words on clear_cache are wrong for mode=keep.)"""
-    await engine.pause_generation(
+    `keep_cache`, requests that go on recompute their context. (vLLM's words on clear_cache are wrong for mode=keep.)
+
+    What AsyncLLM.pause_generation does, less its sleep of 20 ms at the end, in which tokens are to arrive that this process has
+    already: `wait_until_outputs_are_handed_out` waits for those, as long as it takes."""
+    if not keep_cache:
+        await engine.renderer.clear_mm_cache_async()  # waits: a thread of this process that only clears a cache
+    await engine.engine_core.pause_scheduler_async(
         mode="abort" if abort else "keep", clear_cache=not keep_cache
     )  # waits: the engine core, which heartbeats watch
 

@@ -61,6 +61,7 @@ class Control:
                 self._state.gate.close()  # a /resume may have come before this got the lock
                 await compat.pause(engine, abort=wanted.mode == "abort", keep_cache=wanted.keep_cache)
                 self._state.set_paused(True)
+                await compat.wait_until_outputs_are_handed_out(engine, timeout_s=_HANDOUT_TIMEOUT_S)
         except BaseException:
             if attempt == self._attempt and not self._state.paused:
                 self._state.gate.open()

@@ -302,7 +302,7 @@ CHAPTERS: tuple[Chapter, ...] = (
                 kind="stacked",
                 pattern=("sync/", "_ms"),
                 leave_out=("sync/gather_ms", "sync/send_ms"),  # parts of the transfer
-                order=("pause", "start", "transfer", "finish", "resume"),
+                order=("start", "transfer", "pause", "finish", "resume"),
                 include=(0.0,),
             ),
             Plot(
