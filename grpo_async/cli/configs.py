@@ -22,7 +22,7 @@ def validate(config: ConfigArgument, overrides: SetOption = None) -> None:
       grpo-async validate configs/quickstart.yaml --set launch.num_trainer_ranks=2 > resolved.yaml
     """
     from grpo_async.config.loader import dump_config, load_config
-    from grpo_async.launch.launcher import describe_plan
+    from grpo_async.launch.dry_run import describe_plan
 
     resolved = load_config(config, overrides or ())
     typer.echo(dump_config(resolved))

@@ -19,4 +19,5 @@ class StrictModel(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
         protected_namespaces=(),
+        defer_build=True,  # built once, inside the whole configuration, and not once more for every section
     )

@@ -20,6 +20,7 @@ from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch import machine as machine_module
 from grpo_async.launch.checks import check_inputs
 from grpo_async.launch.conduct import conduct, report_end
+from grpo_async.launch.dry_run import dry_run_node, dry_run_places, free_ports
 from grpo_async.launch.engine_choice import EngineChoice, choose_engine
 from grpo_async.launch.final_report import end_with_report
 from grpo_async.launch.follower import Follower
@@ -112,8 +113,8 @@ def _launch(
     run_dir = RunDir(config.run_path.absolute())
     if dry_run:
         machine = machine_module.look()
-        places = _places_of_a_dry_run(run_dir, config)
-        node = _place_of_a_dry_run(config, rank)
+        places = dry_run_places(run_dir, config)
+        node = dry_run_node(config, rank)
         if rank == 0:
             plan = _plan(config, engine, machine, places, token=None, start=start, notes=notes, node=node)
         else:
@@ -129,20 +130,6 @@ def _launch(
         set_aside_broken(run_dir, start)
         outcome = _run(config, engine, run_dir, output, start=start, notes=notes, amend=amend, node=node)
         return end_with_report(outcome, config, run_dir, output)
-
-
-def describe_plan(config: ExperimentConfig) -> str:
-    """The processes that `config` would start, for humans; looks at the machine, not at the files that `config` names."""
-    places = _places_of_a_dry_run(RunDir(config.run_path.absolute()), config)
-    plan = plan_processes(
-        config,
-        engine=choose_engine(config),
-        places=places,
-        machine=machine_module.look(),
-        token=None,
-        node=_place_of_a_dry_run(config, 0),
-    )
-    return plan.describe()
 
 
 def _follow(config: ExperimentConfig, output: Output, *, rank: int, amend: Amend) -> int:
@@ -229,7 +216,7 @@ def _run(
     note_job(attempt)
     write_atomically(run_dir.config, dump_config(config))
     with unwinding(), _token(engine, run_dir, node) as token, machine_module.private_folder() as private:
-        places = Places(run_dir=run_dir, attempt=attempt, private=private, ports=_free_ports(config))
+        places = Places(run_dir=run_dir, attempt=attempt, private=private, ports=free_ports(config))
         plan = amend(
             _plan(
                 config,
@@ -282,26 +269,6 @@ def _plan(
         notes=(*start.notes, *notes),
         node=node,
     )
-
-
-def _places_of_a_dry_run(run_dir: RunDir, config: ExperimentConfig) -> Places:
-    """Names of the right shape; nothing of it is made."""
-    private = Path(tempfile.gettempdir()) / "grpo-async-RANDOM"
-    return Places(run_dir=run_dir, attempt=run_dir.logs / "attempt_N", private=private, ports=_free_ports(config))
-
-
-def _place_of_a_dry_run(config: ExperimentConfig, rank: int) -> NodePlace:
-    """Nothing is looked up: the machines need not be there. Port 0 stands for one that is chosen at the start."""
-    if config.launch.nodes == 1:
-        return NodePlace()
-    host, _ = config.launch.meeting_point
-    return NodePlace(rank=rank, count=config.launch.nodes, address=host, own_address=host if rank == 0 else "")
-
-
-def _free_ports(config: ExperimentConfig) -> tuple[int, ...]:
-    if config.inference.urls:
-        return ()
-    return machine_module.free_ports(config.inference.host, config.inference.replicas)
 
 
 def _hub_maker(config: ExperimentConfig, plan: ProcessPlan, node: NodePlace) -> Callable[[HubListener], NodeHub] | None:

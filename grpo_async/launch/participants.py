@@ -6,13 +6,12 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.envs import Environments, load_environments
 from grpo_async.errors import ConfigError
-from grpo_async.inference.client import InferenceClient
 from grpo_async.records import Prompt
 from grpo_async.references import resolve_function
 from grpo_async.rollout.conversation import Conversation, SamplingSettings
@@ -24,6 +23,9 @@ from grpo_async.rollout.function_trainer import FunctionArguments, FunctionTrain
 from grpo_async.rollout.producer import GroupProducer
 from grpo_async.timeline import NO_TIMELINE, Timeline
 from grpo_async.tools import Tool, load_tools
+
+if TYPE_CHECKING:  # the launcher, which only checks, needs no HTTP client
+    from grpo_async.inference.client import InferenceClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,11 +34,13 @@ def _run(place: Assignment, config: ExperimentConfig, control: ControlClient, ti
     from grpo_async.training.checkpoint import load_tensors
     from grpo_async.training.workplace import follow
 
+    timeline.add("import", "run", began, time.time())
     torch.set_num_threads(config.launch.trainer_threads)
     torch.manual_seed(config.run.seed)
     join_process_group(place, config)
     try:
-        renderer = load_renderer(config)
+        with timeline.span("load the tokenizer", "run"):
+            renderer = load_renderer(config)
         workplace = build_workplace(place, config, tokenizer=renderer.tokenizer, timeline=timeline)
         timeline.add("loading the model", "run", began, time.time())
         if place.rank == 0:

@@ -136,7 +136,7 @@ class FleetSync:
             span.details["bytes"] = int(metrics["sync/bytes"])
         phases = ", ".join(
             f"{name} {metrics[f'sync/{name}_ms']:.0f}"
-            for name in ("pause", "start", "gather", "send", "finish", "resume")
+            for name in ("start", "gather", "send", "pause", "finish", "resume")
         )
         logger.info(
             "pushed version %d, %.1f MB at %.0f MB/s, to %d server(s) in %.0f ms (%s)",

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from grpo_async.errors import ConfigError, RunError
+from grpo_async.launch import status_watch
 from grpo_async.launch.advising import AdvisedDisplays
 from grpo_async.launch.status import describe, newest_run, progress_of, read_status
 from grpo_async.launch.status_file import FIELDS, StatusFile
@@ -301,22 +302,26 @@ def test_the_tail_of_the_metrics_reads_each_line_once_and_begins_anew_after_a_re
     assert [point.value for point in tail.curves["reward"].points] == [0.5, 0.6]
 
 
-def test_watching_ends_with_the_run(run_dir: RunDir) -> None:
-    console = Console(file=io.StringIO(), width=100)
+def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_watch, "INTERVAL_S", 0.02)  # what is watched is a file
+    text = io.StringIO()
+    console = Console(file=text, width=100)
     status = _open(run_dir)
+
+    def shows(words: str) -> bool:
+        return eventually(lambda: words in text.getvalue(), 20.0)
+
     with status:
         watching = threading.Thread(target=lambda: watch(run_dir, console))
         watching.start()
         status.phase("training")
+        assert shows("training")
         for step in (1, 2):
             status.step(step, 2, METRICS)
-            time.sleep(1.2)  # what is watched is a file; it is looked at once a second
+            assert shows(f"step {step}/2")
     status.end("finished", exit_code=0, error=None)
     watching.join(20.0)
     assert not watching.is_alive()
-    assert isinstance(console.file, io.StringIO)
-    assert "training" in console.file.getvalue()
-    assert "step 2/2" in console.file.getvalue()
 
 
 def test_advice_is_given_every_so_many_steps_to_all_and_kept(run_dir: RunDir) -> None:
