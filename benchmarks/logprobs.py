@@ -1,28 +1,35 @@
 """Peak memory and time of two parts of the forward and backward pass, each against the plain way, side by side.
 
-    python -m benchmarks logprobs [--tokens 4096] [--vocab 150000] [--hidden 1024] [--chunk 512] [--json]
-    python -m benchmarks logprobs --part attention [--rows 1] [--row-tokens 4096] [--sample-tokens 128] [--json]
+    python -m benchmarks logprobs [--tokens 1024] [--vocab 150000] [--hidden 1024] [--chunk 256] [--json FILE]
+    python -m benchmarks logprobs --part attention [--rows 1] [--row-tokens 4096] [--sample-tokens 128] [--json FILE]
 
-logprobs: from hidden states to logprobs and entropies and back: in chunks, and with full logits (tokens, vocab).
+logprobs: from hidden states to logprobs and entropies and back: in chunks, and with full logits (tokens, vocab). A chunk is a
+quarter of the tokens, as with the trainer's own training.logprob_chunk_tokens (1024) and training.micro_batch_tokens (4096).
 attention: of packed rows: a sample at a time, and under one dense block mask (rows, 1, T, T).
 
-Every variant runs in a process of its own. Memory is what the step adds, at its peak, to the inputs that were there: on a GPU
-by torch's allocator, on the CPU by the process's resident memory (VmHWM, reset before the step). "beyond gradients" leaves out the
-gradients of the inputs, which have to be held in any case. Exit code 1 when logprobs in chunks need more than 1/8 of full logits.
+Memory is measured of one step in a process of its own for each variant: what the step adds, at its peak, to the inputs that were
+there; on a GPU by torch's allocator, on the CPU by the process's resident memory (VmHWM, reset before the step). "beyond gradients"
+leaves out the gradients of the inputs, which have to be held in any case. Times are taken in turns in one process. Exit code 1 when
+logprobs in chunks need more than 1/8 of the memory of full logits, or more than 1.1 of their time, or do not compute the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MAX_RATIO = 1 / 8
+from benchmarks.report import Report, add_options
+from benchmarks.turns import in_turns, median_interval, ratios
+
+MAX_MEMORY = 1 / 8
+MAX_TIME = 1.1
+SAME = 1e-3  # relative, of loss and norm of the gradients
 TIMEOUT_S = 1800.0
 MB = 1024 * 1024
 VARIANTS = {"logprobs": ("chunked", "full"), "attention": ("samples", "dense")}
@@ -31,10 +38,10 @@ VARIANTS = {"logprobs": ("chunked", "full"), "attention": ("samples", "dense")}
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=sorted(VARIANTS), default="logprobs")
-    parser.add_argument("--tokens", type=int, default=4096, help="trained tokens of one micro-batch")
+    parser.add_argument("--tokens", type=int, default=1024, help="trained tokens of one micro-batch")
     parser.add_argument("--vocab", type=int, default=150_000)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--chunk", type=int, default=512, help="training.logprob_chunk_tokens")
+    parser.add_argument("--chunk", type=int, default=256, help="training.logprob_chunk_tokens")
     parser.add_argument("--entropy-gradient", action="store_true", help="the loss depends on the entropy, too")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--row-tokens", type=int, default=4096)
@@ -44,72 +51,101 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--repeats", type=int, default=1, help="steps after the measured one; the fastest is reported")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each variant; 0: memory only")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
+    add_options(parser)
     options = parser.parse_args(arguments)
     if options.variant:
-        print(json.dumps(_measure(options)))
+        print(json.dumps(_measure_memory(options)))
         return 0
-    results = {name: _run(name) for name in VARIANTS[options.part]}
-    ours, plain = (results[name] for name in VARIANTS[options.part])
-    report = {
-        "part": options.part,
-        "machine": platform.processor() or platform.machine(),
-        "settings": {key: value for key, value in vars(options).items() if key not in ("variant", "json", "part")},
-        "variants": results,
-        "ratio": _share(ours["peak_beyond_gradients_mb"], plain["peak_beyond_gradients_mb"]),
-        "ratio_with_gradients": _share(ours["peak_mb"], plain["peak_mb"]),
-        "same": all(abs(ours[key] - plain[key]) <= 1e-3 * max(1.0, abs(plain[key])) for key in ("loss", "gradient")),
-    }
-    print(json.dumps(report) if options.json else _table(report))
-    if not report["same"]:
-        print("the two variants do not compute the same", file=sys.stderr)
-        return 1
-    return int(options.part == "logprobs" and report["ratio"] > MAX_RATIO)
+    report = Report("logprobs", options)
+    names = VARIANTS[options.part]
+    results = {name: _run(name, arguments) for name in names}
+    for name in names:
+        report.row(f"{name}: memory beyond gradients", [results[name]["peak_beyond_gradients_mb"]], "MiB")
+        report.row(f"{name}: memory with gradients", [results[name]["peak_mb"]], "MiB")
+    ours, plain = (results[name] for name in names)
+    memory = _share(ours["peak_beyond_gradients_mb"], plain["peak_beyond_gradients_mb"])
+    report.row(f"{names[0]} / {names[1]}: memory beyond gradients", [memory], "ratio")
+    difference = max(abs(ours[key] - plain[key]) / max(1.0, abs(plain[key])) for key in ("loss", "gradient"))
+    report.row("difference of loss and gradient", [difference], "relative")
+    report.target("both variants compute the same", difference, at_most=SAME)
+    if options.part == "logprobs":
+        report.target("memory beyond gradients, chunked / full", memory, at_most=MAX_MEMORY)
+    if options.rounds:
+        _report_times(report, options)
+    return report.finish()
+
+
+def _report_times(report: Report, options: argparse.Namespace) -> None:
+    """Both variants in turns in this process; the first step of each is not counted."""
+    names = VARIANTS[options.part]
+    device = _device(options)
+    steps = {name: _make_step(options, name, device, small=False)[0] for name in names}
+    for step in steps.values():
+        step()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _, name in in_turns(names, options.rounds):
+        started = time.perf_counter()
+        steps[name]()
+        seconds[name].append(time.perf_counter() - started)
+    for name in names:
+        report.row(f"{name}: time", seconds[name], "s")
+    found = ratios(seconds, *names)
+    report.row(f"{names[0]} / {names[1]}: time", found, "ratio")
+    low, high = median_interval(found, seed=options.seed)
+    report.note(f"{names[0]} / {names[1]}, time: 95% interval of the median {low:.3f} to {high:.3f}")
+    if options.part == "logprobs":
+        report.target("time, chunked / full, median", sorted(found)[len(found) // 2], at_most=MAX_TIME)
 
 
 def _share(ours: float, plain: float) -> float:
     return ours / max(plain, 1e-9)
 
 
-def _run(variant: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def _run(variant: str, arguments: list[str]) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.logprobs", *arguments, "--variant", variant]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def _measure(options: argparse.Namespace) -> dict[str, Any]:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+def _device(options: argparse.Namespace) -> Any:
     import torch
 
     kind = options.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
+    return torch.device(kind)
+
+
+def _make_step(
+    options: argparse.Namespace, variant: str, device: Any, *, small: bool
+) -> tuple[Callable[[], tuple[float, float]], list[Any]]:
+    """A step (loss and norm of the gradients, which are read and so waited for) and its inputs."""
+    import torch
+
+    torch.manual_seed(options.seed)
     make = _logprob_step if options.part == "logprobs" else _attention_step
-    warm_up, _ = make(options, torch.device(kind), small=True)
+    return make(options, variant, device, small=small)
+
+
+def _measure_memory(options: argparse.Namespace) -> dict[str, float]:
+    device = _device(options)
+    warm_up, _ = _make_step(options, options.variant, device, small=True)
     warm_up()  # threads and libraries have their buffers before anything is counted
-    step, inputs = make(options, torch.device(kind), small=False)
-    meter = _CudaPeak() if kind == "cuda" else _CpuPeak()
+    step, inputs = _make_step(options, options.variant, device, small=False)
+    meter = _CudaPeak() if device.type == "cuda" else _CpuPeak()
     meter.start()
-    started = time.perf_counter()
     loss, gradient = step()
-    seconds = [time.perf_counter() - started]
     peak = meter.peak_bytes()
     gradients = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
-    for _ in range(options.repeats):
-        started = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - started)
     return {
         "peak_mb": peak / MB,
         "peak_beyond_gradients_mb": max(0.0, peak - gradients) / MB,
-        "gradients_mb": gradients / MB,
-        "seconds": min(seconds),
         "loss": loss,
         "gradient": gradient,
-        "device": kind,
     }
 
 
@@ -144,7 +180,9 @@ def _status_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def _logprob_step(options: argparse.Namespace, device: Any, *, small: bool) -> tuple[Any, list[Any]]:
+def _logprob_step(
+    options: argparse.Namespace, variant: str, device: Any, *, small: bool
+) -> tuple[Callable[[], tuple[float, float]], list[Any]]:
     import torch
     from torch import nn
 
@@ -175,15 +213,17 @@ def _logprob_step(options: argparse.Namespace, device: Any, *, small: bool) -> t
         )
 
     def step() -> tuple[float, float]:
-        logprobs, entropy = chunked() if options.variant == "chunked" else full()
+        logprobs, entropy = chunked() if variant == "chunked" else full()
         loss = (logprobs * weights).sum() + (0.01 * entropy.sum() / tokens if options.entropy_gradient else 0.0)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return _numbers(loss, inputs)
 
     return step, inputs
 
 
-def _attention_step(options: argparse.Namespace, device: Any, *, small: bool) -> tuple[Any, list[Any]]:
+def _attention_step(
+    options: argparse.Namespace, variant: str, device: Any, *, small: bool
+) -> tuple[Callable[[], tuple[float, float]], list[Any]]:
     import torch
     from torch.nn import functional
 
@@ -209,12 +249,15 @@ def _attention_step(options: argparse.Namespace, device: Any, *, small: bool) ->
 
     def samples() -> torch.Tensor:
         layout = attention.SampleLayout(segments)
-        return attention._mask_attention(module, *inputs, attention.CausalMask(None), sample_layout=layout)[0]
+        output: torch.Tensor = attention._mask_attention(
+            module, *inputs, attention.CausalMask(None), sample_layout=layout
+        )[0]
+        return output
 
     def step() -> tuple[float, float]:
-        output = samples() if options.variant == "samples" else dense()
+        output = samples() if variant == "samples" else dense()
         loss = (output * upstream).float().sum() / upstream.numel()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return _numbers(loss, inputs)
 
     return step, inputs
@@ -226,16 +269,6 @@ def _numbers(loss: Any, inputs: list[Any]) -> tuple[float, float]:
     for tensor in inputs:
         tensor.grad = None
     return float(loss.detach()), norm
-
-
-def _table(report: dict[str, Any]) -> str:
-    lines = [f"{'':10}{'peak':>12}{'beyond gradients':>20}{'time':>10}"]
-    for name, result in report["variants"].items():
-        lines.append(
-            f"{name:10}{result['peak_mb']:>9.0f} MB{result['peak_beyond_gradients_mb']:>17.0f} MB{result['seconds']:>8.2f} s"
-        )
-    lines.append(f"{'ratio':10}{report['ratio_with_gradients']:>12.3f}{report['ratio']:>20.3f}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

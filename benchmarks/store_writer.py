@@ -1,6 +1,6 @@
 """What the rollout store costs the training thread: the same work with and without it, in turns, in one process.
 
-    python -m benchmarks store_writer [--rollouts 64] [--tokens 150] [--step-ms 1000] [--pairs 30] [--json]
+    python -m benchmarks store_writer [--rollouts 64] [--tokens 150] [--step-ms 1000] [--pairs 30] [--json FILE]
 
 A step is work as the trainer's main thread does it: matrix products, with the interpreter's lock released, and plain Python between
 them. With the store on, each step appends one group with all figures of the trainer; blocks are written and sealed as in a run.
@@ -13,15 +13,15 @@ more exactly. The defaults are 9600 tokens a second, more than one GPU trains of
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import random
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.report import Report, add_options
+from benchmarks.turns import median_interval
 
 MATRIX = 256
 PRODUCTS_PER_LOOP = 40
@@ -35,24 +35,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--block-mb", type=int, default=16, help="record.rollouts.block_mb")
     parser.add_argument("--max-percent", type=float, default=2.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add_options(parser)
     options = parser.parse_args(arguments)
-    report = _measure(options)
-    if options.json:
-        print(json.dumps(report))
-    else:
-        print(
-            f"{report['tokens_per_step']} tokens a step of {report['step_ms']:.0f} ms, {options.pairs} pairs: slow-down "
-            f"{report['slow_down_percent']:.2f}% (95%: {report['low_percent']:.2f} to {report['high_percent']:.2f}), processor "
-            f"{report['cpu_percent']:.2f}% ({report['cpu_low_percent']:.2f} to {report['cpu_high_percent']:.2f}); "
-            f"append {report['append_ms']:.3f} ms, a line {report['line_ms']:.2f} ms on its thread, "
-            f"{report['bytes_per_token']:.0f} bytes per token as lines, {report['parquet_bytes_per_token']:.0f} sealed"
-        )
-    return int(report["slow_down_percent"] > options.max_percent)
+    report = Report("store_writer", options)
+    _measure(report, options)
+    return report.finish()
 
 
-def _measure(options: argparse.Namespace) -> dict[str, Any]:
+def _measure(report: Report, options: argparse.Namespace) -> None:
     import torch
 
     from grpo_async.config.record_sections import RolloutRecordSection
@@ -107,26 +97,19 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         num_groups = options.pairs + 1
         sealed = sum(path.stat().st_size for path in Path(folder).glob("block-*.parquet"))
     tokens = options.rollouts * options.tokens
-    ratios = [with_store[0] / without[0] - 1 for without, with_store in pairs]
-    cpu_ratios = [with_store[1] / without[1] - 1 for without, with_store in pairs]
-    low, high = _interval(ratios, options.seed)
-    cpu_low, cpu_high = _interval(cpu_ratios, options.seed)
-    return {
-        "tokens_per_step": tokens,
-        "step_ms": statistics.median(without[0] for without, _ in pairs) * 1000,
-        "pairs": options.pairs,
-        "slow_down_percent": statistics.median(ratios) * 100,
-        "low_percent": low * 100,
-        "high_percent": high * 100,
-        "cpu_percent": statistics.median(cpu_ratios) * 100,
-        "cpu_low_percent": cpu_low * 100,
-        "cpu_high_percent": cpu_high * 100,
-        "append_ms": statistics.median(appends) * 1000,
-        "line_ms": statistics.median(builds) * 1000,
-        "bytes_per_token": num_line_bytes / tokens,
-        "parquet_bytes_per_token": sealed / (num_groups * tokens),
-        "cores": os.cpu_count(),
-    }
+    wall = [100 * (with_store[0] / without[0] - 1) for without, with_store in pairs]
+    computed = [100 * (with_store[1] / without[1] - 1) for without, with_store in pairs]
+    report.row("step without the store", [1000 * without[0] for without, _ in pairs], "ms")
+    report.row("slow-down by the store", wall, "%")
+    report.row("slow-down, of the processor", computed, "%")
+    report.row("append", [1000 * seconds for seconds in appends], "ms")
+    report.row("a line, on its thread", [1000 * seconds for seconds in builds], "ms")
+    report.row("as lines", [num_line_bytes / tokens], "bytes per token")
+    report.row("sealed", [sealed / (num_groups * tokens)], "bytes per token")
+    for name, values in (("slow-down", wall), ("slow-down of the processor", computed)):
+        low, high = median_interval(values, seed=options.seed)
+        report.note(f"the median of the {name} is within {low:.2f}% and {high:.2f}% (95%, bootstrap)")
+    report.target("slow-down by the store, median %", statistics.median(wall), at_most=options.max_percent)
 
 
 def _work(matrix: Any, loops: int) -> None:
@@ -206,13 +189,6 @@ def _seconds(work: Any) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-def _interval(values: list[float], seed: int) -> tuple[float, float]:
-    """Of the median, by resampling."""
-    rng = random.Random(seed)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[-50]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a training step loses to the rollout store and to the figures of its tokens (record.rollouts), side by side in one process.
 
-    python -m benchmarks token_figures [--model .cache/quickstart/seed_0/model] [--rounds 15] [--device auto] [--json]
+    python -m benchmarks token_figures [--model .cache/quickstart/seed_0/model] [--rounds 15] [--device auto] [--json FILE]
 
 In every round each of three steps is made once, in an order that changes from round to round, on the same samples:
 
@@ -8,24 +8,27 @@ In every round each of three steps is made once, in an order that changes from r
     store       the same, and hand the groups to a store that writes beside it
     figures     the same, and collect the figures of each token, bring them to the host, and store them too
 
-Printed are the medians and quartiles of their seconds and of the ratios to `nothing` within a round; the same of the CPU time of
-the thread that trains, which another process on the machine disturbs less (--threads 1 puts all of torch's work into it); and,
-timed by themselves, the seconds of the calls that only `figures` makes. Exit code 1 when those are more than 2 % of a step, or the
-median ratio of the seconds is above 1.02 by more than the spread of the rounds.
+Reported are their seconds and the ratios to `nothing` within a round; the same of the CPU time of the thread that trains, which
+another process on the machine disturbs less (--threads 1 puts all of torch's work into it); and, timed by themselves, the calls
+that only `figures` makes. Without --model a small random Qwen3 is made. Exit code 1 when those calls take more than 2% of a step,
+or the 95% interval of the median ratio of the seconds lies above 1.02.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from benchmarks.report import Report, add_options
+from benchmarks.turns import in_turns, median_interval, ratios
 
 MAX_LOSS = 0.02
 WAYS = ("nothing", "store", "figures")
@@ -33,7 +36,7 @@ WAYS = ("nothing", "store", "figures")
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=".cache/quickstart/seed_0/model", help="folder of a Hugging Face model")
+    parser.add_argument("--model", help="folder of a Hugging Face model; none: a small random one is made")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=32)
@@ -46,17 +49,40 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0 = as it sees fit")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    add_options(parser)
     options = parser.parse_args(arguments)
-    report = _measure(options)
-    if options.json:
-        print(json.dumps(report))
-    else:
-        _print(report)
-    return 0 if report["is_small"] else 1
+    report = Report("token_figures", options)
+    with _model(options) as model:
+        _measure(report, options, model)
+    return report.finish()
 
 
-def _measure(options: argparse.Namespace) -> dict[str, Any]:
+@contextmanager
+def _model(options: argparse.Namespace) -> Iterator[str]:
+    """The folder of the model."""
+    if options.model is not None:
+        yield options.model
+        return
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(options.seed)
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=options.prompt_tokens + options.completion_tokens,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+        yield folder
+
+
+def _measure(report: Report, options: argparse.Namespace, model: str) -> None:
     import torch
 
     from grpo_async.config.loss_sections import ClippedLoss
@@ -73,7 +99,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(kind)
     longest = options.prompt_tokens + options.completion_tokens
     policy = load_policy(
-        ModelSection(path=options.model, dtype=options.dtype), temperature=1.0, chunk_tokens=512, max_model_len=longest
+        ModelSection(path=model, dtype=options.dtype), temperature=1.0, chunk_tokens=512, max_model_len=longest
     ).to(device)
     bench = _Bench(
         options,
@@ -92,31 +118,24 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         bench.own_s.clear()
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         cpu_seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-        for number in range(options.rounds):
-            turned = WAYS[number % 3 :] + WAYS[: number % 3]
-            for way in turned if number % 2 else reversed(turned):
-                wall_s, cpu_s = bench.step(way, stores.get(way))
-                seconds[way].append(wall_s)
-                cpu_seconds[way].append(cpu_s)
+        for _, way in in_turns(WAYS, options.rounds):
+            wall_s, cpu_s = bench.step(way, stores.get(way))
+            seconds[way].append(wall_s)
+            cpu_seconds[way].append(cpu_s)
         for store in stores.values():
             store.close()
-    ratios, cpu_ratios = _ratios(seconds), _ratios(cpu_seconds)
+    for title, measured in (("", seconds), ("CPU of the thread, ", cpu_seconds)):
+        for way in WAYS:
+            report.row(f"{title}{way}", measured[way], "s")
+        for way in WAYS[1:]:
+            report.row(f"{title}{way} / nothing", ratios(measured, way, "nothing"), "ratio")
+    report.row("calls of `figures` alone", [1000.0 * value for value in bench.own_s], "ms")
+    low, high = median_interval(ratios(seconds, "figures", "nothing"), seed=options.seed)
+    report.note(f"{bench.num_tokens} trained tokens a step, on {kind}")
+    report.note(f"figures / nothing: 95% interval of the median {low:.4f} to {high:.4f}")
     own = statistics.median(bench.own_s) / statistics.median(seconds["nothing"])
-    low, middle, _ = _quartiles(ratios["figures"])
-    return {
-        "machine": platform.processor() or platform.machine(),
-        "device": torch.cuda.get_device_name() if kind == "cuda" else "cpu",
-        "model": options.model,
-        "num_tokens": bench.num_tokens,
-        "rounds": options.rounds,
-        "seconds": {way: _quartiles(values) for way, values in seconds.items()},
-        "ratio_to_nothing": {way: _quartiles(values) for way, values in ratios.items()},
-        "cpu_seconds": {way: _quartiles(values) for way, values in cpu_seconds.items()},
-        "cpu_ratio_to_nothing": {way: _quartiles(values) for way, values in cpu_ratios.items()},
-        "own_calls_s": _quartiles(bench.own_s),
-        "own_calls_share": own,
-        "is_small": own <= MAX_LOSS and (middle <= 1.0 + MAX_LOSS or low <= 1.0),
-    }
+    report.target("calls of `figures` alone, share of a step", own, at_most=MAX_LOSS)
+    report.target("figures / nothing, lower end of the interval", low, at_most=1.0 + MAX_LOSS)
 
 
 class _Bench:
@@ -240,7 +259,7 @@ def _groups(options: argparse.Namespace, *, vocab_size: int) -> list[Any]:
         TurnRecord,
     )
 
-    draw = random.Random(0)
+    draw = random.Random(options.seed)
     groups = []
     for group_id in range(options.groups):
         prompt_ids = [draw.randrange(vocab_size) for _ in range(options.prompt_tokens)]
@@ -280,35 +299,6 @@ def _groups(options: argparse.Namespace, *, vocab_size: int) -> list[Any]:
             ScoredGroup(group=group, samples=samples, rewards=[1.0] * count, reward_parts=[{"f": 1.0}] * count)
         )
     return groups
-
-
-def _ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """To the step without store of the same round."""
-    plain = seconds["nothing"]
-    return {way: [mine / other for mine, other in zip(seconds[way], plain, strict=True)] for way in WAYS[1:]}
-
-
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    """25 %, median, 75 %."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return low, middle, high
-
-
-def _print(report: dict[str, Any]) -> None:
-    print(
-        f"{report['num_tokens']} trained tokens a step, {report['rounds']} rounds, {report['device']} ({report['machine']})"
-    )
-    for prefix, title in (("", "seconds"), ("cpu_", "CPU seconds of the thread")):
-        print(f"{title:26} {'25 %':>9} {'median':>9} {'75 %':>9}     {'ratio: 25 %':>12} {'median':>9} {'75 %':>9}")
-        for way, (low, middle, high) in report[f"{prefix}seconds"].items():
-            ratio = report[f"{prefix}ratio_to_nothing"].get(way)
-            ratios = "" if ratio is None else f"     {ratio[0]:12.4f} {ratio[1]:9.4f} {ratio[2]:9.4f}"
-            print(f"  {way:24} {low:9.4f} {middle:9.4f} {high:9.4f}{ratios}")
-    low, middle, high = report["own_calls_s"]
-    print(
-        f"calls of `figures` alone: {middle * 1000:.2f} ms ({low * 1000:.2f} to {high * 1000:.2f}), "
-        f"{report['own_calls_share']:.2%} of a step"
-    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ def _module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {_module_name(file): file for file in python_files([ROOT / "grpo_async", ROOT / "scripts", ROOT / "benchmarks"])}
+FILES = {
+    _module_name(file): file for file in python_files([ROOT / "grpo_async", ROOT / "scripts", ROOT / "benchmarks"])
+}
 
 
 @pytest.fixture(scope="module")

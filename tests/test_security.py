@@ -26,7 +26,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("grpo_async/rewards/pool.py", "pickle.loads"): (1, _OWN_PIPE),
     ("grpo_async/rewards/worker.py", "pickle.loads"): (2, _OWN_PIPE + "; and of what was pickled on the line itself"),
     ("grpo_async/rewards/audit_process.py", "pickle.loads"): (2, _OWN_PIPE),
-    ("benchmarks/push.py", "Connection.recv"): (2, _OWN_PIPE),
+    ("benchmarks/push_parts/broadcast.py", "Connection.recv"): (2, _OWN_PIPE),
     ("grpo_async/sandbox/inside/launcher.py", "marshal.loads"): (1, "its owner's plan, read before the code starts"),
     ("grpo_async/rewards/code_examiner.py", "exec"): (3, "runs in the sandbox: model-written code and the row's tests"),
     ("grpo_async/rewards/code_examiner.py", "compile"): (3, "as above"),

@@ -19,8 +19,6 @@ ROLLOUTS = 100_000
 SLACK = 5.0  # the machine of the tests does other things too; benchmarks/rollouts.py holds the targets themselves
 
 
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made: Path = tmp_path_factory.mktemp("scale") / "rollouts"

@@ -318,7 +318,9 @@ def test_the_timeline_zooms_and_its_window_has_an_address(browser: Browser, tmp_
         page.locator(".timeline canvas").focus()
         page.keyboard.press("w")
         page.wait_for_function("() => location.hash.includes('from=')")
-        page.wait_for_function("() => !document.querySelector('main .heading').innerText.startsWith('0.00 s to 100.0 s')")
+        page.wait_for_function(
+            "() => !document.querySelector('main .heading').innerText.startsWith('0.00 s to 100.0 s')"
+        )
         heading = page.inner_text("main .heading")
         page.reload()
         page.wait_for_selector(".timeline canvas")

@@ -1,0 +1,197 @@
+"""The rollout side of a run (worker, client, conversations, rewards, buffer, store, timeline) against a server that computes
+nothing, and the calls by which a trainer uses it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks._rollout_server import ServerSettings
+from benchmarks._tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+GROUP_SIZE = 8
+WAIT_S = 60.0
+MODEL_LENGTH = 8192
+Rewards = Literal["light", "heavy", "heavy in processes"]
+
+_REWARDS: dict[Rewards, dict[str, Any]] = {
+    "light": {"function": "benchmarks._rewards:light"},
+    "heavy": {"function": "benchmarks._rewards:heavy"},
+    "heavy in processes": {"function": "benchmarks._rewards:heavy", "run_in": "process"},
+}
+_QUESTION = (
+    "What does the following function return for an empty list, and which lines decide that? Explain step by step. "
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is generated. `rate`: tokens per second of each rollout, 0: all at once; `tokens`: of a rollout, in the mean."""
+
+    in_flight: int
+    tokens: int
+    rate: float
+    rewards: Rewards = "light"
+    seed: int = 0
+    server_cpu: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        return min(GROUP_SIZE, max(2, self.in_flight))
+
+    @property
+    def groups_per_step(self) -> int:
+        """A quarter of what is in flight, and enough that the counting of steps costs little."""
+        return max(1, self.in_flight // self.group_size // 4)
+
+
+@contextmanager
+def rollout_server(settings: ServerSettings) -> Iterator[str]:
+    """The address of a server in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks._rollout_server", json.dumps(asdict(settings))]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:  # waits: it is killed at the end
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().strip()  # waits: it prints or ends
+            if not url:
+                raise RuntimeError("the benchmark's server did not start; its error is above")
+            yield url
+        finally:
+            server.kill()
+
+
+class Side:
+    """A rollout side that generates, as its trainer sees it."""
+
+    def __init__(self, source: Any, url: str, load: Load) -> None:
+        from grpo_async.inference.control import ServerControl
+
+        self.source = source
+        self.load = load
+        self.version = 0
+        self.rollouts = 0
+        """Taken so far."""
+        self._control = ServerControl(url, token=None, timeout_s=WAIT_S)
+        found = [thread for thread in threading.enumerate() if thread.name == "rollout"]
+        self._thread = found[-1]
+
+    def thread_cpu_s(self) -> float:
+        """CPU time of the rollout thread."""
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
+    @property
+    def thread_id(self) -> int:
+        """Of the rollout thread, as the system knows it."""
+        assert self._thread.native_id is not None
+        return self._thread.native_id
+
+    def tokens(self) -> int:
+        """Generated so far, as the rollout side counts them."""
+        return int(self.source.ledger_snapshot()["tokens"].get("started", 0))
+
+    def pause(self) -> None:
+        """No token comes until `resume`."""
+        self._control.pause()
+
+    def resume(self) -> None:
+        self._control.resume()
+
+    def step(self) -> int:
+        """Take the groups of a step, call them trained, and serve the next version. Returns the number of rollouts."""
+        from grpo_async.records import GroupStatus
+
+        groups = self.source.take(
+            self.load.groups_per_step, trainer_version=self.version, heartbeat=_nothing, attend=_nothing
+        )
+        self.source.settle(groups, GroupStatus.TRAINED, step=self.version)
+        self.version += 1
+        self._control.finish_weight_update(self.version)
+        self.source.advance(self.version)
+        taken = sum(len(group.group.completions) for group in groups)
+        self.rollouts += taken
+        return taken
+
+    def close(self) -> None:
+        self._control.close()
+
+
+def _nothing() -> None: ...
+
+
+@contextmanager
+def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
+    """A rollout side in this process and its server in another; generates from the start. `folder` takes data and store."""
+    tokenizer = load_tokenizer()
+    settings = ServerSettings(
+        rate=load.rate,
+        tokens=load.tokens,
+        ids=(10, len(tokenizer)),
+        end_id=tokenizer.eos_token_id,
+        seed=load.seed,
+        cpu=load.server_cpu,
+    )
+    with rollout_server(settings) as url, built_side(folder, load, url) as side:
+        yield side
+
+
+@contextmanager
+def built_side(folder: Path, load: Load, url: str) -> Iterator[Side]:
+    """As `rollout_side`, with a server that runs."""
+    from grpo_async.chat.renderer import ChatRenderer
+    from grpo_async.config import ExperimentConfig
+    from grpo_async.inference.router import FixedServers
+    from grpo_async.launch.rollout_side import build_rollout_side
+    from grpo_async.store.rollout_store import RolloutStore
+    from grpo_async.timeline import open_timeline
+
+    tokenizer = load_tokenizer()
+    data = folder / "train.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": f"{number}. {_QUESTION * 4}"}]} for number in range(512)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    config = ExperimentConfig.model_validate(
+        {
+            "run": {"name": "bench", "dir": str(folder / "runs"), "seed": load.seed},
+            "model": {"path": str(folder)},
+            "data": {"train": {"type": "jsonl", "path": str(data)}},
+            "rollout": {
+                "group_size": load.group_size,
+                "groups_per_step": load.groups_per_step,
+                "max_staleness": 8,  # 9 steps of a quarter are more than enough to keep all in flight
+                "max_in_flight": load.in_flight,
+                "max_completion_tokens": MODEL_LENGTH // 2,
+            },
+            "rewards": [_REWARDS[load.rewards]],
+            "inference": {"engine": "embedded", "max_model_len": MODEL_LENGTH},
+            "training": {"max_steps": 1_000_000, "queue_timeout_s": WAIT_S, "micro_batch_tokens": MODEL_LENGTH},
+        }
+    )
+    store = RolloutStore(config.run_path / "rollouts", settings=config.record.rollouts)
+    with open_timeline(config.run_path / "events.jsonl", config.record.timeline) as timeline:
+        built = build_rollout_side(
+            config,
+            fleet=FixedServers([url]),
+            renderer=ChatRenderer(tokenizer),
+            store=store,
+            state=None,
+            timeline=timeline,
+        )
+        side = Side(built.source, url, load)
+        try:
+            built.source.start()
+            yield side
+        finally:
+            built.source.close()
+            side.close()
+            store.close()

@@ -1,0 +1,254 @@
+"""Asynchrony pays: real runs of one config, synchronous and asynchronous in turns; speed-up against what is possible.
+
+    python -m benchmarks asynchrony [--workload compute|quickstart] [--pairs 3] [--steps 12] [--engine embedded|vllm] [--json FILE]
+
+Same config, seed and number of steps; only rollout.max_staleness differs: 0, and --staleness. From the synchronous runs come
+
+    g     seconds of a step in which the trainer waits: generation with nothing beside it
+    t     the other seconds of a step: training, the push, everything else of the trainer
+    ideal speed-up = (g + t) / max(g, t)
+
+Two processes that compute slow each other down (caches, memory, clock). How much is measured in the same run with two plain torch
+loops (_contention.py), and the ideal is also given for that machine: (g + t) / max(g x slowdown, t x slowdown). Steady state: all
+steps but the first --skip and the last, in which nothing is left to generate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import _contention
+from benchmarks._asynchrony_workload import Shape, make_compute
+from benchmarks.report import Report, add_options
+from benchmarks.turns import in_turns, ratios
+
+ROOT = Path(__file__).parents[1]
+RUN_TIMEOUT_S = 600.0
+SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
+TARGET_REWARDS = {"compute": 0.08, "quickstart": 0.8}
+_STEPS = {"compute": 12, "quickstart": 50}
+_REWARD_WINDOW = 3  # steps, whose mean has to reach the target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFigures:
+    """One run in its steady state; seconds are of a mean step."""
+
+    step_s: float
+    wait_s: float
+    """g: the trainer waits for samples."""
+    busy_s: float
+    """The server generates."""
+    training_s: float
+    push_s: float
+    tokens_per_s: float
+    """Trained."""
+    generator_idle: float
+    trainer_idle: float
+    overlap: float
+    staleness: float
+    ess: float
+    target_s: float | None
+    """From the first step until the reward was reached; None: never."""
+    wall_s: float
+    """Of all steps."""
+
+    @property
+    def work_s(self) -> float:
+        """t: whatever the trainer does but wait."""
+        return self.step_s - self.wait_s
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=("compute", "quickstart"), default="compute")
+    parser.add_argument("--pairs", type=int, default=3, help="of a synchronous and an asynchronous run")
+    parser.add_argument("--steps", type=int, help="of each run (default: compute 12, quickstart 50)")
+    parser.add_argument("--skip", type=int, default=2, help="first steps that are left out")
+    parser.add_argument("--staleness", type=int, default=1, help="max_staleness of the asynchronous runs")
+    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    parser.add_argument("--hidden", type=int, default=Shape().hidden, help="width of the computing workload's model")
+    parser.add_argument("--layers", type=int, default=Shape().layers)
+    parser.add_argument("--slots", type=int, default=Shape().slots, help="completions generated at once")
+    parser.add_argument("--contention-s", type=float, default=1.0, help="seconds of each turn of the plain loops")
+    parser.add_argument("--target-reward", type=float, help="default: compute 0.08, quickstart 0.8")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config, for both")
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    options.steps = options.steps or _STEPS[options.workload]
+    options.target_reward = options.target_reward or TARGET_REWARDS[options.workload]
+    if options.steps <= options.skip + options.staleness + 1:
+        parser.error("--steps leaves no step between those that are skipped and the last")
+    report = Report("asynchrony", options)
+    shape = Shape(hidden=options.hidden, layers=options.layers, slots=options.slots)
+
+    runs: dict[str, list[RunFigures]] = {SYNCHRONOUS: [], ASYNCHRONOUS: []}
+    slowdowns: list[_contention.Slowdown] = []
+    with tempfile.TemporaryDirectory(prefix="grpo-async-bench-") as scratch, _contention.Loops(shape) as loops:
+        folder = Path(scratch)
+        config = _config(options, folder, shape)
+        for number, variant in in_turns(list(runs), options.pairs):
+            lines = _run(config, folder / f"{variant}-{number}", variant, options)
+            last = options.staleness + 1  # both: in the last steps of an asynchronous run nothing is left to generate
+            runs[variant].append(figures(lines, skip=options.skip, last=last, target=options.target_reward))
+            if len(runs[SYNCHRONOUS]) == len(runs[ASYNCHRONOUS]):  # a pair is complete
+                slowdowns.append(loops.measure(options.contention_s))
+    _tell(report, runs, slowdowns, options)
+    return report.finish()
+
+
+def _config(options: argparse.Namespace, folder: Path, shape: Shape) -> Path:
+    if options.workload == "compute":
+        return make_compute(folder, shape, seed=options.seed)
+    from grpo_async.quickstart.prepare import prepare
+
+    prepare(ROOT / ".cache" / "quickstart" / "seed_0", report=lambda line: print(line, file=sys.stderr))
+    return ROOT / "configs" / ("quickstart-vllm.yaml" if options.engine == "vllm" else "quickstart.yaml")
+
+
+def command(config: Path, rundir: Path, variant: str, options: argparse.Namespace) -> list[str]:
+    """What launches a run as a user does."""
+    settings = {
+        "run.name": rundir.name,
+        "run.dir": str(rundir.parent),
+        "run.seed": options.seed,
+        "rollout.max_staleness": options.staleness if variant == ASYNCHRONOUS else 0,
+        "training.max_steps": options.steps,
+        "checkpoint.every_steps": 10 * options.steps,
+        "inference.engine": options.engine,
+        "evaluation": "null",
+    }
+    made = [sys.executable, "-m", "grpo_async", "train", str(config), "--quiet"]
+    for pair in [f"{key}={value}" for key, value in settings.items()] + options.set:
+        made += ["--set", pair]
+    return made
+
+
+def _run(config: Path, rundir: Path, variant: str, options: argparse.Namespace) -> list[dict[str, float]]:
+    """Launch a run; its metrics, step by step.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    done = subprocess.run(
+        command(config, rundir, variant, options),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"the {variant} run failed:\n{(done.stdout + done.stderr)[-4000:]}")
+    return [json.loads(line) for line in (rundir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def figures(lines: Sequence[Mapping[str, float]], *, skip: int, last: int, target: float) -> RunFigures:
+    """Of the lines of metrics.jsonl, without the first `skip` and the last `last`; the time to `target` counts from the first.
+
+    Steps of 2 s with 1.5 s busy and of 4 s with 2.5 s busy: the server idles (6 - 4) / 6 = 0.33 of the time, not the mean of
+    0.25 and 0.375.
+    """
+    steady = lines[skip : len(lines) - last]
+    walls = [line["step_time"] for line in steady]
+    wall = sum(walls)
+
+    def seconds(share: str) -> float:
+        return sum(line[share] * line["step_time"] for line in steady)
+
+    def mean(name: str) -> float:
+        values = [line[name] for line in steady if line.get(name) is not None]
+        return statistics.fmean(values) if values else 0.0
+
+    waited = seconds("pipeline/trainer_idle_ratio")
+    busy = wall - seconds("pipeline/generator_idle_ratio")
+    return RunFigures(
+        step_s=wall / len(steady),
+        wait_s=waited / len(steady),
+        busy_s=busy / len(steady),
+        training_s=seconds("pipeline/training_share") / len(steady),
+        push_s=seconds("pipeline/pushing_share") / len(steady),
+        tokens_per_s=sum(line["perf/trained_tokens_per_s"] * line["step_time"] for line in steady) / wall,
+        generator_idle=1.0 - busy / wall,
+        trainer_idle=waited / wall,
+        overlap=max(busy, wall - waited) / wall,
+        staleness=mean("async/staleness_mean"),
+        ess=mean("sampling/ess"),
+        target_s=_time_to(lines, target),
+        wall_s=sum(line["step_time"] for line in lines),
+    )
+
+
+def _time_to(lines: Sequence[Mapping[str, float]], target: float) -> float | None:
+    elapsed = 0.0
+    rewards: list[float] = []
+    for line in lines:
+        elapsed += line["step_time"]
+        rewards = [*rewards, line["reward"]][-_REWARD_WINDOW:]
+        if len(rewards) == _REWARD_WINDOW and statistics.fmean(rewards) >= target:
+            return elapsed
+    return None
+
+
+def _tell(
+    report: Report,
+    runs: Mapping[str, Sequence[RunFigures]],
+    slowdowns: Sequence[_contention.Slowdown],
+    options: argparse.Namespace,
+) -> None:
+    for variant, made in runs.items():
+        for name, attribute, unit in (
+            ("trained tokens", "tokens_per_s", "1/s"),
+            ("step", "step_s", "s"),
+            ("waiting for samples", "wait_s", "s"),
+            ("server busy", "busy_s", "s"),
+            ("training", "training_s", "s"),
+            ("push", "push_s", "s"),
+            ("trainer idle", "trainer_idle", "share"),
+            ("generator idle", "generator_idle", "share"),
+            ("overlap efficiency", "overlap", "share"),
+            ("staleness, mean", "staleness", "steps"),
+            ("effective sample size", "ess", "share"),
+            ("all steps", "wall_s", "s"),
+        ):
+            report.row(f"{variant}: {name}", [getattr(figures, attribute) for figures in made], unit)
+        report.row(f"{variant}: steps", [3600.0 / figures.step_s for figures in made], "1/h")
+        reached = [figures.target_s for figures in made if figures.target_s is not None]
+        if len(reached) == len(made):
+            report.row(f"{variant}: time to reward {options.target_reward:g}", reached, "s")
+        else:
+            report.note(f"{variant}: {len(reached)} of {len(made)} runs reached a reward of {options.target_reward:g}")
+
+    steps = {variant: [figures.step_s for figures in made] for variant, made in runs.items()}
+    speedups = ratios(steps, SYNCHRONOUS, ASYNCHRONOUS)
+    synchronous = runs[SYNCHRONOUS]
+    ideals = [(f.wait_s + f.work_s) / max(f.wait_s, f.work_s) for f in synchronous]
+    here = [
+        f.step_s / max(f.wait_s * by.generation, f.work_s * by.training)
+        for f, by in zip(synchronous, slowdowns, strict=True)
+    ]
+    report.row("slow-down of a training loop beside a generating one", [by.training for by in slowdowns], "ratio")
+    report.row("slow-down of a generating loop beside a training one", [by.generation for by in slowdowns], "ratio")
+    report.row("speed-up", speedups, "ratio")
+    report.row("ideal speed-up, (g + t) / max(g, t)", ideals, "ratio")
+    report.row("ideal speed-up on this machine", here, "ratio")
+    shares = [a / b for a, b in zip(speedups, ideals, strict=True)]
+    report.row("speed-up / ideal", shares, "ratio")
+    shares_here = [a / b for a, b in zip(speedups, here, strict=True)]
+    report.row("speed-up / ideal on this machine", shares_here, "ratio")
+    overlap = statistics.median(figures.overlap for figures in runs[ASYNCHRONOUS])
+    report.target("speed-up / ideal", statistics.median(shares), at_least=0.9)
+    report.target("speed-up / ideal on this machine", statistics.median(shares_here), at_least=0.9)
+    report.target("overlap efficiency", overlap, at_least=0.9)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

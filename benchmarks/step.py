@@ -1,0 +1,207 @@
+"""The trainer's step against a plain padded Hugging Face loop: tokens/s, packing, where the time goes, host syncs, collectives.
+
+    python -m benchmarks step [--ranks 2] [--rounds 9] [--json FILE]
+    python -m benchmarks step --device cuda --dtype bfloat16 --hidden 2048 --layers 28 --heads 16 --kv-heads 8 --head-dim 128
+                              --vocab 151936 --micro-batch-tokens 32768 --completion-tokens 4096 --chunk 4096
+
+The same random Qwen3, ragged samples from a seed, GRPO's clipped loss, AdamW and tokens in a micro-batch, padding included, for all
+of them; they take turns in one process (with --ranks, under torchrun: ours sharded by FSDP, the loop under
+DistributedDataParallel):
+
+    packed    plan, pack, train_step: the trainer's
+    padded    samples as they come, padded to the longest of their micro-batch
+    sorted    the same loop, samples sorted by length before
+
+Tokens are trained tokens (of completions). "real / computed" is the packing efficiency. The parts of a step are shares of its time
+in steps of their own; a part leaves out the parts within it. Exit code 1 when an update of ours has more than 2 host syncs or more
+than 2 collectives for figures, or is not as fast as the padded loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.report import Report, add_options
+from benchmarks.turns import in_turns, ratios
+
+if TYPE_CHECKING:
+    import torch
+
+    from benchmarks._step_sides import OurSide, PlainSide
+    from grpo_async.records import RolloutSample
+
+VARIANTS = ("packed", "padded", "sorted")
+MAX_SYNCS = MAX_COLLECTIVES = 2
+TIMEOUT_S = 1800.0
+SAME = 1e-3  # relative, of losses and norms of the first step, which all compute from the same weights
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=48)
+    parser.add_argument("--completion-tokens", type=int, default=256)
+    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of one forward, padding included")
+    parser.add_argument("--minibatches", type=int, default=1, help="optimizer updates of a step")
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--chunk", type=int, default=1024, help="training.logprob_chunk_tokens")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=0, help="of torch on each rank; 0 = cores / ranks")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--split-rounds", type=int, default=3, help="steps whose parts are timed")
+    parser.add_argument("--no-sorted", action="store_true", help="leave `sorted` out")
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    if options.ranks > 1 and "RANK" not in os.environ:
+        return _under_torchrun(options.ranks, arguments)
+    with _process_group(options.ranks):
+        return _measure(options)
+
+
+def _under_torchrun(num_ranks: int, arguments: list[str]) -> int:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+        "--nproc-per-node", str(num_ranks), "-m", "benchmarks.step", *arguments,
+    ]  # fmt: skip
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, timeout=TIMEOUT_S, check=False)
+    return done.returncode
+
+
+@contextlib.contextmanager
+def _process_group(num_ranks: int) -> Iterator[None]:
+    import torch
+    import torch.distributed as dist
+
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    timeout = timedelta(seconds=TIMEOUT_S)
+    if num_ranks > 1:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        folder = tempfile.mkdtemp()
+        dist.init_process_group(
+            backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1, timeout=timeout
+        )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(options: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks._step_sides import OurSide, PlainSide, make_samples
+
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    samples = make_samples(options)
+    ours = OurSide(options, device, rank=rank, num_ranks=num_ranks)
+    sides: dict[str, OurSide | PlainSide] = {"packed": ours}
+    for name in VARIANTS[1 : 2 if options.no_sorted else 3]:
+        sides[name] = PlainSide(options, device, rank=rank, num_ranks=num_ranks, is_sorted=name == "sorted")
+    trained = sum(sample.num_trained_tokens for sample in samples)
+    real = sum(len(sample.token_ids) for sample in samples)
+    report = Report("step", options)
+    outcomes = {}
+    for name, side in sides.items():  # memory, threads and optimizer states are there when it counts
+        outcomes[name] = side.step(samples)
+    for name, first in outcomes.items():
+        for value, wanted in ((first.loss, outcomes["packed"].loss), (first.grad_norm, outcomes["packed"].grad_norm)):
+            if options.dtype == "float32" and abs(value - wanted) > SAME * max(abs(wanted), 0.01):
+                raise SystemExit(f"{name} and packed do not compute the same: {first} and {outcomes['packed']}")
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _, name in in_turns(list(sides), options.rounds):
+        seconds[name].append(_timed(sides[name], samples, device))
+    for name, values in seconds.items():
+        report.row(f"{name}: trained tokens/s", [trained / value for value in values], "tokens/s")
+    for name in list(sides)[1:]:
+        report.row(f"packed over {name}", ratios(seconds, name, "packed"), "ratio")
+    for name, outcome in outcomes.items():
+        report.row(f"{name}: real / computed tokens", [real / outcome.computed_tokens], "share")
+        report.row(f"{name}: micro-batches", [outcome.num_micro_batches], "of a rank")
+    _report_parts(report, ours, samples, device, options.split_rounds)
+    _report_syncs(report, ours, samples, options.minibatches)
+    report.note(
+        f"{len(samples)} samples, {real} tokens, {trained} of them trained; {num_ranks} ranks, {torch.get_num_threads()} threads "
+        f"each, {device.type}; {sum(p.numel() for p in ours.policy.parameters()) / 1e6:.1f} M parameters"
+    )
+    middle = sorted(ratios(seconds, "padded", "packed"))[options.rounds // 2]
+    report.target("packed over padded, median of the rounds", middle, at_least=1.0)
+    if rank > 0:
+        return 0
+    return report.finish()
+
+
+def _timed(side: OurSide | PlainSide, samples: list[RolloutSample], device: torch.device) -> float:
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    began = time.perf_counter()
+    side.step(samples)
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # waits: for the kernels of a step
+    return time.perf_counter() - began
+
+
+def _report_parts(
+    report: Report, ours: OurSide, samples: list[RolloutSample], device: torch.device, rounds: int
+) -> None:
+    from benchmarks._step_parts import split_time
+
+    shares: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        with split_time(ours, device) as clock:
+            ours.step(samples)
+        total = sum(clock.seconds.values())
+        for part, value in clock.seconds.items():
+            shares[part].append(100.0 * value / total)
+    for part, values in shares.items():
+        report.row(f"packed, part: {part}", values, "% of a step")
+
+
+def _report_syncs(report: Report, ours: OurSide, samples: list[RolloutSample], num_updates: int) -> None:
+    """Counted in a step of its own: following every tensor takes time."""
+    from benchmarks._sync_counter import FSDP, count_syncs
+
+    with count_syncs(ours.policy, ours.optimizer) as counter:
+        ours.step(samples)
+    of_fsdp = sum(count for (who, _), count in counter.collectives.items() if who == FSDP)
+    report.row("packed: host syncs of an update", [counter.num_reads / num_updates], "number")
+    report.row("packed: collectives for figures of an update", [counter.num_own_collectives / num_updates], "number")
+    report.row("packed: collectives of FSDP of an update", [of_fsdp / num_updates], "number")
+    report.target("host syncs of an update", counter.num_reads / num_updates, at_most=MAX_SYNCS)
+    report.target(
+        "collectives for figures of an update", counter.num_own_collectives / num_updates, at_most=MAX_COLLECTIVES
+    )
+    for who, count in counter.reads.items():
+        report.note(f"host sync: {who} ({count} a step)")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,222 @@
+"""benchmarks/against_trl.py without TRL's environment: both sides get the same, the figures add up, and what is replaced in TRL
+is there."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import against_trl
+from benchmarks.against_trl import OURS, TRL, Outcome, both_settings, outcome, tell
+from benchmarks.report import Report
+from benchmarks.trl_side import environment, meter, ours, train
+from benchmarks.trl_side.attention import CpuKernel
+from benchmarks.trl_side.meter import CpuUse
+from benchmarks.trl_side.push import EqualPush, ListedParameters
+from benchmarks.trl_side.reward import share_of_low_ids
+from benchmarks.trl_side.setting import Setting, Step
+from grpo_async.config.loader import load_config
+
+
+def _options(*arguments: str) -> argparse.Namespace:
+    return against_trl._parser().parse_args(arguments)
+
+
+def _step(**changed: float) -> Step:
+    figures = {"ended_at": 0.0, "wall_s": 2.0, "samples": 16.0, "tokens": 960.0, "waiting_s": 0.5, "forward_s": 0.4,
+               "backward_s": 0.6, "optimizer_s": 0.1, "sync_s": 0.2, "staleness": 1.0, "thrown_away": 0.0}  # fmt: skip
+    return Step(**{**figures, **changed})
+
+
+def _setting(folder: Path, *arguments: str) -> Setting:
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (folder / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "1 + 1 = ?"}]}\n')
+    return both_settings(folder, _options(*arguments))[OURS]
+
+
+def test_both_sides_are_given_the_same_but_for_what_was_asked_for(tmp_path: Path) -> None:
+    settings = both_settings(tmp_path, _options("--trl-staleness", "3", "--trl-in-flight", "32"))
+    differing = {
+        name for name in Setting.__dataclass_fields__ if getattr(settings[OURS], name) != getattr(settings[TRL], name)
+    }
+    assert differing == {"max_staleness", "max_in_flight"}
+    assert (settings[TRL].max_staleness, settings[TRL].max_in_flight) == (3, 32)
+
+
+def test_the_two_configurations_ask_for_the_same_training(tmp_path: Path) -> None:
+    setting = _setting(tmp_path)
+    config = load_config(ours.write_configuration(setting))
+    options = train.trainer_options(setting)
+    assert config.rollout.group_size == options["num_generations"]
+    assert config.rollout.group_size * config.rollout.groups_per_step == options["per_device_train_batch_size"]
+    assert config.rollout.max_completion_tokens == options["max_completion_length"]
+    assert config.rollout.temperature == options["temperature"]
+    assert config.optimizer.lr == options["learning_rate"]
+    assert config.optimizer.weight_decay == options["weight_decay"]
+    assert config.optimizer.max_grad_norm == options["max_grad_norm"]
+    assert (config.loss.epsilon, config.loss.epsilon_high) == (options["epsilon"], options["epsilon"])
+    assert config.training.max_steps == options["max_steps"]
+    assert config.inference.threads == config.launch.trainer_threads == setting.threads
+    assert config.model.dtype == "float32"
+    assert not options["bf16"]
+
+
+def test_a_setting_survives_the_way_to_another_process(tmp_path: Path) -> None:
+    setting = _setting(tmp_path)
+    assert Setting.read(setting.write()) == setting
+
+
+def test_trl_takes_our_options_and_has_what_is_replaced(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    import importlib.metadata
+
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+    from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
+
+    assert importlib.metadata.version("trl") == environment.TRL_VERSION
+    config = AsyncGRPOConfig(**train.trainer_options(_setting(tmp_path)))
+    assert config.token_budget == 0
+    assert not config.gradient_checkpointing
+    assert "weight_transfer" in inspect.signature(AsyncGRPOTrainer).parameters
+    for method in ("init_weight_transfer", "pause", "send_weights", "resume", "destroy"):
+        theirs, replaced = getattr(WeightTransferClient, method), getattr(EqualPush, method)
+        assert list(inspect.signature(replaced).parameters) == list(inspect.signature(theirs).parameters)
+    assert list(inspect.signature(train.no_peak_flops).parameters) == list(
+        inspect.signature(async_grpo_trainer.get_peak_flops_per_device).parameters
+    )
+    source = inspect.getsource(packing.tree_attention)
+    assert "_flash_attn().flash_attn_varlen_func(" in source
+
+
+def test_the_stand_in_for_the_kernel_gives_what_each_sample_gives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two samples share a prompt of 3 tokens: the tree holds [p p p | a a | b], the second segment attends to p and a."""
+    packing = pytest.importorskip("trl.experimental.async_grpo.packing")
+    monkeypatch.setattr(packing, "_flash_attn", CpuKernel)
+    torch.manual_seed(0)
+    heads, kv_heads, width = 4, 2, 8
+    query = torch.randn(1, heads, 6, width)
+    key, value = torch.randn(2, 1, kv_heads, 6, width)
+    layout = SimpleNamespace(index=[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5], q=[0, 3, 5, 6], k=[0, 3, 8, 12])
+    layer = torch.nn.Linear(1, 1)
+    layer.config = SimpleNamespace()  # asked for the dtype that a quantized layer computes in
+    output, _ = packing.tree_attention(
+        layer, query, key, value, None, tree_kv_index=torch.tensor(layout.index),
+        tree_cu_seqlens_q=torch.tensor(layout.q), tree_cu_seqlens_k=torch.tensor(layout.k),
+        tree_max_seqlen_q=3, tree_max_seqlen_k=5,
+    )  # fmt: skip
+    for sample, own in (([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]), ([0, 1, 2, 5], [5])):
+        alone = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, sample], key[:, :, sample], value[:, :, sample], is_causal=True, enable_gqa=True
+        )
+        expected = alone[0].transpose(0, 1)[[sample.index(token) for token in own]]
+        torch.testing.assert_close(output[0, own], expected)
+
+
+def test_the_stand_in_refuses_what_it_does_not_compute() -> None:
+    nothing, starts = torch.zeros(1, 1, 1), torch.tensor([0, 1])
+    with pytest.raises(NotImplementedError):
+        CpuKernel.flash_attn_varlen_func(
+            nothing, nothing, nothing, starts, starts, 1, 1, softmax_scale=None, causal=True, window_size=(3, 0)
+        )
+
+
+def test_listed_parameters_come_in_the_order_and_buckets_of_their_specs() -> None:
+    tensors = {"a": torch.zeros(10), "b": torch.ones(4, 5), "c": torch.full((30,), 2.0)}
+    listed = ListedParameters(iter(tensors.items()))
+    assert [(spec.name, spec.num_bytes) for spec in listed.specs] == [("a", 40), ("b", 80), ("c", 120)]
+    assert [[len(tensor.reshape(-1)) for tensor in bucket] for bucket in listed.buckets(128)] == [[10, 20], [30]]
+
+
+def test_the_steady_state_leaves_out_warm_up_and_end(tmp_path: Path) -> None:
+    setting = _setting(tmp_path, "--warm-up", "2", "--steps", "3", "--staleness", "1")
+    assert setting.max_steps == 2 + 3 + 2
+    steps = [_step(thrown_away=4.0 * number, wall_s=1.0 + number) for number in range(7)]
+    found = outcome(steps, CpuUse(trainer_s=4.8, server_s=2.4), setting)
+    assert [step.wall_s for step in found.steps] == [3.0, 4.0, 5.0]
+    assert found.thrown_away == 4.0 * 4 - 4.0 * 1
+    figures = {name.strip(): value for name, (value, _) in found.figures().items()}
+    assert figures["trained samples"] == pytest.approx(48 / 12)
+    assert figures["step"] == pytest.approx(4000)
+    assert figures["other"] == pytest.approx(1000 * (4.0 - 1.8))
+    assert figures["CPU per trained sample"] == pytest.approx(7.2 / 48)
+    assert figures["thrown away"] == pytest.approx(12 / 60)
+    with pytest.raises(ValueError, match="4 steps were made, 5 are needed"):
+        outcome(steps[:4], CpuUse(trainer_s=1.0, server_s=1.0), setting)
+
+
+@pytest.mark.parametrize(("walls", "met"), [(((2.0, 3.2), (2.0, 3.0)), True), (((2.0, 3.2), (2.0, 2.9)), False)])
+def test_the_lowest_round_decides(walls: tuple[tuple[float, float], ...], met: bool, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    report = Report("against_trl", {"json": file, "seed": 0})
+    cpu = CpuUse(trainer_s=1.0, server_s=1.0)
+    runs: dict[str, list[Outcome]] = {OURS: [], TRL: []}
+    for our_s, their_s in walls:
+        runs[OURS].append(Outcome(steps=[_step(wall_s=our_s)], cpu=cpu, thrown_away=0.0))
+        runs[TRL].append(Outcome(steps=[_step(wall_s=their_s)], cpu=cpu, thrown_away=8.0))
+    tell(report, runs)
+    assert report.finish() == (0 if met else 1)
+    rows: dict[str, Any] = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert rows["trained samples: grpo-async / TRL"]["values"] == pytest.approx([b / a for a, b in walls])
+    assert rows["TRL: thrown away"]["median"] == pytest.approx(8 / 24)
+
+
+def test_our_steps_are_read_from_metrics_and_timeline() -> None:
+    spans = [
+        ("wait for samples", "trainer", 0.0, 1.0), ("forward", "trainer", 1.0, 1.5), ("step", "trainer", 0.0, 3.0),
+        ("wait for samples", "trainer", 3.0, 3.25), ("forward", "trainer", 3.25, 3.5), ("forward", "trainer", 3.5, 4.0),
+        ("push", "trainer", 4.0, 4.5), ("push", "weights", 4.0, 4.5), ("step", "trainer", 3.0, 5.0),
+    ]  # fmt: skip
+    lines = [
+        {"num_tokens": 100.0, "ledger/groups/trained": 2.0, "ledger/groups/stale": 0.0, "ledger/groups/failed": 0.0},
+        {"num_tokens": 90.0, "ledger/groups/trained": 3.0, "ledger/groups/stale": 1.0, "ledger/groups/failed": 0.0},
+    ]
+    first, second = ours.steps_of(lines, spans, group_size=8)
+    assert (first.samples, first.wall_s) == (16.0, 0.0)
+    assert (second.samples, second.tokens, second.wall_s, second.thrown_away) == (8.0, 90.0, 2.0, 8.0)
+    assert (second.waiting_s, second.forward_s, second.sync_s, second.other_s) == (0.25, 0.75, 0.5, 0.5)
+
+
+def test_trl_steps_are_read_from_its_own_metrics() -> None:
+    logs = {"perf/step_s": 2.0, "perf/fwd_s": 0.4, "perf/fwd_bwd_s": 1.0, "perf/optimizer_s": 0.1, "perf/rollout_wait_s": 0.5,
+            "perf/weight_sync_s": 0.2, "batch/samples_per_step": 15.999999, "batch/trained_tokens_per_step": 960.0,
+            "sample/staleness_mean": 1.0}  # fmt: skip
+    step = train.step_of(logs, ended_at=0.0, thrown_away=0.0)
+    assert step == _step(samples=16, backward_s=pytest.approx(0.6))
+    assert step.other_s == pytest.approx(0.2)
+
+
+def test_cpu_is_measured_between_two_steps_of_a_command(tmp_path: Path) -> None:
+    steps, log = tmp_path / "steps", tmp_path / "log"
+    code = (
+        "import sys, time; f = open(sys.argv[1], 'a', buffering=1); f.write('1\\n'); end = time.process_time() + 0.4\n"
+    )
+    code += "while time.process_time() < end: pass\nf.write('2\\n'); time.sleep(1.0)\n"
+    fields: dict[str, Any] = {"steps_file": steps, "first": 1, "last": 2, "server_pid": 2**22 + 1, "log": log}
+    fields |= {"cwd": tmp_path, "environment": {}, "timeout_s": 60.0}
+    found = meter.run_metered([sys.executable, "-c", code, str(steps)], **fields)
+    assert 0.1 <= found.trainer_s <= 0.8
+    assert found.server_s == 0.0
+    steps.unlink()
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 3 before its steps.*what it said"):
+        meter.run_metered([sys.executable, "-c", "print('what it said'); raise SystemExit(3)"], **fields)
+
+
+def test_the_environment_is_made_with_the_pinned_versions(tmp_path: Path) -> None:
+    venv, torch_step, packages = environment.install_commands(tmp_path)
+    assert str(tmp_path) in venv
+    assert torch_step[-1] == f"torch=={torch.__version__}"
+    assert "requirements/constraints.txt" in packages
+    assert packages[-1] == "trl==1.16.0"
+
+
+def test_the_reward_differs_by_completion() -> None:
+    assert share_of_low_ids([[1, 500], [2, 3]], prompts=["a", "b"]) == [0.5, 1.0]

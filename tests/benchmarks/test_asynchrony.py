@@ -1,0 +1,101 @@
+"""The benchmark of asynchrony: its arithmetic by hand, the command of its runs, and its report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import _asynchrony_workload as workload
+from benchmarks import asynchrony
+from benchmarks.asynchrony import figures
+
+
+def _line(step: int, wall: float, *, trainer_idle: float, generator_idle: float, reward: float) -> dict[str, float]:
+    return {
+        "step": step,
+        "step_time": wall,
+        "pipeline/trainer_idle_ratio": trainer_idle,
+        "pipeline/generator_idle_ratio": generator_idle,
+        "pipeline/training_share": 0.5,
+        "pipeline/pushing_share": 0.1,
+        "perf/trained_tokens_per_s": 100.0 * step,
+        "async/staleness_mean": 1.0,
+        "reward": reward,
+    }
+
+
+def test_the_steady_state_is_weighted_by_time_and_the_target_counts_from_the_first_step() -> None:
+    lines = [
+        _line(1, 9.0, trainer_idle=0.9, generator_idle=0.0, reward=0.0),
+        _line(2, 2.0, trainer_idle=0.5, generator_idle=0.25, reward=0.3),
+        _line(3, 4.0, trainer_idle=0.0, generator_idle=0.375, reward=0.6),
+        _line(4, 1.0, trainer_idle=0.0, generator_idle=1.0, reward=0.9),
+    ]
+    found = figures(lines, skip=1, last=1, target=0.6)
+    assert found.step_s == 3.0  # (2 + 4) / 2
+    assert found.wait_s == 0.5  # 2 x 0.5 / 2
+    assert found.work_s == 2.5
+    assert found.busy_s == 2.0  # (1.5 + 2.5) / 2
+    assert found.generator_idle == pytest.approx(1 / 3)
+    assert found.trainer_idle == pytest.approx(1 / 6)
+    assert found.overlap == pytest.approx(5 / 6)  # the trainer's 5 s of 6
+    assert found.tokens_per_s == pytest.approx((200 * 2 + 300 * 4) / 6)
+    assert found.target_s == 16.0  # (0.3 + 0.6 + 0.9) / 3 after the last step
+    assert found.wall_s == 16.0
+    assert figures(lines, skip=1, last=1, target=0.7).target_s is None
+
+
+def test_the_reward_counts_digits_and_those_that_follow_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "MAX_COMPLETION_TOKENS", 4)
+    assert workload.digits(["p"] * 4, ["12a7", "", "9012", [{"role": "assistant", "content": "a5"}]]) == [
+        0.5 * 3 / 4 + 0.5 * 1 / 4,
+        0.0,
+        0.5 * 4 / 4 + 0.5 * 3 / 4,
+        0.5 * 1 / 4,
+    ]
+
+
+def test_the_command_of_a_run_could_start_and_only_the_staleness_differs(tmp_path: Path) -> None:
+    config = workload.make_compute(tmp_path, workload.Shape(hidden=32, layers=1), seed=0)
+    options = Namespace(seed=3, staleness=2, steps=4, engine="embedded", set=["training.micro_batch_tokens=512"])
+    synchronous, asynchronous = (
+        asynchrony.command(config, tmp_path / "one", variant, options)
+        for variant in (asynchrony.SYNCHRONOUS, asynchrony.ASYNCHRONOUS)
+    )
+    assert set(synchronous) ^ set(asynchronous) == {"rollout.max_staleness=0", "rollout.max_staleness=2"}
+    done = subprocess.run(
+        [*asynchronous, "--dry-run"], cwd=asynchrony.ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_benchmark_measures_the_machine_and_compares_step_with_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(config: Path, rundir: Path, variant: str, options: Namespace) -> list[dict[str, float]]:
+        if variant == asynchrony.SYNCHRONOUS:  # waits 2 s of 5, works 3
+            return [_line(n, 5.0, trainer_idle=0.4, generator_idle=0.6, reward=0.1 * n) for n in range(1, 6)]
+        return [_line(n, 3.2, trainer_idle=0.05, generator_idle=0.2, reward=0.1) for n in range(1, 6)]
+
+    monkeypatch.setattr(asynchrony, "_run", lines)
+    file = tmp_path / "report.json"
+    sizes = ["--hidden", "64", "--layers", "1", "--pairs", "1", "--steps", "5", "--skip", "1", "--contention-s", "0.1"]
+    code = asynchrony.main([*sizes, "--target-reward", "0.35", "--json", str(file)])
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert code == (0 if all(target["met"] for target in report["targets"]) else 1)
+    rows = {row["name"]: row["median"] for row in report["rows"]}
+    assert rows["speed-up"] == pytest.approx(5.0 / 3.2)
+    assert rows["ideal speed-up, (g + t) / max(g, t)"] == pytest.approx(5.0 / 3.0)
+    assert rows["speed-up / ideal"] == pytest.approx(3.0 / 3.2)
+    slower = max(
+        2.0 * rows["slow-down of a generating loop beside a training one"],
+        3.0 * rows["slow-down of a training loop beside a generating one"],
+    )
+    assert rows["ideal speed-up on this machine"] == pytest.approx(5.0 / slower)
+    assert rows["synchronous: time to reward 0.35"] == 25.0  # (0.3 + 0.4 + 0.5) / 3 >= 0.35 after the fifth
+    assert report["targets"][2]["value"] == pytest.approx(0.95)
+    assert any("asynchronous: 0 of 1 runs reached" in note for note in report["notes"])

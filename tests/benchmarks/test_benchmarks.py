@@ -1,0 +1,92 @@
+"""Every benchmark: it is listed, its examples parse, its help is light."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import FOLDER, main, names
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "vllm", "duckdb", "datasets", "trl")
+# prints, for each benchmark, the exit code of its --help and the heavy libraries that are loaded then
+HELP_OF_ALL = f"""
+import contextlib, importlib, io, json, sys
+found = {{}}
+for name in sys.argv[1:]:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            importlib.import_module(f"benchmarks.{{name}}").main(["--help"])
+        code = None
+    except SystemExit as end:
+        code = end.code
+    found[name] = [code, "--json" in text.getvalue(), [each for each in {HEAVY!r} if each in sys.modules]]
+print(json.dumps(found))
+"""
+
+
+class _ParsedError(Exception):
+    """The arguments were read; nothing is to be run."""
+
+
+def examples(name: str) -> list[list[str]]:
+    """The arguments of each command in the docstring, with its optional parts: "[--runs 3] [--json FILE]" -> --runs 3 --json FILE.
+    Of alternatives "a|b" the first. Remarks stand behind " #" or two spaces."""
+    text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))) or ""
+    text = re.sub(r"\n\s+\[", " [", text)  # a command that goes on in the next line
+    found = []
+    for line in text.splitlines():
+        if line.strip().startswith(f"python -m benchmarks {name}"):
+            plain = re.sub(r"\s(#| ).*|[\[\]]", "", line.strip())
+            words = shlex.split(plain)[4:]
+            found.append(["1" if word == "N" else word.partition("|")[0] for word in words])
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(names()))
+def test_the_commands_of_the_docstring_parse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        parse(parser, *arguments)
+        raise _ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    commands = examples(name)
+    assert commands, f"benchmarks/{name}.py shows no command"
+    for command in commands:
+        with pytest.raises(_ParsedError):
+            importlib.import_module(f"benchmarks.{name}").main(command)
+
+
+def test_the_help_of_every_benchmark_is_light_and_offers_json() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELP_OF_ALL, *names()], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {name: [0, True, []] for name in names()}
+
+
+def test_every_module_that_is_no_part_of_another_is_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    modules = {file.stem for file in FOLDER.glob("*.py") if not file.stem.startswith("_")} - {"report", "turns"}
+    assert main([]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:])
+    assert set(listed) == modules
+    assert all(len(about) > 20 for about in listed.values())
+
+
+def test_an_unknown_benchmark_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["speed"]) == 2
+    errors = capsys.readouterr().err
+    assert "'speed'" in errors
+    assert "startup" in errors

@@ -1,0 +1,79 @@
+"""The GPU benchmark: its bounds by hand, its refusal without a GPU, and the same code on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import _gpu_bounds as bounds
+from benchmarks import gpu
+
+SMALL = bounds.ModelSize(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
+PEAKS = bounds.Peaks(flops=1e6, memory=1e4, link=1e3, source="test")
+
+
+def test_parameters_and_flops_are_those_of_the_formula() -> None:
+    # a layer: q 4x4, o 4x4, k 4x2, v 4x2 = 48; MLP 3 x 4 x 8 = 96; two layers 288; head 10 x 4 = 40
+    assert SMALL.num_parameters == 328
+    # 2 x 328 + 4 x 2 layers x 4 x 5 tokens
+    assert SMALL.forward_flops(5) == 656 + 160
+    # 6 x 328 + 6 x 2 x 4 x (9 + 1)
+    assert SMALL.training_flops(9) == 1968 + 480
+    assert SMALL.kv_bytes(2) == 2 * 2 * 2 * 2
+
+
+@pytest.mark.parametrize(("name", "billions"), [("0.6b", 0.596), ("1.7b", 1.72)])
+def test_the_sizes_are_those_of_the_models(name: str, billions: float) -> None:
+    assert bounds.SIZES[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_generation_is_bound_by_bytes_with_few_in_flight_and_by_flops_with_many() -> None:
+    # one: a step reads 656 + 5 x 16 = 736 bytes: 73.6 ms, computes 816: 0.8 ms; 2 steps; the prompt of 4: 4 x (656 + 64) / 1e6
+    one = bounds.generation_bound_s(SMALL, PEAKS, in_flight=1, prompt=4, completion=2, itemsize=2)
+    assert one == pytest.approx(2 * 0.0736 + 4 * 720 / 1e6)
+    fast_memory = bounds.Peaks(flops=1e6, memory=1e12, link=1e3, source="test")
+    many = bounds.generation_bound_s(SMALL, fast_memory, in_flight=100, prompt=4, completion=2, itemsize=2)
+    assert many == pytest.approx(2 * 100 * 816 / 1e6 + 400 * 720 / 1e6)
+
+
+def test_a_push_is_bound_by_the_link_and_over_ipc_by_the_memory() -> None:
+    assert bounds.push_bound_s(SMALL, PEAKS, "nccl", 2) == pytest.approx(656 / 1e3)
+    assert bounds.push_bound_s(SMALL, PEAKS, "ipc", 2) == pytest.approx(2 * 656 / 1e4)
+
+
+def test_a_listed_gpu_is_found_by_its_most_exact_name() -> None:
+    sxm, pcie = bounds.listed_peaks("NVIDIA H100 80GB HBM3"), bounds.listed_peaks("NVIDIA H100 PCIe")
+    assert sxm is not None
+    assert pcie is not None
+    assert (sxm.flops, pcie.flops) == (989e12, 756e12)
+    assert bounds.listed_peaks("NVIDIA L40S") != bounds.listed_peaks("NVIDIA L4")
+    assert bounds.listed_peaks("Some other GPU") is None
+
+
+def test_without_a_gpu_it_says_so_and_exits_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "_has_gpu", lambda: False)
+    assert gpu.main([]) == 2
+    assert "torch sees none here; `--device cpu" in capsys.readouterr().err
+
+
+def test_the_same_code_runs_on_a_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    small = ["--rounds", "1", "--in-flight", "2", "--completion-tokens", "4", "--samples", "2"]
+    code = gpu.main(["--device", "cpu", "--parts", "generate", "train", *small, "--json", str(file)])
+    assert code == 0
+    report = json.loads(file.read_text(encoding="utf-8"))
+    rows = {row["name"]: row for row in report["rows"]}
+    for name in (
+        "generate: 2 in flight",
+        "generate: 2 in flight, bound",
+        "train: tokens of the samples",
+        "train: bound",
+    ):
+        assert rows[name]["median"] > 0
+    assert 0 < rows["train: MFU"]["median"] < 1
+    assert 0 < rows["generate: 2 in flight, of the bound"]["median"] < 1
+    assert any("says nothing of a GPU" in note for note in report["notes"])

@@ -1,0 +1,125 @@
+"""The simulation: virtual seconds, the servers' arithmetic, and what the rules must give."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks._simulated_parts import Lengths, ServerSpeed, SimulatedServer
+from benchmarks._virtual_time import StandstillError, VirtualLoop
+from benchmarks.simulation import Setup, main, simulate
+
+SETUP = Setup(
+    gpus=4,
+    servers=2,
+    max_staleness=1,
+    queue_steps=2,
+    groups_per_step=4,
+    group_size=2,
+    lengths=Lengths(mean=100, sigma=0.0, longest=1000),
+    speed=ServerSpeed(slots=8, decode_s=0.1, row_s=0.0, prefill_s=0.0),
+    train_s=0.02,  # 800 tokens on 2 GPUs: 8 s
+    step_s=0.0,
+    push_s=1.0,
+    filtered=0.0,
+    steps=16,
+    seed=0,
+)
+
+
+def test_seconds_pass_only_in_the_loop_and_a_standstill_is_an_error() -> None:
+    loop = VirtualLoop()
+    told: list[float] = []
+    loop.call_later(3600.0, lambda: told.append(loop.time()))
+    loop.run_for(3599.0)
+    assert told == []
+    loop.run_for(2.0)
+    assert told == [pytest.approx(3600.0)]
+    assert loop.time() == pytest.approx(3601.0)
+    with pytest.raises(StandstillError):
+        loop.run_until_call()
+    loop.close()
+
+
+def test_a_server_slows_down_with_its_rows_stands_still_in_a_pause_and_computes_again_after_it() -> None:
+    loop = VirtualLoop()
+    server = SimulatedServer(loop, ServerSpeed(slots=2, decode_s=1.0, row_s=1.0, prefill_s=0.5))
+    ended: dict[str, float] = {}
+
+    async def request(name: str, length: int) -> None:
+        await server.generate(length, lambda: None, lambda made: None)
+        ended[name] = loop.time()
+
+    tasks = [loop.create_task(request(name, length)) for name, length in (("a", 2), ("b", 4), ("c", 1))]
+    # a and b: 2 rows, 3 s a step: a ends after 2 steps at 6, b has 2 left; c takes its slot: one step with b, ends at 9
+    loop.run_for(10.0)  # b alone, 2 s a step: it would end at 11
+    assert ended == pytest.approx({"a": 6.0, "c": 9.0})
+    server.pause()  # b has 3.5 of its 4 tokens
+    loop.run_for(5.0)
+    server.resume()  # 3.5 tokens x 0.5 s = 1.75 s, then half a step: 15 + 1.75 + 1
+    loop.run_for(2.74)
+    assert "b" not in ended
+    loop.run_for(0.02)
+    assert ended["b"] == pytest.approx(17.75)
+    assert server.busy_s() == pytest.approx(11.0)
+    assert server.load == 0
+    assert all(task.done() for task in tasks)
+    loop.close()
+
+
+def test_a_request_that_is_cancelled_gives_its_slot_back_and_says_what_it_made() -> None:
+    loop = VirtualLoop()
+    server = SimulatedServer(loop, ServerSpeed(slots=1, decode_s=1.0, row_s=0.0, prefill_s=0.0))
+    made: list[int] = []
+    first = loop.create_task(server.generate(100, lambda: None, made.append))
+    second = loop.create_task(server.generate(5, lambda: None, made.append))
+    loop.run_for(7.5)
+    first.cancel()
+    loop.run_for(5.5)
+    assert made == [7]
+    assert isinstance(asyncio.tasks.Task.exception(second), type(None))
+    loop.close()
+
+
+def test_a_synchronous_step_is_generation_then_training_then_the_push() -> None:
+    outcome = simulate(replace(SETUP, max_staleness=0, queue_steps=1))
+    assert outcome.wait_s == pytest.approx(10.0, abs=0.01)  # 100 tokens x 0.1 s; 8 rollouts in 16 slots
+    assert outcome.step_s == pytest.approx(19.0, abs=0.01)  # + 8 s + 1 s
+    assert outcome.overlap == pytest.approx(10 / 19, abs=0.01)
+    assert outcome.staleness_max == 0
+    assert outcome.thrown == 0
+
+
+def test_a_staleness_of_one_hides_the_shorter_of_the_two_and_throws_nothing_away() -> None:
+    outcome = simulate(SETUP)
+    # the servers decode for 10 of 11 s: they stand still in the push
+    assert outcome.step_s <= 11.01
+    assert 1.0 - outcome.generator_idle >= 0.9
+    assert 0 < outcome.staleness <= 1
+    assert outcome.staleness_max == 1
+    assert outcome.thrown == 0
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
+    tailed = replace(SETUP, lengths=replace(SETUP.lengths, sigma=1.0), filtered=0.3)
+    first = simulate(tailed)
+    assert simulate(tailed) == first
+    assert simulate(replace(tailed, seed=1)) != first
+    assert first.staleness_max <= 1
+
+
+def test_the_benchmark_prints_a_row_for_each_split_and_writes_what_it_found(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    sizes = ["--gpus", "3", "--groups", "2", "--group-size", "2", "--steps", "12", "--staleness", "0", "1"]
+    code = main([*sizes, "--queue", "1", "2", "--json", str(file)])
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert code == (0 if all(target["met"] for target in report["targets"]) else 1)
+    outcomes = report["settings"]["outcomes"]
+    assert [(o["max_staleness"], o["queue_steps"], o["servers"]) for o in outcomes] == [
+        (staleness, queue, servers) for staleness in (0, 1) for queue in (1, 2) for servers in (1, 2)
+    ]
+    assert all(0.0 <= o["trainer_idle"] < 1.0 and o["steps_per_hour"] > 0 for o in outcomes)
