@@ -57,7 +57,7 @@ class Generation:
     started_at: float = 0.0  # seconds since the epoch
     waits: list[tuple[float, float]] = field(default_factory=list)
     """When the request was with no server: (start, end), seconds since the epoch."""
-    first_token_at: float | None = None  # seconds since the epoch; of the first one since `started_at`
+    first_token_s: float | None = None  # as the first server counts it, from the request's arrival
 
     def add(self, chunk: GenerateChunk) -> None:
         """Append a chunk.
@@ -71,8 +71,8 @@ class Generation:
             )
         if not all(map(math.isfinite, chunk.logprobs)):
             raise BadResponseError(f"the server sent a logprob that is not finite: {chunk.logprobs}")
-        if chunk.token_ids and self.first_token_at is None:
-            self.first_token_at = time.time()
+        if self.first_token_s is None:
+            self.first_token_s = chunk.first_token_s
         self.token_ids.extend(chunk.token_ids)
         self.logprobs.extend(chunk.logprobs)
         self.policy_versions.extend([chunk.policy_version] * len(chunk.token_ids))

@@ -6,6 +6,7 @@ thread computes in Python the trainer waits for.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,8 +19,8 @@ from grpo_async.inference.surface import GENERATE_PATH
 
 _HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson", "user-agent": "grpo-async"}
 _LONGEST_CONNECT_S = 30.0
-_KEEPALIVE_S = 4.0
-"""Below the 5 s after which uvicorn closes an idle connection, so that no request is sent into one that is being closed."""
+_KEEPALIVE_S = 300.0
+"""Below the 600 s after which our servers close an idle connection, so that no request is sent into one that is being closed."""
 
 
 class BrokenConnectionError(ServerUnavailableError):
@@ -85,13 +86,24 @@ class Connections:
             BrokenConnectionError: also for what breaks within the `with` block.
         """
         try:
-            request = self._session.post(self._url, data=body, allow_redirects=False)
-            async with request as response:  # waits: request_timeout_s of the session
+            async with await self._begin(body) as response:  # waits: request_timeout_s of the session
                 yield Answer(response)
         except aiohttp.SocketTimeoutError as error:
             raise BrokenConnectionError(f"{self._url} was silent for {self._request_timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             raise BrokenConnectionError(f"{type(error).__name__}: {error}") from error
+
+    async def _begin(self, body: bytes) -> aiohttp.ClientResponse:
+        """Until the answer begins. The session's limits are of connecting and of silence; looking up a name and sending have
+        none."""
+        limit_s = _LONGEST_CONNECT_S + self._request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._session.post(self._url, data=body, allow_redirects=False)
+        except aiohttp.ClientError:
+            raise
+        except TimeoutError as error:
+            raise BrokenConnectionError(f"{self._url} did not take the request within {limit_s:g} s") from error
 
     async def aclose(self) -> None:
         """Close every connection."""

@@ -101,6 +101,8 @@ class GenerateChunk(Message):
     policy_version: int = 0
     finish_reason: Literal["stop", "length", "abort"] | None = None
     error: str | None = None
+    first_token_s: float | None = None
+    """Seconds from the request's arrival to its first token; in the first line that has tokens."""
 
 
 class ServerInfo(Message):

@@ -245,6 +245,7 @@ class AsyncRolloutSource:
         if self._is_closed:
             return
         self._is_closed = True
+        gc.unfreeze()
         timeout_s = self._config.rollout.shutdown_timeout_s
         if self._thread.cancel_all(timeout_s=timeout_s):
             for close in self._closing_on_loop:

@@ -17,8 +17,8 @@ def record_turn(track: Track, span: Span, generation: Generation) -> None:
     span.details |= {"tokens": len(generation.token_ids), "finish": str(generation.finish_reason or "")}
     if versions:
         span.details |= {"version": max(versions), "oldest_version": min(versions)}
-    if generation.first_token_at is not None:
-        span.details["first_token_s"] = generation.first_token_at - span.start
+    if generation.first_token_s is not None:
+        span.details["first_token_s"] = generation.first_token_s
     for start, end in generation.waits:
         if end - start >= SHORTEST_WAIT_S:
             track.add("wait for a server", start, end)

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -72,7 +73,7 @@ class SampleLayout:
         self.no_padding = torch.ones(rows.shape, dtype=torch.bool, device=self._device)
         """What the model is given as its mask, (R, T). Given none, transformers looks in every forward for packed samples in the
         position ids, and the host waits for the device to tell."""
-        self.no_padding.is_no_padding = True  # type: ignore[attr-defined]
+        _LAYOUTS.add(self)
         self.num_uses = 0
 
     @cached_property
@@ -81,6 +82,15 @@ class SampleLayout:
         if self._device.type != "cuda":
             return self._cumulative_lengths.to(self._device)
         return self._cumulative_lengths.pin_memory().to(self._device, non_blocking=True)
+
+
+_LAYOUTS: WeakSet[SampleLayout] = WeakSet()
+
+
+def _is_of_a_layout(mask: torch.Tensor) -> bool:
+    """Whether it is the `no_padding` of a layout in use, or, as some models make it, another view of its memory."""
+    memory = mask.untyped_storage().data_ptr()
+    return any(layout.no_padding.untyped_storage().data_ptr() == memory for layout in _LAYOUTS)
 
 
 def choose_attention(
@@ -146,7 +156,7 @@ def _make_mask(**arguments: Any) -> CausalMask:
     if arguments.get("use_vmap") or "allow_is_bidirectional_skip" in arguments:
         raise ConfigError("model.path: the model's attention is not causal everywhere; this family cannot be trained")
     mask = arguments.get("attention_mask")
-    if mask is not None and not getattr(mask, "is_no_padding", False):
+    if mask is not None and not _is_of_a_layout(mask):
         raise ValueError("a padded batch is told by sample_layout, not by attention_mask")
     return CausalMask(arguments.get("local_size"))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Sequence
 
 import pytest
 
+from grpo_async.inference import connections as connections_module
 from grpo_async.inference.connections import BrokenConnectionError, Connections
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -79,3 +81,20 @@ def test_a_redirect_is_not_followed_since_it_would_take_the_token_along() -> Non
     assert found == [[]]
     assert b"elsewhere" not in heads[0]
     assert heads[0].count(b"POST ") == 1
+
+
+def test_a_server_that_does_not_take_a_long_request_has_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections_module, "_LONGEST_CONNECT_S", 0.2)
+
+    async def ask() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel accepts; nobody reads
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            connections = Connections(url, token=None, request_timeout_s=0.3, certificates=ssl.create_default_context())
+            try:
+                async with connections.post(b"x" * 50_000_000):
+                    raise AssertionError("an answer")
+            finally:
+                await connections.aclose()
+
+    with pytest.raises(BrokenConnectionError, match=r"did not take the request within 0\.5 s"):
+        asyncio.run(ask())

@@ -63,6 +63,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt2": ("gpt2", {"n_positions": 512, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from typing import Any
 
 import pytest
@@ -17,7 +18,11 @@ from grpo_async.servers.vllm.stream import TokenStream
 
 async def _all(stream: TokenStream) -> list[GenerateChunk]:
     async with asyncio.timeout(5):
-        return [chunk async for chunk in stream.chunks()]
+        return [_without_time(chunk) async for chunk in stream.chunks()]
+
+
+def _without_time(chunk: GenerateChunk) -> GenerateChunk:
+    return chunk.model_copy(update={"first_token_s": None})
 
 
 def test_a_chunk_holds_tokens_of_one_version_and_the_last_one_ends() -> None:
@@ -33,6 +38,24 @@ def test_a_chunk_holds_tokens_of_one_version_and_the_last_one_ends() -> None:
         GenerateChunk(token_ids=[5, 6], logprobs=[-0.5, -0.6], policy_version=3),
         GenerateChunk(token_ids=[7], logprobs=[-0.7], policy_version=4, finish_reason="stop"),
     ]
+
+
+def test_the_first_line_with_tokens_says_when_the_first_of_them_came() -> None:
+    async def run() -> tuple[list[float | None], float]:
+        stream = TokenStream(flush_interval_s=60.0)
+        await asyncio.sleep(0.05)  # the engine computes the prompt
+        stream.add([5], [-0.5], version=3, finish=None)
+        first_came = time.monotonic()
+        await asyncio.sleep(0.1)
+        stream.add([6], [-0.6], version=4, finish="stop")
+        since = time.monotonic() - first_came
+        return [chunk.first_token_s async for chunk in stream.chunks()], since
+
+    began = time.monotonic()
+    (first, second), since = asyncio.run(run())
+    assert first is not None
+    assert 0.04 < first < time.monotonic() - began - 0.9 * since
+    assert second is None
 
 
 def test_an_end_without_tokens_is_a_line_of_its_own() -> None:
@@ -69,7 +92,7 @@ def test_a_version_change_sends_what_was_sampled_before_it_at_once() -> None:
             async with asyncio.timeout(5):
                 return await anext(stream.chunks())
 
-    assert asyncio.run(run()) == GenerateChunk(token_ids=[5], logprobs=[-0.5], policy_version=0)
+    assert _without_time(asyncio.run(run())) == GenerateChunk(token_ids=[5], logprobs=[-0.5], policy_version=0)
 
 
 def _in_flight() -> InFlight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -14,8 +15,10 @@ class RunningSequence:
     """State of one request. `tokens` is prompt + sampled; `sink` gets every chunk, the last has a reason or an error."""
 
     __slots__ = (
+        "arrived_at",
         "filled_by",
         "finish_reason",
+        "first_token_s",
         "flush_at",
         "limit",
         "pending_ids",
@@ -43,6 +46,8 @@ class RunningSequence:
         # which weights (SlotEngine counts them) computed the keys and values of the prompt that are in the slot; None: none yet
         self.filled_by: int | None = None
         self.flush_at = 0.0
+        self.arrived_at = time.monotonic()
+        self.first_token_s: float | None = None
         self.pending_ids: list[int] = []
         self.pending_logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
@@ -54,6 +59,8 @@ class RunningSequence:
 
     def append(self, token: int, logprob: float) -> bool:
         """Take one sampled token; True when it was the last."""
+        if len(self.tokens) == self.prompt_len:
+            self.first_token_s = time.monotonic() - self.arrived_at
         self.tokens.append(token)
         self.pending_ids.append(token)
         self.pending_logprobs.append(logprob)
@@ -71,6 +78,8 @@ class RunningSequence:
             policy_version=policy_version,
             finish_reason=self.finish_reason if error is None else None,
             error=error,
+            first_token_s=self.first_token_s,
         )
+        self.first_token_s = None
         self.pending_ids, self.pending_logprobs = [], []
         return chunk
