@@ -138,7 +138,10 @@ class _Connection(asyncio.Protocol):
             count = min(left, per_chunk)
             if rate > 0.0:
                 await asyncio.sleep(count / rate)  # waits: back-off that stands for the time of a generation
-            await server.flowing.wait()  # waits: for /resume, or the end of the connection
+            while not server.flowing.is_set():  # waits: for /resume, or the end of the connection
+                await server.flowing.wait()  # waits: for /resume, or the end of the connection
+                # what stood still does not come all at once
+                await asyncio.sleep(random.random() * count / rate if rate > 0.0 else 0.0)  # waits: back-off, as above
             self._transport.write(server.line(start, count, ends=left == count) + (_LAST if left == count else b""))
             start, left = start + count, left - count
 

@@ -122,10 +122,9 @@ def count_syncs(policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> It
     move = MicroBatch.to
 
     def moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
-        values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-        copies: dict[str, Any] = {k: v.clone() for k, v in values.items() if isinstance(v, torch.Tensor)}
         there = move(batch, device)
-        copies = {k: v for k, v in copies.items() if k in _MOVED}
+        values = {field.name: getattr(there, field.name) for field in fields(there) if field.name in _MOVED}
+        copies: dict[str, Any] = {k: v.clone() for k, v in values.items() if isinstance(v, torch.Tensor)}
         for copy in copies.values():
             counter.follow(copy)
         return replace(there, **copies)

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import _asynchrony_workload as workload
 from benchmarks import asynchrony
-from benchmarks.asynchrony import figures
+from benchmarks._contention import Slowdown
+from benchmarks.asynchrony import _together_s, figures
 
 
 def _line(step: int, wall: float, *, trainer_idle: float, generator_idle: float, reward: float) -> dict[str, float]:
@@ -99,3 +100,11 @@ def test_the_benchmark_measures_the_machine_and_compares_step_with_step(
     assert rows["synchronous: time to reward 0.35"] == 25.0  # (0.3 + 0.4 + 0.5) / 3 >= 0.35 after the fifth
     assert report["targets"][2]["value"] == pytest.approx(0.95)
     assert any("asynchronous: 0 of 1 runs reached" in note for note in report["notes"])
+
+
+def test_only_the_time_that_both_compute_is_slowed_down() -> None:
+    by = Slowdown(training=1.3, generation=1.3)
+    assert _together_s(0.3, 0.7, by) == pytest.approx(0.79)
+    assert _together_s(0.7, 0.3, by) == pytest.approx(0.79)
+    assert _together_s(0.5, 0.5, by) == pytest.approx(0.65)
+    assert _together_s(0.3, 0.7, Slowdown(training=1.0, generation=1.0)) == pytest.approx(0.7)

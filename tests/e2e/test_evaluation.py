@@ -150,8 +150,9 @@ def test_an_evaluation_that_a_kill_broke_off_is_made_again_and_those_that_were_d
     assert "metrics" in again
     assert "the evaluation of step 3 had not ended" in run.logs()
     assert summary["evaluation"]["before"]["reward"] == log[0]["metrics"]["reward"]
-    before = list((run.folder / "evaluations").glob("step_0/block-*"))
-    assert len(before) == 1, "that before training was not made again"
+    # the kill may have come while the block was sealed, and have left the half of that too
+    before = {file.name.split(".")[0].split("-")[1] for file in (run.folder / "evaluations").glob("step_0/block-*")}
+    assert before == {"0" * 12}, "that before training was not made again"
 
 
 def test_eval_finds_what_the_run_found_in_its_model_and_in_its_checkpoints(tmp_path: Path) -> None:
