@@ -92,11 +92,11 @@ def test_the_benchmark_measures_the_machine_and_compares_step_with_step(
     assert rows["speed-up"] == pytest.approx(5.0 / 3.2)
     assert rows["ideal speed-up, (g + t) / max(g, t)"] == pytest.approx(5.0 / 3.0)
     assert rows["speed-up / ideal"] == pytest.approx(3.0 / 3.2)
-    slower = max(
-        2.0 * rows["slow-down of a generating loop beside a training one"],
-        3.0 * rows["slow-down of a training loop beside a generating one"],
+    by = Slowdown(
+        training=rows["slow-down of a training loop beside a generating one"],
+        generation=rows["slow-down of a generating loop beside a training one"],
     )
-    assert rows["ideal speed-up on this machine"] == pytest.approx(5.0 / slower)
+    assert rows["ideal speed-up on this machine"] == pytest.approx(5.0 / _together_s(2.0, 3.0, by))
     assert rows["synchronous: time to reward 0.35"] == 25.0  # (0.3 + 0.4 + 0.5) / 3 >= 0.35 after the fifth
     assert report["targets"][2]["value"] == pytest.approx(0.95)
     assert any("asynchronous: 0 of 1 runs reached" in note for note in report["notes"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import client, client_gil
+from benchmarks import client_gil
+from tests.benchmarks.support import run_apart
 
 
 def test_rollouts_and_tokens_have_a_cost_and_a_rate(tmp_path: Path) -> None:
     file = tmp_path / "client.json"
     sizes = ["--in-flight", "16", "--rollouts", "16", "--tokens", "8", "--seconds", "0.5", "--rounds", "1"]
-    client.main([*sizes, "--rate", "100", "--json", str(file)])
+    run_apart("client", [*sizes, "--rate", "100", "--json", str(file)])
     rows = {row["name"]: row["median"] for row in json.loads(file.read_text())["rows"]}
     assert len(rows) == 2 * 3
     assert all(value > 0.0 for value in rows.values())
@@ -25,7 +26,7 @@ def test_rollouts_and_tokens_have_a_cost_and_a_rate(tmp_path: Path) -> None:
 def test_the_training_thread_is_timed_with_rollouts_without_and_with_those_of_another_process(tmp_path: Path) -> None:
     file = tmp_path / "client_gil.json"
     sizes = ["--in-flight", "8", "--tokens", "8", "--rounds", "2", "--seconds", "0.05", "--width", "16"]
-    client_gil.main([*sizes, "--rate", "100", "--rewards", "light", "--json", str(file)])
+    run_apart("client_gil", [*sizes, "--rate", "100", "--rewards", "light", "--json", str(file)])
     found = json.loads(file.read_text())
     rows = {row["name"]: row["median"] for row in found["rows"]}
     for name in client_gil.VARIANTS:

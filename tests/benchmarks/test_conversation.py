@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import conversation
+from tests.benchmarks.support import run_apart
 
 
 def test_every_turn_has_a_cost(tmp_path: Path) -> None:
     file = tmp_path / "conversation.json"
-    conversation.main(["--turns", "8", "--conversations", "3", "--json", str(file)])
+    run_apart("conversation", ["--turns", "8", "--conversations", "3", "--json", str(file)])
     found = json.loads(file.read_text())
     rows = {row["name"]: row["values"] for row in found["rows"]}
     assert set(rows) == {"turn 2", "turn 8", "turn 8 / turn 2"}

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import _gpu_bounds as bounds
 from benchmarks import gpu
+from tests.benchmarks.support import run_apart
 
 SMALL = bounds.ModelSize(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
 PEAKS = bounds.Peaks(flops=1e6, memory=1e4, link=1e3, source="test")
@@ -63,7 +64,7 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(
 def test_the_same_code_runs_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     small = ["--rounds", "1", "--in-flight", "2", "--completion-tokens", "4", "--samples", "2"]
-    code = gpu.main(["--device", "cpu", "--parts", "generate", "train", *small, "--json", str(file)])
+    code = run_apart("gpu", ["--device", "cpu", "--parts", "generate", "train", *small, "--json", str(file)])
     assert code == 0
     report = json.loads(file.read_text(encoding="utf-8"))
     rows = {row["name"]: row for row in report["rows"]}

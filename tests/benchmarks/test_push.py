@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.push import main
 from benchmarks.push_parts.streams import Tokens, Window
+from tests.benchmarks.support import run_apart
 
 
 def test_a_push_is_measured_beside_its_broadcast_and_seen_by_streams(tmp_path: Path) -> None:
     file = tmp_path / "push.json"
-    code = main(
-        ["--engine", "embedded", "--megabytes", "4", "--rounds", "2", "--requests", "2", "--bucket-mb", "1", "--json", str(file)]
-    )  # fmt: skip
+    sizes = ["--engine", "embedded", "--megabytes", "4", "--rounds", "2", "--requests", "2", "--bucket-mb", "1"]
+    code = run_apart("push", [*sizes, "--json", str(file)])
     found = json.loads(file.read_text())
     assert code == (0 if found["targets"][0]["met"] else 1)
     values = {(row["name"], row["unit"]): row["values"] for row in found["rows"]}

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 from benchmarks import rollouts
+from tests.benchmarks.support import run_apart
 
 
 def test_every_question_to_the_table_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     small = ["--rollouts", "400", "--tokens", "16", "--repeats", "1", "--folder", str(tmp_path / "store")]
-    rollouts.main([*small, "--json", str(file)])
+    run_apart("rollouts", [*small, "--json", str(file)])
     report = json.loads(file.read_text(encoding="utf-8"))
     rows = {row["name"]: row for row in report["rows"]}
     assert sum(name.startswith("filter ") and "first time" not in name for name in rows) == len(rollouts.FILTERS)

@@ -11,11 +11,14 @@ import pytest
 
 from benchmarks import startup
 from benchmarks._startup_run import SERVER_MARKS, Watch, first_step
+from tests.benchmarks.support import run_apart
 
 
 def test_commands_are_measured_and_their_imports_shown(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    startup.main(["--only", "validate", "inspect-rollouts", "--repeats", "1", "--skip-train", "--json", str(file)])
+    run_apart(
+        "startup", ["--only", "validate", "inspect-rollouts", "--repeats", "1", "--skip-train", "--json", str(file)]
+    )
     report = json.loads(file.read_text(encoding="utf-8"))
     rows = {row["name"]: row for row in report["rows"]}
     assert 0 < rows["python -c pass"]["median"] < rows["validate"]["median"]

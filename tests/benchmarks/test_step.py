@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.step import main
+from tests.benchmarks.support import run_apart
 
 TINY = [
     "--samples", "32", "--prompt-tokens", "8", "--completion-tokens", "32", "--micro-batch-tokens", "128", "--vocab", "256",
@@ -20,7 +20,7 @@ TINY = [
 def test_the_step_and_the_padded_loops_compute_the_same_and_are_compared(tmp_path: Path) -> None:
     """Exit code 1 may only come from the speed, which two rounds of a tiny step do not tell; what differs raises SystemExit."""
     report = tmp_path / "report.json"
-    assert main([*TINY, "--minibatches", "2", "--json", str(report)]) in (0, 1)
+    assert run_apart("step", [*TINY, "--minibatches", "2", "--json", str(report)]) in (0, 1)
     found = json.loads(report.read_text())
     rows = {row["name"]: row for row in found["rows"]}
     for side in ("packed", "padded", "sorted"):

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.token_figures import WAYS, main
+from benchmarks.token_figures import WAYS
+from tests.benchmarks.support import run_apart
 
 
 @pytest.mark.slow
 def test_the_three_ways_of_a_step_are_compared(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     sizes = ["--groups", "2", "--group-size", "2", "--prompt-tokens", "8", "--completion-tokens", "16", "--rounds", "2"]
-    assert main([*sizes, "--device", "cpu", "--json", str(report)]) in (0, 1)  # 1: figures are much of so small a step
+    code = run_apart("token_figures", [*sizes, "--device", "cpu", "--json", str(report)])
+    assert code in (0, 1)  # 1: figures are much of so small a step
     found = json.loads(report.read_text())
     rows = {row["name"]: row for row in found["rows"]}
     for way in WAYS:

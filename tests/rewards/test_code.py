@@ -309,6 +309,9 @@ def test_a_call_that_is_given_up_leaves_nothing_running() -> None:
     from tests.sandbox.support import descendants
 
     async def use() -> None:
+        await code_tests(
+            ["def add(a, b):\n    return a + b"], [TWO]
+        )  # what the machine can do is found out at the first call
         call = asyncio.create_task(code_tests(["def add(a, b):\n    while True: pass"], [TWO]))
         while len(descendants()) < 2:
             await asyncio.sleep(0.01)

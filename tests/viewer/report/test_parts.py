@@ -90,7 +90,7 @@ def test_stacked_areas_of_several_runs_are_plots_of_their_own() -> None:
 def test_parts_of_a_push_are_not_counted_twice() -> None:
     rows = [{"step": 1.0, **{f"sync/{phase}_ms": 1.0 for phase in ("pause", "transfer", "gather", "send", "resume")}}]
     labels = [each["label"] for each in draw(_plot("push"), [_run(rows)])[0].data["series"]]
-    assert labels == ["pause", "transfer", "resume"]
+    assert labels == ["transfer", "pause", "resume"]
 
 
 def test_a_plot_without_its_metrics_is_not_drawn() -> None:
