@@ -15,7 +15,7 @@ from tests.viewer.web.pages import opened, ready, rows, search
 from tests.viewer.web.serving import Inspector, append_steps, serving, write_run
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Route
 
 
 # -- open
@@ -288,14 +288,25 @@ def test_curves_show_what_was_measured_and_grow_with_the_run(browser: Browser, t
     root = write_run(tmp_path / "run", num_steps=1)
     metrics = RunDir(root).metrics
     metrics.write_text("".join(f'{{"step": {step}, "reward": {step / 10}, "own": 2}}\n' for step in (1, 2)), "utf-8")
-    with serving(root) as inspected, opened(browser, inspected, "#/curves?run=run") as watched:
+
+    def one_more_step(step: int, reward: float) -> None:
+        with metrics.open("a", encoding="utf-8") as file:
+            file.write(f'{{"step": {step}, "reward": {reward}, "own": 2}}\n')
+
+    def grows_behind_the_answer(route: Route) -> None:
+        answer = route.fetch()
+        one_more_step(3, 0.75)
+        route.fulfill(response=answer)
+
+    with serving(root) as inspected, opened(browser, inspected) as watched:
         page = watched.page
+        page.route("**/api/metrics?**names=**", grows_behind_the_answer, times=1)
+        page.evaluate("() => (location.hash = '#/curves?run=run')")
         page.wait_for_selector(".curves .chart canvas")
         assert page.locator(".curves .chart-title").all_inner_texts() == ["reward"]
-        assert "0.2" in page.locator(".curves .chart-legend").inner_text()
-        with metrics.open("a", encoding="utf-8") as file:
-            file.write('{"step": 3, "reward": 0.75, "own": 2}\n')
-        page.wait_for_selector(".curves .chart-legend:has-text('0.75')")
+        page.wait_for_selector(".curves .chart-legend:has-text('0.75')")  # came after the answer, before a heartbeat
+        one_more_step(4, 0.875)
+        page.wait_for_selector(".curves .chart-legend:has-text('0.875')")
         page.click(".picker summary")
         page.check(".picker-list label:has-text('own') input")
         page.wait_for_function("() => document.querySelectorAll('.curves canvas').length >= 2")

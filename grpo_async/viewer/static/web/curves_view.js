@@ -101,11 +101,13 @@ export async function curvesView({ app, main, parameters, signal }) {
   );
   drawPicker();
   app.list = address("curves", parameters);
+  let drawnSteps = null; // of this run's metrics: the heartbeat counts the same
 
   async function draw() {
     const answers = await Promise.all(runs.map((name) => get("metrics", { run: name, names: shown.join(",") }, signal)));
     leave();
     fill(plots);
+    drawnSteps = answers[0].steps.length;
     for (const name of shown) {
       const about = known[name] || {};
       const place = h("section", { class: "panel plot", title: about.help || "" });
@@ -117,16 +119,14 @@ export async function curvesView({ app, main, parameters, signal }) {
     }
   }
   await draw();
-  let seen = null;
   return {
     title: "Curves",
     leave,
     onPulse(beat) {
       // curves grow to the right: drawn anew they move nothing that is read
-      if (seen !== null && beat.metrics !== seen) {
-        draw().catch(() => {});
+      if (beat.metrics !== drawnSteps) {
+        draw().catch(() => {}); // the next heartbeat tries again
       }
-      seen = beat.metrics;
     },
   };
 }

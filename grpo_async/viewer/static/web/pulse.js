@@ -55,9 +55,10 @@ export class Pulse {
       if (run !== this.run) {
         return;
       }
-      const changed = this.seen !== null && this.seen !== beat.until;
+      const there = `${beat.until} ${beat.metrics}`;
+      const changed = this.seen !== null && this.seen !== there;
       this.wait = changed ? SHORTEST_MS : Math.min(LONGEST_MS, this.wait * 1.4);
-      this.seen = beat.until;
+      this.seen = there;
       this.show(beat);
       this.listener(beat);
     } catch (error) {
