@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from grpo_async.buffer.ledger import is_closed
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
@@ -27,6 +26,7 @@ from grpo_async.launch.evaluations import Listeners, RunEvaluations
 from grpo_async.launch.preflight import Check, run_preflight
 from grpo_async.launch.preflight_context import PreflightContext
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
+from grpo_async.launch.run_summary import run_summary
 from grpo_async.launch.run_timeline import RunPhases, watch_servers
 from grpo_async.launch.stall import StallGuard
 from grpo_async.launch.weight_sync import FleetSync
@@ -380,24 +380,16 @@ class _Leader:
         )
 
     def _write_summary(self, side: RolloutSide, meter: PipelineMeter, steps: int) -> None:
-        rundir = self._place.rundir
-        is_finished = steps == self._config.training.max_steps
-        ledger = side.source.ledger_snapshot()
-        summary = {
-            "status": "finished" if is_finished else "stopped",
-            "steps": steps,
-            "model": str(rundir.model) if is_finished else None,
-            "num_devices": self._place.world_size,
-            "engine": self._engine,
-            "on_gpu": self._workplace.device.type == "cuda",
-            "server_failures": [
-                {"server": failure.name, "reason": failure.reason, "recovery_s": failure.recovery_s}
-                for failure in self._fleet.failures
-            ],
-            **meter.summary(),
-            "evaluation": self._evaluations.summary(),
-            "ledger": ledger,
-            "ledger_closed": is_closed(ledger),
-        }
-        write_atomically(rundir.summary, json.dumps(summary, indent=2))
+        summary = run_summary(
+            self._place,
+            self._config,
+            engine=self._engine,
+            on_gpu=self._workplace.device.type == "cuda",
+            steps=steps,
+            failures=self._fleet.failures,
+            meter=meter.summary(),
+            evaluation=self._evaluations.summary(),
+            ledger=side.source.ledger_snapshot(),
+        )
+        write_atomically(self._place.rundir.summary, json.dumps(summary, indent=2))
         self._control.send("summary", summary=summary)

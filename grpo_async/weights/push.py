@@ -316,7 +316,7 @@ def _transfer(
     try:
         mark, began = time.monotonic(), time.time()
         for tensors in parameters.buckets(transport.bucket_bytes):
-            buffer = None if sender.failure else transport.pack(tensors)
+            buffer = transport.pack(tensors) if sender.takes_more else None
             gather_s += time.monotonic() - mark
             timeline.add("gather", LANE, began, time.time(), tensors=len(tensors))
             if buffer is not None:

@@ -64,10 +64,16 @@ class BucketSender:
             SimpleQueue()
         )  # None: there are no more
         self._thread: Future[None] | None = None
+        self._has_closed = False
+
+    @property
+    def takes_more(self) -> bool:
+        """False once a send has failed or the transport is closed: then nothing is to be packed for it any more."""
+        return self.failure is None and not self._has_closed
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         """Send `buffer` as soon as the one before is out; returns when the sending of `buffer` has begun."""
-        if self.failure is not None:
+        if not self.takes_more:
             return
         if self._thread is None:
             self._thread = start(self._run, name="weights send")
@@ -90,6 +96,7 @@ class BucketSender:
         until = time.monotonic() + self._timeout_s + GRACE_S
         while not event.done() and not self._thread.done() and time.monotonic() < until:
             if any(answer.done() and answer.exception() for answer in self._answers.values()):  # waits: it is done
+                self._has_closed = True
                 self._transport.close()  # a server is out: the send cannot end well, and ends now where the carrier can
             watched: list[Future[Any]] = [event, *(answer for answer in self._answers.values() if not answer.done())]
             wait([*watched, self._thread], timeout=until - time.monotonic(), return_when=FIRST_COMPLETED)
