@@ -123,7 +123,6 @@ class OurSide:
                 [len(sample.token_ids) for sample in part],
                 num_ranks=self._num_ranks,
                 micro_batch_tokens=options.micro_batch_tokens,
-                row_tokens=None,
                 pack=True,
             )
             weights = token_weights(part, plan, reduction="dapo", max_completion_tokens=options.completion_tokens)

@@ -175,7 +175,6 @@ class _Bench:
                 [len(sample.token_ids) for sample in samples],
                 num_ranks=1,
                 micro_batch_tokens=options.micro_batch_tokens,
-                row_tokens=None,
                 pack=True,
             )
             weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=options.completion_tokens)

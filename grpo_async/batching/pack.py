@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from grpo_async.batching.plan import BatchPlan
+from grpo_async.batching.plan import BatchPlan, MicroBatchPlan
 from grpo_async.records import RolloutSample
 
 
@@ -80,26 +80,22 @@ def pack_rank(
         trainer_version: finished steps.
     """
     counts = [sample.num_trained_tokens for sample in samples]
-    rank_tokens = [sum(counts[i] for rows in parts for row in rows for i in row) for parts in plan.ranks]
+    rank_tokens = [sum(counts[i] for part in parts for i in part.indices) for parts in plan.ranks]
     return [
         replace(
-            _pack_micro_batch(samples, weights, rows, plan.row_tokens, trainer_version=trainer_version),
+            _pack_micro_batch(samples, weights, micro_batch, trainer_version=trainer_version),
             minibatch_tokens=sum(counts),
             most_rank_tokens=max(rank_tokens),
         )
-        for rows in plan.ranks[rank]
+        for micro_batch in plan.ranks[rank]
     ]
 
 
 def _pack_micro_batch(
-    samples: Sequence[RolloutSample],
-    weights: Sequence[float],
-    rows: Sequence[Sequence[int]],
-    row_tokens: int,
-    *,
-    trainer_version: int,
+    samples: Sequence[RolloutSample], weights: Sequence[float], plan: MicroBatchPlan, *, trainer_version: int
 ) -> MicroBatch:
-    num_rows = max(1, len(rows))  # an empty rank computes one row of padding: FSDP's collectives need its forward
+    row_tokens = plan.row_tokens
+    num_rows = max(1, len(plan.rows))  # an empty rank computes one row of padding: FSDP's collectives need its forward
     input_ids = torch.zeros(num_rows, row_tokens, dtype=torch.int64)
     position_ids = torch.zeros(num_rows, row_tokens, dtype=torch.int64)
     segment_ids = torch.full((num_rows, row_tokens), -1, dtype=torch.int64)
@@ -111,7 +107,7 @@ def _pack_micro_batch(
     logprobs: list[float] = []
     advantages: list[float] = []
     token_weight: list[float] = []
-    for row, indices in enumerate(rows):
+    for row, indices in enumerate(plan.rows):
         start = 0
         for segment, index in enumerate(indices):
             sample = samples[index]

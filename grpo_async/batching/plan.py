@@ -1,44 +1,98 @@
 """Decides which sample goes into which row, micro-batch and rank. Pure: works on lengths alone.
 
-Rows have one length; samples are packed into them first-fit by decreasing length. Rows go to ranks longest cost first, each to
-the cheapest rank that still has room; the cost of a row is the sum of its squared sample lengths (attention). Every rank gets
-the same number of micro-batches, because the collectives of FSDP run in lockstep; a missing row stays empty.
-Worked example: lengths [5, 3, 4, 2], row_tokens 8, 1 rank, 16 tokens per micro-batch -> rows [[0, 1], [2, 3]], one micro-batch.
+Attention goes sample by sample wherever a sample stands (training/attention.py), so the samples of a micro-batch stand in one row,
+one after the other, and nothing is padded. Every rank gets the same number of micro-batches, because the collectives of FSDP run
+in lockstep. The m-th ones of all ranks run at the same time, and all wait for the most expensive of them.
+
+There are as few micro-batches as first-fit by decreasing length needs. Samples go, longest first, each into the cheapest one that
+still has room (where that leaves one without: as first-fit had them). Micro-batches then are sorted by cost: neighbours run at the
+same time, and of them the rank with the least work so far gets the most expensive one.
+
+Worked example: lengths [5, 3, 4, 2], 2 ranks, 8 tokens per micro-batch. First-fit needs two, 5 + 3 and 4 + 2: one a rank. The
+cheapest ones: 5 and 4 go into one each, 3 to the 4, 2 to the 5 -> rank 0 has a row of samples [0, 3], rank 1 one of [2, 1].
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+EMPTY_ROW_TOKENS = 4
+"""Padding that a micro-batch without a sample computes: a forward for FSDP's collectives, and more than one token, for which
+torch.compile would make code of its own."""
+_EVEN_TOKENS = 16_384
+"""Length of a sample from which on attention costs more than matrix products. In a layer of the usual shape the latter are 24 h^2
+operations a token and causal attention 2 h L: even at 12 h, 12,288 tokens for a hidden size of 1024. A plan knows lengths only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchPlan:
+    """One forward of one rank."""
+
+    rows: Sequence[Sequence[int]]
+    """Indices of the samples in each row; none where the rank has nothing to do."""
+    row_tokens: int
+    """Length of a row: that of the longest one."""
+
+    @property
+    def indices(self) -> list[int]:
+        """Of all its samples, in the order in which they are packed."""
+        return [index for row in self.rows for index in row]
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Rows x their length, padding included; without a sample one row of it."""
+        return max(1, len(self.rows)) * self.row_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """`ranks[r][m]` is a list of rows, each a list of sample indices; every rank has as many micro-batches."""
+    """`ranks[r][m]` is what rank r computes as its m-th forward; every rank has as many."""
 
-    row_tokens: int
-    ranks: Sequence[Sequence[Sequence[Sequence[int]]]]
+    ranks: Sequence[Sequence[MicroBatchPlan]]
 
     @property
     def num_micro_batches(self) -> int:
+        """Of each rank."""
         return len(self.ranks[0])
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens of all forwards, padding included; a micro-batch without a sample computes one row of it."""
-        return sum(max(1, len(rows)) for micro_batches in self.ranks for rows in micro_batches) * self.row_tokens
+        """Of all forwards on all ranks, padding included."""
+        return sum(micro_batch.num_computed_tokens for rank in self.ranks for micro_batch in rank)
 
 
-def plan_batch(
-    lengths: Sequence[int], *, num_ranks: int, micro_batch_tokens: int, row_tokens: int | None, pack: bool
-) -> BatchPlan:
-    """Plan one optimizer step.
+@dataclass(slots=True)
+class _Filling:
+    """A micro-batch while samples are put into it, the longest first."""
+
+    indices: list[int] = field(default_factory=list)
+    tokens: int = 0
+    squares: int = 0
+
+    @property
+    def cost(self) -> int:
+        """Matrix products are linear in the tokens, padding included; attention is quadratic in the length of each sample."""
+        return self.tokens * _EVEN_TOKENS + self.squares
+
+    def with_one_more(self, length: int, *, pack: bool) -> int:
+        """Its tokens if it had a sample of this length, too. Unpacked, all rows are as long as its first, longest sample."""
+        return self.tokens + (length if pack or not self.indices else self.tokens // len(self.indices))
+
+    def add(self, index: int, length: int, *, pack: bool) -> None:
+        self.tokens = self.with_one_more(length, pack=pack)
+        self.squares += length**2
+        self.indices.append(index)
+
+
+def plan_batch(lengths: Sequence[int], *, num_ranks: int, micro_batch_tokens: int, pack: bool) -> BatchPlan:
+    """Plan one optimizer update.
 
     Args:
         lengths: tokens of each sample. [num_samples]
         micro_batch_tokens: most tokens (padding included) of one forward on one rank.
-        row_tokens: tokens of a row; None or less than the longest sample = the longest sample.
-        pack: False puts one sample into each row.
+        pack: False puts one sample into each row; rows are as long as the longest sample of their micro-batch.
 
     Raises:
         ValueError: no samples, or a sample longer than a micro-batch.
@@ -50,44 +104,63 @@ def plan_batch(
         raise ValueError(
             f"a sample of {longest} tokens does not fit into training.micro_batch_tokens = {micro_batch_tokens}"
         )
-    row_length = max(longest, row_tokens or 0)
-    rows = _fill_rows(lengths, row_length) if pack else [[index] for index in range(len(lengths))]
-    rows_per_micro_batch = max(1, micro_batch_tokens // row_length)
-    rows_per_rank = -(-len(rows) // num_ranks)
-    num_micro_batches = -(-rows_per_rank // rows_per_micro_batch)
-    ranks = []
-    for rank_rows in _balance(rows, lengths, num_ranks, rows_per_rank):
-        # spread evenly, so that the last micro-batch is not a small remainder
-        ranks.append([rank_rows[number::num_micro_batches] for number in range(num_micro_batches)])
-    return BatchPlan(row_tokens=row_length, ranks=ranks)
+    first_fit = _first_fit(lengths, micro_batch_tokens, pack=pack)
+    first_fit += [_Filling() for _ in range(-len(first_fit) % num_ranks)]
+    filled = _fill_evenly(lengths, len(first_fit), micro_batch_tokens, pack=pack) or first_fit
+    return BatchPlan(ranks=[[_planned(each, pack=pack) for each in rank] for rank in _distribute(filled, num_ranks)])
 
 
-def _fill_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        for row, left in enumerate(room):
-            if lengths[index] <= left:
-                rows[row].append(index)
-                room[row] -= lengths[index]
-                break
-        else:
-            rows.append([index])
-            room.append(row_length - lengths[index])
-    return rows
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
-def _balance(
-    rows: Sequence[list[int]], lengths: Sequence[int], num_ranks: int, rows_per_rank: int
-) -> list[list[list[int]]]:
-    def cost(row: Sequence[int]) -> int:
-        return sum(lengths[index] ** 2 for index in row)
+def _first_fit(lengths: Sequence[int], limit: int, *, pack: bool) -> list[_Filling]:
+    """Samples, longest first, each into the first micro-batch with room, a new one where there is none."""
+    filled: list[_Filling] = []
+    for index in _longest_first(lengths):
+        length = lengths[index]
+        target = next((each for each in filled if each.with_one_more(length, pack=pack) <= limit), None)
+        if target is None:
+            target = _Filling()
+            filled.append(target)
+        target.add(index, length, pack=pack)
+    return filled
 
-    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+
+def _fill_evenly(lengths: Sequence[int], count: int, limit: int, *, pack: bool) -> list[_Filling] | None:
+    """Samples, longest first, each into the cheapest of `count` micro-batches with room; None where there was none."""
+    filled = [_Filling() for _ in range(count)]
+    by_cost = [(0, number) for number in range(count)]  # heap
+    for index in _longest_first(lengths):
+        without_room = []
+        while by_cost and filled[by_cost[0][1]].with_one_more(lengths[index], pack=pack) > limit:
+            without_room.append(heapq.heappop(by_cost))
+        if not by_cost:
+            return None
+        number = by_cost[0][1]
+        filled[number].add(index, lengths[index], pack=pack)
+        heapq.heapreplace(by_cost, (filled[number].cost, number))
+        for each in without_room:  # a shorter sample may fit
+            heapq.heappush(by_cost, each)
+    return filled
+
+
+def _distribute(filled: Sequence[_Filling], num_ranks: int) -> list[list[_Filling]]:
+    """Those of like cost to different ranks at the same time, the most expensive first. [num_ranks][num_micro_batches]"""
+    ranks: list[list[_Filling]] = [[] for _ in range(num_ranks)]
     costs = [0] * num_ranks
-    for row in sorted(rows, key=cost, reverse=True):
-        open_ranks = [rank for rank in range(num_ranks) if len(ranks[rank]) < rows_per_rank]
-        cheapest = min(open_ranks, key=lambda rank: (costs[rank], rank))
-        ranks[cheapest].append(row)
-        costs[cheapest] += cost(row)
+    ordered = sorted(filled, key=lambda each: -each.cost)
+    for start in range(0, len(ordered), num_ranks):
+        cheapest_first = sorted(range(num_ranks), key=lambda rank: costs[rank])
+        for rank, each in zip(cheapest_first, ordered[start : start + num_ranks], strict=True):
+            ranks[rank].append(each)
+            costs[rank] += each.cost
     return ranks
+
+
+def _planned(filled: _Filling, *, pack: bool) -> MicroBatchPlan:
+    indices = filled.indices
+    if not indices:
+        return MicroBatchPlan(rows=[], row_tokens=EMPTY_ROW_TOKENS)
+    rows = [indices] if pack else [[index] for index in indices]
+    return MicroBatchPlan(rows=rows, row_tokens=filled.tokens // len(rows))

@@ -54,7 +54,7 @@ def token_weights(
 
 
 def _of_micro_batches(counts: Sequence[int], plan: BatchPlan) -> list[float]:
-    micro_batches = [[index for row in micro_batch for index in row] for rank in plan.ranks for micro_batch in rank]
+    micro_batches = [micro_batch.indices for rank in plan.ranks for micro_batch in rank]
     tokens = [sum(counts[index] for index in indices) for indices in micro_batches]
     num_filled = sum(count > 0 for count in tokens)
     weights = [0.0] * len(counts)

@@ -66,10 +66,9 @@ class TrainingSection(StrictModel):
     """Push weights to the server every N optimizer steps."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
     """Most tokens (padding included) that one forward holds on one rank."""
-    row_tokens: int | None = Field(default=None, ge=8)
-    """Samples are packed into rows of this many tokens; null = the longest sample of the step. Longer rows pad less."""
     pack: bool = True
-    """false: one sample per row (for comparison; the loss is the same)."""
+    """The samples of a forward in one row, without padding. false: one sample per row, padded to the longest (for comparison; the
+    loss is the same)."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Logits are computed for this many tokens at a time and never held for more."""
     compile: bool = False

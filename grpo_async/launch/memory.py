@@ -174,7 +174,7 @@ def estimate_trainer(config: ExperimentConfig, num_parameters: int, shape: Model
 
     With N parameters sharded over R ranks (hybrid sharding: those of one machine), T of them trained (all, or the adapters), m
     bytes an element of `model.dtype` (adapters: 4), c of the compute dtype, w of the wire, t tokens of a micro-batch
-    (`training.micro_batch_tokens`) in rows of S (`training.row_tokens`, else `inference.max_model_len`):
+    (`training.micro_batch_tokens`):
 
         weights      N m / R (layers in nf4: N 0.5625 / R) + adapters, and gathered by FSDP: embedding, head and two layers, in c
                      (all layers with reshard_after_forward: false)
@@ -213,8 +213,7 @@ def estimate_trainer(config: ExperimentConfig, num_parameters: int, shape: Model
         matrix = shape.hidden_size * shape.intermediate_size
         gathered = shape.root_parameters * compute + int(num_gathered * layer * _NF4_BYTES) + matrix * compute
     has_reference = config.loss.beta > 0 and not (lora is not None and config.loss.reference == "initial")
-    row = training.row_tokens or min(config.inference.max_model_len, training.micro_batch_tokens)
-    per_layer = activation_bytes(shape, item_bytes=compute, row_tokens=row)
+    per_layer = activation_bytes(shape, item_bytes=compute)
     tokens = training.micro_batch_tokens
     recomputing = config.model.activation_checkpointing
     if recomputing == "none":
@@ -278,16 +277,17 @@ def _product_elements(shape: ModelShape) -> int:
     return 2 * heads + 2 * kv_heads + 2 * shape.hidden_size + 2 * shape.intermediate_size
 
 
-def activation_bytes(shape: ModelShape, *, item_bytes: int, row_tokens: int) -> int:
+def activation_bytes(shape: ModelShape, *, item_bytes: int) -> int:
     """What one token leaves in one layer for the backward pass, in bytes.
 
-    item_bytes x (8 hidden + 4 heads x head_dim + 4 kv_heads x head_dim + 4 intermediate)  norms, projections, attention, MLP
-    + row_tokens x item_bytes                                                              this layer's mask of its row
+    item_bytes x (8 hidden + 8 heads x head_dim + 3 kv_heads x head_dim + 4 intermediate)  norms, projections, attention, MLP
+
+    Attention goes sample by sample (training/attention.py) and makes no mask of a row; varlen's leaves one heads x head_dim less.
     """
     heads = shape.num_heads * shape.head_dim
     kv_heads = shape.num_kv_heads * shape.head_dim
-    elements = 8 * shape.hidden_size + 7 * heads + 3 * kv_heads + 4 * shape.intermediate_size
-    return item_bytes * (elements + row_tokens)
+    elements = 8 * shape.hidden_size + 8 * heads + 3 * kv_heads + 4 * shape.intermediate_size
+    return item_bytes * elements
 
 
 def estimate_server(

@@ -212,15 +212,12 @@ def generation(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
 
 
 def padding(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
-    """Longer rows pad less: row_tokens doubled, at most micro_batch_tokens."""
-    share, current = figures.padding_share, setup.row_tokens
-    if share is None or share < 0.25:
-        return None
-    suggested = setup.micro_batch_tokens if current is None else min(2 * current, setup.micro_batch_tokens)
-    if current is not None and suggested <= current:
+    """Packed samples are not padded."""
+    share = figures.padding_share
+    if setup.pack or share is None or share < 0.25:
         return None
     words = f"{share:.0%} of the tokens that the trainer computes are padding"
-    return _change("padding", words, "training.row_tokens", current if current is not None else "null", suggested)
+    return _change("padding", words, "training.pack", "false", "true")
 
 
 def training(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
@@ -297,10 +294,12 @@ RULES: tuple[Callable[[PipelineFigures, PipelineSetup], Advice | None], ...] = (
 
 
 def _change(
-    bound_by: str, words: str, setting: str, current: float | int | str, suggested: float | int, *, tail: str = ""
+    bound_by: str, words: str, setting: str, current: float | str, suggested: float | str, *, tail: str = ""
 ) -> Advice:
     """words: raise SETTING CURRENT -> SUGGESTED, tail."""
-    verb = "set" if isinstance(current, str) else "raise" if suggested > current else "lower"
+    verb = (
+        "set" if isinstance(current, str) or isinstance(suggested, str) else "raise" if suggested > current else "lower"
+    )
     text = f"{words}: {verb} {setting} {current} -> {suggested}" + (f", {tail}" if tail else "")
     if words.count(":"):  # one colon in a sentence is enough
         text = f"{words}; {verb} {setting} {current} -> {suggested}" + (f", {tail}" if tail else "")

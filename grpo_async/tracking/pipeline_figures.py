@@ -81,8 +81,7 @@ class PipelineSetup:
     """False: others run them (`inference.urls`)."""
     on_gpu: bool = True
     """Whether processes have a GPU each; False: all share the cores of the machine."""
-    row_tokens: int | None = None
-    micro_batch_tokens: int = 4096
+    pack: bool = True
 
     @property
     def world_size(self) -> int:
@@ -118,8 +117,7 @@ def setup_of(
         embedded_slots=inference.embedded.max_slots if is_embedded and not inference.urls else None,
         spawns_servers=not inference.urls,
         on_gpu=config.launch.device == "cuda" if on_gpu is None else on_gpu,
-        row_tokens=config.training.row_tokens,
-        micro_batch_tokens=config.training.micro_batch_tokens,
+        pack=config.training.pack,
     )
 
 

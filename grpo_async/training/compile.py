@@ -17,8 +17,8 @@ from grpo_async.training.recompute import decoder_layers
 def compile_layers(model: Any) -> None:
     """Compile the forward of every decoder layer of a Hugging Face causal LM, in place; the first forward pass does the work.
 
-    Call it after adapters were added and before `shard_policy`, whose hooks stay outside. Sizes are dynamic: rows and tokens differ
-    between micro-batches; one row and several rows are compiled once each.
+    Call it after adapters were added and before `shard_policy`, whose hooks stay outside. Sizes are dynamic: tokens differ between
+    micro-batches. One row (packed) and several are compiled once each.
     """
     for layer in decoder_layers(model):
         forward = layer.forward

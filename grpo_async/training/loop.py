@@ -250,7 +250,6 @@ class LeaderLoop:
                 [len(sample.token_ids) for sample in samples],
                 num_ranks=place.num_ranks,
                 micro_batch_tokens=config.training.micro_batch_tokens,
-                row_tokens=config.training.row_tokens,
                 pack=config.training.pack,
             )
             weights = token_weights(

@@ -122,8 +122,8 @@ class FigurePlan:
         """
         counts = [sample.num_trained_tokens for sample in samples]
         for rank, micro_batches in enumerate(plan.ranks):
-            for rows in micro_batches:
-                indices = [index for row in rows for index in row if counts[index]]
+            for micro_batch in micro_batches:
+                indices = [index for index in micro_batch.indices if counts[index]]
                 if not indices:
                     continue
                 is_collected = any(is_wanted[index] for index in indices)

@@ -3,53 +3,160 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 
-from grpo_async.batching.plan import BatchPlan, plan_batch
+from grpo_async.batching.plan import EMPTY_ROW_TOKENS, BatchPlan, plan_batch
+
+LIMIT = 200
+SHAPES: dict[str, Callable[[random.Random], int]] = {
+    "even": lambda draw: draw.randint(2, LIMIT),
+    "lognormal": lambda draw: min(LIMIT, 2 + int(draw.lognormvariate(3.0, 1.0))),
+    "half": lambda draw: LIMIT // 2 + draw.randint(-9, 9),  # two fit or do not
+    "whole": lambda draw: LIMIT,
+}
 
 
-def _plan(lengths: list[int], **changes: object) -> BatchPlan:
-    settings: dict[str, object] = {
-        "num_ranks": 1,
-        "micro_batch_tokens": 64,
-        "row_tokens": None,
-        "pack": True,
-        **changes,
-    }
-    return plan_batch(lengths, **settings)  # type: ignore[arg-type]
+def _plan(lengths: list[int], *, num_ranks: int = 1, micro_batch_tokens: int = 64, pack: bool = True) -> BatchPlan:
+    return plan_batch(lengths, num_ranks=num_ranks, micro_batch_tokens=micro_batch_tokens, pack=pack)
 
 
-def test_samples_are_packed_first_fit_by_decreasing_length() -> None:
-    plan = _plan([5, 3, 4, 2], row_tokens=8, micro_batch_tokens=16)
-    assert plan.row_tokens == 8
-    assert plan.ranks == [[[[0, 1], [2, 3]]]]  # 5 + 3 = 8, 4 + 2 = 6; two rows of 8 = 16 tokens
+def _cases() -> list[tuple[list[int], int]]:
+    """Lengths and ranks of 48 steps, from one sample to 60."""
+    draw = random.Random(0)
+    return [
+        ([shape(draw) for _ in range(draw.choice([1, 2, 5, 17, 60]))], num_ranks)
+        for shape in SHAPES.values()
+        for num_ranks in (1, 2, 3, 8)
+        for _ in range(3)
+    ]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def _cost(indices: Sequence[int], lengths: Sequence[int]) -> int:
+    """Of a packed micro-batch: 16,384 for each token, and the square of each sample."""
+    return sum(16_384 * lengths[index] + lengths[index] ** 2 for index in indices)
+
+
+def _rank_costs(plan: BatchPlan, lengths: Sequence[int]) -> list[int]:
+    return [sum(_cost(each.indices, lengths) for each in rank) for rank in plan.ranks]
+
+
+def test_the_worked_example() -> None:
+    plan = _plan([5, 3, 4, 2], num_ranks=2, micro_batch_tokens=8)
+    assert [[(each.rows, each.row_tokens) for each in rank] for rank in plan.ranks] == [
+        [([[0, 3]], 7)],
+        [([[2, 1]], 7)],
+    ]
+    assert plan.num_computed_tokens == 5 + 3 + 4 + 2
+
+
 @pytest.mark.parametrize("pack", [True, False])
-def test_every_sample_is_planned_once_and_no_limit_is_broken(num_ranks: int, pack: bool) -> None:
-    rng = random.Random(num_ranks)
-    lengths = [rng.randint(1, 60) for _ in range(37)]
-    plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=200, pack=pack)
-    rows = [row for rank in plan.ranks for micro_batch in rank for row in micro_batch]
-    assert sorted(index for row in rows for index in row) == list(range(37))
-    assert all(sum(lengths[index] for index in row) <= plan.row_tokens for row in rows)
-    assert {len(rank) for rank in plan.ranks} == {plan.num_micro_batches}
-    assert all(len(micro_batch) * plan.row_tokens <= 200 for rank in plan.ranks for micro_batch in rank)
+def test_every_sample_is_planned_once_and_no_limit_is_broken(pack: bool) -> None:
+    for lengths, num_ranks in _cases():
+        plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=LIMIT, pack=pack)
+        forwards = [each for rank in plan.ranks for each in rank]
+        assert sorted(index for each in forwards for index in each.indices) == list(range(len(lengths)))
+        assert len(plan.ranks) == num_ranks
+        assert {len(rank) for rank in plan.ranks} == {plan.num_micro_batches}
+        assert all(len(each.rows) * each.row_tokens <= LIMIT for each in forwards)
+        assert plan == _plan(list(lengths), num_ranks=num_ranks, micro_batch_tokens=LIMIT, pack=pack)
 
 
-def test_ranks_get_balanced_attention_cost() -> None:
+def test_packed_samples_are_never_padded() -> None:
+    for lengths, num_ranks in _cases():
+        plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=LIMIT)
+        forwards = [each for rank in plan.ranks for each in rank]
+        filled = [each for each in forwards if each.rows]
+        assert all(len(each.rows) == 1 for each in filled)
+        assert all(each.row_tokens == sum(lengths[index] for index in each.indices) for each in filled)
+        assert plan.num_computed_tokens == sum(lengths) + EMPTY_ROW_TOKENS * (len(forwards) - len(filled))
+        assert len(forwards) - len(filled) < num_ranks, "a micro-batch that no rank has a sample for"
+
+
+def test_an_unpacked_row_is_as_long_as_the_longest_sample_of_its_micro_batch() -> None:
+    plan = _plan([30, 6, 30, 5], micro_batch_tokens=60, pack=False)
+    assert [[(each.rows, each.row_tokens) for each in rank] for rank in plan.ranks] == [
+        [([[0], [1]], 30), ([[2], [3]], 30)],
+    ]
+    assert plan.num_computed_tokens == 2 * 30 + 2 * 30
+    plan = _plan([30, 6, 30, 5], micro_batch_tokens=30, pack=False)
+    assert [(each.rows, each.row_tokens) for each in plan.ranks[0]] == [([[0]], 30), ([[2]], 30), ([[1], [3]], 6)]
+    assert plan.num_computed_tokens == 30 + 30 + 12
+
+
+def _first_fit(lengths: Sequence[int]) -> int:
+    """Micro-batches of first-fit by decreasing length; it needs at most 11/9 of the fewest possible, and one (Johnson 1974)."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        number = next((number for number, room in enumerate(rooms) if room >= length), len(rooms))
+        rooms[number:] = [LIMIT if number == len(rooms) else rooms[number], *rooms[number + 1 :]]
+        rooms[number] -= length
+    return len(rooms)
+
+
+def test_there_are_as_few_micro_batches_as_first_fit_needs() -> None:
+    for lengths, num_ranks in _cases():
+        plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=LIMIT)
+        assert plan.num_micro_batches == -(-_first_fit(lengths) // num_ranks)
+
+
+def test_where_the_cheapest_first_leaves_a_sample_without_room_first_fit_decides() -> None:
+    """3 and 3 into one each, 2 and 2 too: 5 and 5 of 6, and no room for the last one."""
+    plan = _plan([3, 3, 2, 2, 2], micro_batch_tokens=6)
+    assert [each.rows for each in plan.ranks[0]] == [[[0, 1]], [[2, 3, 4]]]
+
+
+def test_ranks_get_the_same_attention_cost() -> None:
     lengths = [40, 40, 10, 10, 10, 10, 10, 10, 10, 10]
-    plan = _plan(lengths, num_ranks=2, micro_batch_tokens=80, row_tokens=40)
-    costs = [sum(lengths[i] ** 2 for batch in rank for row in batch for i in row) for rank in plan.ranks]
-    assert costs == [2000, 2000]  # 40^2 + 4 x 10^2 each
+    plan = _plan(lengths, num_ranks=2, micro_batch_tokens=80)
+    assert [sum(lengths[i] ** 2 for each in rank for i in each.indices) for rank in plan.ranks] == [2000, 2000]
 
 
-def test_more_ranks_than_rows_leaves_empty_micro_batches_not_missing_ones() -> None:
+def test_with_room_micro_batches_differ_by_no_more_than_one_sample() -> None:
+    """Each got its last sample when it was the cheapest of all."""
+    draw = random.Random(1)
+    for num_ranks in (2, 3, 8):
+        lengths = [SHAPES["lognormal"](draw) for _ in range(60)]
+        plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=sum(lengths))
+        assert plan.num_micro_batches == 1
+        costs = _rank_costs(plan, lengths)
+        last = max(_cost(rank[0].indices[-1:], lengths) for rank in plan.ranks)
+        assert max(costs) - min(costs) <= last
+
+
+def test_what_runs_at_the_same_time_is_alike_and_ranks_share_the_differences() -> None:
+    for lengths, num_ranks in _cases():
+        plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=LIMIT)
+        together = [[_cost(each.indices, lengths) for each in column] for column in zip(*plan.ranks, strict=True)]
+        for costs, later in pairwise(together):
+            assert min(costs) >= max(later)
+        costs = _rank_costs(plan, lengths)
+        assert max(costs) - min(costs) <= max(max(column) - min(column) for column in together)
+
+
+def test_long_samples_cost_more_than_as_many_tokens_in_short_ones() -> None:
+    """One of 24,000 costs 24,000 x (1 + 24,000 / 16,384) = 59,156, one of 1000 costs 1061. Even with a of the 60 short ones beside
+    the long one: 59,156 + 1061 a = 1061 (60 - a), a = 2.1."""
+    plan = _plan([24_000] + [1000] * 60, num_ranks=2, micro_batch_tokens=80_000)
+    assert sorted(each.row_tokens for rank in plan.ranks for each in rank) == [26_000, 58_000]
+
+
+def test_a_micro_batch_without_room_for_one_sample_gets_a_shorter_one() -> None:
+    """16,000 cost 31,625; 28 of 1000 cost 29,709 and leave 500: the 29th goes to the former, the 400 to the latter, cheaper one."""
+    plan = _plan([16_000] + [1000] * 29 + [400], micro_batch_tokens=28_500)
+    assert sorted(each.row_tokens for each in plan.ranks[0]) == [17_000, 28_400]
+
+
+def test_more_ranks_than_samples_leaves_empty_micro_batches_not_missing_ones() -> None:
     plan = _plan([5], num_ranks=3)
-    assert [len(rank) for rank in plan.ranks] == [1, 1, 1]
-    assert sum(len(rank[0]) for rank in plan.ranks) == 1
+    assert [[each.num_computed_tokens for each in rank] for rank in plan.ranks] == [
+        [5],
+        [EMPTY_ROW_TOKENS],
+        [EMPTY_ROW_TOKENS],
+    ]
+    assert plan.num_computed_tokens == 5 + 2 * EMPTY_ROW_TOKENS
 
 
 def test_a_sample_longer_than_a_micro_batch_is_refused_by_name_of_the_setting() -> None:

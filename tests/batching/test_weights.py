@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.batching.plan import BatchPlan, plan_batch
+from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import Reduction
 from tests.support.records import make_sample
@@ -13,7 +13,7 @@ _SAMPLES = [make_sample(completion=[5]), make_sample(completion=[5, 6, 7])]
 
 
 def _plan(*ranks: list[list[list[int]]]) -> BatchPlan:
-    return BatchPlan(row_tokens=8, ranks=ranks)
+    return BatchPlan(ranks=[[MicroBatchPlan(rows=rows, row_tokens=8) for rows in rank] for rank in ranks])
 
 
 _TOGETHER = _plan([[[0, 1]]])
@@ -67,7 +67,7 @@ def test_bnpo_is_the_mean_of_the_token_means_of_the_micro_batches_that_have_toke
 def test_the_weights_of_all_tokens_add_up_to_one(reduction: Reduction) -> None:
     samples = [make_sample(completion=list(range(1, 2 + index))) for index in range(7)]
     lengths = [len(sample.token_ids) for sample in samples]
-    plan = plan_batch(lengths, num_ranks=2, micro_batch_tokens=12, row_tokens=None, pack=True)
+    plan = plan_batch(lengths, num_ranks=2, micro_batch_tokens=12, pack=True)
     weights = token_weights(samples, plan, reduction=reduction, max_completion_tokens=10)
     total = sum(weight * sample.num_trained_tokens for weight, sample in zip(weights, samples, strict=True))
     assert total == pytest.approx(1.0)

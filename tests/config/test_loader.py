@@ -256,9 +256,9 @@ def test_overrides_take_precedence_and_are_read_as_yaml(tmp_path: Path) -> None:
 
 
 def test_an_override_can_replace_a_list_and_empty_a_value(tmp_path: Path) -> None:
-    path = _write(tmp_path, MINIMAL + "training: {row_tokens: 64}\n")
-    config = load_config(path, ["training.row_tokens=", "rewards=[{function: 'a:b'}, {function: 'a:c'}]"])
-    assert config.training.row_tokens is None
+    path = _write(tmp_path, MINIMAL + "checkpoint: {keep_every: 5}\n")
+    config = load_config(path, ["checkpoint.keep_every=", "rewards=[{function: 'a:b'}, {function: 'a:c'}]"])
+    assert config.checkpoint.keep_every is None
     assert len(config.rewards) == 2
 
 

@@ -36,6 +36,6 @@ def test_a_variable_may_stand_for_a_number_a_choice_and_a_boolean_but_text_needs
     interpolation = {"type": "string", "pattern": r"\$\{.+\}"}
     assert interpolation in definitions["OptimizerSection"]["properties"]["lr"]["anyOf"]
     assert interpolation in definitions["InferenceSection"]["properties"]["engine"]["anyOf"]
-    assert interpolation in definitions["TrainingSection"]["properties"]["row_tokens"]["anyOf"]
+    assert interpolation in definitions["CheckpointSection"]["properties"]["keep_every"]["anyOf"]
     assert "anyOf" not in definitions["ModelSection"]["properties"]["path"]
     assert definitions["OptimizerSection"]["properties"]["lr"]["default"] == 1e-6

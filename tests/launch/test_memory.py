@@ -24,6 +24,7 @@ from grpo_async.launch.memory import (
     read_shape,
     shared_gpu_fraction,
 )
+from grpo_async.training.attention import SampleLayout, use_attention
 from tests.launch.support import make_config
 from tests.support.tiny_model import build_tiny_model
 
@@ -40,7 +41,7 @@ def _config(folder: Path, **sections: Any) -> ExperimentConfig:
     base: dict[str, Any] = {
         "model": {"compute_dtype": "bfloat16"},
         "inference": {"engine": "vllm", "dtype": "bfloat16", "max_model_len": 2048},
-        "training": {"micro_batch_tokens": 4096, "row_tokens": 2048, "logprob_chunk_tokens": 1024},
+        "training": {"micro_batch_tokens": 4096, "logprob_chunk_tokens": 1024},
     }
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values}
@@ -130,7 +131,7 @@ def test_the_trainer_of_one_rank_is_what_the_formula_says(tmp_path: Path) -> Non
     assert estimate.weights == 4 * NUMBER + 2 * (151_936 * 1024 + 2 * layer)
     assert estimate.gradients == 4 * NUMBER
     assert estimate.optimizer == 12 * NUMBER
-    # 2 bytes x (8 x 1024 + 7 x 2048 + 3 x 1024 + 4 x 3072 + 2048) = 79,872 a token and layer
+    # 2 bytes x (8 x 1024 + 8 x 2048 + 3 x 1024 + 4 x 3072) = 79,872 a token and layer
     assert estimate.activations == 4096 * 28 * 79_872
     assert estimate.logits == 1024 * 151_936 * 4 * 5
     assert estimate.staging == 2 * 2 * 151_936 * 1024 + 4 * 151_936 * 1024  # the embedding is larger than 8 MiB
@@ -221,16 +222,18 @@ def test_activations_are_what_pytorch_saves_for_the_backward_pass(dtype: torch.d
     """Within 2 % in bfloat16; float32 casts nothing and keeps up to a fifth less."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    rows, length = 2, 64
+    segment_ids = torch.tensor([[0] * 64 + [1] * 40 + [2] * 24])  # three samples in a row
+    position_ids = torch.cat([torch.arange(length) for length in (64, 40, 24)])[None]
     fields: dict[str, Any] = {
         "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
         "vocab_size": 300, "attn_implementation": "sdpa", **sizes,
     }  # fmt: skip
-    mask = torch.ones(rows, 1, length, length, dtype=torch.bool).tril()
     saved_bytes = []
     for num_layers in (1, 2):  # the difference is one layer
         config = Qwen3Config(num_hidden_layers=num_layers, **fields)
         model = AutoModelForCausalLM.from_config(config).to(dtype)
+        use_attention(model, "mask")
+        layout = SampleLayout(segment_ids)
         weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         saved: dict[int, torch.UntypedStorage] = {}
 
@@ -241,15 +244,16 @@ def test_activations_are_what_pytorch_saves_for_the_backward_pass(dtype: torch.d
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             model.base_model(
-                input_ids=torch.zeros(rows, length, dtype=torch.int64), attention_mask=mask, use_cache=False
-            )
+                input_ids=torch.zeros_like(segment_ids), attention_mask=layout.no_padding, position_ids=position_ids,
+                use_cache=False, sample_layout=layout,
+            )  # fmt: skip
         saved_bytes.append(sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in weights))
-    seen = (saved_bytes[1] - saved_bytes[0]) / (rows * length)
+    seen = (saved_bytes[1] - saved_bytes[0]) / segment_ids.numel()
     shape = ModelShape(
         num_layers=1, hidden_size=256, intermediate_size=fields["intermediate_size"], num_heads=fields["num_attention_heads"],
         num_kv_heads=fields["num_key_value_heads"], head_dim=64, vocab_size=300, is_tied=False,
     )  # fmt: skip
-    formula = activation_bytes(shape, item_bytes=dtype.itemsize, row_tokens=length)
+    formula = activation_bytes(shape, item_bytes=dtype.itemsize)
     assert seen <= formula * 1.02
     assert seen >= formula * (0.98 if dtype is torch.bfloat16 else 0.75)
 

@@ -104,7 +104,7 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         seen["announced"] = {spec.dtype_name for spec in workplace.parameters.specs}
         workplace.policy.model.get_output_embeddings().register_forward_pre_hook(note_compute)
         samples = [make_sample()]
-        plan = plan_batch([4], num_ranks=1, micro_batch_tokens=64, row_tokens=None, pack=True)
+        plan = plan_batch([4], num_ranks=1, micro_batch_tokens=64, pack=True)
         workplace.step([pack_rank(samples, [1.0], plan, 0, trainer_version=0)], 1e-3)
 
     monkeypatch.setattr(lead_module, "lead", leads)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_async.batching.pack import MicroBatch, pack_rank
-from grpo_async.batching.plan import plan_batch
+from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import BaseLoss, ClippedLoss, LossSection
 from grpo_async.config.model_sections import ModelSection, OptimizerSection
@@ -72,22 +72,22 @@ def one_step(
     reference: Reference | None = None,
     trainer_version: int = 0,
     micro_batch_tokens: int = 4096,
-    row_tokens: int | None = None,
     pack: bool = True,
+    one_by_one: bool = False,
 ) -> StepResult:
-    """One step on this rank's part of the samples, cut into minibatches of neighbours."""
+    """One step on this rank's part of the samples, cut into minibatches of neighbours. `one_by_one`: every sample is a micro-batch;
+    ranks take turns."""
     section = loss or ClippedLoss()
     size = -(-len(samples) // num_minibatches)
     minibatches: list[list[MicroBatch]] = []
     for start in range(0, len(samples), size):
         part = samples[start : start + size]
-        plan = plan_batch(
-            [len(sample.token_ids) for sample in part],
-            num_ranks=dist.get_world_size(),
-            micro_batch_tokens=micro_batch_tokens,
-            row_tokens=row_tokens,
-            pack=pack,
-        )
+        lengths = [len(sample.token_ids) for sample in part]
+        num_ranks = dist.get_world_size()
+        plan = plan_batch(lengths, num_ranks=num_ranks, micro_batch_tokens=micro_batch_tokens, pack=pack)
+        if one_by_one:
+            each = [MicroBatchPlan(rows=[[index]], row_tokens=length) for index, length in enumerate(lengths)]
+            plan = BatchPlan(ranks=[each[rank::num_ranks] for rank in range(num_ranks)])
         weights = token_weights(part, plan, reduction=section.reduction_in_use, max_completion_tokens=32)
         minibatches.append(pack_rank(part, weights, plan, dist.get_rank(), trainer_version=trainer_version))
     return train_step(

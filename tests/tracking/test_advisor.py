@@ -246,10 +246,13 @@ def test_ranks_are_counted_over_all_machines_and_suggested_for_each() -> None:
     assert _change(_advice(replace(setup, replicas=3), generator_idle=0.4))[0] == "launch.num_trainer_ranks"
 
 
-def test_padding_asks_for_longer_rows() -> None:
-    assert _change(_advice(padding_share=0.4)) == ("training.row_tokens", "null", 4096)
-    assert _change(_advice(replace(SETUP, row_tokens=1024), padding_share=0.4)) == ("training.row_tokens", 1024, 2048)
-    assert _advice(replace(SETUP, row_tokens=4096), padding_share=0.4).setting is None
+def test_padding_asks_for_packed_samples() -> None:
+    unpacked = replace(SETUP, pack=False)
+    advice = _advice(unpacked, padding_share=0.4)
+    assert _change(advice) == ("training.pack", "false", "true")
+    assert advice.text.endswith("padding: set training.pack false -> true")
+    assert _advice(unpacked, padding_share=0.2).setting is None
+    assert _advice(padding_share=0.4).setting is None
 
 
 def test_equal_rewards_ask_for_more_groups() -> None:

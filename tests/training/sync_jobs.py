@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from benchmarks._sync_counter import count_syncs
 from grpo_async.batching.minibatch import split_groups
+from grpo_async.records import ScoredGroup
 from grpo_async.training.policy import Policy
 from grpo_async.training.workplace import follow
 from tests.support import rank_jobs
@@ -16,7 +18,7 @@ from tests.training.figure_jobs import FigureSource, figure_config, figure_group
 
 MODULE = "tests.training.sync_jobs"
 LONGEST = 64
-"""Tokens of a row; each sample has one of its own."""
+"""Tokens of every sample; each has a row of its own."""
 
 
 def count(
@@ -41,13 +43,13 @@ def count(
 def _count(
     model: str, loss: dict[str, Any], training: dict[str, Any], num_groups: int, token_figures: bool
 ) -> dict[str, Any]:
-    config = figure_config(loss, pack=False, row_tokens=LONGEST, **training)
+    config = figure_config(loss, pack=False, **training)
     place = figure_place(model, config, reference=model if config.loss.beta else None)
     if dist.get_rank() > 0:
         follow(place)
         return {}
     loop = figure_loop(place, FigureSource(None if token_figures else set()))
-    parts = split_groups(figure_groups(num_groups), config.training.minibatches)
+    parts = split_groups([_lengthened(group) for group in figure_groups(num_groups)], config.training.minibatches)
     loop._train(parts, 4)  # what is made once is made
     with count_syncs(place.policy, place.optimizer) as counter:
         forwards = _count_forwards(place.policy)
@@ -63,6 +65,23 @@ def _count(
         "samples_with_figures": len(figures),
         "norm": result.grad_norm,
     }
+
+
+def _lengthened(group: ScoredGroup) -> ScoredGroup:
+    """Its samples with longer prompts."""
+    samples = []
+    for sample in group.samples:
+        missing = LONGEST - len(sample.token_ids)
+        samples.append(
+            replace(
+                sample,
+                token_ids=[5] * missing + list(sample.token_ids),
+                loss_mask=[0] * missing + list(sample.loss_mask),
+                sampler_logprobs=[0.0] * missing + list(sample.sampler_logprobs),
+                policy_versions=[-1] * missing + list(sample.policy_versions),
+            )
+        )
+    return replace(group, samples=samples)
 
 
 def _count_forwards(policy: Policy) -> list[None]:

@@ -30,9 +30,9 @@ def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [
-        (1, {"row_tokens": 64}),  # packed
-        (1, {"pack": False, "micro_batch_tokens": 40}),  # one or two samples per micro-batch
-        (2, {"row_tokens": 64, "micro_batch_tokens": 64}),  # packed, several micro-batches, two ranks
+        (1, {}),  # packed
+        (1, {"pack": False, "micro_batch_tokens": 40}),  # one or a few samples per micro-batch
+        (2, {"micro_batch_tokens": 64}),  # packed, several micro-batches, two ranks
     ],
     ids=["packed", "many-micro-batches", "two-ranks"],
 )

@@ -63,9 +63,9 @@ def _assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [
-        (1, {"row_tokens": 64}),  # packed
-        (1, {"pack": False, "micro_batch_tokens": 78}),  # rows of up to 39 tokens: two samples in a micro-batch
-        (2, {"row_tokens": 64, "micro_batch_tokens": 64}),  # packed, several micro-batches, two ranks
+        (1, {}),  # packed
+        (1, {"pack": False, "micro_batch_tokens": 78}),  # rows of up to 39 tokens: two or more samples in a micro-batch
+        (2, {"micro_batch_tokens": 64}),  # packed, several micro-batches, two ranks
     ],
     ids=["packed", "many-micro-batches", "two-ranks"],
 )
@@ -95,7 +95,7 @@ def test_bnpo_is_the_same_on_two_ranks_with_the_same_micro_batches_and_not_other
     models: dict[str, Path], tmp_path: Path, plain: dict[str, Any]
 ) -> None:
     """One sample in each micro-batch, on one rank or two: bnpo is then grpo, and does not care who has which."""
-    cut = {"pack": False, "micro_batch_tokens": 39, "losses": BNPO}
+    cut = {"one_by_one": True, "losses": BNPO}
     one = run_on_ranks("train_with_each_loss", 1, tmp_path / "one", **models, **cut)
     two = run_on_ranks("train_with_each_loss", 2, tmp_path / "two", **models, **cut)
     _assert_same(one["bnpo"], two["bnpo"])

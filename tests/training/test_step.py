@@ -50,7 +50,6 @@ def _pack(samples: Sequence[RolloutSample], *, micro_batch_tokens: int = 4096) -
         [len(sample.token_ids) for sample in samples],
         num_ranks=1,
         micro_batch_tokens=micro_batch_tokens,
-        row_tokens=None,
         pack=True,
     )
     weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=32)
@@ -182,7 +181,7 @@ def test_the_reference_is_asked_before_the_policy_and_for_every_micro_batch(tiny
             return batch.sampler_logprobs
 
     batches = _pack(random_samples(2), micro_batch_tokens=40)
-    plan = plan_batch([4], num_ranks=2, micro_batch_tokens=40, row_tokens=None, pack=True)
+    plan = plan_batch([4], num_ranks=2, micro_batch_tokens=40, pack=True)
     nothing = pack_rank(random_samples(1), [1.0], plan, 1, trainer_version=0)
     result = _step(policy, optimizer, [[*batches, *nothing]], _section(beta=0.1), reference=Recorded())
     assert events == ["reference", "policy"] * (len(batches) + 1)
@@ -209,7 +208,7 @@ def test_metrics_have_the_names_that_go_with_the_objective(tiny_model: Path) -> 
 @pytest.mark.slow
 def test_gradients_that_travel_after_every_micro_batch_make_the_same_step(tiny_model: Path, tmp_path: Path) -> None:
     """As on GPUs, where a rank never holds a whole gradient; here forced on two CPU ranks."""
-    cut = {"model": tiny_model, "row_tokens": 64, "micro_batch_tokens": 64}
+    cut = {"model": tiny_model, "micro_batch_tokens": 64}
     once = run_on_ranks("train_two_steps", 2, tmp_path / "once", **cut)
     each = run_on_ranks("train_two_steps_reducing_each_micro_batch", 2, tmp_path / "each", **cut)
     assert each["losses"] == pytest.approx(once["losses"], rel=1e-5)

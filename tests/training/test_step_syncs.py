@@ -12,7 +12,7 @@ import torch
 
 from benchmarks._sync_counter import FSDP, count_syncs
 from grpo_async.batching.pack import MicroBatch, pack_rank
-from grpo_async.batching.plan import plan_batch
+from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
 from grpo_async.training.step_metrics import UpdateFigures
 from tests.support.rank_jobs import random_samples
 from tests.support.ranks import run_on_ranks
@@ -95,9 +95,7 @@ def test_a_read_in_a_micro_batch_is_counted_for_each_of_them(
     from tests.training.test_step import _build, _section, _step
 
     samples = random_samples(4)
-    plan = plan_batch(
-        [len(s.token_ids) for s in samples], num_ranks=1, micro_batch_tokens=40, row_tokens=40, pack=False
-    )
+    plan = BatchPlan(ranks=[[MicroBatchPlan(rows=[[i]], row_tokens=len(s.token_ids)) for i, s in enumerate(samples)]])
     batches = pack_rank(samples, [0.1] * 4, plan, 0, trainer_version=0)
     policy, optimizer = _build(tiny_model)
     add = UpdateFigures.add
@@ -118,7 +116,7 @@ def test_a_read_in_a_micro_batch_is_counted_for_each_of_them(
 def test_a_micro_batch_goes_to_a_gpu_from_pinned_memory_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied from other memory, the host would wait for the GPU to have done everything before it, ten times a micro-batch."""
     sample = random_samples(1)
-    plan = plan_batch([len(sample[0].token_ids)], num_ranks=1, micro_batch_tokens=64, row_tokens=None, pack=True)
+    plan = plan_batch([len(sample[0].token_ids)], num_ranks=1, micro_batch_tokens=64, pack=True)
     (batch,) = pack_rank(sample, [1.0], plan, 0, trainer_version=0)
     pinned: set[int] = set()
     copied: list[bool] = []

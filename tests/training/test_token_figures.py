@@ -80,7 +80,7 @@ def _plan_and_pack(
     figures, packed = FigurePlan(1), []
     for samples in minibatches:
         lengths = [len(sample.token_ids) for sample in samples]
-        plan = plan_batch(lengths, num_ranks=1, micro_batch_tokens=micro_batch_tokens, row_tokens=64, pack=True)
+        plan = plan_batch(lengths, num_ranks=1, micro_batch_tokens=micro_batch_tokens, pack=True)
         weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=32)
         packed.append(pack_rank(samples, weights, plan, 0, trainer_version=TRAINER_VERSION))
         figures.add(samples, plan, is_wanted=[kept(sample) for sample in samples])
@@ -300,7 +300,7 @@ def test_only_micro_batches_with_a_token_that_is_stored_are_collected(tiny_model
 
 
 def test_where_nothing_is_stored_nothing_is_asked_of_any_rank() -> None:
-    plan = plan_batch([4, 4], num_ranks=2, micro_batch_tokens=8, row_tokens=None, pack=True)
+    plan = plan_batch([4, 4], num_ranks=2, micro_batch_tokens=8, pack=True)
     figures = FigurePlan(2)
     figures.add([make_sample(), make_sample()], plan, is_wanted=[False, False])
     assert figures.orders() == [None, None]
@@ -310,7 +310,7 @@ def test_all_ranks_make_the_same_room_also_the_one_without_samples() -> None:
     """Two ranks and one sample of three trained tokens; then a minibatch of two samples, a rank for each."""
     figures = FigurePlan(2)
     one = make_sample(completion=(5, 6, 7))
-    cut: dict[str, Any] = {"num_ranks": 2, "micro_batch_tokens": 8, "row_tokens": None, "pack": True}
+    cut: dict[str, Any] = {"num_ranks": 2, "micro_batch_tokens": 8, "pack": True}
     figures.add([one], plan_batch([5], **cut), is_wanted=[True])
     assert figures.orders() == [FigureOrder(is_wanted=[True], room=3), FigureOrder(is_wanted=[], room=3)]
     figures.add([one, one], plan_batch([5, 5], **cut), is_wanted=[False, True])
@@ -485,9 +485,9 @@ def _assert_same_figures(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [
-        (1, {"row_tokens": 64}),  # packed
-        (1, {"pack": False, "micro_batch_tokens": 78}),  # two samples in a micro-batch
-        (2, {"row_tokens": 64, "micro_batch_tokens": 64}),  # packed, several micro-batches, two ranks
+        (1, {}),  # packed
+        (1, {"pack": False, "micro_batch_tokens": 78}),  # two or more samples in a micro-batch
+        (2, {"micro_batch_tokens": 64}),  # packed, several micro-batches, two ranks
         (4, {"num_nodes": 2, "pack": False, "micro_batch_tokens": 78}),  # 2 x 2: hybrid sharding
     ],
     ids=["packed", "many-micro-batches", "two-ranks", "hybrid"],

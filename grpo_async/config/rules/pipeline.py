@@ -82,11 +82,6 @@ def conflicts(config: ExperimentConfig) -> list[str]:
             f"rollout.max_completion_tokens: {rollout.max_completion_tokens} leaves no room for a prompt in "
             f"inference.max_model_len: {inference.max_model_len}; raise the latter or lower the former"
         )
-    if training.row_tokens is not None and training.row_tokens > training.micro_batch_tokens:
-        found.append(
-            f"training.row_tokens: {training.row_tokens} is more than training.micro_batch_tokens: "
-            f"{training.micro_batch_tokens}; a row must fit into a micro-batch"
-        )
     if training.micro_batch_tokens < inference.max_model_len:
         found.append(
             f"training.micro_batch_tokens: {training.micro_batch_tokens} is less than inference.max_model_len: "
