@@ -12,10 +12,12 @@ trainer and its rollout worker unmodified. Three things are replaced, because TR
 the very push that our side makes, its attention kernel by the same computation on the CPU, and its question for the GPU's peak
 FLOP/s. It is told not to use bfloat16 and gradient checkpointing, which only cost time here. Its limits of staleness (4) and of
 requests in flight (4 steps' worth) are its own defaults; --trl-staleness and --trl-in-flight try others. Our side's limit of
-staleness is 2.
+staleness is 2 (--our-staleness). Both limits are of the policy that a rollout began with. The server takes as many at once as
+either side may have in flight.
 
-Measured is the steady state, between the end of the warm-up's last step and that of the last step. Target: in every round our
-side trains at least 1.5 times as many samples a second.
+Measured is the steady state, between the end of the warm-up's last step and that of the last step. A group without a signal
+counts as trained on TRL's side, which computes it, and as thrown away on ours, which does not. Target: in every round our side
+trains at least 1.5 times as many samples a second.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,7 +118,8 @@ def main(arguments: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         settings = both_settings(folder, options)
         make_inputs(settings[OURS], options.environment, shape=options.model)
-        with serving(settings[OURS]) as (url, server_pid):
+        report.note(told_apart(settings))
+        with serving(server_setting(settings)) as (url, server_pid):
             for number, side in in_turns(list(outcomes), options.rounds):
                 setting = replace(settings[side], server_url=url, folder=folder / f"{number}-{side}")
                 setting.folder.mkdir()
@@ -137,8 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--groups", type=int, default=2, help="prompts a step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--completion-tokens", type=int, default=64)
-    parser.add_argument("--staleness", type=int, default=2, help="limit of our side")
-    parser.add_argument("--in-flight", type=int, default=64, help="limit of our side, and of the server")
+    parser.add_argument("--our-staleness", "--staleness", type=int, default=2, help="limit of our side")
+    parser.add_argument("--in-flight", type=int, default=64, help="limit of our side")
     parser.add_argument("--mode", default="recompute", help="weights.mode of our side; TRL has no other than recompute")
     parser.add_argument("--trl-staleness", type=int, default=4, help="limit of TRL's side")
     parser.add_argument("--trl-in-flight", type=int, default=-1, help="limit of TRL's side; -1: its own choice")
@@ -159,7 +162,7 @@ def both_settings(folder: Path, options: argparse.Namespace) -> dict[str, Settin
         groups_per_step=options.groups,
         completion_tokens=options.completion_tokens,
         max_model_len=options.completion_tokens + 64,
-        max_staleness=options.staleness,
+        max_staleness=options.our_staleness,
         max_in_flight=options.in_flight,
         push_mode=options.mode,
         warm_up=options.warm_up,
@@ -169,6 +172,31 @@ def both_settings(folder: Path, options: argparse.Namespace) -> dict[str, Settin
         threads=1,
     )
     return {OURS: ours, TRL: replace(ours, max_staleness=options.trl_staleness, max_in_flight=options.trl_in_flight)}
+
+
+def server_setting(settings: Mapping[str, Setting]) -> Setting:
+    """What the server of both is started with: it takes as many requests at once as the side that may have more."""
+    return replace(settings[OURS], max_in_flight=max(_in_flight(setting) for setting in settings.values()))
+
+
+def _in_flight(setting: Setting) -> int:
+    """Requests at the server at most; what TRL chooses by itself is max_staleness steps' worth, one at least."""
+    own = max(1, setting.max_staleness) * setting.samples_per_step
+    return own if setting.max_in_flight < 0 else setting.max_in_flight
+
+
+def told_apart(settings: Mapping[str, Setting]) -> str:
+    """What the sides are given that is not the same, in a sentence of the report."""
+    sides = []
+    for side, setting in settings.items():
+        chosen = ", its own choice" if setting.max_in_flight < 0 else ""
+        sides.append(f"{side}: max_staleness {setting.max_staleness}, {_in_flight(setting)} in flight at most{chosen}")
+    ours = settings[OURS]
+    same = f"{ours.groups_per_step} x {ours.group_size} samples a step, {ours.threads} thread each"
+    return (
+        f"{'; '.join(sides)}; weights.mode {ours.push_mode} and recompute; both: {same}. The row staleness is the mean over "
+        "trained tokens on our side, on TRL's over samples since their group began, which is more for the same sample"
+    )
 
 
 def make_inputs(setting: Setting, environment: Path, *, shape: str) -> None:

@@ -9,8 +9,11 @@ Same config, seed and number of steps; only rollout.max_staleness differs: 0, an
     ideal speed-up = (g + t) / max(g, t)
 
 Two processes that compute slow each other down (caches, memory, clock). How much is measured in the same run with two plain torch
-loops (_contention.py), and the ideal is also given for that machine: (g + t) / max(g x slowdown, t x slowdown). Steady state: all
-steps but the first --skip and the last, in which nothing is left to generate.
+loops (_contention.py), and the ideal is also given for that machine: (g + t) / seconds of both side by side, each slowed down
+while the other goes on. Steady state: all steps but the first --skip and the last, in which nothing is left to generate.
+
+The speed-up is that of steps. "In trained tokens" it is another where the two have learned completions of another length. Overlap
+efficiency is the share of the time in which the busier side is busy; whatever the trainer does but wait for samples is busy.
 """
 
 from __future__ import annotations
@@ -235,6 +238,8 @@ def _tell(
     report.row("slow-down of a training loop beside a generating one", [by.training for by in slowdowns], "ratio")
     report.row("slow-down of a generating loop beside a training one", [by.generation for by in slowdowns], "ratio")
     report.row("speed-up", speedups, "ratio")
+    tokens = {variant: [figures.tokens_per_s for figures in made] for variant, made in runs.items()}
+    report.row("speed-up in trained tokens", ratios(tokens, ASYNCHRONOUS, SYNCHRONOUS), "ratio")
     report.row("ideal speed-up, (g + t) / max(g, t)", ideals, "ratio")
     report.row("ideal speed-up on this machine", here, "ratio")
     shares = [a / b for a, b in zip(speedups, ideals, strict=True)]

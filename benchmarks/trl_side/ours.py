@@ -12,6 +12,7 @@ from benchmarks.trl_side.setting import Setting, Step
 
 RUN_NAME = "run"
 KV_CACHE_MB = 256
+_LOST = ("stale", "filtered", "failed")
 _PARTS = ("wait for samples", "forward", "backward", "optimizer", "push")
 
 
@@ -104,7 +105,7 @@ def steps_of(
                 optimizer_s=spent["optimizer"],
                 sync_s=spent["push"],
                 staleness=line.get("async/staleness_mean", 0.0),
-                thrown_away=group_size * (line["ledger/groups/stale"] + line["ledger/groups/failed"]),
+                thrown_away=group_size * sum(line[f"ledger/groups/{status}"] for status in _LOST),
             )
         )
         trained = line["ledger/groups/trained"]

@@ -17,7 +17,7 @@ import torch
 from benchmarks import against_trl
 from benchmarks.against_trl import OURS, TRL, Outcome, both_settings, outcome, tell
 from benchmarks.report import Report
-from benchmarks.trl_side import environment, meter, ours, train
+from benchmarks.trl_side import environment, meter, ours, push, train
 from benchmarks.trl_side.attention import CpuKernel
 from benchmarks.trl_side.meter import CpuUse
 from benchmarks.trl_side.push import EqualPush, ListedParameters
@@ -44,12 +44,30 @@ def _setting(folder: Path, *arguments: str) -> Setting:
 
 
 def test_both_sides_are_given_the_same_but_for_what_was_asked_for(tmp_path: Path) -> None:
-    settings = both_settings(tmp_path, _options("--trl-staleness", "3", "--trl-in-flight", "32"))
+    asked = ("--our-staleness", "1", "--trl-staleness", "3", "--trl-in-flight", "32")
+    settings = both_settings(tmp_path, _options(*asked))
     differing = {
         name for name in Setting.__dataclass_fields__ if getattr(settings[OURS], name) != getattr(settings[TRL], name)
     }
     assert differing == {"max_staleness", "max_in_flight"}
+    assert (settings[OURS].max_staleness, settings[OURS].max_in_flight) == (1, 64)
     assert (settings[TRL].max_staleness, settings[TRL].max_in_flight) == (3, 32)
+    told = against_trl.told_apart(settings)
+    assert "grpo-async: max_staleness 1, 64 in flight at most; TRL: max_staleness 3, 32 in flight at most;" in told
+
+
+@pytest.mark.parametrize(
+    ("asked", "at_once"),
+    [
+        ([], 64),  # TRL's own choice: 4 steps of 16
+        (["--trl-staleness", "8"], 128),
+        (["--trl-staleness", "0"], 64),
+        (["--trl-in-flight", "96"], 96),
+        (["--in-flight", "200"], 200),
+    ],
+)
+def test_the_server_takes_what_either_side_may_have_in_flight(asked: list[str], at_once: int, tmp_path: Path) -> None:
+    assert against_trl.server_setting(both_settings(tmp_path, _options(*asked))).max_in_flight == at_once
 
 
 def test_the_two_configurations_ask_for_the_same_training(tmp_path: Path) -> None:
@@ -137,7 +155,7 @@ def test_listed_parameters_come_in_the_order_and_buckets_of_their_specs() -> Non
 
 
 def test_the_steady_state_leaves_out_warm_up_and_end(tmp_path: Path) -> None:
-    setting = _setting(tmp_path, "--warm-up", "2", "--steps", "3", "--staleness", "1")
+    setting = _setting(tmp_path, "--warm-up", "2", "--steps", "3", "--our-staleness", "1")
     assert setting.max_steps == 2 + 3 + 2
     steps = [_step(thrown_away=4.0 * number, wall_s=1.0 + number) for number in range(7)]
     found = outcome(steps, CpuUse(trainer_s=4.8, server_s=2.4), setting)
@@ -145,9 +163,14 @@ def test_the_steady_state_leaves_out_warm_up_and_end(tmp_path: Path) -> None:
     assert found.thrown_away == 4.0 * 4 - 4.0 * 1
     figures = {name.strip(): value for name, (value, _) in found.figures().items()}
     assert figures["trained samples"] == pytest.approx(48 / 12)
+    assert figures["trained tokens"] == pytest.approx(3 * 960 / 12)
     assert figures["step"] == pytest.approx(4000)
+    assert {part: figures[part] for part in against_trl.PARTS[:-1]} == pytest.approx(
+        {"waiting": 500.0, "forward": 400.0, "backward": 600.0, "optimizer": 100.0, "sync": 200.0}
+    )
     assert figures["other"] == pytest.approx(1000 * (4.0 - 1.8))
     assert figures["CPU per trained sample"] == pytest.approx(7.2 / 48)
+    assert (figures["trainer"], figures["server"]) == pytest.approx((0.1, 0.05))
     assert figures["thrown away"] == pytest.approx(12 / 60)
     with pytest.raises(ValueError, match="4 steps were made, 5 are needed"):
         outcome(steps[:4], CpuUse(trainer_s=1.0, server_s=1.0), setting)
@@ -175,13 +198,15 @@ def test_our_steps_are_read_from_metrics_and_timeline() -> None:
         ("wait for samples", "trainer", 3.0, 3.25), ("forward", "trainer", 3.25, 3.5), ("forward", "trainer", 3.5, 4.0),
         ("push", "trainer", 4.0, 4.5), ("push", "weights", 4.0, 4.5), ("step", "trainer", 3.0, 5.0),
     ]  # fmt: skip
+    lost = {"ledger/groups/stale": 0.0, "ledger/groups/filtered": 0.0, "ledger/groups/failed": 0.0}
     lines = [
-        {"num_tokens": 100.0, "ledger/groups/trained": 2.0, "ledger/groups/stale": 0.0, "ledger/groups/failed": 0.0},
-        {"num_tokens": 90.0, "ledger/groups/trained": 3.0, "ledger/groups/stale": 1.0, "ledger/groups/failed": 0.0},
+        {"num_tokens": 100.0, "ledger/groups/trained": 2.0, **lost, "async/staleness_mean": 0.0},
+        {"num_tokens": 90.0, "ledger/groups/trained": 3.0, **dict.fromkeys(lost, 1.0), "async/staleness_mean": 0.5},
     ]
     first, second = ours.steps_of(lines, spans, group_size=8)
     assert (first.samples, first.wall_s) == (16.0, 0.0)
-    assert (second.samples, second.tokens, second.wall_s, second.thrown_away) == (8.0, 90.0, 2.0, 8.0)
+    assert (second.samples, second.tokens, second.wall_s, second.thrown_away) == (8.0, 90.0, 2.0, 24.0)
+    assert (first.staleness, second.staleness) == (0.0, 0.5)
     assert (second.waiting_s, second.forward_s, second.sync_s, second.other_s) == (0.25, 0.75, 0.5, 0.5)
 
 
@@ -194,12 +219,39 @@ def test_trl_steps_are_read_from_its_own_metrics() -> None:
     assert step.other_s == pytest.approx(0.2)
 
 
-def test_cpu_is_measured_between_two_steps_of_a_command(tmp_path: Path) -> None:
+def test_what_trl_drops_is_counted_from_the_beginning(tmp_path: Path) -> None:
+    """TRL logs how many it dropped since the last step, None where none were, and a summary at the end, which is no step."""
+    writer = train.step_writer(tmp_path / "steps")
+    logs = {"perf/step_s": 2.0, "perf/fwd_s": 0.4, "perf/fwd_bwd_s": 1.0, "perf/optimizer_s": 0.1, "perf/rollout_wait_s": 0.5,
+            "perf/weight_sync_s": 0.2, "batch/samples_per_step": 16.0, "batch/trained_tokens_per_step": 960.0,
+            "sample/staleness_mean": 1.0}  # fmt: skip
+    for dropped in ({"sample/dropped_stale_total": 8.0}, {}, {"sample/dropped_stale_total": 3.0}):
+        writer.on_log(None, None, None, logs | dropped)
+    writer.on_log(None, None, None, {"train_runtime": 60.0})
+    steps = [Step(**json.loads(line)) for line in (tmp_path / "steps").read_text().splitlines()]
+    assert [step.thrown_away for step in steps] == [8.0, 8.0, 11.0]
+    assert all(step.wall_s == 2.0 for step in steps)
+
+
+def test_both_pushes_are_made_with_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(push, "push_weights", lambda parameters, **given: made.update(given))
+    equal = EqualPush("http://127.0.0.1:9")
+    equal.send_weights(iter({"a": torch.zeros(3)}.items()))
+    weights = load_config(ours.write_configuration(_setting(tmp_path))).weights
+    assert (made["version"], made["settings"].mode) == (1, weights.mode)
+    assert weights.bucket_mb << 20 == push.BUCKET_BYTES
+
+
+def test_cpu_of_a_command_and_its_children_is_measured_between_two_of_its_steps(tmp_path: Path) -> None:
+    """A child computes for 1 s before the first step and for 0.6 s between the two."""
     steps, log = tmp_path / "steps", tmp_path / "log"
     code = (
-        "import sys, time; f = open(sys.argv[1], 'a', buffering=1); f.write('1\\n'); end = time.process_time() + 0.4\n"
+        "import sys, time\nf = open(sys.argv[1], 'a', buffering=1)\n"
+        "def compute(seconds):\n    end = time.process_time() + seconds\n    while time.process_time() < end: pass\n"
+        "compute(1.0)\nf.write('1\\n')\ncompute(0.6)\nf.write('2\\n')\ntime.sleep(1.5)\n"
     )
-    code += "while time.process_time() < end: pass\nf.write('2\\n'); time.sleep(1.0)\n"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}, *sys.argv[1:]], timeout=60, check=True)"
     fields: dict[str, Any] = {"steps_file": steps, "first": 1, "last": 2, "server_pid": 2**22 + 1, "log": log}
     fields |= {"cwd": tmp_path, "environment": {}, "timeout_s": 60.0}
     found = meter.run_metered([sys.executable, "-c", code, str(steps)], **fields)

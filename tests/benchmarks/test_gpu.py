@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import _gpu_bounds as bounds
-from benchmarks import gpu
+from benchmarks import _gpu_generate, gpu
+from benchmarks.report import Report
 from tests.benchmarks.support import run_apart
 
 SMALL = bounds.ModelSize(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
@@ -51,6 +53,75 @@ def test_a_listed_gpu_is_found_by_its_most_exact_name() -> None:
     assert (sxm.flops, pcie.flops) == (989e12, 756e12)
     assert bounds.listed_peaks("NVIDIA L40S") != bounds.listed_peaks("NVIDIA L4")
     assert bounds.listed_peaks("Some other GPU") is None
+
+
+_OPTIONS = {"seed": 0, "device": "cuda", "dtype": "bfloat16", "rounds": 2, "threads": 1, "samples": 2, "prompt_tokens": 4,
+            "completion_tokens": 2, "micro_batch_tokens": 64, "engine": "vllm", "size": "0.6b",
+            "transports": ["ipc", "gloo"]}  # fmt: skip
+
+
+def _rows(report: Report) -> dict[str, tuple[float, ...]]:
+    return {row.name: row.values for row in report.rows}
+
+
+def test_tokens_of_all_completions_count_and_their_bound_is_the_upper_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gpu_generate, "measure", lambda folder, size, options: {1: [0.5], 100: [4.0, 8.0]})
+    report = Report("gpu", {"seed": 0})
+    gpu._generate(report, SMALL, PEAKS, Namespace(**_OPTIONS))
+    rows = _rows(report)
+    assert rows["generate: 1 in flight"] == (4.0,)
+    assert rows["generate: 100 in flight"] == (50.0, 25.0)
+    bound_s = 2 * 0.0736 + 4 * 720 / 1e6
+    assert rows["generate: 1 in flight, bound"] == pytest.approx((2 / bound_s,))
+    assert rows["generate: 1 in flight, of the bound"] == pytest.approx((bound_s / 0.5,))
+
+
+def test_mfu_counts_the_tokens_of_samples_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two samples of 9 tokens, 2448 FLOPs each: 44064 of 1e6 a second; in a step of 0.1 s 0.44064."""
+    asked: list[str] = []
+    found = {"seconds": [0.1, 0.2], "tokens": [24, 24], "lengths": [9, 9], "peak_bytes": 3 << 30}
+    monkeypatch.setattr(
+        gpu, "_child", lambda arguments: asked.extend(arguments) or f"said before\n{json.dumps(found)}\n"
+    )
+    report = Report("gpu", {"seed": 0})
+    gpu._train(report, SMALL, PEAKS, Namespace(**_OPTIONS))
+    rows = _rows(report)
+    assert json.loads(asked[-1])["hidden"] == SMALL.hidden
+    assert rows["train: tokens of the samples"] == pytest.approx((180.0, 90.0))
+    assert rows["train: bound"] == pytest.approx((18 / 0.044064,))
+    assert rows["train: MFU"] == pytest.approx((0.44064, 0.22032))
+    assert rows["train: packing efficiency"] == pytest.approx((0.75, 0.75))
+    assert rows["train: memory, peak"] == (3.0,)
+
+
+def test_a_push_is_measured_against_its_own_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """656 bytes: 0.656 s over the link, 0.1312 s within the memory."""
+    asked: list[list[str]] = []
+    found = {"push": {"values": [1312.0, 656.0]}, "transfer": {"values": [500.0, 1000.0]}}
+    monkeypatch.setattr(gpu, "_other_benchmark", lambda name, arguments: asked.append([name, *arguments]) or found)
+    report = Report("gpu", {"seed": 0})
+    gpu._push(report, SMALL, PEAKS, Namespace(**_OPTIONS))
+    rows = _rows(report)
+    assert [(each[0], each[each.index("--transport") + 1]) for each in asked] == [("push", "ipc"), ("push", "gloo")]
+    assert rows["push: gloo"] == (1312.0, 656.0)
+    assert rows["push: gloo, transfer"] == (0.5, 1.0)
+    assert rows["push: gloo, of the bound"] == pytest.approx((0.5, 1.0))
+    assert rows["push: ipc, of the bound"] == pytest.approx((0.1, 0.2))
+
+
+def test_peaks_that_are_given_are_taken_in_their_units() -> None:
+    given = Namespace(device="cpu", dtype="float32", peak_tflops=2.0, memory_gbs=3.0, link_gbs=4.0)
+    assert gpu._peaks(given) == bounds.Peaks(flops=2e12, memory=3e9, link=4e9, source="given")
+
+
+def test_of_two_rows_with_one_name_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def child(arguments: list[str], *, allowed: tuple[int, ...], needs: Path) -> str:
+        rows = [{"name": "bare broadcast", "unit": "ms"}, {"name": "bare broadcast", "unit": "MB/s"}]
+        needs.write_text(json.dumps({"rows": rows}))
+        return ""
+
+    monkeypatch.setattr(gpu, "_child", child)
+    assert gpu._other_benchmark("push", [])["bare broadcast"]["unit"] == "ms"
 
 
 def test_without_a_gpu_it_says_so_and_exits_with_2(

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import simulation
 from benchmarks._simulated_parts import Lengths, ServerSpeed, SimulatedServer
 from benchmarks._virtual_time import StandstillError, VirtualLoop
-from benchmarks.simulation import Setup, main, simulate
+from benchmarks.simulation import Outcome, Setup, main, simulate
 
 SETUP = Setup(
     gpus=4,
@@ -90,6 +91,9 @@ def test_a_synchronous_step_is_generation_then_training_then_the_push() -> None:
     assert outcome.wait_s == pytest.approx(10.0, abs=0.01)  # 100 tokens x 0.1 s; 8 rollouts in 16 slots
     assert outcome.step_s == pytest.approx(19.0, abs=0.01)  # + 8 s + 1 s
     assert outcome.overlap == pytest.approx(10 / 19, abs=0.01)
+    assert outcome.generator_idle == pytest.approx(9 / 19, abs=0.01)
+    assert outcome.trainer_idle == pytest.approx(10 / 19, abs=0.01)
+    assert outcome.ideal_speedup == pytest.approx(1.9, abs=0.01)
     assert outcome.staleness_max == 0
     assert outcome.thrown == 0
 
@@ -104,12 +108,64 @@ def test_a_staleness_of_one_hides_the_shorter_of_the_two_and_throws_nothing_away
     assert outcome.thrown == 0
 
 
+def test_a_group_with_nothing_to_learn_from_costs_generation_but_no_training() -> None:
+    outcome = simulate(replace(SETUP, max_staleness=0, queue_steps=1, filtered=0.5, steps=40))
+    # a step whose groups are all of that kind waits for four more
+    assert 10.0 < outcome.wait_s < 12.0
+    assert 3.0 < outcome.step_s - outcome.wait_s - SETUP.push_s < 5.5  # of 8 s of training
+
+
+def test_lengths_have_the_mean_that_was_asked_for() -> None:
+    lengths = Lengths(mean=2000, sigma=1.0, longest=10**9)
+    drawn = [lengths.draw(seed) for seed in range(10_000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(2000, rel=0.06)
+    assert max(replace(lengths, longest=3000).draw(seed) for seed in range(100)) == 3000
+    assert replace(lengths, sigma=0.0).draw(1) == 2000
+
+
 def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
     tailed = replace(SETUP, lengths=replace(SETUP.lengths, sigma=1.0), filtered=0.3)
     first = simulate(tailed)
     assert simulate(tailed) == first
     assert simulate(replace(tailed, seed=1)) != first
     assert first.staleness_max <= 1
+
+
+def _outcome(**changed: float) -> Outcome:
+    figures = {"step_s": 20.0, "wait_s": 5.0, "trainer_idle": 0.25, "generator_idle": 0.7, "overlap": 0.75, "staleness": 0.0,
+               "staleness_max": 0.0, "thrown": 0.0}  # fmt: skip
+    return Outcome(**{**figures, **changed})
+
+
+def test_the_ideal_hides_the_shorter_of_waiting_and_work() -> None:
+    assert _outcome().ideal_speedup == pytest.approx(20 / 15)
+    assert _outcome(wait_s=12.0).ideal_speedup == pytest.approx(20 / 12)
+    assert _outcome().steps_per_hour == 180.0
+
+
+def test_the_worst_split_decides_and_the_fastest_is_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits 1+2 and 2+1, both with an ideal of 20 / 15; the asynchronous runs take 15 and 16 s: 1 and 15 / 16 of it."""
+
+    def simulated(setup: Setup) -> Outcome:
+        if setup.max_staleness == 0:
+            return _outcome()
+        if setup.lengths.sigma == 0.0:
+            return _outcome(step_s=14.0 + setup.servers, overlap=1.0 - 0.06 * setup.servers)
+        return _outcome(step_s=10.0 * setup.servers * setup.queue_steps)
+
+    monkeypatch.setattr(simulation, "simulate", simulated)
+    file = tmp_path / "report.json"
+    code = main(["--gpus", "3", "--steps", "12", "--staleness", "1", "--queue", "1", "2", "--json", str(file)])
+    report = json.loads(file.read_text(encoding="utf-8"))
+    rows = {row["name"]: row["values"] for row in report["rows"]}
+    assert rows["constant lengths, max_staleness 1: speed-up / ideal, over the splits"] == pytest.approx([1.0, 15 / 16])
+    assert rows["max_staleness 1, queue 1: best split 1+2"] == [360.0]
+    assert rows["max_staleness 1, queue 2: best split 1+2"] == [180.0]
+    assert [(target["value"], target["met"]) for target in report["targets"]] == [
+        (pytest.approx(15 / 16), True),
+        (pytest.approx(0.88), False),
+    ]
+    assert code == 1
 
 
 def test_the_benchmark_prints_a_row_for_each_split_and_writes_what_it_found(tmp_path: Path) -> None:
