@@ -165,5 +165,7 @@ if __name__ == "__main__":
     given = ServerSettings(**json.loads(sys.argv[1]))
     if given.cpu is not None:
         os.sched_setaffinity(0, {given.cpu})
+        # it shares that with a rollout thread, and must not stop it in the middle, when that has the interpreter lock
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     uvloop.run(_serve(given))

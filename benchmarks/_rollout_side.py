@@ -177,6 +177,7 @@ def built_side(folder: Path, load: Load, url: str) -> Iterator[Side]:
             "training": {"max_steps": 1_000_000, "queue_timeout_s": WAIT_S, "micro_batch_tokens": MODEL_LENGTH},
         }
     )
+    config.run_path.mkdir(parents=True, exist_ok=True)  # as a run does it, long before its rollouts
     store = RolloutStore(config.run_path / "rollouts", settings=config.record.rollouts)
     with open_timeline(config.run_path / "events.jsonl", config.record.timeline) as timeline:
         built = build_rollout_side(

@@ -14,6 +14,7 @@ So the difference is what the interpreter lock costs, and what two processors ta
 measures the latter: the same rollout side in a process of its own, on the second processor, while the trainer's own is paused.
 
 "elapsed" is the clock's, "CPU" the training thread's own (time.thread_time): where only the first grows, the thread waited.
+"waited" is their difference, as a share of the CPU time: what the lock costs, and less noisy than a ratio of two turns.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ def _compare(report: Report, load: Load, options: argparse.Namespace, cpus: list
     for name in VARIANTS:
         report.row(f"{load.rewards} rewards, {name}: elapsed", [1000 * value for value in elapsed[name]], "ms/step")
         report.row(f"{load.rewards} rewards, {name}: CPU", [1000 * value for value in cpu[name]], "ms/step")
+        waited = [100 * (each.wall_s / each.cpu_s - 1.0) for each in taken[name]]
+        report.row(f"{load.rewards} rewards, {name}: waited", waited, "% of CPU")
     for name in ("off", "on"):
         report.row(
             f"{load.rewards} rewards, tokens/s while {name}", [each.tokens_per_s for each in taken[name]], "tokens/s"

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 _FREE_ABORTS = 3
 """Aborts in a row without a token that are not attempts: several pushes may follow each other while a request waits."""
 
+_CHUNKS_PER_LIMIT = 4
+"""Of a stream, at least, in the time that nothing may be heard for."""
+
 OnTokens = Callable[[int, int], None]
 """Called with (number of new tokens, policy version that sampled them) as they arrive."""
 
@@ -110,6 +113,7 @@ class InferenceClient:
         servers: where requests may go.
         token: bearer token, or None.
         request_timeout_s: longest silence of a server within a request.
+        progress_timeout_s: longest time without tokens after which somebody takes the run for one that stands still.
         wait_timeout_s: longest wait of a request while no server serves.
         retry: the retry rule.
         authority: PEM file of trusted certificates; None: those of the system.
@@ -123,11 +127,13 @@ class InferenceClient:
         token: str | None,
         request_timeout_s: float,
         wait_timeout_s: float,
+        progress_timeout_s: float = math.inf,
         retry: RetryPolicy | None = None,
         authority: Path | None = None,
         connect: Callable[[str], ServerConnections] | None = None,
     ) -> None:
         self._retry = retry or RetryPolicy()
+        self._longest_flush_interval_s = min(request_timeout_s, progress_timeout_s) / _CHUNKS_PER_LIMIT
         self._servers = servers
         self._router = Router(servers, wait_timeout_s=wait_timeout_s, on_unused=self._close_connections)
         self._connections: dict[Route, ServerConnections] = {}
@@ -175,7 +181,8 @@ class InferenceClient:
         """Run one request to its end.
 
         Args:
-            request: its `instance_id` is set to that of the server it goes to.
+            request: its `instance_id` is set to that of the server it goes to, its `flush_interval_s` is shortened where the
+                stream would else be silent for too long.
             on_tokens: called as tokens arrive; not for those that are in `begun`.
             begun: is filled and returned, so that others see the tokens as they arrive; it may hold the first of them, from before
                 a resume.
@@ -236,9 +243,11 @@ class InferenceClient:
         generation.duration_s = time.monotonic() - began
         return generation
 
-    @staticmethod
-    def _continuation(request: GenerateRequest, generation: Generation, server: Endpoint) -> GenerateRequest:
+    def _continuation(self, request: GenerateRequest, generation: Generation, server: Endpoint) -> GenerateRequest:
+        """What this server is asked for: the rest of the request."""
         update: dict[str, object] = {}
+        if request.flush_interval_s > self._longest_flush_interval_s:
+            update["flush_interval_s"] = self._longest_flush_interval_s
         if server.instance_id:
             update["instance_id"] = server.instance_id
         if generation.token_ids:

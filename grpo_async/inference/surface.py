@@ -83,8 +83,9 @@ class GenerateRequest(Message):
     stop_token_ids: list[int] = Field(default_factory=list)
     """Generation ends after sampling one of these; the token is part of the output."""
     ignore_eos: bool = False
-    flush_interval_s: float = Field(default=1.0, ge=0.0)
-    """What a broken connection loses at most; every chunk costs the client CPU time."""
+    flush_interval_s: float = Field(default=4.0, ge=0.0)
+    """What a broken connection loses at most; every chunk costs the client CPU time, whatever is in it. The client asks for less
+    where a limit of silence is short."""
     instance_id: str = ""
     """The server this request is meant for (ServerInfo.instance_id); any other answers 503, as does one that has restarted
     since: its weights are not those the caller counts on. Empty: any."""

@@ -77,7 +77,13 @@ class _Server:
 
 
 def _generate(
-    server: _Server, *, max_retries: int = 3, max_tokens: int = 8, begun: Generation | None = None
+    server: _Server,
+    *,
+    max_retries: int = 3,
+    max_tokens: int = 8,
+    begun: Generation | None = None,
+    request_timeout_s: float = 60.0,
+    progress_timeout_s: float = 60.0,
 ) -> tuple[Generation, list[tuple[int, int]]]:
     seen: list[tuple[int, int]] = []
 
@@ -86,7 +92,8 @@ def _generate(
         client = InferenceClient(
             FixedServers(["http://server"]),
             token="t",
-            request_timeout_s=5.0,
+            request_timeout_s=request_timeout_s,
+            progress_timeout_s=progress_timeout_s,
             wait_timeout_s=5.0,
             retry=retry,
             connect=lambda url: server,
@@ -139,6 +146,18 @@ def test_every_sampling_field_is_sent() -> None:
     server = _Server(_stream(_chunk([5], finish="stop")))
     _generate(server)
     assert set(server.requests[0]) == set(GenerateRequest.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("request_timeout_s", "progress_timeout_s", "expected_s"), [(60.0, 60.0, 4.0), (2.0, 60.0, 0.5), (60.0, 2.0, 0.5)]
+)
+def test_a_stream_is_never_as_silent_as_a_limit_of_silence(
+    request_timeout_s: float, progress_timeout_s: float, expected_s: float
+) -> None:
+    """Else a healthy server that gathers tokens would be taken for a hung one, or the run for one that stands still."""
+    server = _Server(_stream(_chunk([5], finish="stop")))
+    _generate(server, request_timeout_s=request_timeout_s, progress_timeout_s=progress_timeout_s)
+    assert server.requests[0]["flush_interval_s"] == expected_s
 
 
 def test_a_broken_connection_goes_on_from_the_tokens_received() -> None:
