@@ -9,7 +9,21 @@ from typing import Any
 import torch
 
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan
+from grpo_async.batching.prompts import num_prompt_tokens
 from grpo_async.records import RolloutSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """What stands of a sample in a micro-batch that has its prompt already: all that follows the prompt. Positions are those in the
+    flattened (R x T) grid."""
+
+    start: int
+    """Where it begins."""
+    prompt_start: int
+    """Where the sample begins whose prompt it goes on from: earlier, in the same row."""
+    num_prompt_tokens: int
+    """How many tokens from there on are the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +32,17 @@ class MicroBatch:
 
     `source_index` points at the position, in the flattened (R x T) grid, whose hidden state predicts the trained token: the
     token before it.
+
+    Worked example, samples 1 2 [5 6] and 1 2 [7] with their prompt in common, trained tokens in brackets:
+
+        input_ids     1 2 5 6 7    source_index  0 + 1, 2, 0 + 1    targets  5 6 7
+        position_ids  0 1 2 3 2    segment_ids   0 0 0 0 1          continuations  at 4, of 2 tokens at 0
     """
 
     input_ids: torch.Tensor  # (R, T) int64
-    position_ids: torch.Tensor  # (R, T) int64, restarts at 0 for every sample
+    position_ids: (
+        torch.Tensor
+    )  # (R, T) int64, restarts at 0 for every sample, or at the length of its prompt if that is elsewhere
     segment_ids: torch.Tensor  # (R, T) int64, number of the sample in its row; -1 = padding
     source_index: torch.Tensor  # (N,) int64
     target_ids: torch.Tensor  # (N,) int64
@@ -32,6 +53,7 @@ class MicroBatch:
     advantages: torch.Tensor  # (N,) float32
     weights: torch.Tensor  # (N,) float32
     staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
+    continuations: Sequence[Continuation] = ()  # samples whose prompt another one has; on the host
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
     most_rank_tokens: int = 0  # of that, those of the rank that has most
     host_segment_ids: torch.Tensor | None = (
@@ -55,7 +77,7 @@ class MicroBatch:
         return replace(self, **{**moved, "host_segment_ids": self.segment_ids})
 
     def attention_mask(self) -> torch.Tensor:
-        """True where the query (row axis) may see the key: same sample and not later. (R, 1, T, T) bool.
+        """True where the query (row axis) may see the key: same sample, or its prompt, and not later. (R, 1, T, T) bool.
 
         Padding sees itself only: a row of the mask without any True would make softmax NaN.
         """
@@ -63,6 +85,10 @@ class MicroBatch:
         padding = self.segment_ids < 0
         same &= ~(padding[:, :, None] | padding[:, None, :])
         length = self.segment_ids.shape[1]
+        for each in self.continuations:
+            row, start = divmod(each.start, length)
+            prompt = slice(each.prompt_start - row * length, each.prompt_start - row * length + each.num_prompt_tokens)
+            same[row, self.segment_ids[row] == self.segment_ids[row, start], prompt] = True
         causal = torch.ones(length, length, dtype=torch.bool, device=self.segment_ids.device).tril()
         itself = torch.eye(length, dtype=torch.bool, device=self.segment_ids.device)
         return ((same & causal) | itself)[:, None]
@@ -107,17 +133,28 @@ def _pack_micro_batch(
     logprobs: list[float] = []
     advantages: list[float] = []
     token_weight: list[float] = []
+    starts: dict[int, int] = {}  # of samples that stand whole, in the flattened grid
+    continuations: list[Continuation] = []
     for row, indices in enumerate(plan.rows):
         start = 0
         for segment, index in enumerate(indices):
             sample = samples[index]
             length = len(sample.token_ids)
-            stop = start + length
-            input_ids[row, start:stop] = torch.tensor(sample.token_ids, dtype=torch.int64)
-            position_ids[row, start:stop] = torch.arange(length)
+            known = num_prompt_tokens(sample) if index in plan.continues else 0
+            stop = start + length - known
+            input_ids[row, start:stop] = torch.tensor(sample.token_ids[known:], dtype=torch.int64)
+            position_ids[row, start:stop] = torch.arange(known, length)
             segment_ids[row, start:stop] = segment
             trained = [position for position, mask in enumerate(sample.loss_mask) if mask]
-            source.extend(row * row_tokens + start + position - 1 for position in trained)
+            begin = row * row_tokens + start
+            if known:
+                prompt_start = starts[plan.continues[index]]
+                continuations.append(Continuation(start=begin, prompt_start=prompt_start, num_prompt_tokens=known))
+                source.append(prompt_start + known - 1)  # the first trained token's is the last of the prompt
+                source.extend(begin + position - known - 1 for position in trained[1:])
+            else:
+                starts[index] = begin
+                source.extend(begin + position - 1 for position in trained)
             targets.extend(sample.token_ids[position] for position in trained)
             sample_index.extend([num_samples] * len(trained))
             num_samples += bool(trained)
@@ -137,4 +174,5 @@ def _pack_micro_batch(
         advantages=torch.tensor(advantages, dtype=torch.float32),
         weights=torch.tensor(token_weight, dtype=torch.float32),
         staleness=torch.tensor(staleness, dtype=torch.int64),
+        continuations=tuple(continuations),
     )

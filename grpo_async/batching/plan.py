@@ -10,13 +10,24 @@ same time, and of them the rank with the least work so far gets the most expensi
 
 Worked example: lengths [5, 3, 4, 2], 2 ranks, 8 tokens per micro-batch. First-fit needs two, 5 + 3 and 4 + 2: one a rank. The
 cheapest ones: 5 and 4 go into one each, 3 to the 4, 2 to the 5 -> rank 0 has a row of samples [0, 3], rank 1 one of [2, 1].
+
+A prompt that several samples begin with is computed once in each micro-batch that has them: the first of them stands in the row
+whole, the others without the prompt. So such samples are filled in group by group, each where its prompt is already, or where that
+is full, where there is room. Between ranks groups are divided as far as an even cost needs: the least limit of cost is searched
+with which there are no more micro-batches than without one.
+
+Worked example: 8 samples of 3 + 2 tokens, 4 with one prompt and 4 with another, 1 rank, 12 tokens per micro-batch. In the first
+3 + 2 + 2 + 2 + 2 = 11 tokens, in the second as many: two micro-batches of 11 tokens, where alone 40 tokens would need four.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 EMPTY_ROW_TOKENS = 4
 """Padding that a micro-batch without a sample computes: a forward for FSDP's collectives, and more than one token, for which
@@ -24,6 +35,16 @@ torch.compile would make code of its own."""
 _EVEN_TOKENS = 16_384
 """Length of a sample from which on attention costs more than matrix products. In a layer of the usual shape the latter are 24 h^2
 operations a token and causal attention 2 h L: even at 12 h, 12,288 tokens for a hidden size of 1024. A plan knows lengths only."""
+
+_HALVINGS = 8  # of the range in which the least limit of cost is searched: to 1/256 of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplePrompt:
+    """What a sample has in common with others: its first `num_tokens` tokens. Equal prompts have equal numbers."""
+
+    number: int
+    num_tokens: int  # at least 1, and less than the sample has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +55,10 @@ class MicroBatchPlan:
     """Indices of the samples in each row; none where the rank has nothing to do."""
     row_tokens: int
     """Length of a row: that of the longest one."""
+    continues: Mapping[int, int] = field(default_factory=dict)
+    """Sample -> the one before it in its row after whose prompt it goes on, having none of its own."""
+    num_shared_tokens: int = 0
+    """Tokens that its samples have and that are not computed for them, but for one before."""
 
     @property
     def indices(self) -> list[int]:
@@ -62,6 +87,11 @@ class BatchPlan:
         """Of all forwards on all ranks, padding included."""
         return sum(micro_batch.num_computed_tokens for rank in self.ranks for micro_batch in rank)
 
+    @property
+    def num_shared_tokens(self) -> int:
+        """What less is computed, because samples have prompts in common."""
+        return sum(micro_batch.num_shared_tokens for rank in self.ranks for micro_batch in rank)
+
 
 @dataclass(slots=True)
 class _Filling:
@@ -70,11 +100,14 @@ class _Filling:
     indices: list[int] = field(default_factory=list)
     tokens: int = 0
     squares: int = 0
+    first_of: dict[int, int] = field(default_factory=dict)  # number of a prompt -> the sample that brought it
+    continues: dict[int, int] = field(default_factory=dict)
+    shared: int = 0
 
     @property
     def cost(self) -> int:
         """Matrix products are linear in the tokens, padding included; attention is quadratic in the length of each sample."""
-        return self.tokens * _EVEN_TOKENS + self.squares
+        return _cost(self.tokens, self.squares)
 
     def with_one_more(self, length: int, *, pack: bool) -> int:
         """Its tokens if it had a sample of this length, too. Unpacked, all rows are as long as its first, longest sample."""
@@ -85,17 +118,53 @@ class _Filling:
         self.squares += length**2
         self.indices.append(index)
 
+    def known(self, prompt: SamplePrompt | None) -> int:
+        """Tokens of a sample with this prompt that would not have to be computed again."""
+        return prompt.num_tokens if prompt is not None and prompt.number in self.first_of else 0
 
-def plan_batch(lengths: Sequence[int], *, num_ranks: int, micro_batch_tokens: int, pack: bool) -> BatchPlan:
+    def has_room(self, length: int, prompt: SamplePrompt | None, *, limit: int, most_cost: float) -> bool:
+        known = self.known(prompt)
+        tokens = self.tokens + length - known
+        if tokens > limit:
+            return False
+        return _cost(tokens, self.squares + length**2 - known**2) <= most_cost
+
+    def add_sharing(self, index: int, length: int, prompt: SamplePrompt | None) -> None:
+        """The queries of what follows a prompt attend to the prompt, too: of the sample's square only the prompt's is saved."""
+        known = self.known(prompt)
+        if prompt is not None:
+            first = self.first_of.setdefault(prompt.number, index)
+            if known:
+                self.continues[index] = first
+        self.tokens += length - known
+        self.squares += length**2 - known**2
+        self.shared += known
+        self.indices.append(index)
+
+
+def _cost(tokens: int, squares: int) -> int:
+    return tokens * _EVEN_TOKENS + squares
+
+
+def plan_batch(
+    lengths: Sequence[int],
+    *,
+    num_ranks: int,
+    micro_batch_tokens: int,
+    pack: bool,
+    prompts: Sequence[SamplePrompt | None] | None = None,
+) -> BatchPlan:
     """Plan one optimizer update.
 
     Args:
         lengths: tokens of each sample. [num_samples]
+        prompts: those of samples that begin alike (batching.prompts), which are computed once; None: nothing is. Only where samples
+            are packed. [num_samples]
         micro_batch_tokens: most tokens (padding included) of one forward on one rank.
         pack: False puts one sample into each row; rows are as long as the longest sample of their micro-batch.
 
     Raises:
-        ValueError: no samples, or a sample longer than a micro-batch.
+        ValueError: no samples, a sample longer than a micro-batch, or prompts of samples that are not packed.
     """
     if not lengths:
         raise ValueError("a step needs at least one sample")
@@ -103,6 +172,13 @@ def plan_batch(lengths: Sequence[int], *, num_ranks: int, micro_batch_tokens: in
     if longest > micro_batch_tokens:
         raise ValueError(
             f"a sample of {longest} tokens does not fit into training.micro_batch_tokens = {micro_batch_tokens}"
+        )
+    if prompts is not None and any(prompts):
+        if not pack:
+            raise ValueError("samples have prompts in common only where they are packed")
+        shared = _fill_sharing(lengths, prompts, num_ranks, micro_batch_tokens)
+        return BatchPlan(
+            ranks=[[_planned(each, pack=True) for each in rank] for rank in _distribute(shared, num_ranks)]
         )
     first_fit = _first_fit(lengths, micro_batch_tokens, pack=pack)
     first_fit += [_Filling() for _ in range(-len(first_fit) % num_ranks)]
@@ -145,6 +221,58 @@ def _fill_evenly(lengths: Sequence[int], count: int, limit: int, *, pack: bool) 
     return filled
 
 
+def _fill_sharing(
+    lengths: Sequence[int], prompts: Sequence[SamplePrompt | None], num_ranks: int, limit: int
+) -> list[_Filling]:
+    """As few micro-batches as first-fit needs, a multiple of `num_ranks`; even ones where there are several ranks."""
+    order = _group_by_group(lengths, prompts)
+    best = _first_fit_sharing(order, lengths, prompts, limit)
+    count = -(-len(best) // num_ranks) * num_ranks
+    low = max(_cost(length, length**2) for length in lengths)  # each fits into an empty one
+    high = max(each.cost for each in best)
+    for _ in range(_HALVINGS if num_ranks > 1 else 0):  # ranks wait for each other; one after the other nobody waits
+        middle = (low + high) // 2
+        found = _first_fit_sharing(order, lengths, prompts, limit, most_cost=middle)
+        if len(found) <= count:
+            best, high = found, middle
+        else:
+            low = middle
+    return best + [_Filling() for _ in range(count - len(best))]
+
+
+def _group_by_group(lengths: Sequence[int], prompts: Sequence[SamplePrompt | None]) -> list[int]:
+    """Samples with one prompt one after the other, the longest first; the groups with the most tokens first. [num_samples]"""
+    groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        groups[(1, index) if prompt is None else (0, prompt.number)].append(index)
+    ordered = sorted(groups.values(), key=lambda group: (-sum(lengths[index] for index in group), group[0]))
+    return [index for group in ordered for index in sorted(group, key=lambda index: (-lengths[index], index))]
+
+
+def _first_fit_sharing(
+    order: Sequence[int],
+    lengths: Sequence[int],
+    prompts: Sequence[SamplePrompt | None],
+    limit: int,
+    *,
+    most_cost: float = math.inf,
+) -> list[_Filling]:
+    """Each sample into the first micro-batch with its prompt and room, else into the first with room for both, else a new one."""
+    filled: list[_Filling] = []
+    with_prompt: defaultdict[SamplePrompt | None, list[_Filling]] = defaultdict(list)
+    for index in order:
+        length, prompt = lengths[index], prompts[index]
+        candidates = chain(with_prompt[prompt] if prompt is not None else [], filled)
+        target = next((e for e in candidates if e.has_room(length, prompt, limit=limit, most_cost=most_cost)), None)
+        if target is None:
+            target = _Filling()
+            filled.append(target)
+        if not target.known(prompt):
+            with_prompt[prompt].append(target)
+        target.add_sharing(index, length, prompt)
+    return filled
+
+
 def _distribute(filled: Sequence[_Filling], num_ranks: int) -> list[list[_Filling]]:
     """Those of like cost to different ranks at the same time, the most expensive first. [num_ranks][num_micro_batches]"""
     ranks: list[list[_Filling]] = [[] for _ in range(num_ranks)]
@@ -163,4 +291,9 @@ def _planned(filled: _Filling, *, pack: bool) -> MicroBatchPlan:
     if not indices:
         return MicroBatchPlan(rows=[], row_tokens=EMPTY_ROW_TOKENS)
     rows = [indices] if pack else [[index] for index in indices]
-    return MicroBatchPlan(rows=rows, row_tokens=filled.tokens // len(rows))
+    return MicroBatchPlan(
+        rows=rows,
+        row_tokens=filled.tokens // len(rows),
+        continues=filled.continues,
+        num_shared_tokens=filled.shared,
+    )

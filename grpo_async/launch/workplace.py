@@ -5,6 +5,7 @@ adapters -> activation checkpointing -> compile -> shard -> load; nothing before
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,8 @@ from grpo_async.training.reference import (
 from grpo_async.training.shard import make_mesh, shard_policy
 from grpo_async.training.step_clock import StepClock
 from grpo_async.training.workplace import Workplace
+
+logger = logging.getLogger(__name__)
 
 _MARGIN_S = 60.0
 
@@ -83,7 +86,7 @@ def build_workplace(
             _MARGIN_S,
         )
     )
-    return Workplace(
+    workplace = Workplace(
         config=config,
         rundir=place.rundir,
         policy=policy,
@@ -103,6 +106,11 @@ def build_workplace(
         num_ranks=place.world_size,
         clock=StepClock(timeline, device),
     )
+    obstacle = workplace.obstacle_to_shared_prompts
+    logger.info(
+        "prompts that samples have in common: %s", "computed once" if obstacle is None else f"not shared, {obstacle}"
+    )
+    return workplace
 
 
 def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceMesh, device: torch.device) -> Policy:

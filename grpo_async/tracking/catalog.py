@@ -158,6 +158,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("num_tokens", "trained tokens of the step", "tokens", _SUM),
     _metric("training/skipped_updates", "updates that were not finite and were not made", reduction=_SUM, better=_LOWER),
     _metric("training/padding_share", "share of the tokens computed that are padding", "share", better=_LOWER),
+    _metric("training/shared_share", "share of the samples' tokens that are another one's prompt", "share", better=_HIGHER),
     _metric("clip_ratio/low_mean", "share of tokens that the lower clip took", "share"),
     _metric("clip_ratio/low_min", "smallest such share of a sample", "share", _MIN),
     _metric("clip_ratio/high_mean", "share of tokens that the upper clip took", "share"),

@@ -5,28 +5,30 @@
 
 Both give what the model gives for every sample alone. Padding attends to nothing of a sample. The layout of the samples reaches
 the layers as the keyword `sample_layout`, which transformers hands through, and the window of a layer as its mask, `CausalMask`.
+Samples whose prompt stands with another sample (batching.prompts) attend to it there: `mask` only.
 What a model needs beyond these (other masks, biases, sinks) is refused, never left out.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from grpo_async.batching.pack import Continuation
 from grpo_async.errors import ConfigError
+from grpo_async.training.sample_attention import attend, attend_after_prompt, repeated
 
 AttentionName = Literal["mask", "varlen"]
 
-_QUERY_BLOCK = 256  # queries that a windowed or soft-capped sample attends with at a time
+_LEAST_FILLED = 0.75  # of the longest sample: as long are those that it attends together with
+_MOST_STRETCH_KEYS = 8192  # of samples that attend together, their copies of the prompt included
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_MAX_HEAD_DIM = 256
 # what a model family may hand to its attention that changes the outcome and that neither function applies
@@ -48,17 +50,40 @@ class CausalMask:
         self.window = window
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Neighbours that attend in one call: a sample, a stretch of padding, or samples that go on from one prompt."""
+
+    lengths: tuple[int, ...]
+    """Of its samples. Several have one prompt and are about as long as the longest of them."""
+    is_padding: bool
+    prompt: tuple[int, int] | None = None
+    """Number of the stretch that begins with the prompt, and tokens of the prompt; None: all that is seen is here."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+
 class SampleLayout:
     """Where the samples of one micro-batch lie. Counts the layers that used it.
 
-    Worked example, one row [a a a b b - -]: lengths [3, 2, 2], the last one padding.
+    Worked example, one row [a a a b b - -]: lengths [3, 2, 2], the last one padding, and as many stretches. If b goes on from the
+    first two tokens of a, its stretch has the prompt (0, 2); a sample c after it that does so, too, belongs to that stretch.
     """
 
-    def __init__(self, segment_ids: torch.Tensor, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        segment_ids: torch.Tensor,
+        *,
+        device: torch.device | None = None,
+        continuations: Sequence[Continuation] = (),
+    ) -> None:
         """
         Args:
             segment_ids: number of the sample in its row, -1 = padding. (R, T). Best on the CPU: the host waits for a GPU's.
             device: that attends; None: where `segment_ids` are.
+            continuations: samples whose prompt stands with another one.
         """
         self._device = device or segment_ids.device
         rows = segment_ids.cpu()
@@ -69,6 +94,7 @@ class SampleLayout:
         self.lengths: list[int] = (stops - starts).tolist()  # of samples and stretches of padding, in order
         self.is_padding: list[bool] = (rows.reshape(-1)[starts] < 0).tolist()
         self.max_length = max(self.lengths)
+        self.stretches = _stretches(starts.tolist(), self.lengths, self.is_padding, continuations)
         self._cumulative_lengths = torch.cat([starts, stops[-1:]]).to(torch.int32)
         self.no_padding = torch.ones(rows.shape, dtype=torch.bool, device=self._device)
         """What the model is given as its mask, (R, T). Given none, transformers looks in every forward for packed samples in the
@@ -82,6 +108,30 @@ class SampleLayout:
         if self._device.type != "cuda":
             return self._cumulative_lengths.to(self._device)
         return self._cumulative_lengths.pin_memory().to(self._device, non_blocking=True)
+
+
+def _stretches(
+    starts: Sequence[int], lengths: Sequence[int], is_padding: Sequence[bool], continuations: Sequence[Continuation]
+) -> list[Stretch]:
+    """Neighbours that go on from one prompt are put together as long as that makes little padding and few copies of the prompt."""
+    found: list[Stretch] = []
+    number_at: dict[int, int] = {}  # of the stretch that begins there
+    by_start = {each.start: each for each in continuations}
+    for start, length, pads in zip(starts, lengths, is_padding, strict=True):
+        each = by_start.get(start)
+        prompt = None if each is None else (number_at[each.prompt_start], each.num_prompt_tokens)
+        if prompt is not None and found[-1].prompt == prompt and _fits(found[-1].lengths, length, prompt[1]):
+            found[-1] = replace(found[-1], lengths=(*found[-1].lengths, length))
+        else:
+            number_at[start] = len(found)
+            found.append(Stretch(lengths=(length,), is_padding=pads, prompt=prompt))
+    return found
+
+
+def _fits(lengths: Sequence[int], length: int, num_prompt_tokens: int) -> bool:
+    longest, shortest = max(*lengths, length), min(*lengths, length)
+    is_alike = shortest >= _LEAST_FILLED * longest
+    return is_alike and (len(lengths) + 1) * (num_prompt_tokens + longest) <= _MOST_STRETCH_KEYS
 
 
 _LAYOUTS: WeakSet[SampleLayout] = WeakSet()
@@ -177,14 +227,26 @@ def _mask_attention(
     # one long row; split and cat, because the gradient of a slice is as large as what it was cut from
     flat = [states.transpose(0, 1).reshape(1, states.shape[1], rows * tokens, -1) for states in (query, key, value)]
     pieces = []
-    parts = zip(*(torch.split(states, layout.lengths, dim=2) for states in flat), layout.is_padding, strict=True)
-    for q, k, v, is_padding in parts:
-        k, v = _repeated(k, heads), _repeated(v, heads)
-        if is_padding:  # each of its tokens sees itself only; q and k get gradients (of zeros), as parameters must
+    sizes = [stretch.num_tokens for stretch in layout.stretches]
+    parts = list(zip(*(torch.split(states, sizes, dim=2) for states in flat), strict=True))
+    # of each prompt keys and values, cut out once for all that go on from there
+    prompts: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    for (q, k, v), stretch in zip(parts, layout.stretches, strict=True):
+        if stretch.prompt is not None:
+            if stretch.prompt not in prompts:
+                number, num_tokens = stretch.prompt
+                _, prompt_k, prompt_v = parts[number]
+                prompts[stretch.prompt] = prompt_k[:, :, :num_tokens], prompt_v[:, :, :num_tokens]
+            settings = stretch.lengths, scale, window, softcap
+            pieces.append(attend_after_prompt((q, k, v), prompts[stretch.prompt], *settings))
+            continue
+        k, v = repeated(k, heads), repeated(v, heads)
+        if stretch.is_padding:
+            # each of its tokens sees itself only; q and k get gradients (of zeros), as parameters must
             q, k, v = (states.transpose(0, 2) for states in (q, k, v))
-            pieces.append(_attend(q, k, v, scale, None, softcap).transpose(0, 2))
+            pieces.append(attend(q, k, v, scale, None, softcap).transpose(0, 2))
         else:
-            pieces.append(_attend(q, k, v, scale, window, softcap))
+            pieces.append(attend(q, k, v, scale, window, softcap))
     output = torch.cat(pieces, dim=2)  # (1, H, R x T, D)
     return output.transpose(1, 2).reshape(rows, tokens, heads, -1), None
 
@@ -202,6 +264,9 @@ def _varlen_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     layout, scale, window, softcap = _settings(module, query, attention_mask, arguments)
+    assert all(stretch.prompt is None for stretch in layout.stretches), (
+        "shared prompts are planned where Policy.obstacle_to_shared_prompts is None"
+    )
     if softcap is not None:
         raise ConfigError("model.attention: varlen has no soft-capping, and the model sets one; set it to mask")
     rows, heads, tokens, _ = query.shape
@@ -209,7 +274,7 @@ def _varlen_attention(
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     else:
-        key, value = _repeated(key, heads), _repeated(value, heads)
+        key, value = repeated(key, heads), repeated(value, heads)
     q, k, v = (states.transpose(1, 2).reshape(rows * tokens, states.shape[1], -1) for states in (query, key, value))
     ends = layout.cumulative_lengths
     output: Any = varlen_attn(
@@ -253,47 +318,3 @@ def _settings(
     scale = arguments.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     return layout, scale, attention_mask.window, arguments.get("softcap")
-
-
-def _repeated(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """Heads of keys or values repeated for grouped queries. (B, H_kv, L, D) -> (B, H, L, D)"""
-    batch, kv_heads, length, width = states.shape
-    if kv_heads == heads:
-        return states
-    grouped = states[:, :, None].expand(batch, kv_heads, heads // kv_heads, length, width)
-    return grouped.reshape(batch, heads, length, width)
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
-) -> torch.Tensor:
-    """Causal attention inside one sample, (1, H, L, D) each. A window of W: a token sees itself and the W - 1 before it."""
-    length = q.shape[2]
-    window = None if window is None or window >= length else window
-    if window is None and softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    blocks = []
-    for start in range(0, length, _QUERY_BLOCK):
-        stop = min(start + _QUERY_BLOCK, length)
-        first = 0 if window is None else max(0, start - window + 1)
-        distance = (
-            torch.arange(start, stop, device=q.device)[:, None] - torch.arange(first, stop, device=q.device)[None, :]
-        )
-        visible = (distance >= 0) & (distance < (math.inf if window is None else window))  # (block, keys)
-        part = (q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop])
-        if softcap is None:
-            blocks.append(F.scaled_dot_product_attention(*part, attn_mask=visible, scale=scale))
-        elif torch.is_grad_enabled():  # scores are computed again in the backward pass, not held for every block
-            blocks.append(checkpoint(_softcapped, *part, visible, scale, softcap, use_reentrant=False))
-        else:
-            blocks.append(_softcapped(*part, visible, scale, softcap))
-    return torch.cat(blocks, dim=2)
-
-
-def _softcapped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float, softcap: float
-) -> torch.Tensor:
-    """softmax(softcap x tanh(q k / softcap)) v (Gemma 2, arXiv 2408.00118)."""
-    scores = torch.tanh((q @ k.transpose(-2, -1)) * (scale / softcap)) * softcap
-    scores = scores.float().masked_fill(~visible, -math.inf)
-    return torch.softmax(scores, dim=-1).to(v.dtype) @ v

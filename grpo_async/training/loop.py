@@ -18,6 +18,7 @@ from typing import Any
 from grpo_async.batching.minibatch import Minibatch, split_groups
 from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
+from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenFigures
@@ -243,7 +244,8 @@ class LeaderLoop:
         stored = self._stored(minibatches)
         figures = FigurePlan(place.num_ranks)
         began = time.time()
-        num_tokens = num_computed = 0
+        num_tokens = num_computed = num_shared = 0
+        shares_prompts = place.obstacle_to_shared_prompts is None
         for minibatch in minibatches:
             samples = minibatch.samples
             plan = plan_batch(
@@ -251,6 +253,7 @@ class LeaderLoop:
                 num_ranks=place.num_ranks,
                 micro_batch_tokens=config.training.micro_batch_tokens,
                 pack=config.training.pack,
+                prompts=find_prompts(samples) if shares_prompts else None,
             )
             weights = token_weights(
                 samples,
@@ -263,6 +266,7 @@ class LeaderLoop:
                 part.append(pack_rank(samples, weights, plan, rank, trainer_version=step - 1))
             num_tokens += sum(len(sample.token_ids) for sample in samples)
             num_computed += plan.num_computed_tokens
+            num_shared += plan.num_shared_tokens
             figures.add(samples, plan, is_wanted=[sample.group_id in stored for sample in samples])
         orders = figures.orders()
         place.channel.send(
@@ -271,7 +275,8 @@ class LeaderLoop:
         num_rows = sum(len(minibatch.samples) for minibatch in minibatches)
         self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
         result = place.step(parts[0], lr, orders[0])
-        result.metrics["training/padding_share"] = 1.0 - num_tokens / num_computed
+        result.metrics["training/padding_share"] = 1.0 - (num_tokens - num_shared) / num_computed
+        result.metrics["training/shared_share"] = num_shared / num_tokens
         collected = result.token_figures
         return result, {} if collected is None else figures.by_rollout(collected, result.updates)
 

@@ -25,6 +25,10 @@ class Reference(Protocol):
         """(N,) float32, natural log, at the run's temperature, without gradient. A collective: every rank calls it as often, also
         for a batch without trained tokens."""
 
+    @property
+    def obstacle_to_shared_prompts(self) -> str | None:
+        """As of the policy: its attention may be another one."""
+
 
 class AdaptersOff:
     """The policy without its adapters."""
@@ -35,6 +39,10 @@ class AdaptersOff:
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         with adapters_off(self._policy.model):
             return _forward(self._policy, batch)
+
+    @property
+    def obstacle_to_shared_prompts(self) -> str | None:
+        return self._policy.obstacle_to_shared_prompts
 
 
 class FrozenPolicy:
@@ -51,6 +59,10 @@ class FrozenPolicy:
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         return _forward(self._policy, batch)
+
+    @property
+    def obstacle_to_shared_prompts(self) -> str | None:
+        return self._policy.obstacle_to_shared_prompts
 
 
 def is_policy_without_adapters(config: ExperimentConfig) -> bool:

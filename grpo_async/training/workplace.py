@@ -54,6 +54,20 @@ class Workplace:
     num_ranks: int
     clock: StepClock = NO_CLOCK
 
+    @property
+    def obstacle_to_shared_prompts(self) -> str | None:
+        """Why a prompt is computed for each of its samples; None: once for those in a micro-batch. The same on every rank; rank 0
+        plans by it."""
+        training = self.config.training
+        if not training.share_prompts:
+            return "training.share_prompts is false"
+        if not training.pack:
+            return "samples are not packed (training.pack)"
+        obstacle = self.policy.obstacle_to_shared_prompts
+        if obstacle is None and self.reference is not None:
+            obstacle = self.reference.obstacle_to_shared_prompts
+        return obstacle
+
     def step(
         self, minibatches: Sequence[Sequence[MicroBatch]], lr: float, figures: FigureOrder | None = None
     ) -> StepResult:

@@ -43,6 +43,7 @@ class _World:
         # a place
         self.num_ranks, self.rundir, self.policy, self.optimizer = 1, None, None, None
         self.channel = self.checkpoints = self
+        self.obstacle_to_shared_prompts = None
 
     def loop(self, **arguments: Any) -> LeaderLoop:
         reading = Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)

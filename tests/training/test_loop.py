@@ -74,6 +74,7 @@ def _run(
     place: Any = SimpleNamespace(
         config=config,
         num_ranks=1,
+        obstacle_to_shared_prompts=None,
         channel=SimpleNamespace(send=lambda sent: commands.append(sent[0])),
         step=lambda micro_batches, lr, figures: result,
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),

@@ -90,6 +90,7 @@ def _one_step(
     place: Any = SimpleNamespace(
         config=config,
         num_ranks=2,
+        obstacle_to_shared_prompts=None,
         channel=SimpleNamespace(send=sent.append),
         step=lambda minibatches, lr, figures: replace(result, token_figures=collected(figures)),
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),

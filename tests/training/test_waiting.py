@@ -68,6 +68,7 @@ def _train_one_step(source: _Source) -> tuple[dict[str, float], list[Command]]:
     place: Any = SimpleNamespace(
         config=_config(),
         num_ranks=1,
+        obstacle_to_shared_prompts=None,
         channel=SimpleNamespace(send=lambda sent: commands.append(sent[0])),
         step=lambda micro_batches, lr, figures: result,
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
