@@ -14,7 +14,8 @@ cheapest ones: 5 and 4 go into one each, 3 to the 4, 2 to the 5 -> rank 0 has a 
 A prompt that several samples begin with is computed once in each micro-batch that has them: the first of them stands in the row
 whole, the others without the prompt. So such samples are filled in group by group, each where its prompt is already, or where that
 is full, where there is room. Between ranks groups are divided as far as an even cost needs: the least limit of cost is searched
-with which there are no more micro-batches than without one.
+with which there are no more micro-batches than without one. A sample whose prompt is not worth it stands whole, and a plan that
+would take longer than the one above is not taken.
 
 Worked example: 8 samples of 3 + 2 tokens, 4 with one prompt and 4 with another, 1 rank, 12 tokens per micro-batch. In the first
 3 + 2 + 2 + 2 + 2 = 11 tokens, in the second as many: two micro-batches of 11 tokens, where alone 40 tokens would need four.
@@ -36,7 +37,10 @@ _EVEN_TOKENS = 16_384
 """Length of a sample from which on attention costs more than matrix products. In a layer of the usual shape the latter are 24 h^2
 operations a token and causal attention 2 h L: even at 12 h, 12,288 tokens for a hidden size of 1024. A plan knows lengths only."""
 
-_HALVINGS = 8  # of the range in which the least limit of cost is searched: to 1/256 of it
+_FORWARD_COST = 64 * _EVEN_TOKENS
+"""Of a micro-batch beside that of its tokens (launches of kernels, weights that are gathered): a guess, for plans that differ
+little."""
+_HALVINGS = 6  # of the range in which the least limit of cost is searched: to 1/64 of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,25 +129,35 @@ class _Filling:
     def has_room(self, length: int, prompt: SamplePrompt | None, *, limit: int, most_cost: float) -> bool:
         known = self.known(prompt)
         tokens = self.tokens + length - known
-        if tokens > limit:
-            return False
-        return _cost(tokens, self.squares + length**2 - known**2) <= most_cost
+        return tokens <= limit and _cost(tokens, self.squares + _squares(length, known)) <= most_cost
 
     def add_sharing(self, index: int, length: int, prompt: SamplePrompt | None) -> None:
-        """The queries of what follows a prompt attend to the prompt, too: of the sample's square only the prompt's is saved."""
         known = self.known(prompt)
         if prompt is not None:
             first = self.first_of.setdefault(prompt.number, index)
             if known:
                 self.continues[index] = first
         self.tokens += length - known
-        self.squares += length**2 - known**2
+        self.squares += _squares(length, known)
         self.shared += known
         self.indices.append(index)
 
 
 def _cost(tokens: int, squares: int) -> int:
     return tokens * _EVEN_TOKENS + squares
+
+
+def _squares(length: int, known: int) -> int:
+    """Attention of a sample whose first `known` tokens are computed elsewhere. Its other queries attend to those, too, so only
+    their square is saved; and the forward pass of what is left, a third of a step's attention, is made once more in the backward
+    pass (training/sample_attention.py)."""
+    return length**2 if not known else (length**2 - known**2) * 4 // 3
+
+
+def _pays(length: int, prompt: SamplePrompt) -> bool:
+    """Whether a sample costs less without its prompt: not where a long completion follows a short one."""
+    known = prompt.num_tokens
+    return _cost(length - known, _squares(length, known)) < _cost(length, length**2)
 
 
 def plan_batch(
@@ -173,17 +187,26 @@ def plan_batch(
         raise ValueError(
             f"a sample of {longest} tokens does not fit into training.micro_batch_tokens = {micro_batch_tokens}"
         )
-    if prompts is not None and any(prompts):
-        if not pack:
-            raise ValueError("samples have prompts in common only where they are packed")
-        shared = _fill_sharing(lengths, prompts, num_ranks, micro_batch_tokens)
-        return BatchPlan(
-            ranks=[[_planned(each, pack=True) for each in rank] for rank in _distribute(shared, num_ranks)]
-        )
     first_fit = _first_fit(lengths, micro_batch_tokens, pack=pack)
     first_fit += [_Filling() for _ in range(-len(first_fit) % num_ranks)]
     filled = _fill_evenly(lengths, len(first_fit), micro_batch_tokens, pack=pack) or first_fit
-    return BatchPlan(ranks=[[_planned(each, pack=pack) for each in rank] for rank in _distribute(filled, num_ranks)])
+    ranks = _distribute(filled, num_ranks)
+    if prompts is not None and any(prompts):
+        if not pack:
+            raise ValueError("samples have prompts in common only where they are packed")
+        paying = [
+            prompt if prompt is not None and _pays(length, prompt) else None
+            for length, prompt in zip(lengths, prompts, strict=True)
+        ]
+        sharing = _distribute(_fill_sharing(lengths, paying, num_ranks, micro_batch_tokens), num_ranks)
+        if _duration(sharing) <= _duration(ranks):
+            ranks = sharing
+    return BatchPlan(ranks=[[_planned(each, pack=pack) for each in rank] for rank in ranks])
+
+
+def _duration(ranks: Sequence[Sequence[_Filling]]) -> int:
+    """What the ranks take together, in units of cost: each m-th micro-batch as long as the most expensive of them."""
+    return sum(_FORWARD_COST + max(each.cost for each in at_once) for at_once in zip(*ranks, strict=True))
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
@@ -226,17 +249,17 @@ def _fill_sharing(
 ) -> list[_Filling]:
     """As few micro-batches as first-fit needs, a multiple of `num_ranks`; even ones where there are several ranks."""
     order = _group_by_group(lengths, prompts)
-    best = _first_fit_sharing(order, lengths, prompts, limit)
+    best = _first_fit_sharing(order, lengths, prompts, limit) or []  # without a bound on their number there are enough
     count = -(-len(best) // num_ranks) * num_ranks
     low = max(_cost(length, length**2) for length in lengths)  # each fits into an empty one
     high = max(each.cost for each in best)
     for _ in range(_HALVINGS if num_ranks > 1 else 0):  # ranks wait for each other; one after the other nobody waits
         middle = (low + high) // 2
-        found = _first_fit_sharing(order, lengths, prompts, limit, most_cost=middle)
-        if len(found) <= count:
-            best, high = found, middle
-        else:
+        found = _first_fit_sharing(order, lengths, prompts, limit, most_cost=middle, most=count)
+        if found is None:
             low = middle
+        else:
+            best, high = found, middle
     return best + [_Filling() for _ in range(count - len(best))]
 
 
@@ -256,8 +279,10 @@ def _first_fit_sharing(
     limit: int,
     *,
     most_cost: float = math.inf,
-) -> list[_Filling]:
-    """Each sample into the first micro-batch with its prompt and room, else into the first with room for both, else a new one."""
+    most: float = math.inf,
+) -> list[_Filling] | None:
+    """Each sample into the first micro-batch with its prompt and room, else into the first with room for both, else a new one; None
+    where that makes more than `most`."""
     filled: list[_Filling] = []
     with_prompt: defaultdict[SamplePrompt | None, list[_Filling]] = defaultdict(list)
     for index in order:
@@ -265,6 +290,8 @@ def _first_fit_sharing(
         candidates = chain(with_prompt[prompt] if prompt is not None else [], filled)
         target = next((e for e in candidates if e.has_room(length, prompt, limit=limit, most_cost=most_cost)), None)
         if target is None:
+            if len(filled) >= most:
+                return None
             target = _Filling()
             filled.append(target)
         if not target.known(prompt):

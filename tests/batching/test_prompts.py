@@ -114,9 +114,8 @@ def test_whatever_the_groups_are_nothing_is_lost_counted_wrong_or_beyond_a_limit
                 assert each.indices.index(first) < each.indices.index(index)
                 saved += prompt.num_tokens
             numbers = [prompt.number for index in each.indices if (prompt := prompts[index]) is not None]
-            assert len(each.continues) == len(numbers) - len(
-                set(numbers)
-            )  # one of each has its prompt, all others none
+            if plan.num_shared_tokens > 0:  # one of each has its prompt, all others none
+                assert len(each.continues) == len(numbers) - len(set(numbers))
         assert plan.num_shared_tokens == saved
         filled = [each for each in forwards if each.indices]
         assert sum(each.num_computed_tokens for each in filled) == sum(lengths) - saved
@@ -128,6 +127,21 @@ def test_long_samples_of_several_ranks_have_even_costs() -> None:
     groups = [(30, [draw.randint(5, 60) for _ in range(8)]) for _ in range(6)]
     ranks = [sum(part) for part in _tokens(_plan(*groups, num_ranks=3))]
     assert max(ranks) <= 1.15 * min(ranks)
+
+
+def test_a_long_completion_after_a_short_prompt_has_its_own() -> None:
+    """4 tokens cost 4 x 16384 + 4^2; the second forward pass of attention (604^2 - 4^2) / 3 = 121600. 8 tokens are worth it."""
+    assert _plan((4, [600] * 4), limit=9999).num_shared_tokens == 0
+    assert _plan((8, [600] * 4), limit=9999).num_shared_tokens == 3 * 8
+    assert (
+        _plan((8, [600, 600, 1200]), limit=9999).num_shared_tokens == 8
+    )  # the longest has its own, and others take it
+
+
+def test_prompts_are_not_shared_at_the_price_of_more_forwards() -> None:
+    """By length: 3 x (65 + 35), 3 x (35 + 35), 35. Group by group 5 x (35 + 34), and no 65 has room: 8, for 5 tokens saved."""
+    plan = _plan((1, [34] * 10), (1, [64] * 3), limit=100)
+    assert (plan.num_micro_batches, plan.num_shared_tokens) == (7, 0)
 
 
 def test_prompts_are_refused_where_samples_are_not_packed() -> None:

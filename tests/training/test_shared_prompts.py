@@ -204,6 +204,37 @@ def test_what_is_held_for_the_backward_pass_does_not_grow_with_the_prompt_for_ea
     assert output.requires_grad
 
 
+class _Held:
+    """What autograd holds of a tensor; counts the elements that all of them have at a time."""
+
+    now = most = 0
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        _Held.now += tensor.numel()
+        _Held.most = max(_Held.most, _Held.now)
+
+    def __del__(self) -> None:
+        _Held.now -= self.tensor.numel()
+
+
+def _most_held_in_the_backward_pass(completion: int) -> int:
+    ((_, batch),) = _batches(make_groups([(100, [completion] * 2)]), shared=True, limit=9999)
+    layout = SampleLayout(batch.segment_ids, continuations=batch.continuations)
+    inputs = [torch.randn(1, 4, batch.input_ids.shape[1], 8, requires_grad=True) for _ in range(3)]
+    output, _ = attention._mask_attention(nn.Module(), *inputs, CausalMask(None), sample_layout=layout)
+    _Held.now = _Held.most = 0
+    with torch.autograd.graph.saved_tensors_hooks(_Held, lambda held: held.tensor):
+        torch.autograd.grad(output.sum(), inputs)
+    return _Held.most
+
+
+def test_what_the_backward_pass_holds_grows_with_the_completion_not_with_its_square() -> None:
+    """A block of 256 queries at a time, with the keys that it sees and its mask; the masks of all would be four times as much."""
+    short, long = (_most_held_in_the_backward_pass(completion) for completion in (768, 1536))
+    assert 0 < long < 2.2 * short
+
+
 def test_varlen_refuses_samples_without_their_prompt() -> None:
     ((_, batch),) = _batches(make_groups([(4, [2, 2])]), shared=True, limit=99)
     layout = SampleLayout(batch.segment_ids, continuations=batch.continuations)
