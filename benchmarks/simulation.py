@@ -130,6 +130,7 @@ def simulate(setup: Setup) -> Outcome:
         channel=SimpleNamespace(send=lambda _: None),
         step=train,
         checkpoints=nothing,
+        obstacle_to_shared_prompts="a simulated sample is a length, and its time goes by that",
     )
     meter = PipelineMeter(Reading(time_s=0.0, generation_busy_s=0.0, generated_tokens=0))
     trainer = LeaderLoop(
