@@ -155,6 +155,10 @@ class RolloutWorker:
                     entry.task = tasks.create_task(self._run_group(prompt.prompt_id, entry))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
+        finally:
+            for entry in self._in_flight.values():  # their tasks were cancelled before they began: nothing of them ran
+                self._settle_dropped(entry.group, GroupStatus.CANCELLED)
+            self._in_flight.clear()
 
     def _take_up(self, entry: OpenGroup) -> None:
         """Go on with what a checkpoint has of a group, unless it would be too stale when it is done."""

@@ -320,6 +320,27 @@ def test_a_rollout_that_takes_too_long_fails_and_names_the_setting(tmp_path: Pat
     setup.run(steps)
 
 
+def test_groups_whose_task_never_began_are_settled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends between the start of a group and the first step of its task, which is cancelled without having run."""
+    setup = _Setup(tmp_path)
+    admitted = 0
+
+    async def admit() -> None:
+        nonlocal admitted
+        admitted += 1
+        if admitted > 2:
+            raise RunError("the run ends")
+
+    monkeypatch.setattr(setup.worker._admission, "admit", admit)
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        with pytest.raises(RunError, match="the run ends"):
+            await task
+
+    setup.run(steps)
+    assert setup.statuses() == {"cancelled": 2}
+
+
 @pytest.mark.parametrize("mode", ["skip", "resample", "train"])
 def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
     """Group 0 is all right: skip keeps its place, resample replaces it, train gives it advantage 0."""
