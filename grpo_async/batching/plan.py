@@ -113,34 +113,30 @@ class _Filling:
         """Matrix products are linear in the tokens, padding included; attention is quadratic in the length of each sample."""
         return _cost(self.tokens, self.squares)
 
-    def with_one_more(self, length: int, *, pack: bool) -> int:
-        """Its tokens if it had a sample of this length, too. Unpacked, all rows are as long as its first, longest sample."""
-        return self.tokens + (length if pack or not self.indices else self.tokens // len(self.indices))
-
-    def add(self, index: int, length: int, *, pack: bool) -> None:
-        self.tokens = self.with_one_more(length, pack=pack)
-        self.squares += length**2
-        self.indices.append(index)
-
     def known(self, prompt: SamplePrompt | None) -> int:
         """Tokens of a sample with this prompt that would not have to be computed again."""
         return prompt.num_tokens if prompt is not None and prompt.number in self.first_of else 0
 
-    def has_room(self, length: int, prompt: SamplePrompt | None, *, limit: int, most_cost: float) -> bool:
-        known = self.known(prompt)
-        tokens = self.tokens + length - known
-        return tokens <= limit and _cost(tokens, self.squares + _squares(length, known)) <= most_cost
+    def with_one_more(self, length: int, prompt: SamplePrompt | None, *, pack: bool) -> int:
+        """Its tokens if it had a sample of this length, too. Unpacked, all rows are as long as its first, longest sample."""
+        if not pack and self.indices:
+            return self.tokens + self.tokens // len(self.indices)
+        return self.tokens + length - self.known(prompt)
 
-    def add_sharing(self, index: int, length: int, prompt: SamplePrompt | None) -> None:
+    def cost_with_one_more(self, length: int, prompt: SamplePrompt | None, *, pack: bool) -> int:
+        tokens = self.with_one_more(length, prompt, pack=pack)
+        return _cost(tokens, self.squares + _squares(length, self.known(prompt)))
+
+    def add(self, index: int, length: int, prompt: SamplePrompt | None, *, pack: bool) -> None:
         known = self.known(prompt)
+        self.tokens = self.with_one_more(length, prompt, pack=pack)
+        self.squares += _squares(length, known)
+        self.shared += known
+        self.indices.append(index)
         if prompt is not None:
             first = self.first_of.setdefault(prompt.number, index)
             if known:
                 self.continues[index] = first
-        self.tokens += length - known
-        self.squares += _squares(length, known)
-        self.shared += known
-        self.indices.append(index)
 
 
 def _cost(tokens: int, squares: int) -> int:
@@ -187,7 +183,8 @@ def plan_batch(
         raise ValueError(
             f"a sample of {longest} tokens does not fit into training.micro_batch_tokens = {micro_batch_tokens}"
         )
-    first_fit = _first_fit(lengths, micro_batch_tokens, pack=pack)
+    alone: list[SamplePrompt | None] = [None] * len(lengths)
+    first_fit = _first_fit(_longest_first(lengths), lengths, alone, micro_batch_tokens, pack=pack)
     first_fit += [_Filling() for _ in range(-len(first_fit) % num_ranks)]
     filled = _fill_evenly(lengths, len(first_fit), micro_batch_tokens, pack=pack) or first_fit
     ranks = _distribute(filled, num_ranks)
@@ -198,9 +195,9 @@ def plan_batch(
             prompt if prompt is not None and _pays(length, prompt) else None
             for length, prompt in zip(lengths, prompts, strict=True)
         ]
-        sharing = _distribute(_fill_sharing(lengths, paying, num_ranks, micro_batch_tokens), num_ranks)
-        if _duration(sharing) <= _duration(ranks):
-            ranks = sharing
+        if any(paying):
+            sharing = _distribute(_fill_sharing(lengths, paying, num_ranks, micro_batch_tokens), num_ranks)
+            ranks = min(sharing, ranks, key=_duration)
     return BatchPlan(ranks=[[_planned(each, pack=pack) for each in rank] for rank in ranks])
 
 
@@ -213,16 +210,40 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
-def _first_fit(lengths: Sequence[int], limit: int, *, pack: bool) -> list[_Filling]:
-    """Samples, longest first, each into the first micro-batch with room, a new one where there is none."""
+def _first_fit(
+    order: Sequence[int],
+    lengths: Sequence[int],
+    prompts: Sequence[SamplePrompt | None],
+    limit: int,
+    *,
+    pack: bool,
+    most_cost: float = math.inf,
+    most: float = math.inf,
+) -> list[_Filling]:
+    """Each sample into the first micro-batch with its prompt and room, else into the first with room for both, else a new one. With
+    more than `most` of them it is given up, and lacks samples."""
     filled: list[_Filling] = []
-    for index in _longest_first(lengths):
-        length = lengths[index]
-        target = next((each for each in filled if each.with_one_more(length, pack=pack) <= limit), None)
+    with_prompt: defaultdict[SamplePrompt, list[_Filling]] = defaultdict(list)
+    for index in order:
+        length, prompt = lengths[index], prompts[index]
+        candidates = chain(with_prompt[prompt] if prompt is not None else [], filled)
+        target = next(
+            (
+                each
+                for each in candidates
+                if each.with_one_more(length, prompt, pack=pack) <= limit
+                and each.cost_with_one_more(length, prompt, pack=pack) <= most_cost
+            ),
+            None,
+        )
         if target is None:
             target = _Filling()
             filled.append(target)
-        target.add(index, length, pack=pack)
+            if len(filled) > most:
+                break
+        if prompt is not None and not target.known(prompt):
+            with_prompt[prompt].append(target)
+        target.add(index, length, prompt, pack=pack)
     return filled
 
 
@@ -232,12 +253,12 @@ def _fill_evenly(lengths: Sequence[int], count: int, limit: int, *, pack: bool) 
     by_cost = [(0, number) for number in range(count)]  # heap
     for index in _longest_first(lengths):
         without_room = []
-        while by_cost and filled[by_cost[0][1]].with_one_more(lengths[index], pack=pack) > limit:
+        while by_cost and filled[by_cost[0][1]].with_one_more(lengths[index], None, pack=pack) > limit:
             without_room.append(heapq.heappop(by_cost))
         if not by_cost:
             return None
         number = by_cost[0][1]
-        filled[number].add(index, lengths[index], pack=pack)
+        filled[number].add(index, lengths[index], None, pack=pack)
         heapq.heapreplace(by_cost, (filled[number].cost, number))
         for each in without_room:  # a shorter sample may fit
             heapq.heappush(by_cost, each)
@@ -249,14 +270,14 @@ def _fill_sharing(
 ) -> list[_Filling]:
     """As few micro-batches as first-fit needs, a multiple of `num_ranks`; even ones where there are several ranks."""
     order = _group_by_group(lengths, prompts)
-    best = _first_fit_sharing(order, lengths, prompts, limit) or []  # without a bound on their number there are enough
+    best = _first_fit(order, lengths, prompts, limit, pack=True)
     count = -(-len(best) // num_ranks) * num_ranks
     low = max(_cost(length, length**2) for length in lengths)  # each fits into an empty one
     high = max(each.cost for each in best)
     for _ in range(_HALVINGS if num_ranks > 1 else 0):  # ranks wait for each other; one after the other nobody waits
         middle = (low + high) // 2
-        found = _first_fit_sharing(order, lengths, prompts, limit, most_cost=middle, most=count)
-        if found is None:
+        found = _first_fit(order, lengths, prompts, limit, pack=True, most_cost=middle, most=count)
+        if len(found) > count:
             low = middle
         else:
             best, high = found, middle
@@ -270,34 +291,6 @@ def _group_by_group(lengths: Sequence[int], prompts: Sequence[SamplePrompt | Non
         groups[(1, index) if prompt is None else (0, prompt.number)].append(index)
     ordered = sorted(groups.values(), key=lambda group: (-sum(lengths[index] for index in group), group[0]))
     return [index for group in ordered for index in sorted(group, key=lambda index: (-lengths[index], index))]
-
-
-def _first_fit_sharing(
-    order: Sequence[int],
-    lengths: Sequence[int],
-    prompts: Sequence[SamplePrompt | None],
-    limit: int,
-    *,
-    most_cost: float = math.inf,
-    most: float = math.inf,
-) -> list[_Filling] | None:
-    """Each sample into the first micro-batch with its prompt and room, else into the first with room for both, else a new one; None
-    where that makes more than `most`."""
-    filled: list[_Filling] = []
-    with_prompt: defaultdict[SamplePrompt | None, list[_Filling]] = defaultdict(list)
-    for index in order:
-        length, prompt = lengths[index], prompts[index]
-        candidates = chain(with_prompt[prompt] if prompt is not None else [], filled)
-        target = next((e for e in candidates if e.has_room(length, prompt, limit=limit, most_cost=most_cost)), None)
-        if target is None:
-            if len(filled) >= most:
-                return None
-            target = _Filling()
-            filled.append(target)
-        if not target.known(prompt):
-            with_prompt[prompt].append(target)
-        target.add_sharing(index, length, prompt)
-    return filled
 
 
 def _distribute(filled: Sequence[_Filling], num_ranks: int) -> list[list[_Filling]]:
