@@ -76,23 +76,6 @@ class MicroBatch:
         }
         return replace(self, **{**moved, "host_segment_ids": self.segment_ids})
 
-    def attention_mask(self) -> torch.Tensor:
-        """True where the query (row axis) may see the key: same sample, or its prompt, and not later. (R, 1, T, T) bool.
-
-        Padding sees itself only: a row of the mask without any True would make softmax NaN.
-        """
-        same = self.segment_ids[:, :, None] == self.segment_ids[:, None, :]
-        padding = self.segment_ids < 0
-        same &= ~(padding[:, :, None] | padding[:, None, :])
-        length = self.segment_ids.shape[1]
-        for each in self.continuations:
-            row, start = divmod(each.start, length)
-            prompt = slice(each.prompt_start - row * length, each.prompt_start - row * length + each.num_prompt_tokens)
-            same[row, self.segment_ids[row] == self.segment_ids[row, start], prompt] = True
-        causal = torch.ones(length, length, dtype=torch.bool, device=self.segment_ids.device).tril()
-        itself = torch.eye(length, dtype=torch.bool, device=self.segment_ids.device)
-        return ((same & causal) | itself)[:, None]
-
 
 def pack_rank(
     samples: Sequence[RolloutSample], weights: Sequence[float], plan: BatchPlan, rank: int, *, trainer_version: int

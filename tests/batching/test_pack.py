@@ -6,6 +6,7 @@ import torch
 
 from grpo_async.batching.pack import pack_rank
 from grpo_async.batching.plan import EMPTY_ROW_TOKENS, BatchPlan, MicroBatchPlan, plan_batch
+from tests.support.dense_mask import dense_mask
 from tests.support.records import make_sample
 
 
@@ -38,7 +39,7 @@ def test_the_mask_is_causal_within_a_sample_and_closed_between_samples() -> None
     samples = [make_sample(prompt=[1], completion=[5]), make_sample(prompt=[7], completion=[8])]
     plan = BatchPlan(ranks=[[MicroBatchPlan(rows=[[0, 1]], row_tokens=5)]])
     (batch,) = pack_rank(samples, [0.5, 0.5], plan, 0, trainer_version=0)
-    assert batch.attention_mask()[0, 0].int().tolist() == [
+    assert dense_mask(batch)[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [0, 0, 1, 0, 0],

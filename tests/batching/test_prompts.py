@@ -11,6 +11,7 @@ from grpo_async.batching.pack import Continuation, pack_rank
 from grpo_async.batching.plan import BatchPlan, SamplePrompt, plan_batch
 from grpo_async.batching.prompts import find_prompts, num_prompt_tokens
 from grpo_async.records import RolloutSample
+from tests.support.dense_mask import dense_mask
 from tests.support.records import make_sample
 
 LIMIT = 120
@@ -176,7 +177,7 @@ def test_a_row_holds_the_prompt_once_and_the_first_trained_token_is_predicted_th
 def test_the_mask_lets_a_continuation_see_its_prompt_and_nothing_else_of_the_sample_that_has_it() -> None:
     samples, plan = _packed()
     (batch,) = pack_rank(samples, [1.0] * 3, plan, 0, trainer_version=4)
-    assert batch.attention_mask()[0, 0].int().tolist() == [
+    assert dense_mask(batch)[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0, 0],

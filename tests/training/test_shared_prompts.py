@@ -26,6 +26,7 @@ from grpo_async.training.policy import Policy
 from grpo_async.training.recompute import recompute_activations
 from grpo_async.training.reference import AdaptersOff, FrozenPolicy
 from grpo_async.training.workplace import Workplace
+from tests.support.dense_mask import dense_mask
 from tests.support.ranks import run_on_ranks
 from tests.support.records import make_sample
 from tests.training.load_models import save_model
@@ -152,7 +153,7 @@ def test_attention_is_what_the_dense_mask_gives(
     query, key, value = inputs
     key, value = key.repeat_interleave(2, dim=1), value.repeat_interleave(2, dim=1)
     distance = batch.position_ids[:, :, None] - batch.position_ids[:, None, :]
-    visible = batch.attention_mask() & (distance < (window or 9999))[:, None]
+    visible = dense_mask(batch) & (distance < (window or 9999))[:, None]
     scores = query @ key.transpose(-2, -1) * 0.3
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     wanted = (torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1) @ value).transpose(1, 2)
