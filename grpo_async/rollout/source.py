@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -34,6 +35,9 @@ from grpo_async.store.rollout_store import RolloutStore
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 20.0
+_SWITCH_INTERVAL_S = 5e-5
+"""How long a thread that computes may keep the interpreter from another that wants it (Python's default: 5 ms). The training thread
+lets go of it at each of hundreds of operations a step, and waits that long wherever the rollout thread computes just then."""
 
 
 class AsyncRolloutSource:
@@ -73,6 +77,7 @@ class AsyncRolloutSource:
         self._resampled: list[ScoredGroup] = []
         self._stopping = False
         self._is_closed = False
+        self._usual_switch_interval_s = sys.getswitchinterval()
         self._failure: BaseException | None = None
         self._evaluator: Evaluator | None = None
         self._evaluation: Future[EvaluationResult] | None = None
@@ -81,10 +86,12 @@ class AsyncRolloutSource:
         """Begin to generate. Call after the first weight push, so that no token is sampled from unknown weights.
 
         What was loaded until now (libraries, model, data: hundreds of thousands of objects) is taken out of the garbage collector's
-        sight: it lives as long as the run, and to look it over stops every thread for a third of a second.
+        sight: it lives as long as the run, and to look it over stops every thread for a third of a second. Until `close` threads
+        take the interpreter from each other sooner than by default.
         """
         gc.collect()
         gc.freeze()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._thread.spawn(self._worker.run(), on_error=self._buffer.fail)
 
     def interrupt(self) -> None:
@@ -246,6 +253,7 @@ class AsyncRolloutSource:
             return
         self._is_closed = True
         gc.unfreeze()
+        sys.setswitchinterval(self._usual_switch_interval_s)
         timeout_s = self._config.rollout.shutdown_timeout_s
         if self._thread.cancel_all(timeout_s=timeout_s):
             for close in self._closing_on_loop:

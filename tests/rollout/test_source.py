@@ -1,0 +1,61 @@
+"""What the rollout source changes in its process while it generates, and gives back."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.rollout.source import AsyncRolloutSource
+
+
+def _config() -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"path": "m"},
+            "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
+            "rewards": [{"function": "rewards:right"}],
+        }
+    )
+
+
+async def _generates_nothing() -> None:
+    """A worker's run."""
+
+
+def _source() -> AsyncRolloutSource:
+    """Whose thread runs nothing."""
+
+    def spawn(work: Coroutine[Any, Any, None], *, on_error: object) -> None:
+        work.close()
+
+    thread: Any = Mock(spawn=spawn, cancel_all=Mock(return_value=False))
+    worker: Any = SimpleNamespace(run=_generates_nothing)
+    parts: dict[str, Any] = {
+        name: Mock() for name in ("client", "buffer", "ledger", "admission", "errors", "advantages")
+    }
+    return AsyncRolloutSource(_config(), thread=thread, worker=worker, **parts)
+
+
+def test_while_it_generates_threads_wait_less_than_a_tenth_of_a_millisecond_for_the_interpreter() -> None:
+    usual = sys.getswitchinterval()
+    source = _source()
+    source.start()
+    while_generating = sys.getswitchinterval()
+    source.close()
+    assert while_generating < 1e-4 < usual
+    assert sys.getswitchinterval() == usual
+
+
+def test_what_was_loaded_before_is_out_of_the_garbage_collectors_sight_until_the_end() -> None:
+    source = _source()
+    source.start()
+    frozen = gc.get_freeze_count()
+    source.close()
+    assert frozen > 1000
+    assert gc.get_freeze_count() == 0
