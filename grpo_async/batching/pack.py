@@ -64,6 +64,12 @@ class MicroBatch:
     def num_trained_tokens(self) -> int:
         return int(self.target_ids.numel())
 
+    def of_tokens(self, rows: slice) -> MicroBatch:
+        """The same micro-batch with only these of its trained tokens."""
+        names = ("source_index", "target_ids", "sample_index", "sampler_logprobs", "advantages", "weights", "staleness")
+        parts: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
+        return replace(self, **parts)
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch, which is on the CPU, with its tensors on `device`. To a GPU they go from pinned memory: a copy from
         any other makes the host wait for all that the GPU has to do before it."""

@@ -97,7 +97,7 @@ class BatchPlan:
         return sum(micro_batch.num_shared_tokens for rank in self.ranks for micro_batch in rank)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Filling:
     """A micro-batch while samples are put into it, the longest first."""
 
@@ -223,10 +223,15 @@ def _first_fit(
     """Each sample into the first micro-batch with its prompt and room, else into the first with room for both, else a new one. With
     more than `most` of them it is given up, and lacks samples."""
     filled: list[_Filling] = []
-    with_prompt: defaultdict[SamplePrompt, list[_Filling]] = defaultdict(list)
+    open_ones: list[_Filling] = []  # the others have room for no sample
+    open_with_prompt: defaultdict[int, list[_Filling]] = defaultdict(list)  # by the prompt's number
+    least = min(
+        length - (prompt.num_tokens if prompt is not None else 0)
+        for length, prompt in zip(lengths, prompts, strict=True)
+    )
     for index in order:
         length, prompt = lengths[index], prompts[index]
-        candidates = chain(with_prompt[prompt] if prompt is not None else [], filled)
+        candidates = chain(open_with_prompt[prompt.number] if prompt is not None else [], open_ones)
         target = next(
             (
                 each
@@ -239,11 +244,17 @@ def _first_fit(
         if target is None:
             target = _Filling()
             filled.append(target)
+            open_ones.append(target)
             if len(filled) > most:
                 break
         if prompt is not None and not target.known(prompt):
-            with_prompt[prompt].append(target)
+            open_with_prompt[prompt.number].append(target)
         target.add(index, length, prompt, pack=pack)
+        more = target.tokens + (least if pack else target.tokens // len(target.indices))
+        if more > limit or _cost(more, target.squares) > most_cost:
+            open_ones.remove(target)
+            for number in target.first_of:
+                open_with_prompt[number].remove(target)
     return filled
 
 
