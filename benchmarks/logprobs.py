@@ -1,10 +1,12 @@
 """Peak memory and time of two parts of the forward and backward pass, each against the plain way, side by side.
 
-    python -m benchmarks logprobs [--tokens 1024] [--vocab 150000] [--hidden 1024] [--chunk 256] [--json FILE]
+    python -m benchmarks logprobs [--tokens 1024] [--vocab 150000] [--hidden 1024] [--chunk 256] [--any-loss] [--json FILE]
     python -m benchmarks logprobs --part attention [--rows 1] [--row-tokens 4096] [--sample-tokens 128] [--json FILE]
 
 logprobs: from hidden states to logprobs and entropies and back: in chunks, and with full logits (tokens, vocab). A chunk is a
-quarter of the tokens, as with the trainer's own training.logprob_chunk_tokens (1024) and training.micro_batch_tokens (4096).
+quarter of the tokens, as with the trainer's own training.logprob_chunk_tokens (1024) and training.micro_batch_tokens (4096). The
+loss is a sum over tokens, for which chunks make their gradients at once (dapo, grpo, bnpo, dr_grpo, cispo, sapo); with --any-loss
+it is not known to be one (gspo, weights of whole sequences, your own), and chunks compute their logits again for the backward pass.
 attention: of packed rows: a sample at a time, and under one dense block mask (rows, 1, T, T).
 
 Memory is measured of one step in a process of its own for each variant: what the step adds, at its peak, to the inputs that were
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -42,6 +45,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--vocab", type=int, default=150_000)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=256, help="training.logprob_chunk_tokens")
+    parser.add_argument("--any-loss", action="store_true", help="one that is not known to be a sum over tokens")
     parser.add_argument("--entropy-gradient", action="store_true", help="the loss depends on the entropy, too")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--row-tokens", type=int, default=4096)
@@ -96,7 +100,7 @@ def _report_times(report: Report, options: argparse.Namespace) -> None:
     low, high = median_interval(found, seed=options.seed)
     report.note(f"{names[0]} / {names[1]}, time: 95% interval of the median {low:.3f} to {high:.3f}")
     if options.part == "logprobs":
-        report.target("time, chunked / full, median", sorted(found)[len(found) // 2], at_most=MAX_TIME)
+        report.target("time, chunked / full, median", statistics.median(found), at_most=MAX_TIME)
 
 
 def _share(ours: float, plain: float) -> float:
@@ -186,7 +190,7 @@ def _logprob_step(
     import torch
     from torch import nn
 
-    from grpo_async.training.logprobs import chunked_logprobs
+    from grpo_async.training.logprobs import chunked_logprobs, chunked_objective
 
     tokens, vocab = (16, 1000) if small else (options.tokens, options.vocab)
     dtype = getattr(torch, options.dtype)
@@ -212,9 +216,21 @@ def _logprob_step(
             entropy_gradient=options.entropy_gradient,
         )
 
+    def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+        loss = (logprobs * weights[rows]).sum()
+        return loss + 0.01 * entropy.sum() / tokens if options.entropy_gradient else loss
+
+    def slopes(
+        logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        of_entropy = torch.full_like(entropy, 0.01 / tokens) if options.entropy_gradient else None
+        return loss_of(logprobs, entropy, rows), weights[rows], of_entropy
+
     def step() -> tuple[float, float]:
-        logprobs, entropy = chunked() if variant == "chunked" else full()
-        loss = (logprobs * weights).sum() + (0.01 * entropy.sum() / tokens if options.entropy_gradient else 0.0)
+        if variant == "chunked" and not options.any_loss:
+            loss = chunked_objective(hidden, targets, head, slopes, temperature=0.9, chunk_tokens=options.chunk)[2]
+        else:
+            loss = loss_of(*(chunked() if variant == "chunked" else full()), slice(None))
         loss.backward()  # type: ignore[no-untyped-call]
         return _numbers(loss, inputs)
 

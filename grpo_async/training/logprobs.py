@@ -1,11 +1,17 @@
 """Log-probabilities and entropies of chosen tokens, in chunks: full logits (N, vocab) are never held.
 
-Logits live for one chunk only, in the forward and again in the backward pass, where they are recomputed; both gradients are
-exact. A plain linear head goes through one fused function; any other head (adapters, quantized weights) is called as it is.
+Logits live for one chunk only. Where the objective is a sum over tokens (`chunked_objective`), its slope is known as soon as
+the logprobs of a chunk are, and the gradients of states and head are made from the chunk's logits at once: three matrix products,
+as with full logits. Else (`chunked_logprobs`) the slope comes with the backward pass, which computes the logits again. Gradients
+are exact either way. A plain linear head goes through one fused function; any other head (adapters, quantized weights) is called
+as it is.
+
+    products, N tokens in C chunks:   logits N, states' gradient N, head's gradient N   [+ logits again, all chunks but the last]
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
@@ -36,6 +42,36 @@ class LogitTransform:
 
 _IDENTITY = LogitTransform()
 
+TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+"""From logprobs (n,) and entropies (n,) of the tokens in a slice: what they add to the objective, (), and its gradients with
+respect to both, (n,) each; None: it does not depend on the entropies."""
+
+
+def chunked_objective(
+    hidden: torch.Tensor,
+    target_ids: torch.Tensor,
+    head: nn.Linear,
+    objective: TokenObjective,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    transform: LogitTransform = _IDENTITY,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `chunked_logprobs`, with the objective of these tokens, which has the gradient: once, by one backward pass.
+
+    Args:
+        head: one that `is_plain_linear`.
+
+    Returns:
+        logprobs (N,) and entropies (N,), both without gradient; objective () float32.
+    """
+    arguments = (hidden, head.weight, head.bias, target_ids, temperature, transform, chunk_tokens, objective)
+    logprobs, entropy, total = cast(
+        tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        _LinearObjective.apply(*arguments),  # type: ignore[no-untyped-call]
+    )
+    return logprobs, entropy, total
+
 
 def chunked_logprobs(
     hidden: torch.Tensor,
@@ -61,7 +97,7 @@ def chunked_logprobs(
     Returns:
         logprobs (N,) and entropies (N,).
     """
-    if _is_plain_linear(head):
+    if is_plain_linear(head):
         logprobs, entropy = _apply(
             _LinearLogprobs,
             hidden,
@@ -92,7 +128,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[to
     return cast(tuple[torch.Tensor, torch.Tensor], function.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
-def _is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
+def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling the head does nothing but one matrix product. Subclasses (adapters, FSDP units) and hooks may do more."""
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
     return type(head) is nn.Linear and not any(hooks)
@@ -220,10 +256,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         temperature, transform, chunk_tokens, with_entropy = ctx.settings
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        wants_weight_or_bias = wants_weight or wants_bias
-        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
-        total = _HeadGradient(weight, bias if wants_bias else None) if wants_weight_or_bias else None
+        gradients_of = _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for rows in reversed(_chunks(hidden.shape[0], chunk_tokens)):
             states = hidden[rows].to(weight.dtype)
             x, ctx.last_chunk = ctx.last_chunk, None  # a second backward pass computes it anew
@@ -238,17 +271,53 @@ class _LinearLogprobs(torch.autograd.Function):
                 gradients[1][rows] if with_entropy else None,
                 temperature,
                 transform,
-            )
-            logit_gradient = x.to(weight.dtype)
-            del x
-            if hidden_gradient is not None:
-                hidden_gradient[rows] = logit_gradient @ weight
-            if total is not None:
-                total.add(logit_gradient, states)
-            del logit_gradient  # before the next chunk's logits are made: one chunk at a time
-        weight_gradient = total.weight.to(weight.dtype) if total is not None and wants_weight else None
-        bias_gradient = total.bias.to(bias.dtype) if total is not None and total.bias is not None else None
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None
+            ).to(weight.dtype)
+            gradients_of.add(rows, states, x)
+            del x  # before the next chunk's logits are made: one chunk at a time
+        return *gradients_of.result(), None, None, None, None, None
+
+
+class _LinearObjective(torch.autograd.Function):
+    """A linear head and an objective that is a sum over tokens: gradients are made in the forward pass, and only scaled in the
+    backward pass. Saves them and nothing else."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        transform: LogitTransform,
+        chunk_tokens: int,
+        objective: TokenObjective,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        gradients = _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        known = []
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for rows in _chunks(hidden.shape[0], chunk_tokens):
+            states, ids = hidden[rows].to(weight.dtype), targets[rows]
+            x = _to_scaled_logits(_linear(states, weight, bias), temperature, transform)
+            logprobs, entropy, normalizer = _statistics(x, ids)
+            value, slope, entropy_slope = objective(logprobs, entropy, rows)
+            total += value
+            x = _logit_gradient_(x, ids, normalizer, entropy, slope, entropy_slope, temperature, transform)
+            x = x.to(weight.dtype)
+            gradients.add(rows, states, x)
+            del x  # before the next chunk's logits are made: one chunk at a time
+            known.append((logprobs, entropy))
+        ctx.gradients = gradients
+        all_logprobs, all_entropies = (torch.cat(column) for column in zip(*known, strict=True))
+        ctx.mark_non_differentiable(all_logprobs, all_entropies)
+        return all_logprobs, all_entropies, total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("an objective that is computed in chunks has one backward pass only")
+        return *gradients.result(upstream[2]), None, None, None, None, None
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
@@ -261,6 +330,46 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
 
 def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return nn.functional.linear(states.to(weight.dtype), weight, bias)
+
+
+class _LinearGradients:
+    """Those of states (N, H), weight (vocab, H) and bias (vocab,) of a linear head, as far as they are wanted, chunk by chunk."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        wanted: tuple[bool, bool, bool],
+    ) -> None:
+        self._weight, self._bias = weight, bias
+        wants_hidden, self._wants_weight, wants_bias = wanted
+        self._hidden = torch.empty_like(hidden) if wants_hidden else None
+        is_head_wanted = self._wants_weight or wants_bias
+        self._head = _HeadGradient(weight, bias if wants_bias else None) if is_head_wanted else None
+
+    def add(self, rows: slice, states: torch.Tensor, logit_gradient: torch.Tensor) -> None:
+        """Those of one chunk, from its states (n, H) and the gradient of its logits (n, vocab), both in the weight's dtype."""
+        if self._hidden is not None:
+            self._hidden[rows] = logit_gradient @ self._weight
+        if self._head is not None:
+            self._head.add(logit_gradient, states)
+
+    def result(
+        self, factor: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """All three times `factor` (), in the dtypes of what they are of. Once: it works in place."""
+        head_weight = self._head.weight if self._head is not None and self._wants_weight else None
+        head_bias = self._head.bias if self._head is not None else None
+        if factor is not None:
+            for gradient in (self._hidden, head_weight, head_bias):
+                if gradient is not None:
+                    gradient.mul_(factor)
+        return (
+            self._hidden,
+            None if head_weight is None else head_weight.to(self._weight.dtype),
+            None if head_bias is None or self._bias is None else head_bias.to(self._bias.dtype),
+        )
 
 
 class _HeadGradient:

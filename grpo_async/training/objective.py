@@ -12,13 +12,14 @@ cut into micro-batches or spread over ranks (bnpo excepted, by definition; and t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loss_sections import BaseLoss, CispoLoss, ClippedLoss, CustomLoss, GspoLoss, SapoLoss
+from grpo_async.training.logprobs import TokenObjective
 from grpo_async.training.losses.cispo import cispo_loss
 from grpo_async.training.losses.clipped import clipped_loss
 from grpo_async.training.losses.correction import correction_weights
@@ -39,6 +40,11 @@ class Prepass:
     logprobs: torch.Tensor  # (N,) of the policy at the start of the step
     has_high_entropy: torch.Tensor | None  # (N,) bool, the tokens that top_entropy_share keeps; None = all
     num_kept: torch.Tensor | None  # () how many those are in the whole minibatch, on all ranks; None = all
+
+    def of_tokens(self, rows: slice) -> Prepass:
+        """What it says of these tokens."""
+        mask = self.has_high_entropy
+        return replace(self, logprobs=self.logprobs[rows], has_high_entropy=None if mask is None else mask[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +114,46 @@ class Objective:
         correction = self.section.correction
         return isinstance(self.section, GspoLoss) if correction is None else correction.level == "sequence"
 
+    @property
+    def is_sum_over_tokens(self) -> bool:
+        """Whether what a token adds depends on no other token of the micro-batch; the router's loss apart."""
+        section = self.section
+        is_by_token = section.correction is None or section.correction.level == "token"
+        return is_by_token and section.off_policy_mask is None and not isinstance(section, GspoLoss | CustomLoss)
+
+    def of_tokens(
+        self,
+        batch: MicroBatch,
+        *,
+        ref_logprobs: torch.Tensor | None = None,
+        prepass: Prepass | None = None,
+    ) -> TokenObjective | None:
+        """For `Policy.forward`: what some of the trained tokens add, with its slopes; None where it is no sum over tokens.
+
+        Args:
+            ref_logprobs, prepass: as those of the call.
+        """
+        if not self.is_sum_over_tokens:
+            return None
+
+        def of(
+            logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+            with torch.enable_grad():
+                logprobs = logprobs.detach().requires_grad_()
+                entropy = entropy.detach().requires_grad_(self.needs_entropy_gradient)
+                total = self(
+                    PolicyOutput(logprobs=logprobs, entropy=entropy),
+                    batch.of_tokens(rows),
+                    ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
+                    prepass=None if prepass is None else prepass.of_tokens(rows),
+                ).total
+                wanted = [logprobs, entropy] if self.needs_entropy_gradient else [logprobs]
+                slopes = torch.autograd.grad(total, wanted)
+            return total.detach(), slopes[0], slopes[1] if self.needs_entropy_gradient else None
+
+        return of
+
     def __call__(
         self,
         output: PolicyOutput,
@@ -173,6 +219,8 @@ class Objective:
         total = policy_loss
         if section.entropy_bonus != 0.0:
             total = total - section.entropy_bonus * _share_of_mean_entropy(output.entropy, batch, prepass)
+        if output.objective is not None:
+            total = output.objective  # the same number, with the gradient
         router_loss = None
         if output.router_loss is not None and self._router_weight != 0.0:
             router_loss = output.router_loss * (batch.num_trained_tokens / batch.minibatch_tokens)

@@ -14,7 +14,13 @@ from torch import nn
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.errors import ConfigError
 from grpo_async.training.attention import AttentionName, SampleLayout, use_attention
-from grpo_async.training.logprobs import LogitTransform, chunked_logprobs
+from grpo_async.training.logprobs import (
+    LogitTransform,
+    TokenObjective,
+    chunked_logprobs,
+    chunked_objective,
+    is_plain_linear,
+)
 from grpo_async.training.router import experts_per_token, load_balancing_loss
 
 
@@ -22,8 +28,9 @@ from grpo_async.training.router import experts_per_token, load_balancing_loss
 class PolicyOutput:
     """What one forward says of the N trained tokens of its micro-batch."""
 
-    logprobs: torch.Tensor  # (N,) float32, with gradient
-    entropy: torch.Tensor  # (N,) float32, nats; with gradient only when asked for
+    logprobs: torch.Tensor  # (N,) float32, with gradient unless `objective` has it
+    entropy: torch.Tensor  # (N,) float32, nats; with gradient only when asked for, and unless `objective` has it
+    objective: torch.Tensor | None = None  # () float32, with gradient: of its tokens, where it was made with them
     router_loss: torch.Tensor | None = None  # () float32, load balancing of a mixture of experts, over the real tokens
     anchor: torch.Tensor | None = None  # () zero that depends on every parameter; only without trained tokens
 
@@ -78,13 +85,19 @@ class Policy(nn.Module):
         return None
 
     def forward(
-        self, batch: MicroBatch, *, temperature: float | None = None, entropy_gradient: bool = False
+        self,
+        batch: MicroBatch,
+        *,
+        temperature: float | None = None,
+        entropy_gradient: bool = False,
+        token_objective: TokenObjective | None = None,
     ) -> PolicyOutput:
         """Log-probabilities and entropies of the trained tokens.
 
         Args:
             temperature: of the distribution; None = that of the run.
             entropy_gradient: whether the loss depends on the entropy.
+            token_objective: where the loss is a sum over tokens: a plain linear head makes its gradients with the logprobs.
 
         Raises:
             ConfigError: the model's layers do not keep packed samples apart.
@@ -98,20 +111,33 @@ class Policy(nn.Module):
             # because FSDP reduces the same parameters on every rank
             nothing = states.sum(-1).float()
             return PolicyOutput(logprobs=nothing, entropy=nothing.detach(), anchor=head(flat[:1]).float().sum() * 0.0)
-        logprobs, entropy = chunked_logprobs(
-            states,
-            batch.target_ids,
-            head,
-            temperature=self._temperature if temperature is None else temperature,
-            chunk_tokens=self._chunk_tokens,
-            transform=self._transform,
-            entropy_gradient=entropy_gradient,
-        )
+        temperature = self._temperature if temperature is None else temperature
+        objective = None
+        if token_objective is not None and is_plain_linear(head):
+            logprobs, entropy, objective = chunked_objective(
+                states,
+                batch.target_ids,
+                head,
+                token_objective,
+                temperature=temperature,
+                chunk_tokens=self._chunk_tokens,
+                transform=self._transform,
+            )
+        else:
+            logprobs, entropy = chunked_logprobs(
+                states,
+                batch.target_ids,
+                head,
+                temperature=temperature,
+                chunk_tokens=self._chunk_tokens,
+                transform=self._transform,
+                entropy_gradient=entropy_gradient,
+            )
         router_loss = None
         if self._experts_per_token is not None:
             is_real = batch.segment_ids >= 0
             router_loss = load_balancing_loss(router_logits, is_real, experts_per_token=self._experts_per_token)
-        return PolicyOutput(logprobs=logprobs, entropy=entropy, router_loss=router_loss)
+        return PolicyOutput(logprobs=logprobs, entropy=entropy, objective=objective, router_loss=router_loss)
 
     def _hidden(self, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """States before the head, (R, T, H), and router logits of each layer where they are asked for."""

@@ -134,7 +134,11 @@ def _backward(
             with clock.part("reference", micro_batch=number):
                 ref_logprobs = reference.logprobs(batch)
         with clock.part("forward", micro_batch=number):
-            output: PolicyOutput = policy(batch, entropy_gradient=objective.needs_entropy_gradient)
+            output: PolicyOutput = policy(
+                batch,
+                entropy_gradient=objective.needs_entropy_gradient,
+                token_objective=objective.of_tokens(batch, ref_logprobs=ref_logprobs, prepass=prepass),
+            )
         if output.anchor is not None:
             with clock.part("backward", micro_batch=number):
                 torch.autograd.backward(output.anchor)

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_async.training.logprobs import LogitTransform, chunked_logprobs
+from grpo_async.training import logprobs as logprobs_module
+from grpo_async.training.logprobs import LogitTransform, TokenObjective, chunked_logprobs, chunked_objective
 
 ROOT = Path(__file__).resolve().parents[2]
 N, H, VOCAB = 7, 8, 50
@@ -71,6 +73,29 @@ def _assert_equals_full_logits(head: nn.Module, hidden: torch.Tensor, targets: t
         gradients = [torch.autograd.grad(total, inputs, retain_graph=True) for total in sums]
         for gradient, right in zip(*gradients, strict=True):
             torch.testing.assert_close(gradient, right, atol=1e-5, rtol=1e-5)
+
+
+Sum = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
+
+
+def _slopes(function: Sum, *, with_entropy: bool = True) -> TokenObjective:
+    """A sum over tokens as `chunked_objective` asks for it."""
+
+    def of(
+        logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        with torch.enable_grad():
+            logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
+            total = function(logprobs, entropy, rows)
+            slopes = torch.autograd.grad(total, [logprobs, entropy])
+        return total.detach(), slopes[0], slopes[1] if with_entropy else None
+
+    return of
+
+
+def _some_sum(weights: torch.Tensor) -> Sum:
+    """Neither logprobs nor entropies have the same slope everywhere."""
+    return lambda logprobs, entropy, rows: (weights[rows] * (torch.exp(logprobs) + entropy.square())).sum()
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
@@ -193,6 +218,22 @@ def test_a_16_bit_head_is_summed_over_chunks_in_32_bits() -> None:
         torch.testing.assert_close(many, one, rtol=0.02, atol=0.1)  # bfloat16: 2 to 3 digits
 
 
+def test_an_objective_with_a_16_bit_head_has_the_gradients_of_its_logprobs() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(H, VOCAB, bias=True).to(torch.bfloat16)
+    hidden, targets = torch.randn(64, H).to(torch.bfloat16).requires_grad_(), torch.randint(0, VOCAB, (64,))
+    inputs = [hidden, head.weight, head.bias]
+    weights = torch.randn(64)
+    settings: dict[str, Any] = {"temperature": 1.0, "chunk_tokens": 24}
+    logprobs, _ = chunked_logprobs(hidden, targets, head, **settings)
+    wanted = torch.autograd.grad((weights * logprobs.exp()).sum(), inputs)
+    objective = _slopes(lambda logprobs, entropy, rows: (weights[rows] * logprobs.exp()).sum() + 0.0 * entropy.sum())
+    found = torch.autograd.grad(chunked_objective(hidden, targets, head, objective, **settings)[2], inputs)
+    for gradient, right in zip(found, wanted, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(gradient, right, rtol=0.02, atol=0.01)
+
+
 class _Shapes(TorchDispatchMode):
     """Remembers the largest tensor that any operation made."""
 
@@ -221,14 +262,89 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(plain: bool) -> None:
     assert shapes.largest == 4 * 1000
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
+def test_an_objective_that_is_made_with_the_logprobs_has_the_gradients_of_full_logits(
+    chunk_tokens: int, bias: bool, transform: LogitTransform
+) -> None:
+    head, hidden, targets = _case(torch.float64, bias=bias)
+    total_of = _some_sum(torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    settings: dict[str, Any] = {"temperature": 0.7, "transform": transform}
+    right = _full(hidden, targets, head, **settings)
+    wanted = total_of(*right, slice(None))
+    logprobs, entropy, found = chunked_objective(
+        hidden, targets, head, _slopes(total_of), chunk_tokens=chunk_tokens, **settings
+    )
+    torch.testing.assert_close(found, wanted.float())
+    torch.testing.assert_close(logprobs, right[0])
+    torch.testing.assert_close(entropy, right[1])
+    assert not logprobs.requires_grad
+    assert not entropy.requires_grad
+    inputs = [hidden, *head.parameters()]
+    # times 2: what comes from above scales it
+    for gradient, expected in zip(
+        torch.autograd.grad(found * 2.0, inputs), torch.autograd.grad(wanted * 2.0, inputs), strict=True
+    ):
+        torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "head"])
+def test_an_objective_gives_gradients_to_what_wants_them_only(frozen: str) -> None:
+    head, hidden, targets = _case()
+    weights = torch.randn(N)
+    total_of: Sum = lambda logprobs, entropy, rows: (weights[rows] * logprobs).sum() + 0.0 * entropy.sum()  # noqa: E731
+    if frozen == "head":
+        head.requires_grad_(False)
+    else:
+        hidden = hidden.detach()
+    (trained,) = [tensor for tensor in (hidden, head.weight) if tensor.requires_grad]
+    logprobs, _ = chunked_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=3)
+    (wanted,) = torch.autograd.grad((weights * logprobs).sum(), trained)
+    *_, total = chunked_objective(
+        hidden, targets, head, _slopes(total_of, with_entropy=False), temperature=1.0, chunk_tokens=3
+    )
+    (found,) = torch.autograd.grad(total, trained)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_an_objective_has_one_backward_pass() -> None:
+    head, hidden, targets = _case()
+    *_, total = chunked_objective(
+        hidden, targets, head, _slopes(_some_sum(torch.ones(N))), temperature=1.0, chunk_tokens=3
+    )
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass only"):
+        total.backward()
+
+
+def test_an_objective_computes_each_logit_once_and_holds_one_chunk_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(2, 1000, bias=False)
+    hidden, targets = torch.randn(40, 2, requires_grad=True), torch.randint(0, 1000, (40,))
+    computed = []
+    linear = logprobs_module._linear
+    monkeypatch.setattr(
+        logprobs_module, "_linear", lambda states, *more: computed.append(len(states)) or linear(states, *more)
+    )
+    with _Shapes() as shapes:
+        *_, total = chunked_objective(
+            hidden, targets, head, _slopes(_some_sum(torch.ones(40))), temperature=1.0, chunk_tokens=4
+        )
+        total.backward()
+    assert sum(computed) == 40
+    assert shapes.largest == 4 * 1000
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("loss", [[], ["--any-loss"]], ids=["sum", "any"])
 def test_the_step_needs_an_eighth_of_the_memory_of_full_logits_at_150_thousand_tokens_of_vocabulary(
-    tmp_path: Path,
+    tmp_path: Path, loss: list[str]
 ) -> None:
     """Both in processes of their own, forward and backward. Beyond the gradients of hidden states and head, which both hold."""
     sizes = ["--vocab", "150000", "--tokens", "1024", "--chunk", "128", "--hidden", "256", "--rounds", "0"]
     result = tmp_path / "report.json"
-    command = [sys.executable, "-m", "benchmarks", "logprobs", *sizes, "--device", "cpu", "--json", str(result)]
+    command = [sys.executable, "-m", "benchmarks", "logprobs", *sizes, *loss, "--device", "cpu", "--json", str(result)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout
     rows = {row["name"]: row["median"] for row in json.loads(result.read_text())["rows"]}

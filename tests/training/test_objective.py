@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,3 +172,66 @@ def test_the_routers_loss_counts_by_the_share_of_tokens() -> None:
     assert output.router_loss is not None
     assert output.router_loss.item() == pytest.approx(0.75)
     assert Objective(_section())(policy, batch).total.item() == 0.0
+
+
+_PARTS = slice(0, 1), slice(1, 4)  # cuts the first sample
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"type": "grpo"}, {"type": "bnpo"}, {"type": "dr_grpo"}, {"type": "dapo", "delta": 4.0}, {"type": "cispo"},
+        {"type": "sapo"}, {"beta": 0.1}, {"entropy_bonus": 0.1}, {"proximal": "log_linear"},
+        {"proximal": "recomputed", "correction": {"level": "token"}},
+        {"top_entropy_share": 0.5, "entropy_bonus": 0.1},
+    ],
+)  # fmt: skip
+def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_slopes(values: dict[str, Any]) -> None:
+    objective = Objective(_section(**values))
+    batch = replace(
+        _batch([-1.0, -2.0, -0.5, -1.5], [1.0, 1.0, -2.0, -2.0], samples=[0, 0, 1, 1]),
+        weights=torch.tensor([0.1, 0.2, 0.3, 0.4]),
+        staleness=torch.tensor([0, 1, 2, 3]),
+    )
+    policy = _policy([-1.3, -1.0, -0.2, -3.0], entropy=[0.5, 1.0, 1.5, 2.0])
+    references = torch.tensor([-1.1, -1.2, -1.3, -1.4])
+    prepass = Prepass(
+        logprobs=torch.tensor([-1.2, -1.1, -0.3, -2.5]),
+        has_high_entropy=torch.tensor([False, True, False, True]),
+        num_kept=torch.tensor(2),
+    )
+    known: dict[str, Any] = {"ref_logprobs": references, "prepass": prepass}
+    total = objective(policy, batch, **known).total
+    wanted = torch.autograd.grad(total, [policy.logprobs, policy.entropy], allow_unused=True)
+    of = objective.of_tokens(batch, **known)
+    assert of is not None
+    parts = [of(policy.logprobs[rows], policy.entropy[rows], rows) for rows in _PARTS]
+    assert sum(part[0].item() for part in parts) == pytest.approx(total.item())
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), wanted[0])
+    for part, rows in zip(parts, _PARTS, strict=True):
+        if wanted[1] is None:
+            assert part[2] is None
+        else:
+            torch.testing.assert_close(part[2], wanted[1][rows])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"type": "gspo"},
+        {"type": "custom", "function": "tests.training.test_step:recording"},
+        {"proximal": "recomputed", "correction": {"level": "sequence"}},
+        {"off_policy_mask": 0.5},
+    ],
+)
+def test_what_looks_at_whole_samples_is_no_sum_over_tokens(values: dict[str, Any]) -> None:
+    batch = _batch([-1.0, -2.0], [1.0, 1.0])
+    assert Objective(_section(**values)).of_tokens(batch) is None
+
+
+def test_what_the_head_has_made_of_the_objective_stands_and_the_routers_loss_comes_on_top() -> None:
+    made = torch.tensor(-0.5, requires_grad=True)
+    policy = replace(_policy([-1.0, -2.0], router=2.0), objective=made)
+    output = Objective(_section(), router_weight=0.1)(policy, _batch([-1.0, -2.0], [1.0, 1.0]))
+    assert output.total.item() == pytest.approx(-0.5 + 0.1 * 2.0 * 2 / 4)  # 2 of the minibatch's 4 tokens
+    assert torch.autograd.grad(output.total, made)[0].item() == 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import BaseLoss, LossSection
 from grpo_async.config.model_sections import ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample
+from grpo_async.training import policy as policy_module
 from grpo_async.training.load import load_policy
 from grpo_async.training.losses import LossInputs, TokenLoss
 from grpo_async.training.objective import Objective
@@ -122,7 +123,10 @@ def test_the_entropy_mask_goes_by_all_tokens_of_the_update_not_of_a_micro_batch(
     gradients: list[torch.Tensor] = []
 
     def keep(inputs: LossInputs) -> torch.Tensor:
-        inputs.logprobs.register_hook(gradients.append)
+        if (
+            inputs.logprobs.requires_grad
+        ):  # a chunk's, from which the gradient is made; the figures are those of all, without
+            inputs.logprobs.register_hook(gradients.append)
         return -inputs.logprobs
 
     objective = Objective(section)
@@ -214,3 +218,38 @@ def test_gradients_that_travel_after_every_micro_batch_make_the_same_step(tiny_m
     assert each["losses"] == pytest.approx(once["losses"], rel=1e-5)
     assert each["norms"] == pytest.approx(once["norms"], rel=1e-5)
     assert each["weights"] == pytest.approx(once["weights"], rel=1e-4, abs=2e-3)
+
+
+@pytest.mark.parametrize("values", [{}, {"entropy_bonus": 0.1}, {"type": "cispo"}, {"top_entropy_share": 0.5}], ids=str)
+def test_a_step_is_the_same_whether_the_head_knows_the_objective_or_not(
+    tiny_model: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are 16 tokens, and a micro-batch has more."""
+    batches = [_pack(random_samples(8), micro_batch_tokens=128)]
+    assert max(batch.num_trained_tokens for batch in batches[0]) > 32
+    found = []
+    for knows in (True, False):
+        policy, optimizer = _build(tiny_model)
+        with monkeypatch.context() as patched:
+            made = []
+            if not knows:
+                patched.setattr(Objective, "is_sum_over_tokens", False)
+            patched.setattr(policy_module, "chunked_objective", _recorded(policy_module.chunked_objective, made))
+            result = _step(policy, optimizer, batches, _section(**values))
+        assert bool(made) == knows
+        found.append((result, _weights(policy)))
+    (one, weights), (other, expected) = found
+    assert one.loss == pytest.approx(other.loss, abs=1e-6)
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+    for name, value in other.metrics.items():
+        assert one.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
+    for weight, right in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight, right, rtol=1e-3, atol=1e-4)
+
+
+def _recorded(function: Callable[..., Any], made: list[Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **more: Any) -> Any:
+        made.append(arguments)
+        return function(*arguments, **more)
+
+    return call

@@ -12,7 +12,8 @@ class LossInputs:
     """The N trained tokens of one micro-batch, one after another; N >= 1. This is what a loss of your own is given.
 
     Two samples of 2 and 1 trained tokens: sample_index = [0, 0, 1]. The loss of the minibatch is the sum of weights x loss over
-    all its micro-batches and ranks.
+    all its micro-batches and ranks. A shipped loss that is a sum over tokens is given parts of a micro-batch with gradient (their
+    samples keep their numbers), and all of it without.
     """
 
     logprobs: torch.Tensor  # (N,) float32, of the trained policy, with gradient
