@@ -21,6 +21,7 @@ class OpenGroup:
     scored: ScoredGroup | None = None  # when it only waits for room in the queue
     begun: Mapping[int, Begun] = field(default_factory=dict)  # of a checkpoint
     looks: dict[int, Callable[[], Begun | None]] = field(default_factory=dict)
+    has_begun: bool = False  # its task runs
     too_stale: bool = False
     oldest_versions: dict[int, int] = field(default_factory=dict)  # among the tokens of each rollout
     received: dict[int, int] = field(default_factory=dict)  # tokens of each rollout

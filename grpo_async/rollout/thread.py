@@ -59,7 +59,7 @@ class LoopThread:
             raise DeadlineError(what, waited_s=timeout_s, setting=setting) from error
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], *, on_error: Callable[[BaseException], None]) -> None:
-        """Run a coroutine in the background until it ends or `cancel_spawned`; an exception goes to `on_error`."""
+        """Run a coroutine in the background until it ends or `cancel_all`; an exception goes to `on_error`."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         self._tasks.add(future)
 

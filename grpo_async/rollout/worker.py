@@ -22,11 +22,11 @@ from grpo_async.errors import NothingToLearnError, RolloutContractError, RunErro
 from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenFigures
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.in_flight import GroupInFlight
+from grpo_async.rollout.no_signal import why_no_signal
 from grpo_async.rollout.open_group import OpenGroup, without_open_turns
 from grpo_async.rollout.producer import GroupProducer, GroupRequest
 from grpo_async.rollout.seeds import seed_of
 from grpo_async.rollout.tracing import record_admission
-from grpo_async.scoring.advantages import has_zero_variance
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.timeline import NO_TIMELINE, Timeline
@@ -156,9 +156,17 @@ class RolloutWorker:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         finally:
-            for entry in self._in_flight.values():  # their tasks were cancelled before they began: nothing of them ran
-                self._settle_dropped(entry.group, GroupStatus.CANCELLED)
-            self._in_flight.clear()
+            self._settle_never_begun()
+
+    def _settle_never_begun(self) -> None:
+        """The groups whose tasks were cancelled before they began, so that nothing of them ran. That one cannot be stored does not
+        keep the others from being settled."""
+        for entry in self._in_flight.values():
+            try:
+                self._settle_dropped(entry.group, GroupStatus.STALE if entry.too_stale else GroupStatus.CANCELLED)
+            except RunError as error:
+                self._errors.note("group", error)
+        self._in_flight.clear()
 
     def _take_up(self, entry: OpenGroup) -> None:
         """Go on with what a checkpoint has of a group, unless it would be too stale when it is done."""
@@ -181,6 +189,9 @@ class RolloutWorker:
 
     async def _run_group(self, group_id: int, entry: OpenGroup) -> None:
         try:
+            entry.has_begun = True
+            if entry.too_stale:  # since it was taken up from a checkpoint
+                raise _TooStaleError
             scored = await self._make(group_id, entry)
             self._failures_in_a_row = 0
             if scored is None:
@@ -268,7 +279,7 @@ class RolloutWorker:
         if self._without_signal_in_a_row < self._settings.max_groups_without_signal:
             return
         raise NothingToLearnError(
-            f"{self._without_signal_in_a_row} groups in a row had nothing to learn from; the last one: {_no_signal(scored)}. "
+            f"{self._without_signal_in_a_row} groups in a row had nothing to learn from; the last one: {why_no_signal(scored)}. "
             "Look at `inspect-rollouts`; the limit is rollout.max_rounds_without_signal x rollout.groups_per_step"
         )
 
@@ -374,27 +385,9 @@ class RolloutWorker:
         for entry in self._in_flight.values():
             if entry.task is not None and self._is_too_stale(entry):
                 entry.too_stale = True
-                entry.task.cancel()
+                if entry.has_begun:  # a task that is cancelled before would never run, and settle nothing
+                    entry.task.cancel()
 
     def _is_too_stale(self, entry: OpenGroup) -> bool:
         oldest = min(entry.oldest_versions.values(), default=None)
         return oldest is not None and self._server_version - oldest > self._settings.max_staleness
-
-
-def _no_signal(scored: ScoredGroup | None) -> str:
-    """Why a group had nothing to train."""
-    if scored is None:
-        return "no token was sampled: its prompt is too long, or its environment was done at once"
-    rewards = [reward for reward in scored.rewards if reward is not None]
-    if len(rewards) < 2:
-        return "it was not scored"
-    if has_zero_variance(scored.rewards):
-        calls = [call for c in scored.group.trainable for turn in c.turns for call in turn.tool_calls]
-        if calls and all(call.failed for call in calls):
-            return f"all rewards are {rewards[0]:g}, and every tool call failed: {calls[-1].name}: {calls[-1].result[:200]}"
-        return (
-            f"all rewards are {rewards[0]:g}: the task is solved, too hard for this policy, or the policy has collapsed"
-        )
-    return (
-        "all its completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"
-    )

@@ -320,9 +320,7 @@ def test_a_rollout_that_takes_too_long_fails_and_names_the_setting(tmp_path: Pat
     setup.run(steps)
 
 
-def test_groups_whose_task_never_began_are_settled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run ends between the start of a group and the first step of its task, which is cancelled without having run."""
-    setup = _Setup(tmp_path)
+def _run_that_ends_before_two_groups_begin(setup: _Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     admitted = 0
 
     async def admit() -> None:
@@ -338,7 +336,27 @@ def test_groups_whose_task_never_began_are_settled_too(tmp_path: Path, monkeypat
             await task
 
     setup.run(steps)
+
+
+def test_groups_whose_task_never_began_are_settled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends between the start of a group and the first step of its task, which is cancelled without having run."""
+    setup = _Setup(tmp_path)
+    _run_that_ends_before_two_groups_begin(setup, monkeypatch)
     assert setup.statuses() == {"cancelled": 2}
+
+
+def test_a_store_that_refuses_one_of_them_does_not_keep_the_others_from_being_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = _Setup(tmp_path)
+
+    def refuse(*arguments: Any, **more: Any) -> None:
+        raise RunError("the disk is full")
+
+    monkeypatch.setattr(setup.store, "append", refuse)
+    _run_that_ends_before_two_groups_begin(setup, monkeypatch)
+    assert setup.ledger.snapshot()["groups"]["cancelled"] == 2
+    assert setup.ledger.snapshot()["groups"]["in_flight"] == 0
 
 
 @pytest.mark.parametrize("mode", ["skip", "resample", "train"])

@@ -101,6 +101,33 @@ def test_finished_groups_are_not_generated_again_and_count_once(tmp_path: Path) 
     assert counts["tokens"]["trained"] == 3 * 8 + 4 * 3
 
 
+def test_a_group_that_gets_stale_before_its_task_begins_is_settled_as_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken up at version 1 with tokens of version 0, which max_staleness 1 allows; version 2 comes in the same moment."""
+    state = _of_a_run(tmp_path / "a", held=(2,))
+    setup = _Slow(tmp_path / "b", resume=state, version=1)
+    admit, calls = setup.worker._admission.admit, 0
+
+    async def admit_one() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            await admit()
+        else:
+            setup.worker.on_version(2)
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(setup.worker._admission, "admit", admit_one)
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await _until(lambda: calls == 2 and not setup.worker.in_flight())
+
+    setup.run(steps)
+    assert setup.ledger.snapshot()["groups"]["stale"] == 1
+    assert setup.client.names == []
+
+
 def test_a_counter_that_ended_the_run_begins_anew_and_one_below_its_limit_goes_on(tmp_path: Path) -> None:
     state = _of_a_run(tmp_path / "a")
     for values, kept in (((6, 12), (0, 0)), ((5, 11), (5, 11)), ((7, 13), (0, 0))):
