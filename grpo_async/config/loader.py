@@ -29,6 +29,9 @@ from grpo_async.config.tree import Problems
 from grpo_async.config.yaml_source import YAML_1_2_RULES
 from grpo_async.errors import ConfigError
 
+_GONE = (("training", "row_tokens"),)
+"""Section and name of settings that earlier versions had."""
+
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """The configuration in `path` with `overrides` ("optimizer.lr=1e-6") on top.
@@ -47,12 +50,22 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     root = interpolate(root, os.environ, problems)
     config = None
     try:
-        config = ExperimentConfig.model_validate(to_plain(root, shape))
+        config = ExperimentConfig.model_validate(_without_gone(to_plain(root, shape)))
     except ValidationError as error:
         report(error, root, shape, problems)
     if problems or config is None:
         raise ConfigError(problems.text())
     return config
+
+
+def _without_gone(values: Any) -> Any:
+    """Without settings that there are no more, where they are null: so they stand in the config.yaml of every run of that time, and
+    say nothing."""
+    for section, name in _GONE:
+        settings = values.get(section) if isinstance(values, dict) else None
+        if isinstance(settings, dict) and name in settings and settings[name] is None:
+            del settings[name]
+    return values
 
 
 def dump_config(config: ExperimentConfig) -> str:

@@ -1,6 +1,6 @@
 """The sections of an experiment that have no file of their own, in the order of the data path.
 
-The docstring under a field is its help text and goes into the JSON schema; rules that span sections stand in `experiment`.
+The docstring under a field is its help text and goes into the JSON schema; rules that span sections stand in `rules/`.
 Elsewhere: `model_sections` (model, optimizer), `data_sections` (data, evaluation), `interaction_sections` (tools, environments,
 rollout function, rewards), `loss_sections` (advantage, loss), `server_sections` (inference, weights), `record_sections` (record,
 tracking), `launch_sections`.

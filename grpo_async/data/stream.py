@@ -82,11 +82,6 @@ class PromptStream:
         if state is not None:
             self._restore(state)
 
-    @property
-    def epochs(self) -> float:
-        """Times that the stream has gone through the rows: 25 prompts of 10 rows = 2.5."""
-        return self._next_prompt_id / len(self._rows)
-
     def next(self) -> Prompt:
         """The next prompt of the stream."""
         prompt = self.prompt(self._next_prompt_id)

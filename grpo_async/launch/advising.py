@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_async.launch.display import Display, Displays
+from grpo_async.rundir import write_atomically
 from grpo_async.tracking.advisor import PipelineSetup, advise, figures_of
 
 _LEAST_STEPS = 5
@@ -38,7 +40,8 @@ class AdvisedDisplays(Displays):
         self._steps: deque[Mapping[str, float]] = deque(maxlen=max(_LEAST_STEPS, every_steps))
         self._warned = False
         if log.exists():
-            _drop_later(log, resume_step or 0)
+            with self._warning():
+                _drop_later(log, resume_step or 0)
 
     def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
         super().step(step, max_steps, metrics)
@@ -49,9 +52,14 @@ class AdvisedDisplays(Displays):
         if advice is None:
             return
         self.advice(step, advice)
+        with self._warning(), self._log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **advice.as_dict()}) + "\n")
+
+    @contextmanager
+    def _warning(self) -> Iterator[None]:
+        """A file that cannot be written costs a warning, once, and no training."""
         try:
-            with self._log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **advice.as_dict()}) + "\n")
+            yield
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -67,4 +75,4 @@ def _drop_later(log: Path, last_step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # torn by a kill
-    log.write_text("".join(kept), encoding="utf-8")
+    write_atomically(log, "".join(kept))

@@ -18,8 +18,6 @@ from grpo_async.launch.wording import one_line, plain
 from grpo_async.rundir import RunDir
 from grpo_async.tracking.advisor import Advice
 
-_BARS = "▁▂▃▄▅▆▇█"
-_NUM_BARS = 24
 _AVERAGED_STEPS = 5
 _EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")
 _OF_SAMPLES = re.compile(r"(pass|mean|majority)@\d+")
@@ -133,7 +131,7 @@ class Progress:
     def add_step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
         self.step, self.max_steps, self.metrics = step, max_steps, dict(metrics)
         if math.isfinite(reward := _number(metrics, "reward")):
-            self.rewards = [*self.rewards, reward][-_NUM_BARS:]
+            self.rewards = [*self.rewards, reward][-_AVERAGED_STEPS - 1 :]
         if math.isfinite(step_time := _number(metrics, "step_time")):
             self._step_times.append(step_time)
         self.add_to_curves(step, metrics)
@@ -265,16 +263,6 @@ def _number(metrics: Mapping[str, float | None], name: str) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def sparkline(values: Iterable[float], width: int = _NUM_BARS) -> str:
-    """The last `width` values as bars between their minimum and maximum: [0, 1, 2] -> "▁▅█"; all equal -> all "▁"."""
-    shown = list(values)[-width:]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    span = (high - low) or math.inf
-    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in shown)
-
-
 def duration(seconds: float) -> str:
     """75 -> "1:15", 3700 -> "1:01:40"."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -318,12 +306,6 @@ def queue_text(progress: Progress) -> str | None:
     return join([queued and f"queued {queued}", in_flight and f"in flight {in_flight}"]) or None
 
 
-def ledger_text(progress: Progress) -> str | None:
-    """Groups by state; started is their sum by the ledger's invariant."""
-    parts = [progress.text(f"ledger/groups/{state}", state.replace("_", " ") + " {:.0f}") for state in LEDGER_STATES]
-    return join(parts) or None
-
-
 def restarts_text(progress: Progress) -> str | None:
     """`servers 1  restarts 2  last recovery 12.3 s`; None while no server was ever lost."""
     if not progress.metrics.get("servers/restarts") and not progress.servers_down:
@@ -336,12 +318,6 @@ def restarts_text(progress: Progress) -> str | None:
         else None,
     ]
     return join(parts) or None
-
-
-def servers_text(progress: Progress) -> str | None:
-    """`restarts_text`, and who is down now."""
-    down = join((f"the {name} {trouble}" for name, trouble in progress.servers_down.items()), "; ")
-    return join([restarts_text(progress), down and f"DOWN: {plain(down)}"]) or None
 
 
 def evaluation_line(when: str, metrics: Mapping[str, float]) -> str:

@@ -39,7 +39,6 @@ from grpo_async.store.summaries import (
     RolloutSummary,
     StepSummary,
 )
-from grpo_async.store.writer_lock import has_writer
 
 _Answer = TypeVar("_Answer")
 
@@ -98,11 +97,6 @@ class RolloutTable:
     def generation(self) -> int:
         """Grows whenever `refresh` found something new: a key for caches."""
         return self._index.generation
-
-    @property
-    def is_being_written(self) -> bool:
-        """Whether a process writes to the store now; also True where that cannot be told."""
-        return has_writer(self.folder)
 
     @property
     def damage(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Tools: typed functions that the model may call.
 
 `load_tools` makes them from the config, `ToolExecutor` answers the calls of one turn. Shipped: `calculator`
-(grpo_async.tools.calculator:calculator) and a sandboxed Python (grpo_async.tools.python:python).
+(grpo_async.tools.calculator:calculator) and a sandboxed Python (grpo_async.tools.python:run_python).
 """
 
 from grpo_async.tools.errors import ToolError, ToolTimeoutError

@@ -72,18 +72,6 @@ def describe(name: str) -> MetricInfo:
     return MetricInfo(name=name, help="logged by the user's code, or unknown to this version", is_known=False)
 
 
-def reduce_metrics(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One value for each metric of several steps, by its reduction; steps that lack it are left out.
-
-    [{"reward": 1.0, "num_tokens": 10.0}, {"reward": 2.0, "num_tokens": 20.0}] -> {"reward": 1.5, "num_tokens": 30.0}
-    """
-    values: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            values.setdefault(name, []).append(value)
-    return {name: describe(name).reduction(each) for name, each in values.items()}
-
-
 @cache
 def _compiled() -> list[tuple[re.Pattern[str], MetricInfo]]:
     return [(_pattern(entry.name), entry) for entry in CATALOG]
@@ -183,7 +171,6 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("pipeline/generator_idle_ratio", "share of the step that no server generated", "share", better=_LOWER),
     _metric("pipeline/overlap_efficiency", "longer of generation and training / wall time; 1: no loss", "share", better=_HIGHER),
     _metric("pipeline/{phase}_share", "share of the step's wall time: {phase}", "share"),
-    _metric("pipeline/{phase}_s", "seconds of the step: {phase}", "s"),
     _metric("step_time", "wall time of the step", "s", better=_LOWER),
     _metric("perf/trained_tokens_per_s", "trained tokens / wall time", "tokens/s", better=_HIGHER),
     _metric("perf/generated_tokens_per_s", "sampled tokens / wall time", "tokens/s", better=_HIGHER),
@@ -201,8 +188,8 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("sync/verify_mean", "mean |server - trainer| log-probability on the probes", "nats", better=_LOWER),
     _metric("sync/verify_max", "largest of them", "nats", _MAX, _LOWER),
     _metric("sync/verify_k3", "KL divergence of server and trainer on the probes, k3 estimator", "nats", better=_LOWER),
+    _metric("sync/pause_ms", "milliseconds of the push until every server had paused", "ms", better=_LOWER),
     _metric("sync/{phase}_ms", "milliseconds of the push: {phase}", "ms", better=_LOWER),
-    _metric("sync/{phase}_s", "seconds of the push: {phase}", "s", better=_LOWER),
     # servers
     _metric("servers/serving", "servers that serve", reduction=_LAST, better=_HIGHER),
     _metric("servers/restarts", "restarts of servers since the run began", reduction=_LAST, better=_LOWER),

@@ -61,10 +61,6 @@ class Row:
     lane: str
     spans: list[Placed] = field(default_factory=list)
 
-    @property
-    def num_levels(self) -> int:
-        return max((placed.depth for placed in self.spans), default=0) + 1
-
 
 def lay_out(events: Iterable[Event]) -> list[Row]:
     """One row for each lane, in the order of `lane_order`. What overlaps without nesting gets a further row of the same lane, which

@@ -1,1 +1,1 @@
-"""How weights travel from trainer to server: `buckets` cuts, `gloo` carries, `push` puts the phases in order."""
+"""How weights travel from trainer to server: `buckets` cuts, `gloo`, `nccl` or `ipc` carries, `push` puts the phases in order."""

@@ -34,6 +34,16 @@ def _problems(path: Path, *overrides: str) -> list[str]:
     return [line.replace(f"{path.parent}/", "") for line in str(caught.value).splitlines()]
 
 
+def test_a_setting_that_is_gone_is_overlooked_where_it_said_nothing(tmp_path: Path) -> None:
+    """As the config.yaml of a run of an earlier version has it; with a value it is refused as any other unknown one."""
+    config = load_config(_write(tmp_path, MINIMAL + "training: {row_tokens: null, max_steps: 7}\n"))
+    assert config.training.max_steps == 7
+    (problem,) = _problems(_write(tmp_path, MINIMAL + "training: {row_tokens: 512}\n"))
+    assert "training.row_tokens" in problem
+    (problem,) = _problems(_write(tmp_path, MINIMAL + "training: {no_such: null}\n"))
+    assert "training.no_such" in problem
+
+
 def test_a_minimal_file_gets_every_default(tmp_path: Path) -> None:
     config = load_config(_write(tmp_path, MINIMAL))
     assert config.run.name == "demo"

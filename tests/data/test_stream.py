@@ -107,12 +107,6 @@ def test_changed_data_is_refused_after_a_checkpoint(changed: list[dict[str, Any]
         PromptStream(changed, seed=0, shuffle=True, state=state)
 
 
-def test_epochs_count_how_often_the_rows_were_gone_through() -> None:
-    stream = PromptStream(_rows(10), seed=0, shuffle=True)
-    _take(stream, 25)
-    assert stream.epochs == 2.5  # 25 prompts / 10 rows
-
-
 def test_a_changed_filter_is_refused_after_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x" * length}) + "\n" for length in (1, 2, 3, 4)), encoding="utf-8")

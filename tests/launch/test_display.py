@@ -13,7 +13,7 @@ from grpo_async.launch.display import LineDisplay, QuietDisplay
 from grpo_async.launch.live_display import LiveDisplay
 from grpo_async.launch.output import Output, OutputMode
 from grpo_async.launch.preflight_report import Check
-from grpo_async.launch.progress import Progress, duration, sparkline
+from grpo_async.launch.progress import Progress, duration
 from grpo_async.launch.summary import print_summary
 from grpo_async.launch.wording import one_line, plain
 from grpo_async.rundir import RunDir
@@ -154,16 +154,13 @@ def test_the_summary_tells_of_servers_in_one_line_only_when_some_failed() -> Non
         assert lines == ([] if line is None else [line])
 
 
-def test_averages_changes_and_bars_are_what_their_formulas_say() -> None:
+def test_averages_and_changes_are_what_their_formulas_say() -> None:
     progress = Progress(max_steps=10)
     assert progress.reward_average is None
     for step, reward in enumerate([0.4, 0.6, 0.7], start=1):
         progress.add_step(step, 10, {"reward": reward})
     assert progress.reward_change == pytest.approx(0.2)  # 0.7 - (0.4 + 0.6) / 2
     assert progress.reward_average == pytest.approx(1.7 / 3)
-    assert sparkline([0, 1, 2]) == "▁▅█"
-    assert sparkline([1, 1]) == "▁▁"
-    assert sparkline(range(100), width=8) == "▁▂▃▄▅▆▇█"
     assert (duration(75), duration(3700)) == ("1:15", "1:01:40")
 
 

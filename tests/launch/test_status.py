@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from rich.console import Console
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.launch import status_watch
 from grpo_async.launch.advising import AdvisedDisplays
+from grpo_async.launch.display import Display
 from grpo_async.launch.status import describe, newest_run, progress_of, read_status
 from grpo_async.launch.status_file import FIELDS, StatusFile
 from grpo_async.launch.status_watch import MetricsTail, watch
@@ -336,6 +338,18 @@ def test_advice_is_given_every_so_many_steps_to_all_and_kept(run_dir: RunDir) ->
     assert lines[-1]["bound_by"] == "generation"  # t = 1 s, g = 1.96 s of 2 s: two servers
     assert (lines[-1]["setting"], lines[-1]["current"], lines[-1]["suggested"]) == ("inference.replicas", 1, 2)
     assert _content(run_dir)["advice"]["step"] == 40
+
+
+def test_an_advice_file_that_cannot_be_used_costs_one_warning(run_dir: RunDir) -> None:
+    setup = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=256)
+    run_dir.advice.mkdir()
+    display = Mock(spec=Display)
+    displays = AdvisedDisplays([display], setup=setup, every_steps=10, log=run_dir.advice, resume_step=15)
+    for step in range(16, 41):
+        displays.step(step, 100, METRICS)
+    (call,) = display.warning.call_args_list
+    assert "advice cannot be written" in call.args[0]
+    assert display.advice.call_count == 3  # steps 20, 30 and 40
 
 
 def test_advice_may_be_switched_off(run_dir: RunDir) -> None:

@@ -238,10 +238,8 @@ def test_a_line_that_is_being_written_is_not_called_torn(open_store: OpenStore, 
             file.write(lines.read_bytes()[:100])
         with RolloutTable.open(tmp_path) as table:
             assert table.notes == []
-            assert table.is_being_written
             assert table.count().groups == 1
     with RolloutTable.open(tmp_path) as table:  # nobody writes on
-        assert not table.is_being_written
         assert ["100 bytes are left out" in note for note in table.notes] == [True]
 
 

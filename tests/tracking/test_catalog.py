@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.tracking.catalog import CATALOG, Better, Reduction, describe, reduce_metrics
+from grpo_async.tracking.catalog import CATALOG, Better, Reduction, describe
 
 
 def test_a_pattern_names_its_part() -> None:
@@ -14,8 +14,8 @@ def test_a_pattern_names_its_part() -> None:
 
 
 def test_the_name_that_is_written_out_beats_the_pattern() -> None:
-    assert describe("sync/bytes_per_s").unit == "bytes/s"
-    assert describe("sync/gather_s").unit == "s"
+    assert describe("sync/pause_ms").help == "milliseconds of the push until every server had paused"
+    assert describe("sync/gather_ms").help == "milliseconds of the push: gather"
     assert describe("tools/failure_frequency").help.startswith("share of a completion's calls")
     assert describe("eval/reward").better is Better.HIGHER
 
@@ -35,20 +35,6 @@ def test_a_reduction(reduction: str, expected: float) -> None:
 def test_no_value_has_no_reduction() -> None:
     with pytest.raises(ValueError, match="no value to take the mean of"):
         Reduction.MEAN([])
-
-
-def test_steps_become_one_by_each_metrics_reduction() -> None:
-    rows = [
-        {"reward": 1.0, "num_tokens": 10.0, "completions/max_length": 9.0, "ledger/groups/trained": 8.0},
-        {"reward": 2.0, "num_tokens": 20.0, "completions/max_length": 5.0, "ledger/groups/trained": 16.0, "kl": 0.5},
-    ]
-    assert reduce_metrics(rows) == {
-        "reward": 1.5,  # (1 + 2) / 2
-        "num_tokens": 30.0,
-        "completions/max_length": 9.0,
-        "ledger/groups/trained": 16.0,
-        "kl": 0.5,
-    }
 
 
 def test_every_entry_can_be_reached() -> None:
