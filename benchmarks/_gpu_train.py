@@ -1,6 +1,7 @@
 """The training part of gpu.py, in a process of its own, so that its memory is free again: `python -m benchmarks._gpu_train JSON`.
 
-Prints one JSON line: {"seconds": [of each step], "tokens": [that a step computes, padding included], "peak_bytes": on a GPU}.
+Prints one JSON line: {"seconds": [of each step], "tokens": [that a step computes, padding included], "lengths": [tokens of each
+sample], "peak_bytes": on a GPU}.
 """
 
 from __future__ import annotations

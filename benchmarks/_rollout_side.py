@@ -91,12 +91,6 @@ class Side:
         assert self._thread.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
-    @property
-    def thread_id(self) -> int:
-        """Of the rollout thread, as the system knows it."""
-        assert self._thread.native_id is not None
-        return self._thread.native_id
-
     def tokens(self) -> int:
         """Generated so far, as the rollout side counts them."""
         return int(self.source.ledger_snapshot()["tokens"].get("started", 0))

@@ -51,14 +51,15 @@ class PartClock:
 
 @contextmanager
 def split_time(side: _step_sides.OurSide, device: torch.device) -> Iterator[PartClock]:
-    """Within the block a step's parts are timed; `side.step` itself, called through the clock, is the rest."""
+    """Within the block a step's parts are timed; `side.step` itself, called through the clock, is the rest. The loss of both sides
+    is a sum over tokens, so the head makes gradients with its logprobs."""
     clock = PartClock(device)
     places: list[tuple[Any, str, str]] = [
         (_step_sides, "plan_batch", "plan"),
         (_step_sides, "pack_rank", "pack"),
         (MicroBatch, "to", "to the device"),
         (side.policy, "forward", "forward of the layers"),
-        (policy, "chunked_logprobs", "logprobs, forward"),
+        (policy, "chunked_objective", "logprobs and their gradients"),
         (Objective, "__call__", "objective"),
         (torch.autograd, "backward", "backward of the layers"),
         (step_metrics.UpdateFigures, "add", "figures of a micro-batch"),
@@ -76,8 +77,8 @@ def split_time(side: _step_sides.OurSide, device: torch.device) -> Iterator[Part
                 stack.enter_context(patch.object(owner, name, _as_method(timed)))
             else:
                 stack.enter_context(patch.object(owner, name, timed))
-        backward = staticmethod(clock.timed("logprobs, backward", logprobs._LinearLogprobs.backward))
-        stack.enter_context(patch.object(logprobs._LinearLogprobs, "backward", backward))
+        backward = staticmethod(clock.timed("logprobs, scaling their gradients", logprobs._LinearObjective.backward))
+        stack.enter_context(patch.object(logprobs._LinearObjective, "backward", backward))
         yield clock
 
 

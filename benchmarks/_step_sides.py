@@ -19,6 +19,7 @@ from torch import nn
 
 from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
+from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import ClippedLoss
 from grpo_async.config.model_sections import OptimizerSection
@@ -43,6 +44,8 @@ class StepOutcome:
     grad_norm: float
     computed_tokens: int
     """Of all forwards on all ranks, padding included."""
+    shared_tokens: int = 0
+    """Of prompts, that samples have and that are computed for another one only."""
     num_micro_batches: int
     """Of one rank."""
 
@@ -68,23 +71,26 @@ def make_model(options: argparse.Namespace) -> Any:
 
 
 def make_samples(options: argparse.Namespace) -> list[RolloutSample]:
-    """Prompts of half to all of --prompt-tokens, completions of 1/16 to all of --completion-tokens, most of them short (the
-    square of an even draw), as those of reasoning models are."""
+    """Groups of --group-size samples with one prompt of half to all of --prompt-tokens, and completions of 1/16 to all of
+    --completion-tokens, most of them short (the square of an even draw), as those of reasoning models are."""
     draw = random.Random(options.seed)
     guess = -torch.log(torch.tensor(float(options.vocab))).item()
     samples = []
+    prompt: list[int] = []
     for number in range(options.samples):
-        prompt = draw.randint(max(1, options.prompt_tokens // 2), options.prompt_tokens)
+        if number % options.group_size == 0:
+            num_prompt_tokens = draw.randint(max(1, options.prompt_tokens // 2), options.prompt_tokens)
+            prompt = [draw.randrange(options.vocab) for _ in range(num_prompt_tokens)]
         shortest = max(1, options.completion_tokens // 16)
         length = shortest + round((options.completion_tokens - shortest) * draw.random() ** 2)
         samples.append(
             RolloutSample(
-                group_id=number // 8,
+                group_id=number // options.group_size,
                 rollout_id=str(number),
-                token_ids=[draw.randrange(options.vocab) for _ in range(prompt + length)],
-                loss_mask=[0] * prompt + [1] * length,
-                sampler_logprobs=[0.0] * prompt + [draw.gauss(guess, 0.1) for _ in range(length)],
-                policy_versions=[-1] * prompt + [0] * length,
+                token_ids=prompt + [draw.randrange(options.vocab) for _ in range(length)],
+                loss_mask=[0] * len(prompt) + [1] * length,
+                sampler_logprobs=[0.0] * len(prompt) + [draw.gauss(guess, 0.1) for _ in range(length)],
+                policy_versions=[-1] * len(prompt) + [0] * length,
                 advantage=draw.gauss(0.0, 1.0),
                 rewards={},
                 reward=None,
@@ -117,17 +123,20 @@ class OurSide:
         """One step of --minibatches updates. A collective."""
         options = self._options
         minibatches: list[list[MicroBatch]] = []
-        computed = num_micro_batches = 0
+        computed = shared = num_micro_batches = 0
+        shares_prompts = self.policy.obstacle_to_shared_prompts is None
         for part in split(samples, options.minibatches):
             plan = plan_batch(
                 [len(sample.token_ids) for sample in part],
                 num_ranks=self._num_ranks,
                 micro_batch_tokens=options.micro_batch_tokens,
                 pack=True,
+                prompts=find_prompts(part) if shares_prompts else None,
             )
             weights = token_weights(part, plan, reduction="dapo", max_completion_tokens=options.completion_tokens)
             minibatches.append(pack_rank(part, weights, plan, self._rank, trainer_version=0))
             computed += plan.num_computed_tokens
+            shared += plan.num_shared_tokens
             num_micro_batches += plan.num_micro_batches
         result = train_step(
             self.policy,
@@ -143,6 +152,7 @@ class OurSide:
             loss=result.loss,
             grad_norm=result.grad_norm,
             computed_tokens=computed,
+            shared_tokens=shared,
             num_micro_batches=num_micro_batches,
         )
 

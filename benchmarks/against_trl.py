@@ -11,9 +11,9 @@ TRL's side is TRL from the package index in an environment of its own (made at t
 trainer and its rollout worker unmodified. Three things are replaced, because TRL's own need a GPU: the weight transfer (NCCL) by
 the very push that our side makes, its attention kernel by the same computation on the CPU, and its question for the GPU's peak
 FLOP/s. It is told not to use bfloat16 and gradient checkpointing, which only cost time here. Its limits of staleness (4) and of
-requests in flight (4 steps' worth) are its own defaults; --trl-staleness and --trl-in-flight try others. Our side's limit of
-staleness is 2 (--our-staleness). Both limits are of the policy that a rollout began with. The server takes as many at once as
-either side may have in flight.
+requests in flight (4 steps' worth) are its own defaults; --trl-staleness and --trl-in-flight try others. Our side has the same two
+limits (--our-staleness, --in-flight). Staleness is counted from the policy that a rollout began with. The server takes as many at
+once as either side may have in flight.
 
 Measured is the steady state, between the end of the warm-up's last step and that of the last step. A group without a signal
 counts as trained on TRL's side, which computes it, and as thrown away on ours, which does not. Target: in every round our side
@@ -140,8 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--groups", type=int, default=2, help="prompts a step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--completion-tokens", type=int, default=64)
-    parser.add_argument("--our-staleness", "--staleness", type=int, default=2, help="limit of our side")
-    parser.add_argument("--in-flight", type=int, default=64, help="limit of our side")
+    parser.add_argument("--our-staleness", "--staleness", type=int, default=4, help="limit of our side")
+    parser.add_argument("--in-flight", type=int, default=-1, help="limit of our side; -1: as many as TRL's")
     parser.add_argument("--mode", default="recompute", help="weights.mode of our side; TRL has no other than recompute")
     parser.add_argument("--trl-staleness", type=int, default=4, help="limit of TRL's side")
     parser.add_argument("--trl-in-flight", type=int, default=-1, help="limit of TRL's side; -1: its own choice")
@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def both_settings(folder: Path, options: argparse.Namespace) -> dict[str, Setting]:
     """What each side is given; they differ in staleness and requests in flight only, and there only where it was asked for."""
-    ours = Setting(
+    trl = Setting(
         folder=folder,
         model=folder / "model",
         prompts=folder / "prompts.jsonl",
@@ -162,8 +162,8 @@ def both_settings(folder: Path, options: argparse.Namespace) -> dict[str, Settin
         groups_per_step=options.groups,
         completion_tokens=options.completion_tokens,
         max_model_len=options.completion_tokens + 64,
-        max_staleness=options.our_staleness,
-        max_in_flight=options.in_flight,
+        max_staleness=options.trl_staleness,
+        max_in_flight=options.trl_in_flight,
         push_mode=options.mode,
         warm_up=options.warm_up,
         steps=options.steps,
@@ -171,7 +171,8 @@ def both_settings(folder: Path, options: argparse.Namespace) -> dict[str, Settin
         seed=options.seed,
         threads=1,
     )
-    return {OURS: ours, TRL: replace(ours, max_staleness=options.trl_staleness, max_in_flight=options.trl_in_flight)}
+    in_flight = _in_flight(trl) if options.in_flight < 0 else options.in_flight
+    return {OURS: replace(trl, max_staleness=options.our_staleness, max_in_flight=in_flight), TRL: trl}
 
 
 def server_setting(settings: Mapping[str, Setting]) -> Setting:

@@ -15,6 +15,7 @@ timeline. The server is a process of its own (its CPU time is not counted) and c
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
@@ -84,7 +85,7 @@ def main(arguments: list[str]) -> int:
         report.row(f"{name}: thread", [1e5 * cost.thread_s / cost.tokens for cost in found], "ms/100 tokens")
         report.row(f"{name}: process", [1e5 * cost.process_s / cost.tokens for cost in found], "ms/100 tokens")
         if load.in_flight == AT and load.rewards == "light":
-            typical = sorted(cost.process_s / cost.tokens for cost in found)[len(found) // 2]
+            typical = statistics.median(cost.process_s / cost.tokens for cost in found)
             report.target(
                 f"CPU ms of the process per 100 tokens, {name}", 1e5 * typical, at_most=MOST_MS_PER_100_TOKENS
             )

@@ -1,6 +1,6 @@
 """How much the training thread slows down while the rollout thread runs beside it in the same process.
 
-    python -m benchmarks client_gil [--in-flight 256] [--rate 30] [--rewards light heavy] [--rounds 12] [--json FILE]
+    python -m benchmarks client_gil [--in-flight 256] [--rate 30] [--rewards light heavy] [--rounds 8] [--json FILE]
 
 The main thread trains a small model (forward, backward, optimizer step: torch operations, which let go of the interpreter, with
 Python between them), a fixed number of steps at a time; the rollout side is that of a run, with `--in-flight` rollouts, each of
@@ -113,7 +113,7 @@ def _compare(report: Report, load: Load, options: argparse.Namespace, cpus: list
         low, high = median_interval(found, seed=options.seed)
         report.note(f"{load.rewards} rewards, {over} / {under}: the median is in {low:.3f} to {high:.3f} (95%)")
     if load.rewards == "light":
-        report.target("training thread, light rewards, on / off", sorted(slower)[len(slower) // 2], at_most=MOST_SLOWER)
+        report.target("training thread, light rewards, on / off", statistics.median(slower), at_most=MOST_SLOWER)
         rate = statistics.median(each.tokens_per_s for each in taken["on"]) / (options.in_flight * options.rate)
         report.target("tokens generated meanwhile, share of what was asked for", rate, at_least=0.9)
 

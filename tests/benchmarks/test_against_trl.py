@@ -49,11 +49,12 @@ def test_both_sides_are_given_the_same_but_for_what_was_asked_for(tmp_path: Path
     differing = {
         name for name in Setting.__dataclass_fields__ if getattr(settings[OURS], name) != getattr(settings[TRL], name)
     }
-    assert differing == {"max_staleness", "max_in_flight"}
-    assert (settings[OURS].max_staleness, settings[OURS].max_in_flight) == (1, 64)
+    assert differing == {"max_staleness"}, "as many in flight as TRL's side, where nothing else was asked for"
+    assert (settings[OURS].max_staleness, settings[OURS].max_in_flight) == (1, 32)
     assert (settings[TRL].max_staleness, settings[TRL].max_in_flight) == (3, 32)
+    assert both_settings(tmp_path, _options(*asked, "--in-flight", "20"))[OURS].max_in_flight == 20
     told = against_trl.told_apart(settings)
-    assert "grpo-async: max_staleness 1, 64 in flight at most; TRL: max_staleness 3, 32 in flight at most;" in told
+    assert "grpo-async: max_staleness 1, 32 in flight at most; TRL: max_staleness 3, 32 in flight at most;" in told
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_both_sides_are_given_the_same_but_for_what_was_asked_for(tmp_path: Path
     [
         ([], 64),  # TRL's own choice: 4 steps of 16
         (["--trl-staleness", "8"], 128),
-        (["--trl-staleness", "0"], 64),
+        (["--trl-staleness", "0"], 16),
         (["--trl-in-flight", "96"], 96),
         (["--in-flight", "200"], 200),
     ],

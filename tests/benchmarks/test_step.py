@@ -11,12 +11,13 @@ import pytest
 from benchmarks import _step_sides, step
 from benchmarks._step_sides import PlainSide, StepOutcome
 from benchmarks.report import Report
+from grpo_async.batching.prompts import num_prompt_tokens
 from grpo_async.records import RolloutSample
 from tests.benchmarks.support import run_apart
 
 TINY = [
-    "--samples", "32", "--prompt-tokens", "8", "--completion-tokens", "32", "--micro-batch-tokens", "128", "--vocab", "256",
-    "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--chunk", "16",
+    "--samples", "32", "--group-size", "8", "--prompt-tokens", "8", "--completion-tokens", "32", "--micro-batch-tokens", "128",
+    "--vocab", "256", "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--chunk", "16",
     "--rounds", "2", "--split-rounds", "1", "--device", "cpu",
 ]  # fmt: skip
 
@@ -30,10 +31,11 @@ def test_the_step_and_the_padded_loops_compute_the_same_and_are_compared(tmp_pat
     rows = {row["name"]: row for row in found["rows"]}
     for side in ("packed", "padded", "sorted"):
         assert rows[f"{side}: trained tokens/s"]["lowest"] > 0.0
-        assert 0.0 < rows[f"{side}: real / computed tokens"]["median"] <= 1.0
-    assert rows["packed: real / computed tokens"]["median"] > rows["padded: real / computed tokens"]["median"]
+        assert 0.0 < rows[f"{side}: needed / computed tokens"]["median"] <= 1.0
+    assert rows["packed: needed / computed tokens"]["median"] > rows["padded: needed / computed tokens"]["median"]
+    assert rows["packed: computed tokens"]["median"] < sum(len(sample.token_ids) for sample in _samples())
     assert rows["packed over padded"]["n"] == 2
-    assert rows["padded: real / computed tokens"]["median"] == pytest.approx(_real_over_padded())
+    assert rows["padded: needed / computed tokens"]["median"] == pytest.approx(_real_over_padded())
     parts = {name: row["median"] for name, row in rows.items() if name.startswith("packed, part: ")}
     assert sum(parts.values()) == pytest.approx(100.0)
     # every part was met: a function that is named differently now would leave its time in another's
@@ -49,10 +51,25 @@ def _real_over_padded() -> float:
     """Of the samples of TINY in two updates, in the order in which they come."""
     side = PlainSide.__new__(PlainSide)
     side._is_sorted, side._num_ranks, side._options = False, 1, Namespace(micro_batch_tokens=128)
-    samples = _step_sides.make_samples(Namespace(samples=32, prompt_tokens=8, completion_tokens=32, vocab=256, seed=0))
+    samples = _samples()
     batches = [batch for part in (samples[:16], samples[16:]) for batch in side._cut(part)[0]]
     real = sum(len(sample.token_ids) for sample in samples)
     return real / sum(_step_sides.pad(batch)[0].numel() for batch in batches)
+
+
+def _samples() -> list[RolloutSample]:
+    """Those of TINY."""
+    return _step_sides.make_samples(
+        Namespace(samples=32, group_size=8, prompt_tokens=8, completion_tokens=32, vocab=256, seed=0)
+    )
+
+
+def test_a_group_has_one_prompt_and_completions_of_its_own() -> None:
+    samples = _samples()
+    prompts = [tuple(sample.token_ids[: num_prompt_tokens(sample)]) for sample in samples]
+    assert [len(set(prompts[start : start + 8])) for start in range(0, 32, 8)] == [1, 1, 1, 1]
+    assert len(set(prompts)) == 4
+    assert len({tuple(sample.token_ids) for sample in samples}) == 32
 
 
 def test_the_median_round_decides_and_speed_counts_trained_tokens_only() -> None:
@@ -60,15 +77,20 @@ def test_the_median_round_decides_and_speed_counts_trained_tokens_only() -> None
     report = Report("step", {"seed": 0})
     seconds = {"packed": [2.0, 2.0, 1.0], "padded": [3.0, 4.0, 0.5], "sorted": [1.0, 1.0, 1.0]}
     outcomes = {
-        name: StepOutcome(loss=0.0, grad_norm=1.0, computed_tokens=computed, num_micro_batches=number)
-        for number, (name, computed) in enumerate({"packed": 200, "padded": 400, "sorted": 250}.items(), 1)
+        name: StepOutcome(
+            loss=0.0, grad_norm=1.0, computed_tokens=computed, shared_tokens=shared, num_micro_batches=number
+        )
+        for number, (name, computed, shared) in enumerate(
+            [("packed", 160, 48), ("padded", 400, 0), ("sorted", 250, 0)], 1
+        )
     }
     step._report_speed(report, seconds, outcomes, trained=120, real=200)
     rows = {row.name: row.values for row in report.rows}
     assert rows["packed: trained tokens/s"] == (60.0, 60.0, 120.0)
     assert rows["packed over padded"] == (1.5, 2.0, 0.5)
     assert rows["packed over sorted"] == (0.5, 0.5, 1.0)
-    assert rows["padded: real / computed tokens"] == (0.5,)
+    assert rows["packed: needed / computed tokens"] == (0.95,)
+    assert rows["padded: needed / computed tokens"] == (0.5,)
     assert rows["sorted: micro-batches"] == (3.0,)
     (target,) = report.targets
     assert (target.value, target.at_least, target.met) == (1.5, 1.0, True)
