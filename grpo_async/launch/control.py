@@ -195,16 +195,25 @@ class ControlServer:
         """Whether a trainer has ever connected."""
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_unix_server(self._serve, path=self._path, limit=_LINE_LIMIT)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        try:
+            self._listener.bind(str(self._path))
+            self._listener.listen()
+        except OSError:
+            self._listener.close()
+            raise
+        self._accepting = asyncio.create_task(self._accept())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for writer in self._writers:
-            writer.close()
+        self._accepting.cancel()
         for reader in self._readers:
             reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)  # waits: they were cancelled
+        await asyncio.gather(self._accepting, *self._readers, return_exceptions=True)  # waits: they were cancelled
+        self._listener.close()
+        for writer in self._writers:
+            writer.close()
 
     def request_stop(self, reason: str) -> None:
         """Ask the trainer, now or when it connects, to finish its step, checkpoint and end."""
@@ -232,15 +241,29 @@ class ControlServer:
                 while self._readers:
                     await asyncio.wait(self._readers)  # waits: timeout_s at most
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    async def _accept(self) -> None:
+        """Not asyncio's server: before Python 3.12 one that closes as a trainer connects may leave that connection open, and
+        the trainer would wait for a launcher that is gone."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                connection, _ = await loop.sock_accept(self._listener)  # waits: cancelled with the run
+                streams = await asyncio.open_connection(sock=connection, limit=_LINE_LIMIT)  # waits: not at all, it is connected
+                self._greet(*streams)
+        except OSError as error:
+            self._on_broken_line(f"the control channel takes no trainer any more: {error}")
+
+    def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.has_connected = True
-        self._readers.add(task)
         self._writers.add(writer)
         writer.writelines(self._server_lines)
         if self._stop_line is not None:
             writer.write(self._stop_line)
+        task = asyncio.create_task(self._read(reader, writer))
+        self._readers.add(task)
+        task.add_done_callback(self._readers.discard)
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while line := await reader.readline():  # waits: until the trainer hangs up, or cancelled with the run
                 self._handle(line)
@@ -248,7 +271,6 @@ class ControlServer:
             self._on_broken_line(f"the control channel broke: {error}")
         finally:
             self._writers.discard(writer)
-            self._readers.discard(task)
             writer.close()
 
     def _handle(self, line: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -87,6 +88,26 @@ def test_a_launcher_that_goes_away_asks_to_stop_and_sending_never_raises(tmp_pat
     assert client.stop_reason == LAUNCHER_GONE
     for _ in range(3):
         client.send("phase", name="training")
+    client.close()
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+def test_a_trainer_that_connects_as_the_launcher_hangs_up_hears_of_it(tmp_path: Path, num_turns: int) -> None:
+    """However far the event loop has come with the connection. A transport that nobody closed would wait for the collector."""
+
+    async def main() -> ControlClient:
+        async with Inbox().server(tmp_path / "control"):
+            client = ControlClient(tmp_path / "control")  # the kernel connects it before the loop knows
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+        return client
+
+    gc.disable()
+    try:
+        client = asyncio.run(main())
+        assert client.stop_requested.wait(LIMIT_S)
+    finally:
+        gc.enable()
     client.close()
 
 

@@ -81,6 +81,13 @@ def _begin_pause(pool: ThreadPoolExecutor, server: VllmServer, **params: str) ->
     return pausing
 
 
+def _wait_until_queued(server: VllmServer, number: int) -> None:
+    """Until vLLM runs as many requests as it can and `number` more stand in its queue. A request that only the server's process
+    has seen would be held by a pause, not part of it."""
+    while (info := server.info()).running_requests < MAX_NUM_SEQS or info.waiting_requests < number:
+        pass
+
+
 def _wait_for_active(server: VllmServer, number: int) -> None:
     while server.info().active_requests < number:
         pass
@@ -96,7 +103,7 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_queued_ones_start_wit
         assert all(stream.began.wait(30) for stream in running)
         queued = start(LONG_PROMPT, 24)  # vLLM runs no more at once, so it has no token when the weights change
         scored_prompt = [*PROMPT, *LONG_PROMPT]
-        _wait_for_active(vllm_server, MAX_NUM_SEQS + 1)
+        _wait_until_queued(vllm_server, 1)
         pusher.post("/pause", mode="keep", keep_cache="true" if mode == "keep_kv" else "false")
         assert not queued.began.is_set()
         held = start(LONG_PROMPT, 24)  # arrives during the pause
@@ -136,7 +143,7 @@ def test_a_score_that_waits_in_the_queue_is_of_the_new_weights_alone(
         running = [start([*PROMPT, 30 + number], 700) for number in range(MAX_NUM_SEQS)]
         assert all(stream.began.wait(30) for stream in running)
         scoring = pool.submit(vllm_server.score, LONG_PROMPT)
-        _wait_for_active(vllm_server, MAX_NUM_SEQS + 1)
+        _wait_until_queued(vllm_server, 1)
         for offset, mode in ((1, "keep"), (2, "abort")):
             pusher.post("/pause", mode=mode, keep_cache="true")
             assert not scoring.done()
@@ -163,7 +170,7 @@ def test_drain_lets_requests_end_with_the_old_weights_and_holds_new_ones_for_the
         prompts = [[*LONG_PROMPT, 30 + number] for number in range(MAX_NUM_SEQS + 1)]  # one of them queued in vLLM
         running = [start(prompt, 200) for prompt in prompts]
         assert all(stream.began.wait(30) for stream in running[:1])
-        _wait_for_active(vllm_server, len(prompts))
+        _wait_until_queued(vllm_server, 1)
         pausing = _begin_pause(pool, vllm_server, mode="drain", keep_cache=keep_cache, timeout_s="60")
         held = start(LONG_PROMPT, 24)
         assert pausing.result(60).status_code == 200
@@ -225,7 +232,7 @@ def test_abort_ends_requests_with_what_they_have_and_a_client_goes_on_exactly(
         running = [start(prompt, 600) for prompt in prompts[:-1]]
         assert all(stream.began.wait(30) for stream in running)
         queued = start(prompts[-1], 600)
-        _wait_for_active(vllm_server, len(prompts))
+        _wait_until_queued(vllm_server, 1)
         pusher.post("/pause", mode="abort", keep_cache="true")
         partial = [stream.done.result(30) for stream in [*running, queued]]
         again = [
