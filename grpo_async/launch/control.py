@@ -248,7 +248,9 @@ class ControlServer:
         try:
             while True:
                 connection, _ = await loop.sock_accept(self._listener)  # waits: cancelled with the run
-                streams = await asyncio.open_connection(sock=connection, limit=_LINE_LIMIT)  # waits: not at all, it is connected
+                streams = await asyncio.open_connection(
+                    sock=connection, limit=_LINE_LIMIT
+                )  # waits: not at all, it is connected
                 self._greet(*streams)
         except OSError as error:
             self._on_broken_line(f"the control channel takes no trainer any more: {error}")
