@@ -19,7 +19,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-_ROW_BLOCK = 64  # rows that softmax, entropy and their gradients are computed for at a time: bounds their temporaries
+_CACHED = (
+    2**20
+)  # logits that softmax, entropy and their gradients are computed of at a time on a CPU: they stay in its caches
+_LAUNCHED = 2**23  # the same on a GPU, where a kernel that does less is over before the next one is launched
 _VOCAB_BLOCK = 8192  # rows of a 16-bit head whose gradient is computed at a time, before it is added in float32
 
 
@@ -142,14 +145,23 @@ def _to_scaled_logits(logits: torch.Tensor, temperature: float, transform: Logit
     return x.mul_(transform.scale / transform.softcap).tanh_().mul_(transform.softcap / temperature)
 
 
+def _block_rows(x: torch.Tensor) -> int:
+    """Rows of x (n, vocab) that are worked on at a time: bounds the temporaries."""
+    return max(1, (_CACHED if x.device.type == "cpu" else _LAUNCHED) // x.shape[-1])
+
+
 def _statistics(x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """logprob of the target, entropy in nats, logsumexp; (n,) each. `x` (n, vocab) is only read."""
+    size = _block_rows(x)
+    scratch = torch.empty_like(x[:size])
     rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    for block, ids in zip(torch.split(x, _ROW_BLOCK), torch.split(targets, _ROW_BLOCK), strict=True):
-        normalizer = torch.logsumexp(block, dim=-1)
-        probabilities = (block - normalizer[:, None]).exp_()
+    for block, ids in zip(torch.split(x, size), torch.split(targets, size), strict=True):
+        largest = block.amax(-1)
+        weights = torch.sub(block, largest[:, None], out=scratch[: len(block)]).exp_()
+        total = weights.sum(-1)
+        normalizer = largest + total.log()
         # H = logsumexp - sum p x: no log of a probability that underflowed to 0
-        expected = torch.bmm(probabilities[:, None, :], block[:, :, None])[:, 0, 0]
+        expected = weights.mul_(block).sum(-1) / total
         rows.append((block.gather(-1, ids[:, None])[:, 0] - normalizer, normalizer - expected, normalizer))
     logprobs, entropy, normalizers = (torch.cat(column) for column in zip(*rows, strict=True))
     return logprobs, entropy, normalizers
@@ -171,24 +183,25 @@ def _logit_gradient_(
         d/dx_v = g ([v = t] - p_v) - e p_v (log p_v + H)
         d/dz_v = d/dx_v  scale / temperature  (1 - (temperature x_v / softcap)^2)     the last factor only with a softcap
     """
-    columns = [targets, normalizer, entropy, logprob_gradient]
+    factor = transform.scale / temperature
+    columns = [targets, normalizer, entropy, logprob_gradient * factor]
     if entropy_gradient is not None:
-        columns.append(entropy_gradient)
-    splits = zip(*(torch.split(column, _ROW_BLOCK) for column in columns), strict=True)
-    for block, (ids, norm, block_entropy, g, *e) in zip(torch.split(x, _ROW_BLOCK), splits, strict=True):
+        columns.append(entropy_gradient * factor)
+    size = _block_rows(x)
+    splits = zip(*(torch.split(column, size) for column in columns), strict=True)
+    for block, (ids, norm, block_entropy, g, *e) in zip(torch.split(x, size), splits, strict=True):
         slope = None
         if transform.softcap is not None:
             slope = (block * (temperature / transform.softcap)).square_().neg_().add_(1.0)
         block.sub_(norm[:, None])  # log p
         if e:
-            outer = (block + block_entropy[:, None]).mul_(e[0][:, None]).add_(g[:, None])
-            block.exp_().mul_(outer).neg_()
+            outer = (block + block_entropy[:, None]).mul_(-e[0][:, None]).sub_(g[:, None])
+            block.exp_().mul_(outer)
         else:
             block.exp_().mul_(-g[:, None])
         block.scatter_add_(-1, ids[:, None], g[:, None])
         if slope is not None:
             block.mul_(slope)
-        block.mul_(transform.scale / temperature)
     return x
 
 

@@ -110,14 +110,27 @@ def test_values_and_gradients_equal_those_of_full_logits(
     )
 
 
-@pytest.mark.parametrize("num_tokens", [1, 64, 65, 200])
-def test_any_number_of_tokens(num_tokens: int) -> None:
-    """Around the 64 rows that softmax is computed for at a time, and a single one."""
+@pytest.mark.parametrize("num_rows", [0, 1, 3])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 10])
+def test_any_number_of_tokens(num_tokens: int, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around the rows that softmax is computed for at a time; 0: one row is more than should be in the caches."""
+    monkeypatch.setattr(logprobs_module, "_CACHED", num_rows * VOCAB + 1)
     torch.manual_seed(0)
     head = nn.Linear(H, VOCAB)
     hidden, targets = torch.randn(num_tokens, H, requires_grad=True), torch.randint(0, VOCAB, (num_tokens,))
     for transform in TRANSFORMS.values():
-        _assert_equals_full_logits(head, hidden, targets, chunk_tokens=128, temperature=0.9, transform=transform)
+        _assert_equals_full_logits(head, hidden, targets, chunk_tokens=7, temperature=0.9, transform=transform)
+
+
+def test_a_large_vocabulary_costs_no_precision() -> None:
+    """Sums of 150 000 numbers in float32, one after the other, would be wrong by 1e-3."""
+    torch.manual_seed(0)
+    logits = 3.0 * torch.randn(5, 150_000)
+    targets = torch.randint(0, 150_000, (5,))
+    log_p = torch.log_softmax(logits.double(), dim=-1)
+    found = chunked_logprobs(logits, targets, nn.Identity(), temperature=1.0, chunk_tokens=4)
+    torch.testing.assert_close(found[0].double(), log_p.gather(-1, targets[:, None])[:, 0], atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(found[1].double(), -(log_p.exp() * log_p).sum(-1), atol=1e-5, rtol=0.0)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
