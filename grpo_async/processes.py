@@ -23,14 +23,17 @@ def die_with_launcher() -> None:
     launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)  # children of this process have another parent
     if launcher is None:
         return
-    die_with_parent()
-    if os.getppid() != int(launcher):  # it died while this interpreter was starting
-        os._exit(1)
+    die_with_parent(int(launcher))
 
 
-def die_with_parent() -> None:
-    """End this process as soon as its parent ends. Call it first thing in a child's main function."""
-    parent = os.getppid()
+def die_with_parent(parent: int | None = None) -> None:
+    """End this process as soon as its parent ends. Call it first thing in a child's main function.
+
+    Args:
+        parent: its pid, by which one that ended while this interpreter was starting is noticed, too. None: the child need not
+            be told, because it ends by itself when it finds nobody at the other end of a pipe.
+    """
+    parent = os.getppid() if parent is None else parent
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -132,9 +132,15 @@ class RunDir:
         names = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*") if path.is_dir())
         return sorted(int(name) for name in names if name.isdigit())
 
-    def create(self) -> None:
-        """Make the directory (private to the user: rollouts and configs may be confidential)."""
+    def create(self, config: str | None = None) -> None:
+        """Make the directory (private to the user: rollouts and configs may be confidential).
+
+        Args:
+            config: content of config.yaml, which is written before anything else, because `--clean` knows a run directory by it.
+        """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if config is not None:
+            write_atomically(self.config, config)
         self.rollouts.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)

@@ -68,7 +68,7 @@ def test_a_cancelled_caller_is_no_abandoned_thread_before_the_limit_of_its_call(
 def test_a_cancelled_callers_thread_counts_once_it_outlives_the_limit(gate: Gate) -> None:
     async def run() -> None:
         runner = ThreadRunner("gated", max_abandoned=2)
-        await cancelled(runner, gate, timeout_s=0.3)
+        await cancelled(runner, gate, timeout_s=1.0)
         await cancelled(runner, gate, timeout_s=LONG_S)
         await until(lambda: runner.num_abandoned == 1)
         with pytest.raises(TimeoutError):
@@ -102,7 +102,7 @@ def test_a_cancelled_callers_thread_keeps_its_place_until_it_ends(gate: Gate) ->
 def test_a_cancelled_callers_thread_gives_its_place_up_at_the_limit_of_its_call(gate: Gate) -> None:
     async def run() -> None:
         runner = ThreadRunner("gated", max_threads=1, max_abandoned=2)
-        await cancelled(runner, gate, timeout_s=0.3)
+        await cancelled(runner, gate, timeout_s=1.0)
         started = time.monotonic()
         assert await asyncio.wait_for(runner.run(lambda: "next", LONG_S), 20) == "next"
         assert runner.num_abandoned == 1  # the hanging thread counts from the moment its place is free
@@ -112,6 +112,7 @@ def test_a_cancelled_callers_thread_gives_its_place_up_at_the_limit_of_its_call(
         # Its end gives no second place back: one call runs, the other waits.
         again = Gate()
         both = [asyncio.create_task(runner.run(again.wait, LONG_S)) for _ in range(2)]
+        await until(lambda: again.num_running == 1)
         await asyncio.sleep(0.1)
         assert again.num_running == 1
         again.open.set()

@@ -123,7 +123,7 @@ while True:
     timeline.add("span", "trainer", 1.0, 2.0, number=number, text="x" * 100)
     number += 1
     if number % 200 == 0:
-        time.sleep(0.002)
+        time.sleep(0.005)
 """
 
 

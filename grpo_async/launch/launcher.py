@@ -211,10 +211,9 @@ def _run(
     from grpo_async.config.loader import dump_config
 
     machine = machine_module.look()
-    run_dir.create()
+    run_dir.create(dump_config(config))
     attempt = run_dir.new_attempt()
     note_job(attempt)
-    write_atomically(run_dir.config, dump_config(config))
     with unwinding(), _token(engine, run_dir, node) as token, machine_module.private_folder() as private:
         places = Places(run_dir=run_dir, attempt=attempt, private=private, ports=free_ports(config))
         plan = amend(

@@ -106,8 +106,9 @@ def set_aside_broken(run_dir: RunDir, start: Start) -> None:
 
 
 def empty(run_dir: RunDir) -> None:
-    """Remove everything in the run directory (`check_start` has said that it is ours)."""
-    for entry in run_dir.root.iterdir():
+    """Remove everything in the run directory (`check_start` has said that it is ours). Its config.yaml goes last: without it the
+    directory would not be known as ours, should this be killed."""
+    for entry in sorted(run_dir.root.iterdir(), key=lambda entry: entry == run_dir.config):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
@@ -120,7 +121,10 @@ def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
         return
     if root.is_symlink() or not root.is_dir():
         raise ConfigError(f"--clean: {root} is no directory of its own (a link or a file); remove it yourself")
-    if any(root.iterdir()) and not run_dir.config.is_file():
+    half_written = run_dir.config.with_name(
+        f"{run_dir.config.name}.tmp"
+    )  # by a run that was killed in its first moment
+    if any(entry != half_written for entry in root.iterdir()) and not run_dir.config.is_file():
         raise ConfigError(
             f"--clean: {root} has no config.yaml, so it does not look like a run directory; remove it yourself"
         )

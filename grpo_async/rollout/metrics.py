@@ -115,8 +115,8 @@ def _quantiles(values: Sequence[float]) -> dict[int, float]:
 
 
 def _std(values: Sequence[float]) -> float:
-    """Sample standard deviation (ddof = 1); 0 for fewer than two values."""
+    """Sample standard deviation (ddof = 1), the same for any order of the values; 0 for fewer than two."""
     if len(values) < 2:
         return 0.0
     mean = fmean(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

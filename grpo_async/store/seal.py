@@ -1,4 +1,4 @@
-"""Rewrites blocks of JSON lines as Parquet files: `python -m grpo_async.store.seal LEVEL FOLDER NAME...`.
+"""Rewrites blocks of JSON lines as Parquet files: `python -m grpo_async.store.seal PARENT_PID LEVEL FOLDER NAME...`.
 
 A process of its own, at the lowest priority: neither the interpreter's lock nor the caches of the training process are touched.
 The lines are removed last, after the Parquet file is on the disk with its name and has been counted.
@@ -60,10 +60,10 @@ def seal_block(path: Path, *, compression_level: int) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    die_with_parent()  # one that outlived a killed run would rename files under the feet of the next
+    parent, level, folder, *names = arguments
+    die_with_parent(int(parent))  # one that outlived a killed run would rename files under the feet of the next
     os.nice(19)
     os.umask(0o077)
-    level, folder, *names = arguments
     failed = False
     for name in names:
         try:

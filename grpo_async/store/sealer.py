@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import subprocess
 import sys
@@ -91,8 +92,8 @@ class Sealer:
         return found
 
     def _seal(self, blocks: Sequence[Path]) -> None:
-        level = str(self._settings.compression_level)
-        command = [sys.executable, "-m", "grpo_async.store.seal", level, str(self._folder.absolute())]
+        command = [sys.executable, "-m", "grpo_async.store.seal", str(os.getpid())]
+        command += [str(self._settings.compression_level), str(self._folder.absolute())]
         names = [path.name for path in blocks]
         began = time.monotonic()
         # a group of its own: Ctrl-C in the terminal is for the run, which ends its child itself

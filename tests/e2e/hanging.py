@@ -21,8 +21,8 @@ async def blocks_the_event_loop(completions: list[Any], **_: Any) -> list[float]
 
 
 async def is_slow_at_times(completions: list[Any], **_: Any) -> list[float]:
-    """Every call takes 4 s: a step comes to less than a stall, and more than half of one."""
-    await asyncio.sleep(4.0)
+    """Every call takes 8 s: a step comes to less than a stall, and more than half of one."""
+    await asyncio.sleep(8.0)
     return [float(len(str(completion))) for completion in completions]
 
 

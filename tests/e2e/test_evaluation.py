@@ -65,7 +65,9 @@ def test_training_goes_on_while_an_evaluation_runs_and_its_numbers_stay_apart(tm
     meanwhile = [step - began - 1 for step, began in reported if began > 0]
     assert max(meanwhile, default=0) >= 1
     done = {record["step"]: record["metrics"] for record in log if "metrics" in record and record["when"] == "step"}
-    assert all(metrics["version_min"] == step for step, metrics in done.items())
+    # it begins with the version of its step; training, which goes on meanwhile, may have pushed the next before its first token
+    assert all(metrics["version_min"] in (step, step + 1) for step, metrics in done.items())
+    assert any(metrics["version_min"] == step for step, metrics in done.items())
     assert any(metrics["mixed"] == 1.0 and metrics["version_max"] > step for step, metrics in done.items())
     # every due step is in the log once: done, or left out because another ran
     assert sorted(record["due"] for record in log) == list(range(0, 25, 2))
@@ -130,6 +132,7 @@ def test_an_evaluation_that_a_kill_broke_off_is_made_again_and_those_that_were_d
         *SMALL,
         "training.max_steps=8",
         "checkpoint.every_steps=1",
+        "checkpoint.keep_last=10",
         "evaluation.every_steps=3",
         "evaluation.num_prompts=64",
         "evaluation.max_in_flight=1",
@@ -138,7 +141,8 @@ def test_an_evaluation_that_a_kill_broke_off_is_made_again_and_those_that_were_d
     process = run.start()
     run.wait_for_step(4, process)
     wait_for(lambda: (run.folder / "checkpoints" / "step_3").exists(), what="a checkpoint", timeout_s=60.0)
-    assert [record["due"] for record in _log(run)] == [0], "the evaluation of step 3 has ended: it was to be long"
+    done = [record["due"] for record in _log(run) if "metrics" in record]
+    assert done == [0], "the evaluation of step 3 has ended: it was to be long"
     process.send_signal(signal.SIGKILL)
     finish(process, timeout_s=30.0)
     run.assert_nothing_is_left(within_s=20.0)
@@ -162,6 +166,8 @@ def test_eval_finds_what_the_run_found_in_its_model_and_in_its_checkpoints(tmp_p
         "training.max_steps=4",
         "checkpoint.every_steps=2",
         "evaluation.samples=1",
+        "evaluation.num_prompts=200",  # so that three policies do not have the same numbers by chance
+        "evaluation.max_in_flight=64",
         "evaluation.temperature=0.0",
         "evaluation.pin_version=true",
     )

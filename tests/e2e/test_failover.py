@@ -39,6 +39,9 @@ SMALL = (
 # A busy machine of two cores delays an engine: vLLM was silent for more than 10 s while it scored at the start of a run. What
 # hangs is waited for longer than that, by the run and by the tests' own questions.
 HEARTBEAT_S = 20.0
+VLLM_HEARTBEAT_S = 60.0
+SLOW_STEPS = "rewards=[{function: 'tests.e2e.soak_reward:by_place_in_no_hurry'}]"
+"""A server needs some seconds to start; a run that need not wait for it makes few steps meanwhile."""
 SERVER = {"quickstart.yaml": "serve-embedded", "quickstart-vllm.yaml": "vllm.entrypoints.openai.api_server"}
 RECOVERY_S = 300.0  # a hang is noticed, and a vLLM starts on a busy machine
 
@@ -103,17 +106,18 @@ def test_a_server_that_is_killed_or_hangs_comes_back_and_the_run_finishes(tmp_pa
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("needs_vllm")
 def test_a_vllm_that_is_killed_or_hangs_comes_back_and_the_run_finishes(tmp_path: Path) -> None:
-    _kill_kill_and_stop(tmp_path, "quickstart-vllm.yaml")
+    _kill_kill_and_stop(tmp_path, "quickstart-vllm.yaml", heartbeat_s=VLLM_HEARTBEAT_S)
 
 
-def _kill_kill_and_stop(tmp_path: Path, base: str) -> None:
+def _kill_kill_and_stop(tmp_path: Path, base: str, *, heartbeat_s: float = HEARTBEAT_S) -> None:
     """kill -9 while it generates, kill -9 between pause and resume of a push, SIGSTOP: one after the other."""
     run = make_run(
         tmp_path,
         base,
-        (*SMALL, "training.max_steps=60", f"inference.heartbeat_timeout_s={HEARTBEAT_S}", "weights.timeout_s=60"),
+        (*SMALL, "training.max_steps=60", f"inference.heartbeat_timeout_s={heartbeat_s}", "weights.timeout_s=60"),
     )
     process = run.start()
     run.wait_for_step(2, process, timeout_s=RECOVERY_S)
@@ -138,7 +142,7 @@ def _kill_kill_and_stop(tmp_path: Path, base: str) -> None:
 
 
 def test_of_two_servers_one_is_killed_and_training_never_stops(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, "training.max_steps=80", "inference.replicas=2"))
+    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, SLOW_STEPS, "training.max_steps=80", "inference.replicas=2"))
     process = run.start()
     wait_for(
         lambda: bool(run.metrics()) and run.metrics()[-1]["servers/serving"] == 2,
@@ -218,6 +222,7 @@ def test_external_servers_may_join_late_hang_and_come_back(tmp_path: Path) -> No
     urls = ", ".join(f"http://127.0.0.1:{port}" for port in ports)
     settings = (
         *SMALL,
+        SLOW_STEPS,
         "training.max_steps=120",
         f"inference.urls=[{urls}]",
         f"inference.heartbeat_timeout_s={HEARTBEAT_S}",

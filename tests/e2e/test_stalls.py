@@ -61,12 +61,13 @@ def test_a_run_that_is_only_slow_goes_on(tmp_path: Path) -> None:
     run = _run(
         tmp_path,
         "training.max_steps=4",
+        "training.stall_timeout_s=12",
         "rollout.max_staleness=0",
         rewards="tests.e2e.hanging:is_slow_at_times",
     )
     summary, _ = run.complete(timeout_s=180.0)
     assert summary["steps"] == 4
-    assert summary["wall_s"] > 12.0, "two stalls would have passed"
+    assert summary["wall_s"] > 24.0, "two stalls would have passed"
 
 
 def test_a_run_that_can_still_save_does_so_before_it_ends(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ async def _reset_all(pool: EnvironmentPool, count: int) -> None:
 
 
 async def _settle() -> None:
-    for _ in range(20):
+    for _ in range(200):
         await asyncio.sleep(0.002)
 
 

@@ -20,7 +20,7 @@ def _chunk(data: bytes) -> bytes:
 
 
 async def _ask(
-    pieces: Sequence[bytes], *, times: int = 1, keeps_open: bool = True
+    pieces: Sequence[bytes], *, times: int = 1, keeps_open: bool = True, timeout_s: float = 20.0
 ) -> tuple[list[list[bytes]], list[bytes]]:
     """Lines of each answer, and the heads of the requests, one for each connection that was made."""
     heads: list[bytes] = []
@@ -45,7 +45,9 @@ async def _ask(
 
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    connections = Connections(url, token="secret", request_timeout_s=0.5, certificates=ssl.create_default_context())
+    connections = Connections(
+        url, token="secret", request_timeout_s=timeout_s, certificates=ssl.create_default_context()
+    )
     found = []
     try:
         for _ in range(times):
@@ -68,7 +70,7 @@ def test_lines_are_whole_however_the_bytes_arrive_and_the_connection_is_used_aga
 
 def test_silence_has_a_deadline_and_says_so() -> None:
     with pytest.raises(BrokenConnectionError, match=r"http://127\.0\.0\.1:\d+/rollout/generate was silent for 0\.5 s"):
-        asyncio.run(_ask([HEAD, _chunk(b"{}\n")]))
+        asyncio.run(_ask([HEAD, _chunk(b"{}\n")], timeout_s=0.5))
 
 
 def test_an_answer_that_breaks_off_is_no_answer() -> None:

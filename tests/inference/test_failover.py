@@ -20,6 +20,7 @@ from grpo_async.inference.router import FixedServers, ServingServers
 from grpo_async.inference.surface import TOKEN_VARIABLE, GenerateRequest
 from grpo_async.servers.embedded.main import bind_listener
 from tests.inference.fleet_support import Watch, watched
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +124,7 @@ def _assert_same(found: Sequence[Generation], expected: Sequence[Generation]) ->
 
 async def _restart(watch: Watch, process: _Process, index: int) -> None:
     """What the launcher does, and the push that follows."""
+    await until(lambda: any(one == index for one, _ in watch.restarts))  # listeners hear of the state first
     asked = [index for index, _ in watch.restarts]
     assert asked.count(index) == 1, watch.restarts
     watch.restarts = [one for one in watch.restarts if one[0] != index]

@@ -11,14 +11,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
-
 from grpo_async.config import ExperimentConfig
+from tests.support.waiting import eventually, is_alive
 
 REPOSITORY = Path(__file__).parents[2]
 START_S = 60.0  # the machine may be busy; a test fails at the end of it, it does not wait for it
@@ -44,23 +42,6 @@ def make_config(folder: Path, **sections: Any) -> ExperimentConfig:
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values
     return ExperimentConfig.model_validate(base)
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether `condition` becomes true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class LauncherProcess:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from grpo_async.launch.control import CONTROL_VARIABLE, LAUNCHER_GONE, ControlClient, ControlServer
-from tests.launch.support import eventually
+from tests.support.waiting import eventually
 
 LIMIT_S = 10.0
 

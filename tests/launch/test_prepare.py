@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,6 +175,24 @@ def test_clean_removes_only_what_looks_like_a_run(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "config.json").is_file()  # the link went, not what it points at
     (run_dir.root / "thesis.tex").write_text("")
     _refused(config, "no config.yaml", clean=True)
+
+
+def test_clean_removes_what_a_run_left_that_was_killed_in_its_first_moment_or_while_it_was_cleaned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    root = RunDir(config.run_path).root
+    root.mkdir(parents=True)
+    (root / "config.yaml.tmp").write_text("run: {na")
+    assert check_start(config, resume=None, clean=True).resume_step is None
+    run_dir = _old_run(config, steps=(1,))
+    order = []
+    for owner, name in ((shutil, "rmtree"), (Path, "unlink")):
+        remove = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda path, remove=remove: (order.append(path), remove(path)))
+    empty(run_dir)
+    assert order[-1] == run_dir.config
+    assert len(order) > 2
 
 
 def test_clean_never_removes_what_the_run_reads(tmp_path: Path) -> None:

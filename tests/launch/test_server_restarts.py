@@ -20,7 +20,8 @@ from grpo_async.launch.child import Child
 from grpo_async.launch.server_keeper import RestartCount, RestartRules, ServerEvent, ServerKeepers
 from grpo_async.launch.trainer_plan import ProcessSpec
 from grpo_async.launch.tree import ProcessTree
-from tests.launch.support import START_S, LauncherProcess, eventually, is_alive
+from tests.launch.support import START_S, LauncherProcess
+from tests.support.waiting import eventually, is_alive
 
 FAST: dict[str, Any] = {"restart_delay_s": 0.0}
 PAUSE = (sys.executable, "-c", "import signal; signal.pause()")

@@ -27,7 +27,7 @@ from grpo_async.launch.status_file import FIELDS, StatusFile
 from grpo_async.launch.status_watch import MetricsTail, watch
 from grpo_async.rundir import RunDir
 from grpo_async.tracking.advisor import Advice, PipelineSetup
-from tests.launch.support import eventually
+from tests.support.waiting import eventually
 
 METRICS = {
     "reward": 0.5,

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.support import LauncherProcess, eventually
+from tests.launch.support import LauncherProcess
+from tests.support.waiting import eventually
 
 
 def test_a_run_that_finishes_exits_0_ends_the_server_and_shows_the_summary(tmp_path: Path) -> None:

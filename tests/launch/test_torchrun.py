@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.support import LauncherProcess, eventually, is_alive
+from tests.launch.support import LauncherProcess
+from tests.support.waiting import eventually, is_alive
 
 pytestmark = pytest.mark.slow
 

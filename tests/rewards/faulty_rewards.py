@@ -84,7 +84,7 @@ def meets_the_other(completions: list[str]) -> list[float]:
     while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
         time.sleep(0.01)
     met = len(list(folder.iterdir())) == 2
-    time.sleep(0.1)  # lets the other one look before the file goes
+    time.sleep(1.0)  # lets the other one look before the file goes
     own.unlink()
     with contextlib.suppress(OSError):  # the other one's file is still there
         folder.rmdir()

@@ -73,13 +73,16 @@ def test_an_honest_function_passes_and_its_numbers_are_told() -> None:
         ("noisy", "warning", "The same input gets different scores from call to call."),
         ("ranks", "warning", "The score of a completion depends on the other completions of the call."),
         ("wants_one", "error", "Inputs that are fine one by one fail in one call: it raised ValueError"),
-        ("blocks_the_loop", "warning", "It blocks the event loop for 0.4 s"),
-        ("slow_on_nothing", "warning", "It is slow: `empty` took 0.3 s."),
+        ("blocks_the_loop", "warning", "It blocks the event loop for "),
+        ("slow_on_nothing", "warning", "It is slow: `empty` took "),
     ],
 )
 def test_each_fault_is_found(function: str, severity: str, what: str) -> None:
     found = _findings(function)
     assert [level for level, text in found if text.startswith(what)] == [severity], found
+    if what.endswith((" for ", " took ")):  # it sleeps that long; how much longer it takes is the machine's
+        (seconds,) = (float(text.removeprefix(what).split(" s")[0]) for _, text in found if text.startswith(what))
+        assert seconds >= 0.3
     rank = ["error", "warning", "note"].index
     assert min(rank(level) for level, _ in found) == rank(severity), found
 

@@ -20,6 +20,7 @@ from grpo_async.rewards.call import Failure, RewardRequest
 from grpo_async.rewards.load import load_reward
 from grpo_async.rewards.pool import WorkerPool
 from tests.rewards.helpers import FAULTY, TRL, loaded, score
+from tests.support.waiting import eventually, is_alive
 
 
 def _in_process(function: str, use: Callable[[RewardFunction], Awaitable[Any]], **section: Any) -> Any:
@@ -72,12 +73,12 @@ def test_a_call_past_its_time_limit_is_killed_and_the_next_one_works() -> None:
     async def use(reward: RewardFunction) -> Any:
         await score(reward, ["warm"])
         (worker,) = _workers()
-        with pytest.raises(RewardError, match=r"took longer than 0.3 s .* raise `rewards.0.timeout_s`"):
+        with pytest.raises(RewardError, match=r"took longer than 2 s .* raise `rewards.0.timeout_s`"):
             await score(reward, ["sleep"])
         assert not worker.is_running()
         return (await score(reward, ["next"])).values
 
-    assert _in_process(f"{FAULTY}:sleeps_if_asked", use, timeout_s=0.3) == [1.0]
+    assert _in_process(f"{FAULTY}:sleeps_if_asked", use, timeout_s=2.0) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -148,8 +149,8 @@ def test_the_event_loop_runs_freely_while_a_worker_holds_its_interpreter() -> No
         assert (await task).values == [1.0]
         return ticks
 
-    # 1 s of work at 5 ms a tick is at most 200 ticks; in a thread of this process every tick waits for a C call to end
-    assert _in_process(f"{FAULTY}:burns", use, arguments={"seconds": 1.0}) > 50
+    # 2 s of work at 5 ms a tick is at most 400 ticks; in a thread of this process every tick waits for a C call to end
+    assert _in_process(f"{FAULTY}:burns", use, arguments={"seconds": 2.0}) > 50
 
 
 def test_a_cancelled_caller_ends_its_worker() -> None:
@@ -232,8 +233,7 @@ def test_what_a_killed_reward_started_is_killed_too(tmp_path: Path) -> None:
         return int((tmp_path / "pid").read_text())
 
     child = _in_process(f"{FAULTY}:starts_a_child", use, timeout_s=1.5)
-    # Where nobody reaps orphans, as in some containers, a killed one stays as a zombie.
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert eventually(lambda: not is_alive(child))
 
 
 def test_a_busy_worker_dies_with_its_killed_parent() -> None:

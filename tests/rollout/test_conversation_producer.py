@@ -19,6 +19,7 @@ from grpo_async.tools import Tool
 from tests.rollout import some_environments
 from tests.rollout.fakes import CALL, EOS, Answer, FakeRenderer, ScriptedClient, stop
 from tests.support.records import make_prompt
+from tests.support.waiting import until
 
 HERE = "tests.rollout.some_environments"
 
@@ -161,7 +162,7 @@ def test_a_cancelled_group_gives_its_slots_and_instances_back() -> None:
         some_environments.Waiting.go_on.set()
         assert await asyncio.wait_for(group(), 10.0) == 2  # both slots are free again
         (pool,) = setup.environments.pools.values()
-        assert pool.num_taken == 0
+        await until(lambda: pool.num_taken == 0)  # once the threads of the cancelled calls are awake
         await setup.environments.close()
 
     asyncio.run(main())

@@ -102,6 +102,7 @@ class _Setup:
         version: int = 0,
         keeps_open_turns: bool = True,
         max_staleness: int = 1,
+        rollout_timeout_s: float = 30.0,
     ) -> None:
         self.client = _Client(script)
         self.stale: list[ScoredGroup] = []
@@ -131,7 +132,7 @@ class _Setup:
             producer=ConversationProducer(
                 Conversation(self.client, renderer, settings),
                 renderer,
-                limits=ConversationLimits(max_in_flight=64, rollout_timeout_s=0.5, max_result_chars=100),
+                limits=ConversationLimits(max_in_flight=64, rollout_timeout_s=rollout_timeout_s, max_result_chars=100),
                 errors=self.errors,
             ),
             errors=self.errors,
@@ -155,6 +156,12 @@ class _Setup:
 
     def _empty(self, scored: ScoredGroup) -> None:
         self.admission.release()
+
+    async def queue_up(self) -> None:
+        """Until all groups that are admitted at version 0 are in the buffer: rewards are computed in threads, in any order."""
+        async with asyncio.timeout(10.0):
+            while len(self.buffer) < 4:
+                await asyncio.sleep(0)
 
     async def take(self, count: int, version: int = 0) -> list[ScoredGroup]:
         return await asyncio.to_thread(
@@ -203,6 +210,7 @@ def test_a_group_becomes_samples_with_advantages(tmp_path: Path) -> None:
     setup = _Setup(tmp_path)
 
     async def steps(task: asyncio.Task[None]) -> None:
+        await setup.queue_up()
         groups = await setup.take(2)
         assert [group.group.group_id for group in groups] == [0, 1]
         # rewards 1, 0, 1, 0: mean 0.5, sample std sqrt(4 x 0.25 / 3) = 0.57735
@@ -245,6 +253,7 @@ def test_a_failed_rollout_leaves_its_group_to_the_survivors(tmp_path: Path) -> N
     setup.client.tokens_before_failure = 5
 
     async def steps(task: asyncio.Task[None]) -> None:
+        await setup.queue_up()
         (group, _) = await setup.take(2)
         assert len(group.samples) == 3
         assert [part["reward_of_first_token"] for part in group.reward_parts] == [1.0, 0.0, 1.0]
@@ -310,7 +319,7 @@ def test_the_run_stops_with_the_cause_when_everything_fails(tmp_path: Path) -> N
 
 
 def test_a_rollout_that_takes_too_long_fails_and_names_the_setting(tmp_path: Path) -> None:
-    setup = _Setup(tmp_path)
+    setup = _Setup(tmp_path, rollout_timeout_s=0.5)
     setup.client.gate = asyncio.Event()
 
     async def steps(task: asyncio.Task[None]) -> None:
@@ -369,6 +378,7 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
     setup = _Setup(tmp_path, script, zero_variance=mode)
 
     async def steps(task: asyncio.Task[None]) -> None:
+        await setup.queue_up()
         groups = await setup.take(2)
         ids = [group.group.group_id for group in groups]
         if mode == "resample":
@@ -417,6 +427,7 @@ def test_a_prompt_that_is_too_long_is_skipped_and_counted(tmp_path: Path) -> Non
     setup = _Setup(tmp_path, texts=["x" * 20, "ab"])
 
     async def steps(task: asyncio.Task[None]) -> None:
+        await setup.queue_up()
         groups = await setup.take(2)
         assert [group.group.group_id for group in groups] == [1, 3]  # 0 and 2 are the long prompt
 

@@ -280,6 +280,7 @@ def test_settled_groups_are_not_issued_again(tmp_path: Path, status: GroupStatus
     kept: list[ResumeState] = []
 
     async def steps(task: asyncio.Task[None]) -> None:
+        await setup.queue_up()
         for group in await setup.take(2):
             setup.worker.settle(group.group, status, scored=group)
         kept.append(setup.worker.resume_state())

@@ -111,7 +111,7 @@ def test_a_server_process_asks_for_its_token_and_ends_at_sigterm_with_an_open_st
             last = GenerateChunk.model_validate_json(list(lines)[-1])
         assert last.finish_reason == "abort"
         process.wait(timeout=10.0)
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 10.0
 
 
 def test_a_server_whose_engine_fails_logs_the_traceback_and_exits_with_1(tiny_model: Path, tmp_path: Path) -> None:

@@ -177,7 +177,9 @@ def test_a_new_trainer_does_not_wait_for_what_an_earlier_one_left(server: Live, 
             stuck.connect()
             stuck.post("/start_weight_update")
             unsent = pool.submit(stuck.post, "/update_weights", {"update_info": _announcement(weights)})
-            wait_until(lambda: _is_receiving(server), "the server to wait for the first bucket")
+            wait_until(
+                lambda: _num_waiting() == 2, "the server to wait for the first bucket, and for the group that is gone"
+            )
             pusher.connect()
             pusher.push(weights, 5)
             assert time.monotonic() - began < 10.0
@@ -199,7 +201,7 @@ def test_the_engine_answers_and_generates_while_an_update_is_received(server: Li
         pusher.post("/start_weight_update")
         update = {"update_info": _announcement(perturbed(old, seed=1)) | {"timeout_s": 20.0}}
         answer = pool.submit(pusher.post, "/update_weights", update)
-        wait_until(lambda: _is_receiving(server), "the server to wait for the first bucket")
+        wait_until(lambda: _num_waiting() >= 1, "the server to wait for the first bucket")
         for _ in range(5):
             assert server.client.get("/is_paused", timeout=5.0).json() == {"is_paused": False}
             assert serves(server, old, version=0)
@@ -210,8 +212,9 @@ def test_the_engine_answers_and_generates_while_an_update_is_received(server: Li
     assert serves(server, old, version=0)
 
 
-def _is_receiving(server: Live) -> bool:
-    return any(thread.name == "weight-update" for thread in threading.enumerate())
+def _num_waiting() -> int:
+    """Threads of servers that wait for a group or for weights."""
+    return sum(thread.name == "weight-update" for thread in threading.enumerate())
 
 
 def test_a_trainer_that_dies_in_an_update_leaves_the_old_weights_serving(server: Live, tiny_model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,9 @@ def test_a_busy_engine_says_what_runs_what_waits_and_how_full_it_is(server: Live
     assert server.info().kv_usage == 0.0
 
 
-def test_the_fleet_hears_the_load_and_makes_metrics_of_it(server: Live) -> None:
+def test_the_fleet_hears_the_load_and_makes_metrics_of_it(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = server.engine.step
+    monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.005), step())[1])  # so that requests last
     fleet = _fleet(server)
     heard = threading.Semaphore(0)
     fleet.subscribe_load(heard.release)
@@ -62,7 +65,14 @@ def test_the_fleet_hears_the_load_and_makes_metrics_of_it(server: Live) -> None:
         ]
         for thread in threads:
             thread.start()
-        wait_until(lambda: server.info().running_requests == 2, "two to run")
+        wait_until(
+            lambda: (server.info().running_requests, server.info().waiting_requests) == (2, 1),
+            "two to run and one to wait",
+        )
+        while heard.acquire(blocking=False):
+            pass
+        for _ in range(2):  # the first may have been asked before
+            assert heard.acquire(timeout=10.0)
         fleet.metrics()  # what was heard until now is over
         fleet.read()
         metrics = fleet.metrics()

@@ -325,11 +325,11 @@ def test_a_disk_that_hangs_is_an_error_and_the_queue_has_an_end(
             return super().write(data) or 0
 
     monkeypatch.setattr("grpo_async.store.line_file.FileIO", Hanging)
-    monkeypatch.setattr("grpo_async.store.rollout_store._WRITE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("grpo_async.store.rollout_store._FLUSH_TIMEOUT_S", 0.1)
     store = open_store(tmp_path)
     for group_id in range(65):  # one is being written, 64 wait
         _append(store, group_id)
+    monkeypatch.setattr("grpo_async.store.rollout_store._WRITE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("grpo_async.store.rollout_store._FLUSH_TIMEOUT_S", 0.1)
     with pytest.raises(RunError, match="has taken nothing for 0 s, group 65 not written; check its disk"):
         _append(store, 65)
     with pytest.raises(RunError, match="65 groups not written"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -206,7 +207,15 @@ def test_a_kill_at_any_moment_of_sealing_loses_and_doubles_nothing(tmp_path: Pat
     before = [row.seq for row in read_groups(tmp_path / "rollouts")]
     (block,) = find_blocks(tmp_path / "rollouts")
     moments, states = random.Random(0), set()
-    command = [sys.executable, "-m", "grpo_async.store.seal", "3", str(tmp_path / "rollouts"), block.path.name]
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_async.store.seal",
+        str(os.getpid()),
+        "3",
+        str(tmp_path / "rollouts"),
+        block.path.name,
+    ]
     whole_s = _duration_of(command, tmp_path)
     for _ in range(10):
         child = subprocess.Popen(command)

@@ -527,7 +527,7 @@ def test_a_rank_without_samples_and_groups_that_are_not_stored_do_no_harm(
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_bring_its_figures_ends_the_wait_at_its_deadline(tmp_path: Path) -> None:
-    error = run_on_ranks("wait_for_a_rank", 2, tmp_path, module=MODULE, timeout_s=1.0)
+    error = run_on_ranks("wait_for_a_rank", 2, tmp_path, module=MODULE, timeout_s=5.0)
     assert error["type"] == "DeadlineError"
     assert "the figures of the tokens" in error["text"]
     assert "training.queue_timeout_s" in error["text"]

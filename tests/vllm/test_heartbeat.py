@@ -41,4 +41,4 @@ def test_a_busy_engine_answers_quickly(vllm_server: VllmServer) -> None:
             num_probes += 1
         assert all(future.result().finish_reason == "length" for future in running)
     assert num_probes > 5
-    assert slowest_s < 3.0  # a heartbeat's default deadline is 30 s; this machine may be loaded
+    assert slowest_s < 10.0  # a heartbeat's default deadline is 30 s; this machine may be loaded

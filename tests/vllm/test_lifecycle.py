@@ -12,6 +12,7 @@ import pytest
 import trustme
 
 from grpo_async.inference.surface import GENERATE_PATH, PARAMETERS_PATH, SCORE_PATH, ServedParameters
+from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import TOLERANCE, Reference, largest_difference
 from tests.vllm.server import VllmServer, experiment, join, request_body, running_server
@@ -77,8 +78,7 @@ def test_a_dead_engine_ends_streams_with_an_error_and_then_the_server(
             server.client.post("/pause")
             held = pool.submit(server.client.post, GENERATE_PATH, json=request_body(PROMPT))
             scored = pool.submit(server.client.post, SCORE_PATH, json={"token_ids": PROMPT})
-            while server.info().active_requests < 3:
-                pass
+            assert eventually(lambda: server.info().active_requests == 3, 30.0)
             engine.send_signal(signal.SIGKILL)
             rest = join(stream)
             assert first.token_ids

@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import httpx
 import pytest
 
 from grpo_async.inference.surface import GENERATE_PATH, GenerateChunk
+from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import TOLERANCE, Reference, largest_difference
 from tests.vllm.server import MAX_NUM_SEQS, Completion, VllmServer, join, request_body
@@ -66,31 +66,19 @@ def _assert_exact(model: Reference, prompt: list[int], completion: Completion, v
     assert largest_difference(completion.logprobs, expected) < TOLERANCE
 
 
-def _begin_pause(pool: ThreadPoolExecutor, server: VllmServer, **params: str) -> Future[httpx.Response]:
-    """POST /pause in a thread; returns when the server has begun with it, so that requests sent from now on are held."""
-    sent = threading.Event()
-
-    def trace(event: str, _: object) -> None:
-        if event == "http11.send_request_body.complete":
-            sent.set()
-
-    pausing = pool.submit(server.client.post, "/pause", params=params, extensions={"trace": trace})
-    assert sent.wait(10)
-    for _ in range(2):  # the server's loop has seen our bytes before it answers what came later, twice to be sure
-        server.info()
-    return pausing
-
-
 def _wait_until_queued(server: VllmServer, number: int) -> None:
     """Until vLLM runs as many requests as it can and `number` more stand in its queue. A request that only the server's process
     has seen would be held by a pause, not part of it."""
-    while (info := server.info()).running_requests < MAX_NUM_SEQS or info.waiting_requests < number:
-        pass
+
+    def is_so() -> bool:
+        info = server.info()
+        return (info.running_requests, info.waiting_requests) == (MAX_NUM_SEQS, number)
+
+    assert eventually(is_so, 30.0), server.info()
 
 
 def _wait_for_active(server: VllmServer, number: int) -> None:
-    while server.info().active_requests < number:
-        pass
+    assert eventually(lambda: server.info().active_requests >= number, 30.0), server.info()
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep_kv"])
@@ -168,10 +156,12 @@ def test_drain_lets_requests_end_with_the_old_weights_and_holds_new_ones_for_the
 ) -> None:
     with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
         prompts = [[*LONG_PROMPT, 30 + number] for number in range(MAX_NUM_SEQS + 1)]  # one of them queued in vLLM
-        running = [start(prompt, 200) for prompt in prompts]
+        running = [start(prompt, 600) for prompt in prompts]
         assert all(stream.began.wait(30) for stream in running[:1])
         _wait_until_queued(vllm_server, 1)
-        pausing = _begin_pause(pool, vllm_server, mode="drain", keep_cache=keep_cache, timeout_s="60")
+        pausing = vllm_server.begin_post(
+            pool, "/pause", params={"mode": "drain", "keep_cache": keep_cache, "timeout_s": "60"}
+        )
         held = start(LONG_PROMPT, 24)
         assert pausing.result(60).status_code == 200
         assert all(stream.done.result(5).finish_reason == "length" for stream in running)
@@ -190,7 +180,9 @@ def test_a_drain_that_takes_too_long_is_refused_and_does_not_pause(
     with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
         running = start(PROMPT, 900)
         assert running.began.wait(30)
-        pausing = _begin_pause(pool, vllm_server, mode="drain", timeout_s="0.3")  # about 100 tokens
+        pausing = vllm_server.begin_post(
+            pool, "/pause", params={"mode": "drain", "timeout_s": "0.3"}
+        )  # about 100 tokens
         held = start(LONG_PROMPT, 24)
         response = pausing.result(30)
         assert response.status_code == 504
@@ -204,7 +196,7 @@ def test_a_resume_ends_a_drain(vllm_server: VllmServer, version: int) -> None:
     with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
         running = start(PROMPT, 900)
         assert running.began.wait(30)
-        pausing = _begin_pause(pool, vllm_server, mode="drain", timeout_s="60")
+        pausing = vllm_server.begin_post(pool, "/pause", params={"mode": "drain", "timeout_s": "60"})
         vllm_server.client.post("/resume")
         assert pausing.result(30).status_code == 409
         assert not running.done.done()
@@ -273,8 +265,7 @@ def test_a_client_that_leaves_while_it_is_held_is_forgotten(vllm_server: VllmSer
     try:
         with pytest.raises(Exception, match="timed out"):
             vllm_server.client.post(GENERATE_PATH, json=request_body(PROMPT, max_tokens=900), timeout=0.5)
-        while vllm_server.info().active_requests:
-            pass
+        assert eventually(lambda: not vllm_server.info().active_requests, 30.0)
     finally:
         vllm_server.client.post("/resume")
     assert vllm_server.generate(PROMPT, max_tokens=2).finish_reason == "length"

@@ -253,7 +253,7 @@ def test_the_next_start_does_not_wait_for_an_update_that_hangs(
         silent.connect()
         silent.post("/start_weight_update")
         info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "bucket_bytes": 1, "timeout_s": 60.0}
-        hanging = pool.submit(silent.client.post, "/update_weights", json={"update_info": info})
+        hanging = vllm_server.begin_post(pool, "/update_weights", client=silent.client, json={"update_info": info})
         with WeightPusher(vllm_server.url, vllm_server.token, timeout_s=10.0) as newer:
             newer.connect()
             answer = hanging.result(10)
@@ -291,7 +291,7 @@ def test_joining_a_group_that_nobody_hosts_ends_at_its_deadline_and_holds_nobody
     vllm_server: VllmServer, model_a: Reference, version: int
 ) -> None:
     info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "key": "k"}
-    body = {"init_info": info | {"timeout_s": 3.0}}
+    body = {"init_info": info | {"timeout_s": 10.0}}
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(vllm_server.client.post, "/init_weight_transfer_engine", json=body)
         _assert_serves(vllm_server, model_a, version)

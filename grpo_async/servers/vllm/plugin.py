@@ -31,6 +31,5 @@ def _die_with_vllm_parent() -> None:
         return
     from grpo_async.processes import die_with_parent
 
-    die_with_parent()
-    if os.getppid() != parent.pid:  # it died while this process was still importing
-        os._exit(1)
+    assert parent.pid is not None
+    die_with_parent(parent.pid)
