@@ -46,7 +46,7 @@ class EmbeddedService:
 
     Args:
         engine: handed over; nobody else may touch it any more.
-        info: what does not change of the server's description; instance and vocabulary are filled in here.
+        info: what does not change of the server's description; instance, vocabulary and number of slots are filled in here.
         on_failure: called in the event loop after the engine failed and every request was told.
         engine_timeout_s: for the engine to end its step, after which an answer is 503.
     """
@@ -55,7 +55,8 @@ class EmbeddedService:
         self, engine: SlotEngine, *, info: ServerInfo, on_failure: Callable[[], None], engine_timeout_s: float = 60.0
     ) -> None:
         self._engine = engine
-        self._info = info.model_copy(update={"instance_id": secrets.token_hex(8), "vocab_size": engine.vocab_size})
+        known = {"vocab_size": engine.vocab_size, "max_running_requests": engine.num_slots}
+        self._info = info.model_copy(update={"instance_id": secrets.token_hex(8), **known})
         self._on_failure = on_failure
         self._engine_timeout_s = engine_timeout_s
         self._worker = EngineWorker(engine, deliver=self._deliver, on_failure=lambda _: self._tell_failure())
@@ -152,22 +153,9 @@ class EmbeddedService:
         return JSONResponse({"status": "ok"})
 
     async def _describe(self, _: Request) -> Response:
-        snapshot = await within(self._worker.call(self._snapshot), timeout_s=self._engine_timeout_s)
-        return JSONResponse(snapshot.model_dump())
-
-    def _snapshot(self) -> ServerInfo:
-        return self._info.model_copy(
-            update={
-                "policy_version": self._engine.policy_version,
-                "active_requests": self._engine.num_active,
-                "running_requests": self._engine.num_running,
-                "waiting_requests": self._engine.num_waiting,
-                "kv_usage": self._engine.kv_usage,
-                "max_running_requests": self._engine.num_slots,
-                "generated_tokens": self._engine.num_generated_tokens,
-                "busy_s": self._worker.busy_s,
-            }
-        )
+        if self._worker.failure is not None:
+            raise EngineDeadError(self._worker.failure)
+        return JSONResponse(self._info.model_dump() | self._worker.figures | {"busy_s": self._worker.busy_s})
 
 
 class _Endpoint:

@@ -58,6 +58,7 @@ class EngineWorker:
         self._keeps_cache = False
         self._drain: Future[None] | None = None  # resolved when nothing is in flight any more
         self._busy = BusyClock()
+        self._figures = engine.figures
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -77,6 +78,12 @@ class EngineWorker:
     def busy_s(self) -> float:
         """Seconds in which some request was generating and the engine was not paused."""
         return self._busy.total_s()
+
+    @property
+    def figures(self) -> dict[str, int | float]:
+        """Those of the engine after its last step or command: whoever asks does not wait for the step that is being made, which
+        takes long when contexts are recomputed. Any thread."""
+        return self._figures
 
     def call(self, command: Callable[[], Result]) -> Future[Result]:
         """Run `command` in the engine thread, before its next step.
@@ -176,6 +183,7 @@ class EngineWorker:
                 if self._has_work():
                     self._engine.step()
                     self._busy.set(self._has_work())
+                    self._figures = self._engine.figures
                 self._send_chunks()
                 self._end_drain_when_empty()
             self._engine.abort_all()
@@ -198,7 +206,9 @@ class EngineWorker:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(command())
+                result = command()
+                self._figures = self._engine.figures  # before anybody hears that it was done
+                future.set_result(result)
             except Exception as error:
                 future.set_exception(error)
                 raise  # a command that fails may have left the engine half changed
