@@ -30,18 +30,18 @@ def die_with_parent(parent: int | None = None) -> None:
     """End this process as soon as its parent ends. Call it first thing in a child's main function.
 
     Args:
-        parent: its pid, by which one that ended while this interpreter was starting is noticed, too. None: the child need not
-            be told, because it ends by itself when it finds nobody at the other end of a pipe.
+        parent: its pid, by which one that ended while this interpreter was starting is noticed, too. None: the child was not
+            told, and notices an end from now on.
     """
     parent = os.getppid() if parent is None else parent
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-        if os.getppid() != parent:  # the parent died before the call took effect
-            os._exit(1)
     else:
         threading.Thread(target=_exit_when_parent_changes, args=(parent,), name="die-with-parent", daemon=True).start()
+    if os.getppid() != parent:  # it ended before this took effect
+        os._exit(1)
 
 
 def _exit_when_parent_changes(parent: int) -> None:

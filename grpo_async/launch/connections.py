@@ -51,6 +51,7 @@ def is_lost(fleet: Fleet, server: Server) -> bool:
     if all(server.instance_id != other.instance_id for other in fleet.serving()):
         return True
     try:
+        server.control.is_paused()  # goes through the engine
         return server.control.info().instance_id != server.instance_id
     except InferenceError:
         fleet.suspect(server.index)

@@ -38,6 +38,7 @@ LAUNCHER_GONE = "the launcher is gone"
 
 _CLOSE_TIMEOUT_S = 5.0  # for the last messages (summary, failed) to leave the process
 _CONNECT_TIMEOUT_S = 5.0
+_RETRY_S = 0.5
 _PROBE = b"\n"  # of the launcher to itself, see `drain`
 _LINE_LIMIT = 64 * 2**20  # bytes; asyncio's default of 64 KiB is less than a long traceback
 _ABOUT_A_SERVER = ("server_serving", "restart_server")
@@ -203,10 +204,13 @@ class ControlServer:
         except OSError:
             self._listener.close()
             raise
+        self._due = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._listener, self._due.set)
         self._accepting = asyncio.create_task(self._accept())
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        asyncio.get_running_loop().remove_reader(self._listener)
         self._accepting.cancel()
         for reader in self._readers:
             reader.cancel()
@@ -242,18 +246,31 @@ class ControlServer:
                     await asyncio.wait(self._readers)  # waits: timeout_s at most
 
     async def _accept(self) -> None:
-        """Not asyncio's server: before Python 3.12 one that closes as a trainer connects may leave that connection open, and
-        the trainer would wait for a launcher that is gone."""
+        """Neither asyncio's server nor `sock_accept`: when the launcher leaves as a trainer connects, both may keep that connection
+        open, and the trainer would wait for a launcher that is gone. Here nothing holds one across a turn of the loop."""
+        is_told = False
+        while True:
+            await self._due.wait()  # waits: cancelled with the run
+            self._due.clear()
+            try:
+                connection, _ = self._listener.accept()  # waits: not at all, it does not block
+            except (BlockingIOError, ConnectionAbortedError):
+                continue  # it has gone again
+            except OSError as error:  # no descriptor is free: the kernel holds the connection until one is
+                if not is_told:
+                    self._on_broken_line(f"the control channel cannot take the trainer's connection yet: {error}")
+                is_told = True
+                await self._rest_from_listening()
+                continue
+            connection.setblocking(False)
+            streams = await asyncio.open_connection(sock=connection, limit=_LINE_LIMIT)  # waits: a turn of the loop
+            self._greet(*streams)
+
+    async def _rest_from_listening(self) -> None:
         loop = asyncio.get_running_loop()
-        try:
-            while True:
-                connection, _ = await loop.sock_accept(self._listener)  # waits: cancelled with the run
-                streams = await asyncio.open_connection(
-                    sock=connection, limit=_LINE_LIMIT
-                )  # waits: not at all, it is connected
-                self._greet(*streams)
-        except OSError as error:
-            self._on_broken_line(f"the control channel takes no trainer any more: {error}")
+        loop.remove_reader(self._listener)
+        await asyncio.sleep(_RETRY_S)  # waits: back-off until a descriptor is free
+        loop.add_reader(self._listener, self._due.set)
 
     def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.has_connected = True

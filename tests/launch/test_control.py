@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_async.launch.control import CONTROL_VARIABLE, LAUNCHER_GONE, ControlClient, ControlServer
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 LIMIT_S = 10.0
 
@@ -91,12 +92,17 @@ def test_a_launcher_that_goes_away_asks_to_stop_and_sending_never_raises(tmp_pat
     client.close()
 
 
+@pytest.mark.parametrize("num_turns_before", range(3))
 @pytest.mark.parametrize("num_turns", range(8))
-def test_a_trainer_that_connects_as_the_launcher_hangs_up_hears_of_it(tmp_path: Path, num_turns: int) -> None:
+def test_a_trainer_that_connects_as_the_launcher_hangs_up_hears_of_it(
+    tmp_path: Path, num_turns: int, num_turns_before: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """However far the event loop has come with the connection. A transport that nobody closed would wait for the collector."""
 
     async def main() -> ControlClient:
         async with Inbox().server(tmp_path / "control"):
+            for _ in range(num_turns_before):
+                await asyncio.sleep(0)
             client = ControlClient(tmp_path / "control")  # the kernel connects it before the loop knows
             for _ in range(num_turns):
                 await asyncio.sleep(0)
@@ -109,6 +115,42 @@ def test_a_trainer_that_connects_as_the_launcher_hangs_up_hears_of_it(tmp_path: 
     finally:
         gc.enable()
     client.close()
+    assert caplog.records == []  # as asyncio's, of a callback that failed
+
+
+def test_a_trainer_is_taken_as_soon_as_a_descriptor_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.launch.control._RETRY_S", 0.02)
+    inbox = Inbox()
+
+    async def main() -> None:
+        async with inbox.server(tmp_path / "control") as server:
+            accept, refusals = server._listener.accept, 3
+
+            class Full:
+                """The listener, of a process that has no descriptor left for a while."""
+
+                def accept(self) -> Any:
+                    nonlocal refusals
+                    if refusals:
+                        refusals -= 1
+                        raise OSError(errno.EMFILE, "Too many open files")
+                    return accept()
+
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(listener, name)
+
+            listener = server._listener
+            server._listener = Full()  # type: ignore[assignment]
+            client = await asyncio.to_thread(ControlClient, tmp_path / "control")
+            client.send("phase", name="training")
+            await until(lambda: len(inbox.messages) == 1)
+            assert server.has_connected
+            await asyncio.to_thread(client.close)
+
+    asyncio.run(main())
+    assert inbox.broken == [
+        "the control channel cannot take the trainer's connection yet: [Errno 24] Too many open files"
+    ]
 
 
 def test_a_launcher_that_is_gone_from_the_start_asks_to_stop(tmp_path: Path) -> None:
