@@ -54,12 +54,16 @@ class _Fleet:
         if not any(event.startswith("push") for event in self.events):
             return []
         info = SimpleNamespace(engine="embedded", instance_id=self.life)
-        control = SimpleNamespace(info=self._info)
+        control = SimpleNamespace(info=self._info, is_paused=self._is_paused)
         return [SimpleNamespace(info=info, instance_id=self.life, index=0, name="server 0", control=control)]
 
-    def _info(self) -> SimpleNamespace:
+    def _is_paused(self) -> bool:
         if self.is_silent:
             raise ServerUnavailableError("Connection refused")
+        return False
+
+    def _info(self) -> SimpleNamespace:
+        """A process answers this also when its engine hangs."""
         return SimpleNamespace(instance_id=self.life)
 
     def suspect(self, index: int) -> None:
