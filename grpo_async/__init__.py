@@ -31,17 +31,18 @@ Layers; imports go down only, packages of one layer do not import each other:
 
 Where to look: what may be configured: config/*sections.py. How a rollout goes and ends: rollout/conversation.py. What a
 server must serve: inference/surface.py. How stale a sample may be: buffer/sample_buffer.py and buffer/admission.py. Rewards
-to advantages: scoring/advantages.py. The loss: training/objective.py and training/losses/; the head, in chunks, and its
-gradient: training/logprobs.py. How the model is loaded and sharded: training/load.py and training/shard.py; adapters:
-training/lora.py. What a checkpoint holds: training/checkpoint.py (tensors) and buffer/resume.py (rollouts). Evaluation:
-launch/evaluations.py. Several machines: launch/node_hub.py and launch/slurm.py. A run that stands still: training/watchdog.py
-and launch/stall.py. What is stored of a rollout: store/schema.py; figures of each token: training/token_figures.py. Who did
-what when: timeline.py. What every metric is: tracking/catalog.py. What bounds a run: tracking/advice_rules.py. The terminal's
-inspector: viewer/terminal/app.py, the browser's: viewer/web/api.py and viewer/static/web/; the report: viewer/report/page.py.
-The main loop: training/loop.py. The order of a weight push: weights/push.py. Which servers are up: inference/fleet.py; who
-gets the weights, and what follows when a server fails: launch/weight_sync.py. What restarts a server: launch/supervisor.py.
-What is checked before step 1: launch/preflight.py. Which objects are connected to which: launch/lead.py,
-launch/rollout_side.py and launch/participants.py.
+to advantages: scoring/advantages.py. The loss: training/objective.py and training/losses/; the head, in chunks:
+training/logprobs.py, its gradient: training/head_gradients.py. How the model is loaded and sharded: training/load.py and
+training/shard.py; adapters: training/lora.py. What a checkpoint holds: training/checkpoint.py (tensors) and buffer/resume.py
+(rollouts). Evaluation: launch/evaluations.py. Several machines: launch/node_hub.py and launch/slurm.py. A run that stands
+still: training/watchdog.py and launch/stall.py. What is stored of a rollout: store/schema.py; figures of each token:
+training/token_figures.py. Who did what when: timeline.py. What every metric is: tracking/catalog.py. What bounds a run:
+tracking/advice_rules.py. The terminal's inspector: viewer/terminal/app.py, the browser's: viewer/web/api.py and
+viewer/static/web/; the report: viewer/report/page.py. The main loop: training/loop.py. The order of a weight push:
+weights/push.py. Which servers are up: inference/fleet.py; who gets the weights, and what follows when a server fails:
+launch/weight_sync.py. What restarts a server: launch/supervisor.py. The line between launcher and trainer: launch/control.py.
+The thread of the embedded engine: servers/embedded/worker.py. What is checked before step 1: launch/preflight.py. Which
+objects are connected to which: launch/lead.py, launch/rollout_side.py and launch/participants.py.
 """
 
 __version__ = "0.1.0"

@@ -3,8 +3,8 @@
 Logits live for one chunk only. Where the objective is a sum over tokens (`chunked_objective`), its slope is known as soon as
 the logprobs of a chunk are, and the gradients of states and head are made from the chunk's logits at once: three matrix products,
 as with full logits. Else (`chunked_logprobs`) the slope comes with the backward pass, which computes the logits again. Gradients
-are exact either way. A plain linear head goes through one fused function; any other head (adapters, quantized weights) is called
-as it is.
+are exact either way (`head_gradients` adds them up). A plain linear head goes through one fused function; any other head
+(adapters, quantized weights) is called as it is.
 
     products, N tokens in C chunks:   logits N, states' gradient N, head's gradient N   [+ logits again, all chunks but the last]
 """
@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-_CACHED = (
-    2**20
-)  # logits that softmax, entropy and their gradients are computed of at a time on a CPU: they stay in its caches
-_LAUNCHED = 2**23  # the same on a GPU, where a kernel that does less is over before the next one is launched
-_VOCAB_BLOCK = 8192  # rows of a 16-bit head whose gradient is computed at a time, before it is added in float32
+from grpo_async.training.head_gradients import LinearGradients
+
+# logits that softmax, entropy and their gradients are computed of at a time
+_CACHED = 2**20  # on a CPU: they stay in its caches
+_LAUNCHED = 2**23  # on a GPU, where a kernel that does less is over before the next one is launched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +269,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         temperature, transform, chunk_tokens, with_entropy = ctx.settings
-        gradients_of = _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        gradients_of = LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for rows in reversed(_chunks(hidden.shape[0], chunk_tokens)):
             states = hidden[rows].to(weight.dtype)
             x, ctx.last_chunk = ctx.last_chunk, None  # a second backward pass computes it anew
@@ -306,7 +306,7 @@ class _LinearObjective(torch.autograd.Function):
         chunk_tokens: int,
         objective: TokenObjective,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        gradients = _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        gradients = LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         known = []
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows in _chunks(hidden.shape[0], chunk_tokens):
@@ -343,64 +343,3 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
 
 def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return nn.functional.linear(states.to(weight.dtype), weight, bias)
-
-
-class _LinearGradients:
-    """Those of states (N, H), weight (vocab, H) and bias (vocab,) of a linear head, as far as they are wanted, chunk by chunk."""
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        wanted: tuple[bool, bool, bool],
-    ) -> None:
-        self._weight, self._bias = weight, bias
-        wants_hidden, self._wants_weight, wants_bias = wanted
-        self._hidden = torch.empty_like(hidden) if wants_hidden else None
-        is_head_wanted = self._wants_weight or wants_bias
-        self._head = _HeadGradient(weight, bias if wants_bias else None) if is_head_wanted else None
-
-    def add(self, rows: slice, states: torch.Tensor, logit_gradient: torch.Tensor) -> None:
-        """Those of one chunk, from its states (n, H) and the gradient of its logits (n, vocab), both in the weight's dtype."""
-        if self._hidden is not None:
-            self._hidden[rows] = logit_gradient @ self._weight
-        if self._head is not None:
-            self._head.add(logit_gradient, states)
-
-    def result(
-        self, factor: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """All three times `factor` (), in the dtypes of what they are of. Once: it works in place."""
-        head_weight = self._head.weight if self._head is not None and self._wants_weight else None
-        head_bias = self._head.bias if self._head is not None else None
-        if factor is not None:
-            for gradient in (self._hidden, head_weight, head_bias):
-                if gradient is not None:
-                    gradient.mul_(factor)
-        return (
-            self._hidden,
-            None if head_weight is None else head_weight.to(self._weight.dtype),
-            None if head_bias is None or self._bias is None else head_bias.to(self._bias.dtype),
-        )
-
-
-class _HeadGradient:
-    """Sum over chunks of the gradients of weight (vocab, H) and bias (vocab,), in at least float32."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        self.bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
-
-    def add(self, logit_gradient: torch.Tensor, states: torch.Tensor) -> None:
-        """Adds those of one chunk: (n, vocab) and (n, H)."""
-        if self.bias is not None:
-            self.bias += logit_gradient.sum(0, dtype=self.bias.dtype)
-        if states.dtype == self.weight.dtype:
-            self.weight.addmm_(logit_gradient.T, states)
-            return
-        # a sum in 16 bits would lose what small chunks add to it
-        for start in range(0, self.weight.shape[0], _VOCAB_BLOCK):
-            block = slice(start, start + _VOCAB_BLOCK)
-            self.weight[block] += logit_gradient[:, block].T @ states

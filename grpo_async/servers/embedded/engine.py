@@ -105,18 +105,6 @@ class SlotEngine:
         """Share of the key/value positions that hold a token: 2 requests of 100 tokens in 8 slots of 512 -> 200 / 4096."""
         return sum(len(sequence.tokens) for sequence in self._running) / (self._num_slots * self.max_model_len)
 
-    @property
-    def figures(self) -> dict[str, int | float]:
-        """What changes of the server's description (`ServerInfo`), by field."""
-        return {
-            "policy_version": self.policy_version,
-            "active_requests": self.num_active,
-            "running_requests": self.num_running,
-            "waiting_requests": self.num_waiting,
-            "kv_usage": self.kv_usage,
-            "generated_tokens": self.num_generated_tokens,
-        }
-
     def problem_with(self, request: GenerateRequest) -> str | None:
         """Why this request cannot be served, or None."""
         length = len(request.token_ids) + request.max_tokens

@@ -58,7 +58,7 @@ class EngineWorker:
         self._keeps_cache = False
         self._drain: Future[None] | None = None  # resolved when nothing is in flight any more
         self._busy = BusyClock()
-        self._figures = engine.figures
+        self._figures = _figures_of(engine)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -81,8 +81,8 @@ class EngineWorker:
 
     @property
     def figures(self) -> dict[str, int | float]:
-        """Those of the engine after its last step or command: whoever asks does not wait for the step that is being made, which
-        takes long when contexts are recomputed. Any thread."""
+        """What changes of the server's description (`ServerInfo`), by field, as of the engine's last step or command: whoever asks
+        does not wait for the step that is being made, which takes long when contexts are recomputed. Any thread."""
         return self._figures
 
     def call(self, command: Callable[[], Result]) -> Future[Result]:
@@ -183,7 +183,7 @@ class EngineWorker:
                 if self._has_work():
                     self._engine.step()
                     self._busy.set(self._has_work())
-                    self._figures = self._engine.figures
+                    self._figures = _figures_of(self._engine)
                 self._send_chunks()
                 self._end_drain_when_empty()
             self._engine.abort_all()
@@ -207,7 +207,7 @@ class EngineWorker:
                 continue
             try:
                 result = command()
-                self._figures = self._engine.figures  # before anybody hears that it was done
+                self._figures = _figures_of(self._engine)  # before anybody hears that it was done
                 future.set_result(result)
             except Exception as error:
                 future.set_exception(error)
@@ -228,6 +228,17 @@ class EngineWorker:
         for _, future in commands:
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineDeadError(reason))
+
+
+def _figures_of(engine: SlotEngine) -> dict[str, int | float]:
+    return {
+        "policy_version": engine.policy_version,
+        "active_requests": engine.num_active,
+        "running_requests": engine.num_running,
+        "waiting_requests": engine.num_waiting,
+        "kv_usage": engine.kv_usage,
+        "generated_tokens": engine.num_generated_tokens,
+    }
 
 
 class BusyClock:
