@@ -110,7 +110,9 @@ def _rows(run: Run, evaluation: str) -> list[dict[str, Any]]:
 
 
 def test_a_pinned_evaluation_is_answered_by_one_version_and_nothing_of_training_is_lost(tmp_path: Path) -> None:
-    settings = (*SMALL, "training.max_steps=9", "rollout.max_staleness=1", "evaluation.pin_version=true")
+    # completions of nearly one length: a group that is done before an older one would leave that to go stale, evaluation or not
+    even = ("rollout.max_completion_tokens=6", "evaluation.num_prompts=64")
+    settings = (*SMALL, *even, "training.max_steps=9", "rollout.max_staleness=1", "evaluation.pin_version=true")
     run = make_run(tmp_path, "quickstart.yaml", settings)
     summary, _ = run.complete()
     lines = run.metrics()
