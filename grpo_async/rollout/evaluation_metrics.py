@@ -6,11 +6,12 @@ A completion that failed, or that no reward scored, takes part in no mean of rew
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from grpo_async.scoring.advantages import sample_std
 from grpo_async.scoring.passes import Vote, majority_at_k, pass_at_k, powers_up_to
 
 _LEAST_ANSWERED = 0.5
@@ -102,9 +103,9 @@ def prompt_metrics(prompts: Sequence[PromptOutcomes], *, samples: int, pass_rewa
     metrics = {"num_prompts": float(len(prompts))}
     if scored:
         metrics["reward"] = fmean(reward for _, reward in scored)
-        metrics["reward_std"] = _std(reward for _, reward in scored)
+        metrics["reward_std"] = sample_std([reward for _, reward in scored])
         means = [fmean(reward for _, reward in prompt.scored) for prompt in prompts if prompt.scored]
-        metrics["reward_stderr"] = _std(means) / math.sqrt(len(means))
+        metrics["reward_stderr"] = sample_std(means) / math.sqrt(len(means))
         metrics |= _pass_metrics(prompts, means, samples=samples, pass_reward=pass_reward)
     for name in dict.fromkeys(name for outcome in outcomes for name in outcome.parts):
         values = [value for outcome in outcomes if (value := outcome.parts.get(name)) is not None]
@@ -137,9 +138,3 @@ def _pass_metrics(
             if enough := [each for each in votes if len(each) >= k]:
                 metrics[f"majority@{k}"] = fmean(majority_at_k(each, k) for each in enough)
     return metrics
-
-
-def _std(values: Iterable[float]) -> float:
-    """Sample standard deviation; 0 for fewer than two values."""
-    listed = list(values)
-    return stdev(listed) if len(listed) > 1 else 0.0

@@ -5,11 +5,11 @@ Every mean is over the values that exist; nothing is filled with 0.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from statistics import fmean
 
 from grpo_async.records import RolloutCompletion, ScoredGroup
+from grpo_async.scoring.advantages import sample_std
 
 _ZERO_STD = 1e-8  # as in TRL
 _PERCENTS = (10, 50, 90)
@@ -25,8 +25,8 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     if rewards:
         metrics["reward"] = fmean(rewards)
-        spreads = [_std([r for r in group.rewards if r is not None]) for group in groups]
-        metrics["reward_std"] = _std(rewards)
+        spreads = [sample_std([r for r in group.rewards if r is not None]) for group in groups]
+        metrics["reward_std"] = sample_std(rewards)
         metrics["reward_min"], metrics["reward_max"] = min(rewards), max(rewards)
         metrics.update({f"reward_p{percent}": value for percent, value in _quantiles(rewards).items()})
         metrics["frac_reward_zero_std"] = fmean(float(spread < _ZERO_STD) for spread in spreads)
@@ -34,7 +34,7 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         values = [value for group in groups for part in group.reward_parts if (value := part.get(name)) is not None]
         if values:
             metrics[f"rewards/{name}/mean"] = fmean(values)
-            metrics[f"rewards/{name}/std"] = _std(values)
+            metrics[f"rewards/{name}/std"] = sample_std(values)
     for name in sorted({name for group in groups for name in group.metrics}):
         metrics[name] = fmean(group.metrics[name] for group in groups if name in group.metrics)
     advantages = [abs(sample.advantage) for group in groups for sample in group.samples]
@@ -112,11 +112,3 @@ def _quantiles(values: Sequence[float]) -> dict[int, float]:
         above = min(below + 1, len(ordered) - 1)
         quantiles[percent] = ordered[below] + (place - below) * (ordered[above] - ordered[below])
     return quantiles
-
-
-def _std(values: Sequence[float]) -> float:
-    """Sample standard deviation (ddof = 1), the same for any order of the values; 0 for fewer than two."""
-    if len(values) < 2:
-        return 0.0
-    mean = fmean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -41,7 +41,7 @@ def group_advantages(rewards: Rewards, *, scale: Literal["group", "none"] = "gro
     if has_zero_variance(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(scored) / len(scored)
-    divisor = 1.0 if scale == "none" else _std(scored) + _STD_FLOOR
+    divisor = 1.0 if scale == "none" else sample_std(scored) + _STD_FLOOR
     return [0.0 if reward is None else (reward - mean) / divisor for reward in rewards]
 
 
@@ -67,7 +67,7 @@ def batch_advantages(groups: Sequence[Rewards]) -> list[list[float]]:
     Example: [1, 0] and [3, 3]: mean 1.75, std = sqrt((0.5625 + 3.0625 + 1.5625 + 1.5625) / 3) = 1.5, so
     A = +-0.5 / 1.5001 = +-0.33331, and 0, 0.
     """
-    divisor = _std([reward for rewards in groups for reward in _scored(rewards)]) + _STD_FLOOR
+    divisor = sample_std([reward for rewards in groups for reward in _scored(rewards)]) + _STD_FLOOR
     return [[advantage / divisor for advantage in group_advantages(rewards, scale="none")] for rewards in groups]
 
 
@@ -102,7 +102,7 @@ def normalized_over_step(groups: Sequence[Rewards]) -> list[list[float]]:
     """
     scored = [value for values in groups for value in _scored(values)]
     mean = math.fsum(scored) / len(scored) if scored else 0.0
-    divisor = _std(scored) + _STD_FLOOR
+    divisor = sample_std(scored) + _STD_FLOOR
     return [
         [0.0 if value is None else (value - mean) / divisor for value in values]
         if not has_zero_variance(values)
@@ -124,8 +124,8 @@ def _scored(rewards: Rewards) -> list[float]:
     return [reward for reward in rewards if reward is not None]
 
 
-def _std(values: Sequence[float]) -> float:
-    """With ddof = 1; 0 for fewer than two values."""
+def sample_std(values: Sequence[float]) -> float:
+    """Standard deviation with ddof = 1, the same for any order of the values; 0 for fewer than two."""
     if len(values) < 2:
         return 0.0
     mean = math.fsum(values) / len(values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from grpo_async.records import RolloutGroup, ScoredGroup
@@ -33,6 +35,16 @@ def test_means_are_over_what_exists_and_nothing_is_filled_with_zero() -> None:
     assert metrics["completions/mean_length"] == 5.0  # the failed rollout has no length
     assert metrics["completions/max_length"] == 8.0
     assert metrics["completions/clipped_ratio"] == 0.0
+
+
+def test_the_order_in_which_groups_were_done_changes_no_bit() -> None:
+    """After a resume, groups that were made one after the other are made side by side."""
+    numbers = random.Random(0)
+    groups = [_scored([numbers.random() for _ in range(4)], [1, 2, 3, 4]) for _ in range(8)]
+    expected = group_metrics(groups)
+    for _ in range(20):
+        numbers.shuffle(groups)
+        assert group_metrics(groups) == expected
 
 
 def test_groups_without_any_reward_have_no_reward_metric() -> None:
