@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Everything that is checked, from a bare checkout: installs what is missing, then runs scripts/check.
 #
-#   scripts/test.sh                         format, lint, types, layers, all tests
-#   scripts/test.sh tests/test_layers.py    with arguments: pytest with these arguments, and nothing else
+#   scripts/test.sh                         format, lint, types, and the tests that guard every guarantee of the README
+#   scripts/test.sh --all                   the same with every test: also those marked `nightly` (the soak, chains of kills)
+#   scripts/test.sh tests/test_layers.py    with other arguments: pytest with these arguments, and nothing else
 #
 # A test that needs vLLM or a browser fails when that is missing; only where vLLM has no build (macOS) its tests are skipped.
 set -euo pipefail
@@ -17,7 +18,7 @@ if [ "$(uname -s)" = Darwin ]; then
 else
   export GRPO_REQUIRE="${GRPO_REQUIRE:-vllm,browser}"
 fi
-if [ $# -gt 0 ]; then
-  exec .venv/bin/python -m pytest "$@"
+if [ $# -eq 0 ] || [ "$*" = --all ]; then
+  exec scripts/check "$@"
 fi
-exec scripts/check
+exec .venv/bin/python -m pytest "$@"

@@ -12,6 +12,8 @@ import pytest
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadGroupScheduling
 
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored, and children inherit that; here they get
 # both as in a terminal.
@@ -19,6 +21,28 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+LONG = ("tests/vllm/", "tests/e2e/", "tests/training/")
+"""Folders whose tests begin first, so that no long one is left alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long folders first. Tests of the one vLLM server run in one process of pytest-xdist: that which has it."""
+    items.sort(key=lambda item: next((i for i, folder in enumerate(LONG) if item.nodeid.startswith(folder)), len(LONG)))
+    for item in items:
+        if "vllm_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("vllm"))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadGroupScheduling:
+    """A group in one process, everything else by files, whose fixtures are made once then."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class _ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).partition("::")[0]
+
+    return _ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

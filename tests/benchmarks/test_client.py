@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import client_gil
 from tests.benchmarks.support import run_apart
+
+pytestmark = pytest.mark.clock
 
 
 def test_rollouts_and_tokens_have_a_cost_and_a_rate(tmp_path: Path) -> None:

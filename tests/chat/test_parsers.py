@@ -213,6 +213,7 @@ def test_no_mutation_of_a_good_text_raises(parser: str, text: str) -> None:
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("parser", sorted(FORMATS))
 def test_a_hostile_text_is_read_in_linear_time(parser: str) -> None:
     read = FORMATS[parser]()

@@ -344,6 +344,7 @@ def test_the_wait_for_a_server_ends_with_one_with_a_stop_or_with_its_deadline() 
         assert not watch.fleet.wait_for_members(stop=stop, deadline_s=20.0, setting="x.y")
 
 
+@pytest.mark.clock
 def test_counters_go_on_over_a_restart_and_a_dead_or_hung_server_does_not_hold_them_up() -> None:
     with fake_server() as server, fake_server() as other, watched([server.url, other.url], interval_s=600.0) as watch:
         watch.serve_all()
@@ -369,6 +370,7 @@ def test_counters_go_on_over_a_restart_and_a_dead_or_hung_server_does_not_hold_t
         assert (counters.generated_tokens, counters.busy_s) == (1190, 11.5)  # (10 + 2 + 11) / 2
 
 
+@pytest.mark.clock
 def test_closing_does_not_wait_for_an_engine_that_hangs() -> None:
     with fake_server() as server, watched([server.url], timeout_s=600.0) as watch:
         watch.serve_all()

@@ -35,6 +35,7 @@ async def _silent(request: Request) -> AsyncIterator[bytes]:
     yield b""
 
 
+@pytest.mark.clock
 def test_closing_ends_in_bounded_time_although_every_request_is_retried_for_ever(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -214,6 +215,7 @@ def test_one_failing_prompt_is_counted_and_dropped_and_the_worker_goes_on(
     assert logged[0].exc_info is not None
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("ending", ["stopped", "failed"])
 def test_the_state_for_a_checkpoint_is_waited_for_no_longer_than_a_run_that_ends_has(
     tiny_model: Path, tmp_path: Path, ending: str

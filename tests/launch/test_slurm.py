@@ -359,6 +359,7 @@ def _start(script: Path, environment: dict[str, str], *arguments: str) -> subpro
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_script_trains_to_the_end_on_three_machines(tmp_path: Path, cluster: dict[str, str]) -> None:
     run, script = _job(tmp_path, "training.max_steps=3")
@@ -381,6 +382,7 @@ def test_the_script_trains_to_the_end_on_three_machines(tmp_path: Path, cluster:
     run.assert_nothing_is_left()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ahead_of_the_time_limit_the_run_saves_and_the_job_goes_on_after_a_requeue(
     tmp_path: Path, cluster: dict[str, str]
