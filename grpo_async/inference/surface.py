@@ -79,7 +79,9 @@ class GenerateRequest(Message):
     """0 = all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     seed: int = 0
-    """The same seed, prompt and weights give the same tokens whatever else is in flight (to float rounding)."""
+    """For engines with `per_request_seed`: a token depends on seed, context and weights, whatever else is in flight (to float
+    rounding). A continuation, which has the same seed and more context, goes on as the undisturbed request would have. Other
+    engines do not use it."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Generation ends after sampling one of these; the token is part of the output."""
     ignore_eos: bool = False
@@ -123,7 +125,7 @@ class ServerInfo(Message):
     num_workers: int = 1
     """Processes that join the weight group (vLLM: tensor-parallel size)."""
     per_request_seed: bool = True
-    """False where the engine cannot honour `seed` (vLLM on CPU, see serve-vllm)."""
+    """False where the engine does not use `seed`: all requests to vLLM draw from one stream, that of the server."""
     active_requests: int = 0
     """Requests that are not answered to their end; those that a pause holds back, or others, included."""
     running_requests: int = 0

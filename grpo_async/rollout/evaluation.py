@@ -3,7 +3,8 @@
     prompts -> produce (samples rollouts each) -> score -> Outcome... -> evaluation_result
                                                      '-> store (rows as those of training, never trained)
 
-Its seeds depend on the prompt and the number of the sample only: every evaluation draws the same, whatever training does. It
+Its seeds depend on the prompt and the number of the sample only: where the engine uses them (embedded), every evaluation draws the
+same, whatever training does. It
 counts its own tokens and its own failures; nothing of it enters the ledger or the metrics of training.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +157,17 @@ def test_a_wrong_request_is_recognised_in_versions_without_an_error_class_for_it
     done = _run_with_stand_in(version, missing=missing, script=script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [caught]
+
+
+# ---- seeds: vLLM would start the noise of a request anew with each continuation ----
+
+
+def test_continuations_sample_from_the_policy_on_an_engine_that_restarts_the_generator_of_a_request() -> None:
+    script = "import runpy; runpy.run_module('tests.vllm.sampled_continuations', run_name='__main__')"
+    done = _run_with_stand_in("0.29.0", missing="", script=script)
+    assert done.returncode == 0, done.stderr
+    # p = 1/5 for each of 5 tokens, 600 draws: standard deviation 0.016
+    assert json.loads(done.stdout) == {how: pytest.approx(0.2, abs=0.06) for how in ("abort", "break", "resume")}
 
 
 # ---- tied heads: their kernel keeps a copy of its own ----

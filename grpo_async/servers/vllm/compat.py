@@ -24,7 +24,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.outputs import RequestOutput
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -254,20 +253,17 @@ async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: C
     return RunningRequest(engine, queue.request_id)
 
 
-def honours_seed() -> bool:
-    """False on CPU: vLLM dies there ("CPU Generator does not use offset") when a request with a seed of its own is prefilled
-    in chunks, which also happens when it goes on after a pause. vLLM's own `--seed` still seeds the server."""
-    return not current_platform.is_cpu()
-
-
 def _sampling_params(request: GenerateRequest) -> Any:
+    """Without the request's seed. vLLM would make a generator from it when the request arrives, so one that is continued (after an
+    abort, a failure or a resume) would get the noise of its first tokens again, and sample from another distribution than the
+    policy's. Generators of requests also make its sampler loop over them in Python, and on a CPU end the server ("CPU Generator
+    does not use offset"). `--seed` seeds the one stream that all requests draw from."""
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
         min_p=request.min_p,
-        seed=request.seed if honours_seed() else None,
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         logprobs=0,  # of the sampled token only
@@ -317,7 +313,7 @@ def describe(engine: Any) -> ServerInfo:
         vocab_size=vocabulary_size(engine),
         policy_version=0,
         num_workers=config.parallel_config.world_size_across_dp,
-        per_request_seed=honours_seed(),
+        per_request_seed=False,
     )
 
 
