@@ -4,8 +4,8 @@
                                                      '-> store (rows as those of training, never trained)
 
 Its seeds depend on the prompt and the number of the sample only: where the engine uses them (embedded), every evaluation draws the
-same, whatever training does. It
-counts its own tokens and its own failures; nothing of it enters the ledger or the metrics of training.
+same, whatever training does. It counts its own tokens and its own failures; nothing of it enters the ledger or the metrics of
+training.
 """
 
 from __future__ import annotations
