@@ -54,6 +54,7 @@ def conduct(
         on_gpu=on_gpu,
         num_gpus=plan.num_gpus,
     )
+    output.on_lost = status.warning
     displays = AdvisedDisplays(
         [display, status],
         setup=setup_of(config, engine=plan.engine.engine, on_gpu=on_gpu, num_gpus=plan.num_gpus),

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from grpo_async.errors import ConfigError, RunError
+from grpo_async.launch.guardian import guarded
 from grpo_async.launch.trainer_plan import Machine
 
 _SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
@@ -72,7 +73,7 @@ def check_can_listen(address: str, port: int, setting: str) -> None:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder that only this user can enter (0700), removed at the end.
+    """A new folder that only this user can enter (0700), removed at the end, by the guardian where this process is killed.
 
     Raises:
         RunError: $TMPDIR is so long that a unix socket in it has no valid address.
@@ -80,7 +81,8 @@ def private_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="grpo-async-", ignore_cleanup_errors=True) as name:
         if len(os.fsencode(name)) + len("/control") > _SOCKET_PATH_BYTES:
             raise RunError(f"the path of the temporary folder is too long for a unix socket: {name}; set TMPDIR=/tmp")
-        yield Path(name)
+        with guarded(os.getpid(), Path(name)):
+            yield Path(name)
 
 
 def _gpus() -> tuple[str, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -14,6 +15,7 @@ from rich.text import Text
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.launch.display import Display, LineDisplay, QuietDisplay
 from grpo_async.launch.json_log import JsonDisplay, JsonLog
+from grpo_async.launch.lasting_stream import LastingStream
 from grpo_async.launch.live_display import LiveDisplay
 from grpo_async.launch.wording import plain
 from grpo_async.rundir import RunDir
@@ -33,12 +35,17 @@ class OutputMode(StrEnum):
 
 
 class Output:
-    """What a command prints, in one of the modes. `console` is stdout."""
+    """What a command prints, in one of the modes. `console` is stdout. Nobody has to read it: see LastingStream."""
 
     def __init__(self, mode: OutputMode = OutputMode.FULL, console: Console | None = None) -> None:
         self.mode = mode
-        self.console = console or Console(highlight=False)
-        self._log = JsonLog()
+        stdout = cast(TextIO, LastingStream(sys.stdout, "standard output", self._lose))
+        self.console = console or Console(highlight=False, file=stdout)
+        stderr = cast(TextIO, LastingStream(sys.stderr, "standard error", self._lose))
+        self._errors = Console(highlight=False, file=stderr)
+        self._log = JsonLog(stdout)
+        self.on_lost: Callable[[str], None] = lambda text: None
+        """Told once of each stream that can be written no more. It must print nothing."""
 
     def say(self, text: str) -> None:
         """A line, or several, that one can do without."""
@@ -53,7 +60,7 @@ class Output:
             self._log.write("warning", text=text)
         else:
             self.console.file.flush()  # before stderr, where both are the same file
-            Console(stderr=True, highlight=False).print(Text(f"warning: {plain(text)}"), soft_wrap=True)
+            self._errors.print(Text(f"warning: {plain(text)}"), soft_wrap=True)
 
     def answer(self, text: str) -> None:
         """What the command was called for (a dry run's plan)."""
@@ -113,7 +120,7 @@ class Output:
         if error is not None:
             self.console.file.flush()  # before stderr, where both are the same file
             # it may quote a model or a tool
-            Console(stderr=True, highlight=False).print(Text(f"error: {plain(error)}"), soft_wrap=True)
+            self._errors.print(Text(f"error: {plain(error)}"), soft_wrap=True)
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -124,6 +131,9 @@ class Output:
             if self.mode is OutputMode.JSON:
                 self._log.write("error", error=str(error), exit_code=2 if isinstance(error, ConfigError) else 1)
             raise
+
+    def _lose(self, text: str) -> None:
+        self.on_lost(text)
 
     def _print(self, text: str) -> None:
         self.console.print(Text(plain(text)), soft_wrap=True)

@@ -52,6 +52,11 @@ class Places:
     def store(self) -> Path:
         return self.private / "store"
 
+    @property
+    def torchrun_logs(self) -> Path:
+        """Of its own; without a place it makes a folder in the temporary directory, and leaves it there."""
+        return self.private / "torchrun"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -170,5 +175,6 @@ def _torchrun(config: ExperimentConfig, places: Places, machine: Machine, node: 
         *("--nnodes", str(node.count), "--nproc-per-node", str(launch.num_trainer_ranks), "--max-restarts", "0"),
         *meeting,
         *("--rdzv-id", config.run.name, "--local-addr", own_address),
+        *("--log-dir", str(places.torchrun_logs)),
         *("-m", "grpo_async.launch.trainer"),
     )

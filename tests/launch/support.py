@@ -55,9 +55,10 @@ class LauncherProcess:
         server: str = "serve",
         torchrun: bool = False,
         stop_timeout_s: float = 60.0,
+        stdout: int | None = None,
         **more: Any,
     ) -> None:
-        """`more`: see tests.launch.driver."""
+        """`more`: see tests.launch.driver. `stdout`: a descriptor to write to, in place of `output`."""
         self.folder = folder
         options = {
             **more,
@@ -74,14 +75,17 @@ class LauncherProcess:
             [sys.executable, "-m", "tests.launch.driver", json.dumps(options)],
             cwd=REPOSITORY,
             env={**os.environ, "TMPDIR": self._temporary.name},
-            stdout=subprocess.PIPE,
+            stdout=subprocess.PIPE if stdout is None else stdout,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
         self.output = ""
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        if stdout is None:
+            threading.Thread(target=self._read, daemon=True).start()
+        else:
+            self._lines.put(None)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -118,6 +122,15 @@ class LauncherProcess:
     def wait_for_processes(self, *names: str) -> None:
         """Until the stand-ins `names` have started."""
         assert eventually(lambda: set(names) <= self.pids().keys(), START_S), f"{names}: only {self.pids()}"
+
+    def status(self) -> dict[str, Any]:
+        """What status.json says; empty before there is one."""
+        path = self.folder / "runs" / "test" / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def wait_for_phase(self, name: str) -> None:
+        """Until status.json says so."""
+        assert eventually(lambda: self.status().get("phase") == name, START_S), self.status()
 
     def end(self) -> int:
         """Wait for the launcher and the rest of its output; returns the exit code."""

@@ -120,12 +120,30 @@ def test_a_helper_that_hides_in_another_session_and_ignores_sigterm_is_ended_too
         assert launcher.left() == {}
 
 
-def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
-    with LauncherProcess(tmp_path, trainer="ignore-stop", server="ignore-term") as launcher:
+def test_a_killed_launcher_leaves_nobody_and_no_temporary_folder(tmp_path: Path) -> None:
+    """The helper has left the session, as a daemon that a reward has started."""
+    with LauncherProcess(tmp_path, trainer="start-helper", server="ignore-term") as launcher:
         launcher.wait_for_line("training")
-        launcher.wait_for_processes("server", "rank0")
+        launcher.wait_for_processes("server", "rank0", "helper")
         launcher.process.kill()
-        assert eventually(lambda: launcher.left() == {}, 5.0), launcher.left()
+        assert eventually(lambda: launcher.left() == {}, 10.0), launcher.left()
+        assert eventually(lambda: not list(Path(launcher.temporary).iterdir()), 10.0)
+
+
+@pytest.mark.parametrize(("kind", "number"), [("pipe", signal.SIGTERM), ("terminal", signal.SIGHUP)])
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, kind: str, number: signal.Signals) -> None:
+    """`train | tee log` whose tee has died; a terminal that was closed. Standard error is the same stream."""
+    reader, writer = os.pipe() if kind == "pipe" else os.openpty()
+    with LauncherProcess(tmp_path, trainer="obey-stop", stdout=writer) as launcher:
+        os.close(writer)
+        launcher.wait_for_phase("training")
+        os.close(reader)
+        launcher.process.send_signal(number)
+        assert launcher.end() == 143
+        assert (tmp_path / "stop_reason").read_text() == number.name
+        status = launcher.status()
+        assert status["state"] == "stopped"
+        assert "standard output" in status["last_warning"]["text"]
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,14 @@ def test_a_rank_that_raises_is_shown_with_its_error(tmp_path: Path) -> None:
         assert launcher.end() == 1, launcher.output
         assert "trainer rank 1 failed: ZeroDivisionError: no samples" in launcher.output
         assert launcher.left() == {}
+        assert list(Path(launcher.temporary).iterdir()) == []  # torchrun makes a folder there by itself
 
 
 def test_a_killed_launcher_takes_torchrun_and_its_ranks_with_it_and_nothing_listens_in_public(tmp_path: Path) -> None:
     with LauncherProcess(tmp_path, trainer="ignore-stop", torchrun=True) as launcher:
         launcher.wait_for_processes("server", "rank0", "rank1")
         tree = psutil.Process(launcher.process.pid).children(recursive=True)
-        assert len(tree) == 4  # the server, torchrun, two ranks
+        assert len(tree) == 5  # the guardian, the server, torchrun, two ranks
         listening = [c.laddr for p in tree for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
         assert listening == []
         launcher.process.kill()

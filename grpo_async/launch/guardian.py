@@ -1,0 +1,73 @@
+"""Tidies up after a launcher that was killed: ends what it left running, removes its temporary folder.
+
+The direct children of a launcher die with it (processes.die_with_parent); a daemon that user code has started does not. The
+guardian is a process in a session of its own that waits for the end of a pipe: as long as the launcher lives, it does nothing.
+
+    python -m grpo_async.launch.guardian LAUNCHER_PID FOLDER        stdin: "done", or its end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from grpo_async.launch.tree import MARK_VARIABLE
+
+_DONE = b"done\n"
+_END_S = 5.0  # for the guardian to end when the launcher has
+_KILL_S = 10.0
+
+
+@contextlib.contextmanager
+def guarded(launcher: int, folder: Path) -> Iterator[None]:
+    """Should process `launcher`, the caller, be killed meanwhile: what carries its mark is killed, and `folder` is removed."""
+    command = (sys.executable, "-m", "grpo_async.launch.guardian", str(launcher), str(folder))
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):  # somebody has killed it
+            process.communicate(_DONE, timeout=_END_S)
+        process.kill()
+        process.wait(_END_S)
+
+
+def main(launcher: int, folder: Path) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of a scheduler, to everything: the launcher decides
+        signal.signal(number, signal.SIG_IGN)
+    if sys.stdin.buffer.read() == _DONE:  # waits: the end of the launcher, however it comes
+        return 0
+    while left := _left(
+        f"{launcher}:"
+    ):  # waits: every round ends what it finds; what is found again has been started since
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if len(psutil.wait_procs(left, timeout=_KILL_S)[1]) == len(left):
+            break  # they hang in the kernel
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _left(mark: str) -> list[psutil.Process]:
+    """The processes that descend from a child of the launcher, by their environment (see child.mark_of)."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            is_ours = process.environ().get(MARK_VARIABLE, "").startswith(mark)
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,66 @@
+"""A text stream that outlives its reader: `train | tee log` goes on when tee has died, and so does a run without its terminal."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+from collections.abc import Callable
+from typing import Any, TextIO
+
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
+"""A file on a full disk: what cannot be written is lost, and the next line is tried."""
+
+
+class LastingStream:
+    """Takes what `stream` takes. After the first write that fails for good nothing reaches it any more, and nothing fails.
+
+    Args:
+        name: of the stream, for `on_lost`.
+        on_lost: called once with a sentence.
+    """
+
+    def __init__(self, stream: TextIO, name: str, on_lost: Callable[[str], None]) -> None:
+        self._stream = stream
+        self._name = name
+        self._on_lost = on_lost
+        self._is_told = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        if error.errno not in _MAY_PASS:
+            self._detach()
+        if not self._is_told:
+            self._is_told = True
+            atexit.register(self._end)
+            self._on_lost(f"{self._name} cannot be written any more ({error.strerror}); the run goes on, see its logs")
+
+    def _end(self) -> None:
+        """What is still buffered is lost if it cannot be written by now: the interpreter would end with an exit code of its own."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._detach()
+
+    def _detach(self) -> None:
+        """Put nothing in the place of its file: what is still buffered goes there, and so does the interpreter's last flush."""
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nothing, self._stream.fileno())
+        finally:
+            os.close(nothing)
