@@ -1,12 +1,17 @@
-"""What the sections of the configuration have in common."""
+"""What the sections of the configuration have in common: the strict base, and the kinds of values that many of them hold."""
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 
-Dtype = Literal["float32", "bfloat16"]
+_LARGEST_INT = (1 << 32) - 1
+_SMALLEST_FLOAT = 1e-30
 
 
 class StrictModel(BaseModel):
@@ -21,3 +26,93 @@ class StrictModel(BaseModel):
         protected_namespaces=(),
         defer_build=True,  # built once, inside the whole configuration, and not once more for every section
     )
+
+    @field_validator("*")
+    @classmethod
+    def _is_a_number_to_compute_with(cls, value: Any) -> Any:
+        """Of every field, also those that set no bounds: what torch and vLLM hold in 32 bits neither overflows nor vanishes."""
+        if isinstance(value, int) and abs(value) > _LARGEST_INT:
+            raise ValueError(f"{value} is more than {_LARGEST_INT}, the largest whole number that can be set")
+        if isinstance(value, float) and value and not _SMALLEST_FLOAT <= abs(value) <= 1 / _SMALLEST_FLOAT:
+            raise ValueError(
+                f"{value:g} is out of range; a number lies between {_SMALLEST_FLOAT:g} and {1 / _SMALLEST_FLOAT:g}"
+            )
+        return value
+
+
+_REFERENCE = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
+_LONGEST_NAME, _LONGEST_PATH = 255, 4096  # bytes that Linux takes
+
+
+def _check_reference(text: str) -> str:
+    if _REFERENCE.fullmatch(text):
+        return text
+    module, _, attribute = text.rpartition(".")
+    example = f"{module}:{attribute}"
+    hint = f"; did you mean '{example}'?" if _REFERENCE.fullmatch(example) else ", such as my_rewards:length_reward"
+    raise ValueError(f"{text[:80]!r} is not written module:attribute, with a colon{hint}")
+
+
+def _check_path(path: Path) -> Path:
+    return Path(_check_path_text(str(path)))
+
+
+def _check_path_text(text: str) -> str:
+    """`~/x` with the home folder filled in; a hub name stays what it is."""
+    full = os.path.expanduser(text)
+    if full.startswith("~"):
+        raise ValueError(f"there is no home folder for {full.split('/')[0]}; write the whole path")
+    longest = max((os.fsencode(part) for part in full.split("/")), key=len)
+    if len(longest) > _LONGEST_NAME or len(os.fsencode(full)) > _LONGEST_PATH:
+        raise ValueError(
+            f"a name has at most {_LONGEST_NAME} bytes, a path {_LONGEST_PATH}; this one has {len(longest)} and "
+            f"{len(os.fsencode(full))}"
+        )
+    return full
+
+
+def _check_server_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_whole = bool(_check_host(parts.hostname or "")) and parts.port != 0 and "@" not in url
+    except ValueError:  # brackets that do not close, a port beyond 65535
+        is_whole = False
+    if not is_whole or parts.scheme not in ("http", "https") or url != f"{parts.scheme}://{parts.netloc}":
+        raise ValueError(f"{url[:80]!r} is not http://host:port or https://host:port, without a path")
+    return url
+
+
+def _check_host(host: str) -> str:
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise ValueError(f"{host[:80]!r} is no name or address of a machine: {error}") from error
+    if re.search(r"[\s/@]", host) or not host:
+        raise ValueError(f"{host[:80]!r} is no name or address of a machine, such as 127.0.0.1")
+    return host
+
+
+Dtype = Literal["float32", "bfloat16"]
+Reference = Annotated[
+    str, AfterValidator(_check_reference), WithJsonSchema({"type": "string", "pattern": f"^{_REFERENCE.pattern}$"})
+]
+"""`module:attribute`; the working directory is importable."""
+FilePath = Annotated[Path, AfterValidator(_check_path)]
+"""A file or folder; `~` is the home folder."""
+ModelName = Annotated[str, AfterValidator(_check_path_text)]
+"""A folder, or a name on a hub."""
+Host = Annotated[str, AfterValidator(_check_host)]
+"""Name or address of a machine."""
+ServerUrl = Annotated[
+    str, AfterValidator(_check_server_url), WithJsonSchema({"type": "string", "pattern": r"^https?://[^/]+$"})
+]
+Seconds = Annotated[float, Field(gt=0.0, le=2e6)]
+"""A time limit: 23 days at most, about what the operating system takes in one wait."""
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+"""How many of something are made or held at once."""
+Processes = Annotated[int, Field(ge=1, le=1024)]
+"""Processes, or threads of one, on one machine."""
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
+"""What every generator of random numbers takes."""
+Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
+"""Factor of a reward or of a part of the loss."""

@@ -17,6 +17,8 @@ from grpo_async.config.shape import Shape
 from grpo_async.config.tree import Node, Place, Problems
 from grpo_async.config.yaml_source import read_yaml_file
 
+_MOST_FILES = 30
+
 
 def read_with_bases(path: FilePath, shape: Shape, environment: Mapping[str, str], problems: Problems) -> Node | None:
     """The merged tree of a file and everything it extends; None when a file could not be read (then reported)."""
@@ -27,9 +29,11 @@ def read_with_bases(path: FilePath, shape: Shape, environment: Mapping[str, str]
 class _Composer:
     def __init__(self, shape: Shape, environment: Mapping[str, str], problems: Problems) -> None:
         self._shape, self._environment, self._problems = shape, environment, problems
+        self._num_read = 0
 
     def read(self, path: FilePath, inside: list[FilePath]) -> Node | None:
         """`inside`: the files that led here, outermost first; meeting one of them again is a circle."""
+        self._num_read += 1
         own = read_yaml_file(path, self._problems)
         if own is None:
             return None
@@ -54,16 +58,26 @@ class _Composer:
                     self._fail(entry.place, "extends: give the name of a file, or a list of names")
                 self._problems.unreadable = True
                 continue
-            base = FilePath(os.path.normpath(path.parent / entry.value))
-            if base.resolve() in [file.resolve() for file in chain]:
-                self._fail(
-                    entry.place, f"extends goes in a circle: {' -> '.join(str(file) for file in [*chain, base])}"
-                )
-            elif not base.is_file():
-                self._fail(entry.place, f"extends: there is no file {base} (paths are relative to {path})")
+            base = FilePath(os.path.normpath(path.parent / os.path.expanduser(entry.value)))
+            try:
+                fault = self._fault_of(base, path, chain)
+            except OSError as error:  # a name that is too long, a folder that may not be entered
+                fault = f"extends: {base} cannot be read: {error.strerror}"
+            if fault:
+                self._fail(entry.place, fault)
             else:
                 bases.append(base)
         return bases
+
+    def _fault_of(self, base: FilePath, path: FilePath, chain: list[FilePath]) -> str:
+        """Why `base` cannot stand in `extends` of `path`; empty: it can."""
+        if base.resolve() in [file.resolve() for file in chain]:
+            return f"extends goes in a circle: {' -> '.join(str(file) for file in [*chain, base])}"
+        if not base.is_file():
+            return f"extends: there is no file {base} (paths are relative to {path})"
+        if self._num_read >= _MOST_FILES:
+            return f"extends: more than {_MOST_FILES} files are read, one of them perhaps on many ways; extend fewer"
+        return ""
 
     def _fail(self, place: Place, message: str) -> None:
         self._problems.add(place, message)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_async.config.base import StrictModel
+from grpo_async.config.base import Count, FilePath, Reference, Seconds, Seed, StrictModel
 
 
 class DataSource(StrictModel):
@@ -42,21 +41,21 @@ class DataSource(StrictModel):
 class JsonlSource(DataSource):
     type: Literal["jsonl"] = "jsonl"
     """One JSON object per line."""
-    path: Path
+    path: FilePath
     """The file."""
 
 
 class CsvSource(DataSource):
     type: Literal["csv"]
     """Comma-separated values with a header line; every value is text."""
-    path: Path
+    path: FilePath
     """The file."""
 
 
 class ParquetSource(DataSource):
     type: Literal["parquet"]
     """Apache Parquet, read in batches (extra `parquet`: pip install 'grpo-async[parquet]')."""
-    path: Path
+    path: FilePath
     """The file, or a folder whose *.parquet files are read in the order of their names."""
 
 
@@ -87,18 +86,18 @@ class ReasoningGymSource(DataSource):
     """Tasks made by reasoning-gym (extra `reasoning-gym`); their reward is grpo_async.rewards.reasoning_gym:task_score."""
     tasks: list[ReasoningGymTask] = Field(min_length=1)
     """The tasks; with several, their rows are mixed evenly by weight."""
-    size: int = Field(ge=1)
+    size: Count
     """Number of rows, over all tasks."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Another seed makes other rows: training and evaluation need different ones."""
-    timeout_s: float = Field(default=600.0, gt=0.0)
+    timeout_s: Seconds = 600.0
     """Time that making the rows may take."""
 
 
 class GeneratorSource(DataSource):
     type: Literal["generator"]
     """Rows made by a Python function: a generator, or anything that returns an iterable of dicts."""
-    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    function: Reference
     """`module:attribute`; the working directory is importable. It must make the same rows at every call."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments. A generator without end needs `limit`."""
@@ -107,11 +106,11 @@ class GeneratorSource(DataSource):
 class EnvironmentSource(DataSource):
     type: Literal["environment"]
     """No data set: the environment's `reset` gives the task. Each row is a `seed`, which `reset` receives."""
-    num_prompts: int = Field(ge=1)
+    num_prompts: Count
     """Number of rows."""
     prompt: str = ""
     """The user's message before the text that `reset` returns; may stay empty."""
-    first_seed: int = Field(default=0, ge=0)
+    first_seed: Seed = 0
     """The rows have the seeds first_seed, first_seed + 1, ...; evaluation needs others than training."""
     environments: list[str] = Field(default_factory=list)
     """With several environments: the names that the rows use in turn, in the column `environment`."""
@@ -131,7 +130,7 @@ class DataSection(StrictModel):
     held_out: float | None = Field(default=None, gt=0.0)
     """Rows of `train` that are kept for evaluation and not trained on: below 1 a share (0.05), else a number of rows (200).
     A row's own prompt decides, so that rows added later never move one from training to evaluation."""
-    held_out_seed: int = Field(default=0, ge=0)
+    held_out_seed: Seed = 0
     """Another seed holds out other rows. Not `run.seed`: runs that differ in that are evaluated on the same rows."""
 
     @field_validator("held_out")
@@ -145,23 +144,23 @@ class DataSection(StrictModel):
 class EvaluationSection(StrictModel):
     data: Source | None = None
     """Prompts to evaluate on; null = those that `data.held_out` keeps back."""
-    num_prompts: int = Field(default=200, ge=1)
+    num_prompts: Count = 200
     """The first N of them."""
     every_steps: int | None = Field(default=None, ge=1)
     """Evaluate every N steps, beside training and generation, which go on; null = only at start and end. A step that is due while
     the evaluation before it still runs is left out."""
     at_start: bool = True
     """Evaluate before the first step."""
-    samples: int = Field(default=1, ge=1)
+    samples: Count = 1
     """Completions per prompt. With more than one, pass@k is reported for k = 1, 2, 4, ... up to this, majority@k (where answers
     can be read) for those from 3 on, and mean@k for k = this."""
-    temperature: float = Field(default=0.0, ge=0.0)
-    """Sampling temperature; 0 = greedy."""
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0)
+    """Sampling temperature; 0 = greedy, else at least 0.01."""
     pass_reward: float = 1.0
     """A completion passes (pass@k) when its reward is at least this."""
     group_by: str | None = None
     """A column of the data, such as its source: results are reported for each of its values, too."""
-    max_in_flight: int | None = Field(default=None, ge=1)
+    max_in_flight: Count | None = None
     """Most rollouts of an evaluation in progress at once, beside those of training (but never fewer than one prompt's); null = a
     quarter of `rollout.max_in_flight` while training goes on, all of it before and after."""
     pin_version: bool = False
@@ -171,3 +170,12 @@ class EvaluationSection(StrictModel):
     """What happens when a prompt to evaluate on is also trained on (letter case and white space aside)."""
     baseline_column: str | None = None
     """If set, the report also states the share of the most frequent value of this column: the score of always giving it."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_greedy_or_warm(cls, temperature: float) -> float:
+        if 0.0 < temperature < 0.01:
+            raise ValueError(
+                f"{temperature:g} is more than 0 and less than 0.01, to which vLLM would raise it; set 0 for greedy"
+            )
+        return temperature

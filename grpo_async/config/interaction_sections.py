@@ -5,14 +5,11 @@ All of it is the user's code, named as `module:attribute`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from grpo_async.config.base import StrictModel
-
-Reference = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-"""`module:attribute`; the working directory is importable."""
+from grpo_async.config.base import Count, Processes, Reference, Seconds, StrictModel, Weight
 
 
 class ToolSection(StrictModel):
@@ -20,7 +17,7 @@ class ToolSection(StrictModel):
     """`module:attribute` of a typed function with a Google-style docstring, sync or async; the model sees name, types and texts."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments that are fixed here and that the model does not see."""
-    timeout_s: float = Field(default=30.0, gt=0.0)
+    timeout_s: Seconds = 30.0
     """Time limit of one call; then the model is told so."""
 
 
@@ -40,11 +37,11 @@ class EnvironmentSection(StrictModel):
     `get_reward()`, `close()`. As in TRL's `environment_factory`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
-    reward_weight: float = 1.0
+    reward_weight: Weight = 1.0
     """Factor on what `get_reward` returns, in the sum of the rewards."""
-    timeout_s: float = Field(default=60.0, gt=0.0)
+    timeout_s: Seconds = 60.0
     """Time limit of one call of an instance: reset, a tool, is_done, get_reward."""
-    max_instances: int | None = Field(default=None, ge=1)
+    max_instances: Count | None = None
     """Most instances at once; null = as many as there are rollouts in flight."""
 
 
@@ -54,11 +51,11 @@ class RolloutFunctionSection(StrictModel):
     repeat_prompts: bool = True
     """true: every prompt is given `group_size` times, and one completion is expected for each entry (what TRL does).
     false: every prompt once; `group_size` completions of each prompt are expected, one prompt's after the other's."""
-    groups_per_call: int | None = Field(default=None, ge=1)
+    groups_per_call: Count | None = None
     """Most groups in one call; null = `rollout.groups_per_step`."""
-    max_concurrent_calls: int = Field(default=1, ge=1)
+    max_concurrent_calls: Processes = 1
     """Calls that may run at once, each in a thread of its own."""
-    timeout_s: float = Field(default=300.0, gt=0.0)
+    timeout_s: Seconds = 300.0
     """Time limit of one call; then its groups fail, and its `trainer` answers no more."""
 
 
@@ -69,11 +66,11 @@ class RewardSection(StrictModel):
     The working directory is importable."""
     name: str | None = None
     """Name in the metrics; null = the function's own name."""
-    weight: float = 1.0
+    weight: Weight = 1.0
     """Factor in the sum of the rewards."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of every call."""
     run_in: Literal["thread", "process"] = "thread"
     """process: in a pool of worker processes that are killed on time-out. For CPU-heavy functions and those that use signals."""
-    timeout_s: float = Field(default=60.0, gt=0.0)
+    timeout_s: Seconds = 60.0
     """Time limit of one call; then the group fails."""

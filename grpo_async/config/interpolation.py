@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 
 from grpo_async.config.tree import Node, Path, Problems
-from grpo_async.config.yaml_source import read_scalar
+from grpo_async.config.yaml_source import read_scalar, usable_text
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{(?P<body>[^}]*)(?P<end>\}?)")
 _OF_THE_JOB = (("launch", "slurm", "setup"), ("launch", "slurm", "options"))
@@ -62,4 +62,9 @@ def interpolate(node: Node, environment: Mapping[str, str], problems: Problems, 
         return Node(value=None, place=node.place, broken=True)
     whole = _REFERENCE.fullmatch(text)
     is_one_reference = whole is not None and whole["body"] is not None and not node.quoted
-    return Node(value=read_scalar(replaced) if is_one_reference else replaced, place=node.place, quoted=node.quoted)
+    try:
+        value = read_scalar(replaced) if is_one_reference else usable_text(replaced)
+    except ValueError as error:
+        problems.add(node.place, f"{'.'.join(path)}: {text}: {error}")
+        return Node(value=None, place=node.place, broken=True)
+    return Node(value=value, place=node.place, quoted=node.quoted)

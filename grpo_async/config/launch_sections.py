@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, field_validator
 
-from grpo_async.config.base import StrictModel
+from grpo_async.config.base import Processes, Seconds, StrictModel
 
 _Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:+@-]+$")]
 _Option = Annotated[str, StringConstraints(pattern=r"^--?[A-Za-z][^\n]*$")]
@@ -24,9 +24,9 @@ class SlurmSection(StrictModel):
     """`--account`."""
     time: _Word | None = None
     """`--time`, such as 12:00:00. The run is told to stop in time, saves, and is put into the queue again to go on."""
-    gpus_per_node: int | None = Field(default=None, ge=0)
+    gpus_per_node: int | None = Field(default=None, ge=0, le=1024)
     """`--gpus-per-node`; null = what the trainer or the servers of a machine need, whichever is more. 0: none."""
-    server_nodes: int = Field(default=1, ge=1)
+    server_nodes: Processes = 1
     """Machines for inference servers, beside `launch.nodes` for the trainer; each runs `inference.replicas` servers."""
     server_port: int = Field(default=8000, ge=1024, le=65000)
     """Port of the first server of a machine; the next ones follow."""
@@ -38,23 +38,23 @@ class SlurmSection(StrictModel):
 
 
 class LaunchSection(StrictModel):
-    num_trainer_ranks: int = Field(default=1, ge=1)
+    num_trainer_ranks: Processes = 1
     """Trainer processes of each machine under torchrun, one per GPU (or any number on CPU)."""
-    nodes: int = Field(default=1, ge=1)
+    nodes: int = Field(default=1, ge=1, le=65_536)
     """Machines that train; on each of them `grpo-async train CONFIG --node-rank K` is started, with the same configuration, the
     same $GRPO_ASYNC_TOKEN, and `run.dir` on a file system that they share."""
     rdzv: str | None = None
     """`host:port` of the machine with node rank 0, where the others meet it; needed with more than one node. Traffic between the
     trainer's ranks goes over the interface with this address, unencrypted and without a password: use a private network."""
-    rdzv_timeout_s: float = Field(default=600.0, gt=0.0)
+    rdzv_timeout_s: Seconds = 600.0
     """Time that all machines have to come to `rdzv`, from the first one on."""
     sharding: Literal["full", "hybrid"] = "full"
     """full: parameters are sharded over all ranks. hybrid: over the ranks of a machine, and replicated over machines (HSDP)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer runs; auto = cuda where there is one."""
-    trainer_threads: int = Field(default=1, ge=1)
+    trainer_threads: Processes = 1
     """CPU threads of each trainer rank."""
-    stop_timeout_s: float = Field(default=60.0, gt=0.0)
+    stop_timeout_s: Seconds = 60.0
     """Time the trainer has to checkpoint and end after SIGINT / SIGTERM; then it is killed."""
     slurm: SlurmSection = SlurmSection()
     """For `grpo-async launch slurm`."""

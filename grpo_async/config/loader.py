@@ -39,8 +39,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     Raises:
         ConfigError: with every problem of the files, the overrides, the environment and the values.
     """
-    if not path.is_file():
-        raise ConfigError(_no_such_file(path))
+    try:
+        if not path.is_file():
+            raise ConfigError(_no_such_file(path))
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     shape, problems = Shape.of(ExperimentConfig), Problems()
     root = read_with_bases(path, shape, os.environ, problems)
     if root is None:

@@ -6,11 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from grpo_async.config.base import StrictModel
+from grpo_async.config.base import ModelName, Reference, StrictModel, Weight
 
 Reduction = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
-
-_REFERENCE = r"^[\w.]+:[\w.]+$"
 
 
 class AdvantageSection(StrictModel):
@@ -21,7 +19,7 @@ class AdvantageSection(StrictModel):
     rewards: Literal["sum", "normalize_each"] = "sum"
     """Several rewards. sum: added by weight, then compared. normalize_each: each is compared on its own within the group, as with
     `type: group`, then they are added by weight and divided by their std over the step + 1e-4 (GDPO, arXiv 2601.05242)."""
-    function: str | None = Field(default=None, pattern=_REFERENCE)
+    function: Reference | None = None
     """`module:attribute` of your own, f(rewards: list[float | None], **arguments) -> list[float]: the rewards of one group to its
     advantages. null in, 0 out. A group for which it raises, or returns anything else, fails; the run goes on."""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -80,12 +78,12 @@ class BaseLoss(StrictModel):
     off_policy_mask: float | None = Field(default=None, gt=0.0)
     """OPSM: completions with a negative advantage are left out when mean(sampler - policy logprob) over their tokens is above
     this."""
-    beta: float = Field(default=0.0, ge=0.0)
+    beta: float = Field(default=0.0, ge=0.0, le=1e6)
     """Weight of the KL divergence (k3) from `reference`; 0 = none, and no reference is loaded."""
-    reference: str = "initial"
+    reference: ModelName = "initial"
     """Reference policy of the KL: `initial` = the model that the run began with (with LoRA: the model without its adapters, at no
     cost), or the folder of a model."""
-    entropy_bonus: float = 0.0
+    entropy_bonus: Weight = 0.0
     """This times the mean entropy is subtracted from the loss; with its exact gradient."""
     top_entropy_share: float = Field(default=1.0, gt=0.0, le=1.0)
     """Train only this share of the tokens of an optimizer update, those of the highest entropy (arXiv 2506.01939); costs a forward
@@ -162,7 +160,7 @@ class SapoLoss(BaseLoss):
 class CustomLoss(BaseLoss):
     type: Literal["custom"]
     """Your own; reduction dapo unless set."""
-    function: str = Field(pattern=_REFERENCE)
+    function: Reference
     """`module:attribute`, f(inputs: LossInputs, **arguments) -> tensor (N,), the loss of each token; see
     grpo_async.training.losses.user_loss."""
     arguments: dict[str, Any] = Field(default_factory=dict)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from grpo_async.config.base import Dtype, StrictModel
+from grpo_async.config.base import Dtype, FilePath, ModelName, StrictModel
+
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class LoraSection(StrictModel):
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=65_536)
     """Rank r of the adapters (LoRA, arXiv 2106.09685)."""
     alpha: float = Field(default=32.0, gt=0.0)
     """The product B A is scaled by alpha / rank."""
@@ -26,7 +27,7 @@ class LoraSection(StrictModel):
 
 
 class ModelSection(StrictModel):
-    path: str
+    path: ModelName
     """Folder of a Hugging Face model (config, safetensors, tokenizer), or a hub name where the machine reaches a hub."""
     dtype: Dtype = "float32"
     """dtype of the trainer's master weights and optimizer state."""
@@ -40,9 +41,9 @@ class ModelSection(StrictModel):
     third more compute). selective: all but matrix products and attention."""
     lora: LoraSection | None = None
     """Train adapters instead of all weights."""
-    router_aux_loss: float = Field(default=0.0, ge=0.0)
+    router_aux_loss: float = Field(default=0.0, ge=0.0, le=1e6)
     """Weight of the load-balancing loss of a mixture of experts; 0 = none."""
-    chat_template: Path | None = None
+    chat_template: FilePath | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the chat template, such as `{enable_thinking: false}`."""
@@ -56,15 +57,15 @@ class OptimizerSection(StrictModel):
     type: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """adamw (arXiv 1711.05101). adamw_8bit: its state in 8 bits (extra `quantization`). muon: orthogonalised momentum for the
     matrices of the layers, adamw for everything else."""
-    lr: float = Field(default=1e-6, gt=0.0)
+    lr: float = Field(default=1e-6, gt=0.0, le=10.0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's decay rates."""
     eps: float = Field(default=1e-8, gt=0.0)
     """AdamW's epsilon."""
     momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
     """Muon's momentum."""
-    weight_decay: float = Field(default=0.0, ge=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0, le=100.0)
     """Decoupled weight decay, of matrices only."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; linear and cosine end at `min_lr_ratio` x lr at `training.max_steps`."""

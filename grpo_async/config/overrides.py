@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_async.config.shape import Shape
 from grpo_async.config.suggestions import suggest_key
-from grpo_async.config.tree import Node, Path, Place, Problems
+from grpo_async.config.tree import Node, Path, Place, Problems, index_of
 from grpo_async.config.yaml_source import read_yaml_value
 
 _LONGEST_SHOWN = 100
@@ -13,7 +13,7 @@ _LONGEST_SHOWN = 100
 def apply_override(root: Node, override: str, shape: Shape, problems: Problems) -> Node:
     """The tree with the override applied; unchanged, with a problem, when the path or the value is wrong."""
     shown = override if len(override) <= _LONGEST_SHOWN else override[: _LONGEST_SHOWN - 3] + "..."
-    place = Place(f"--set {shown}")
+    place = Place(f"--set {shown.encode(errors='backslashreplace').decode()}")
     dotted, has_value, text = override.partition("=")
     path = tuple(part.strip() for part in dotted.split("."))
     if not has_value or not all(path):
@@ -36,8 +36,8 @@ def _put(node: Node | None, path: Path, done: Path, value: Node, place: Place, p
         return value
     key, rest = path[0], path[1:]
     if node is not None and isinstance(node.value, list):
-        if not (key.isdigit() and int(key) < len(node.value)):
-            count = len(node.value)
+        index, count = index_of(key), len(node.value)
+        if index is None or index >= count:
             allowed = (
                 "none can be set"
                 if count == 0
@@ -49,7 +49,7 @@ def _put(node: Node | None, path: Path, done: Path, value: Node, place: Place, p
             problems.add(place, f"'{'.'.join(done)}' has {count} {noun}, so {allowed} (got '{key}')")
             return node
         items = list(node.value)
-        items[int(key)] = _put(items[int(key)], rest, (*done, key), value, place, problems)
+        items[index] = _put(items[index], rest, (*done, key), value, place, problems)
         return Node(value=items, place=node.place)
     if node is not None and isinstance(node.value, dict):
         entries = dict(node.value)

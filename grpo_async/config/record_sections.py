@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from grpo_async.config.base import StrictModel
+from grpo_async.config.base import Host, StrictModel
 
 
 class RolloutRecordSection(StrictModel):
@@ -86,7 +86,7 @@ class PrometheusTracker(StrictModel):
     """An endpoint that Prometheus scrapes (extra `prometheus`): GET /metrics with the newest value of every metric."""
     port: int = Field(default=9464, ge=0, le=65535)
     """Port; 0 = any free one, which the log names."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to listen on. There is no token: anybody who reaches the address reads the metrics."""
 
 

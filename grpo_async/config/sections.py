@@ -13,24 +13,24 @@ from typing import Literal
 
 from pydantic import Field
 
-from grpo_async.config.base import StrictModel
+from grpo_async.config.base import Count, FilePath, Seconds, Seed, StrictModel
 
 
 class RunSection(StrictModel):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Name of the run; its directory is `run.dir`/`run.name`."""
-    dir: Path = Path("runs")
+    dir: FilePath = Path("runs")
     """Where run directories are made."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Seeds data order, sampling and initialisation of everything random."""
 
 
 class RolloutSection(StrictModel):
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=2, le=1_000_000)
     """Completions per prompt; advantages are taken within a group."""
-    groups_per_step: int = Field(default=16, ge=1)
+    groups_per_step: Count = 16
     """Groups that one optimizer step consumes."""
-    max_staleness: int = Field(default=1, ge=0)
+    max_staleness: int = Field(default=1, ge=0, le=1_000_000)
     """Oldest policy that may be trained on, in optimizer steps behind the trainer. 0 = synchronous GRPO.
     Also paces generation: at most (max_staleness + 1) x groups_per_step groups are started ahead of the trainer."""
     max_completion_tokens: int = Field(default=512, ge=1)
@@ -39,9 +39,9 @@ class RolloutSection(StrictModel):
     """Most tokens that the policy may generate in one turn; null = what is left of the completion."""
     max_turns: int = Field(default=16, ge=1)
     """Most turns of the policy in one rollout. One that calls a tool in its last turn counts as truncated."""
-    temperature: float = Field(default=1.0, gt=0.0)
-    """Sampling temperature; the trainer's logprobs use the same."""
-    max_in_flight: int = Field(default=256, ge=1)
+    temperature: float = Field(default=1.0, ge=0.01, le=100.0)
+    """Sampling temperature; the trainer's logprobs use the same. vLLM raises anything below 0.01 to that."""
+    max_in_flight: Count = 256
     """Most rollouts in progress at once: generating, or waiting for a tool or an environment."""
     zero_variance: Literal["skip", "resample", "train"] = "skip"
     """A group whose rewards are all equal teaches nothing. skip: not trained, the step goes on with the other groups.
@@ -51,16 +51,16 @@ class RolloutSection(StrictModel):
     (overlong filtering, DAPO, arXiv 2503.14476)."""
     max_rounds_without_signal: int = Field(default=20, ge=1)
     """Stop the run when this many times groups_per_step groups in a row had all-equal rewards: there is nothing to learn."""
-    rollout_timeout_s: float = Field(default=600.0, gt=0.0)
+    rollout_timeout_s: Seconds = 600.0
     """Wall time of one rollout; then it fails and its group goes on with the survivors."""
-    shutdown_timeout_s: float = Field(default=10.0, gt=0.0)
+    shutdown_timeout_s: Seconds = 10.0
     """Time the rollout thread has to end its tasks when the run stops."""
 
 
 class TrainingSection(StrictModel):
     max_steps: int = Field(default=100, ge=1)
     """Optimizer steps of the run."""
-    minibatches: int = Field(default=1, ge=1)
+    minibatches: Count = 1
     """Optimizer updates that the samples of one step are divided into. The version still counts steps."""
     weight_sync_steps: int = Field(default=1, ge=1)
     """Push weights to the server every N optimizer steps."""
@@ -81,13 +81,13 @@ class TrainingSection(StrictModel):
     """Keep parameters, gradients and optimizer state in the machine's memory, and only what is computed on the GPU. Slow."""
     reshard_after_forward: bool = True
     """Give the gathered parameters of a layer back after its forward pass; false: less traffic, more memory."""
-    queue_timeout_s: float = Field(default=600.0, gt=0.0)
+    queue_timeout_s: Seconds = 600.0
     """Longest wait for samples without any progress of generation."""
-    collective_timeout_s: float = Field(default=600.0, gt=0.0)
+    collective_timeout_s: Seconds = 600.0
     """Deadline of one collective between trainer ranks."""
     max_bad_steps: int = Field(default=3, ge=1)
     """Consecutive steps with a loss or gradient that is not finite (each is skipped) after which the run stops."""
-    stall_timeout_s: float = Field(default=1800.0, gt=0.0)
+    stall_timeout_s: Seconds = 1800.0
     """When neither a step is finished nor a token generated for so long, the run stops, saying what waits for what."""
 
 

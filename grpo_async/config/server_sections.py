@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from grpo_async.config.base import Dtype, StrictModel
-
-ServerUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^/]+$")]
+from grpo_async.config.base import Count, Dtype, FilePath, Host, Processes, Seconds, ServerUrl, StrictModel
 
 
 class VllmOptions(StrictModel):
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of a GPU's memory that vLLM takes (GPU only). null = 0.9 on GPUs of its own; on one that it shares with the
     trainer, what the trainer leaves (the plan says how much)."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: Processes = 1
     """GPUs that share one copy of the model."""
     kv_cache_mb: int = Field(default=512, ge=16)
     """Key/value cache in MiB (CPU only)."""
@@ -30,18 +28,18 @@ class VllmOptions(StrictModel):
 
 
 class EmbeddedOptions(StrictModel):
-    max_slots: int = Field(default=64, ge=1)
+    max_slots: Count = 64
     """Completions generated at once; more wait."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the embedded engine runs."""
 
 
 class TlsOptions(StrictModel):
-    certificate: Path | None = None
+    certificate: FilePath | None = None
     """PEM file with the certificate (and chain) of servers that `train` or `serve-vllm` start."""
-    key: Path | None = None
+    key: FilePath | None = None
     """PEM file with its private key."""
-    authority: Path | None = None
+    authority: FilePath | None = None
     """PEM file with the certificates that the trainer trusts; null = `certificate`, else those of the system."""
 
     @model_validator(mode="after")
@@ -63,9 +61,9 @@ class InferenceSection(StrictModel):
     urls: list[ServerUrl] = Field(default_factory=list)
     """Servers that already run (`grpo-async serve-vllm`), instead of those spawned by `train`; one that is not up yet may
     join later. Their token: $GRPO_ASYNC_TOKEN."""
-    replicas: int = Field(default=1, ge=1)
+    replicas: Processes = 1
     """Servers that `train` spawns, each with `vllm.tensor_parallel_size` GPUs."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address that a spawned server binds."""
     tls: TlsOptions | None = None
     """HTTPS between trainer and servers."""
@@ -73,21 +71,21 @@ class InferenceSection(StrictModel):
     """dtype of the served weights; weights are cast to it before they are sent."""
     max_model_len: int = Field(default=2048, ge=8)
     """Longest prompt + completion in tokens."""
-    threads: int = Field(default=1, ge=1)
+    threads: Processes = 1
     """CPU threads of a server's compute."""
-    startup_timeout_s: float = Field(default=300.0, gt=0.0)
+    startup_timeout_s: Seconds = 300.0
     """Time a server has until it answers /health, also after a restart."""
-    request_timeout_s: float = Field(default=300.0, gt=0.0)
+    request_timeout_s: Seconds = 300.0
     """Longest silence of the server within one request."""
     max_retries: int = Field(default=5, ge=0)
     """Retries of one request after connection errors and answers >= 500; 4xx is never retried."""
-    heartbeat_interval_s: float = Field(default=2.0, gt=0.0)
+    heartbeat_interval_s: Seconds = 2.0
     """Each server is asked this often whether its engine still answers."""
-    heartbeat_timeout_s: float = Field(default=30.0, gt=0.0)
+    heartbeat_timeout_s: Seconds = 30.0
     """A server whose engine does not answer for so long counts as hung: its requests go elsewhere, and it is restarted."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts in a row after which a spawned server is given up. The run ends when none is left."""
-    restart_delay_s: float = Field(default=1.0, ge=0.0)
+    restart_delay_s: float = Field(default=1.0, ge=0.0, le=2e6)
     """Wait before the first restart; doubled for each further one in a row, a minute at most."""
     vllm: VllmOptions = VllmOptions()
     """Options of the vLLM server."""
@@ -123,11 +121,11 @@ class WeightsSection(StrictModel):
     drain: the push waits until all have finished. abort: they are ended and sent again with what they had."""
     bucket_mb: int = Field(default=8, ge=1)
     """Parameters travel in buckets of this many MiB."""
-    timeout_s: float = Field(default=120.0, gt=0.0)
+    timeout_s: Seconds = 120.0
     """Deadline of each phase of a push."""
-    drain_timeout_s: float = Field(default=600.0, gt=0.0)
+    drain_timeout_s: Seconds = 600.0
     """Longest wait for requests in flight with `mode: drain`."""
-    host: str | None = None
+    host: Host | None = None
     """Address of the trainer's machine (node rank 0) on which the weight group meets. null = the one that reaches the servers:
     127.0.0.1 where they are on the same machine."""
     verify_every_pushes: int = Field(default=25, ge=0)

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from grpo_async.config.tree import index_of
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -78,10 +80,10 @@ class Shape:
                     parts.append(_of_field(alternative.model_fields[key]))
             elif origin is dict:
                 parts.append(Shape.of(arguments[1]))
-            elif origin is list and key.isdigit():
+            elif origin is list and index_of(key) is not None:
                 parts.append(Shape.of(arguments[0]))
-            elif origin is tuple and key.isdigit() and int(key) < len(arguments):
-                parts.append(Shape.of(arguments[int(key)]))
+            elif origin is tuple and (index := index_of(key)) is not None and index < len(arguments):
+                parts.append(Shape.of(arguments[index]))
         if not parts:
             return None
         tag_key = next((part.tag_key for part in parts if part.tag_key), None)

@@ -13,6 +13,12 @@ from typing import TypeAlias
 Scalar: TypeAlias = str | int | float | bool | None
 Path: TypeAlias = tuple[str, ...]
 """Keys and list indices from the root, all as text: ("rewards", "0", "weight")."""
+_MOST_DIGITS = 9
+
+
+def index_of(key: str) -> int | None:
+    """The index of a list entry that a key of a path means: "12" -> 12; None for anything else, such as "²" or 5,000 digits."""
+    return int(key) if key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +45,9 @@ class Node:
         """The value under `key`, or the list entry with this index; None when there is none."""
         if isinstance(self.value, dict):
             return self.value.get(key)
-        if isinstance(self.value, list) and key.isdigit() and int(key) < len(self.value):
-            return self.value[int(key)]
+        index = index_of(key)
+        if isinstance(self.value, list) and index is not None and index < len(self.value):
+            return self.value[index]
         return None
 
     def find(self, path: Sequence[str]) -> Node | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,9 +11,11 @@ import pytest
 from pydantic import Field, ValidationError
 
 from grpo_async.config.base import StrictModel
+from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.config.problems import report, to_plain
 from grpo_async.config.shape import Shape
+from grpo_async.config.suggestions import _FOREIGN
 from grpo_async.config.tree import Place, Problems
 from grpo_async.config.yaml_source import read_yaml_value
 from grpo_async.errors import ConfigError
@@ -113,13 +117,122 @@ def test_a_mistake_is_explained(tmp_path: Path, added: str, expected: str) -> No
     assert _problems(tmp_path, MINIMAL + added + "\n") == [f"x.yaml:5: {expected}"]
 
 
+_BOMB = "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in pairwise("abcdefghijk"))
+_CHAIN = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 2000))
+
+
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        ("x: " + "[" * 2000 + "]" * 2000, "nested deeper"),
+        ("x: " + "{a: " * 2000 + "}" * 2000, "nested deeper"),
+        (_BOMB, "aliases unfold"),
+        (_CHAIN, "aliases nest"),
+        ("# " + "x" * 300_000, "a configuration"),
+        ("run: {seed: " + "9" * 5000 + "}", "run.seed: 9999"),
+        ("run: {seed: 0x" + "f" * 5000 + "}", "run.seed: 0xff"),
+        ("run: {seed: 99999999999}", "run.seed"),
+        ("training:\n  max_steps: ${DIGITS}", "training.max_steps: ${DIGITS}: 9999"),
+        ('run: {dir: "a\\ud800"}', "run.dir: holds '\\ud800'"),
+        ('run: {dir: "a\\0b"}', "run.dir: holds '\\x00'"),
+        ('run: {"a\\0b": 1}', "'a\\x00b'"),
+        ("run: {dir: ~nobody-of-this-name/x}", "run.dir: there is no home"),
+        (f"run: {{dir: {'x' * 300}}}", "run.dir: a name has at most 255"),
+        (f"model: {{path: {'x/' * 3000}}}", "model.path: a name has"),
+        ('extends: "a\\0b"', "extends: holds"),
+        (f"extends: {'x' * 300}", "File name too long"),
+        ("tool_calling: {max_result_chars: !!bool yes}", "tool_calling.max_result_chars: 'yes'"),
+        ("inference: {replicas: 99999999999999999999}", "inference.replicas: 99999999999999999999"),
+        ("inference: {replicas: 100000}", "inference.replicas"),
+        ("inference: {max_model_len: 9999999999}", "inference.max_model_len: 9999999999"),
+        ("inference: {urls: ['http://[']}", "inference.urls.0: 'http://['"),
+        ("inference: {urls: ['http://a:99999']}", "inference.urls.0: 'http://a:99999'"),
+        ("inference: {host: a b}", "inference.host: 'a b'"),
+        (f"inference: {{host: {'a' * 100}}}", "inference.host: 'aaa"),
+        ("inference: {startup_timeout_s: 1e300}", "inference.startup_timeout_s"),
+        ("optimizer: {betas: [0.9, 1.5]}", "optimizer.betas.1"),
+        ("optimizer: {lr: 1e38}", "optimizer.lr"),
+        ("optimizer: {eps: 1e-320}", "optimizer.eps"),
+        ("rollout: {temperature: 1e-6}", "rollout.temperature"),
+        ("evaluation: {temperature: 1e-6}", "evaluation.temperature"),
+        ("tools: [{function: my.module.name}]", "did you mean 'my.module:name'?"),
+        ("tools: [{function: '.:.'}]", "tools.0.function"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_what_would_stall_or_break_what_comes_after_is_refused_by_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added: str, told: str
+) -> None:
+    monkeypatch.setenv("DIGITS", "9" * 5000)
+    key = added.split(":")[0]
+    kept = [line for line in MINIMAL.splitlines() if not line.startswith(f"{key}:")]
+    if key == "run":
+        added = added.replace("{", "{name: demo, ", 1)
+    problems = _problems(tmp_path, "\n".join([*kept, added]) + "\n")
+    assert any(told in problem for problem in problems), problems
+    assert all(len(problem) < 1000 and problem.isprintable() for problem in problems)
+
+
+def test_files_that_extend_each_other_many_times_over_are_not_read_without_end(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / f"{number}.yaml").write_text(f"extends: [{number + 1}.yaml, {number + 1}.yaml]\n")
+    (tmp_path / "30.yaml").write_text(MINIMAL)
+    assert any("extends: more than 30 files" in problem for problem in _problems(tmp_path, "extends: 0.yaml\n"))
+
+
+@pytest.mark.parametrize(
+    "override", ["rewards.²=1", "rewards." + "9" * 5000 + ".weight=1", "rewards.\udcff=1", "x" * 9999 + "=1"]
+)
+def test_an_override_of_no_such_key_is_told_whatever_it_is_written_with(tmp_path: Path, override: str) -> None:
+    (problem,) = _problems(tmp_path, MINIMAL, override)
+    assert problem.startswith("--set")
+
+
+def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "x.yaml"
+    path.write_text(MINIMAL)
+    config = load_config(
+        path, ["run.dir=~/runs", "model.path=~/m", "data.train.path=~/t", "loss.reference=~/r", "loss.beta=1"]
+    )
+    assert [config.run.dir, config.data.train.path] == [Path("/home/me/runs"), Path("/home/me/t")]  # type: ignore[union-attr]
+    assert [config.model.path, config.loss.reference] == ["/home/me/m", "/home/me/r"]
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("optimizer.learning_rate", "'optimizer.lr'"),
+        ("num_generations", "'rollout.group_size'"),
+        ("training.gradient_accumulation_steps", "training.micro_batch_tokens"),
+        ("report_to", "'tracking'"),
+        ("num_iterations", "not supported"),
+        ("rollout.top_p", "not supported"),
+        ("rollout.zzz_size", ""),
+    ],
+)
+def test_names_of_other_trainers_are_known_and_no_likeness_of_sections_makes_a_suggestion(
+    tmp_path: Path, key: str, told: str
+) -> None:
+    (problem,) = _problems(tmp_path, MINIMAL, f"{key}=1")
+    assert told in problem
+    assert told or problem.endswith(f"'{key}'")
+
+
+def test_every_key_that_is_named_for_a_foreign_one_exists() -> None:
+    shape = Shape.of(ExperimentConfig)
+    for meant in _FOREIGN.values():
+        for path in [meant] if " " not in meant else re.findall(r"\w+(?:\.\w+)+", meant):
+            assert shape.find(tuple(path.split("."))) is not None or path == "metrics.jsonl", path
+
+
 def test_reward_entries_go_by_index_and_line(tmp_path: Path) -> None:
     text = (
         MINIMAL.replace('rewards: [{function: "a:b"}]\n', "")
         + "rewards:\n  - function: a:b\n  - function: nope\n    wieght: 2\n"
     )
     assert _problems(tmp_path, text) == [
-        r"x.yaml:6: rewards.1.function: string should match pattern '^[\w.]+:[\w.]+$' (got 'nope')",
+        "x.yaml:6: rewards.1.function: 'nope' is not written module:attribute, with a colon, such as my_rewards:length_reward",
         "x.yaml:7: unknown key 'rewards.1.wieght'; did you mean 'weight'?",
     ]
 

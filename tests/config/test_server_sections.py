@@ -26,8 +26,8 @@ def _config(**sections: Any) -> ExperimentConfig:
     [
         ({"inference": {"urls": ["http://[::1]:1"], "replicas": 2}}, "inference.replicas: 2 servers would be spawned"),
         ({"inference": {"urls": ["http://a:1", "http://a:1"]}}, "named more than once"),
-        ({"inference": {"urls": ["http://a:1/v1"]}}, "pattern"),
-        ({"inference": {"urls": ["ftp://a"]}}, "pattern"),
+        ({"inference": {"urls": ["http://a:1/v1"]}}, "http://host:port"),
+        ({"inference": {"urls": ["ftp://a"]}}, "http://host:port"),
         (
             {"inference": {"urls": ["http://10.0.0.7:8000"]}, "weights": {"host": "127.0.0.1"}},
             "weights.host: 127.0.0.1 cannot be reached from http://10.0.0.7:8000",
