@@ -18,7 +18,7 @@ from grpo_async.rundir import RunDir
 from grpo_async.training import checkpoint, checkpoint_rng, checkpoint_write
 from grpo_async.training.checkpoint_write import CheckpointWriter
 from grpo_async.training.export import export_model
-from tests.support.rank_jobs import build, fingerprint, main, one_step, random_samples
+from tests.support.rank_jobs import build, fingerprint, one_step, random_samples
 
 
 def _writer(run: str) -> tuple[RunDir, CheckpointWriter]:
@@ -180,7 +180,3 @@ def export(model: str, target: str) -> dict[str, Any]:
     one_step(policy, optimizer, random_samples())
     export_model(Path(target), policy, AutoTokenizer.from_pretrained(model))
     return {"weights": fingerprint(policy)}
-
-
-if __name__ == "__main__":
-    main(globals())

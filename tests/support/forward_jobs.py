@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the policy's forward pass; started by `run_on_ranks(..., module=...)`."""
+"""What ranks do in the tests of the policy's forward pass; run by `run_on_ranks(..., module=...)`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from grpo_async.training.compile import compile_layers
 from grpo_async.training.policy import Policy
 from grpo_async.training.recompute import recompute_activations
 from grpo_async.training.shard import shard_policy
-from tests.support import rank_jobs
 from tests.training.tiny_families import build_family, pack_rows, padding_only, random_samples
 
 LENGTHS = [13, 30, 2, 24, 17]
@@ -65,7 +64,3 @@ def _fingerprint(parameter: torch.Tensor) -> float:
     assert isinstance(parameter.grad, DTensor)
     flat = parameter.grad.full_tensor().double().reshape(-1)
     return float((flat * torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)).sum())
-
-
-if __name__ == "__main__":
-    rank_jobs.main({"forward_and_backward": forward_and_backward})

@@ -1,11 +1,7 @@
-"""What the ranks of the tests do; started by `run_on_ranks` under torchrun."""
+"""What the ranks of the tests do; run by `run_on_ranks`."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -186,28 +182,3 @@ def score_between_steps(model: str, sequences: list[list[int]]) -> dict[str, Any
     scores.append(score_sequences(policy, sequences, device=torch.device("cpu")))
     result = one_step(policy, optimizer, random_samples(seed=1))
     return {"scores": scores, "loss": result.loss, "weights": fingerprint(policy)}
-
-
-def main(jobs: dict[str, Any] | None = None) -> None:
-    """Run the job that the command line names, one of this module's or of `jobs`."""
-    name, result, arguments = sys.argv[1:4]
-    torch.set_num_threads(1)
-    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    store = dist.FileStore(os.environ["RANK_STORE"], world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    try:
-        returned = (jobs or globals())[name](**json.loads(arguments))
-        if rank == 0:
-            Path(result).write_text(json.dumps(returned))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(
-        0
-    )  # a thread of gloo that outlives the group aborts a busy interpreter at its end, once in hundreds of jobs
-
-
-if __name__ == "__main__":
-    main()

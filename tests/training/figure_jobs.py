@@ -22,7 +22,6 @@ from grpo_async.training.objective import Objective
 from grpo_async.training.ranks import CommandChannel
 from grpo_async.training.reference import FrozenPolicy
 from grpo_async.training.workplace import Workplace, follow
-from tests.support import rank_jobs
 from tests.support.rank_jobs import random_samples
 from tests.support.records import make_scored
 from tests.training.fakes import FakeSync
@@ -166,7 +165,3 @@ def wait_for_a_rank(timeout_s: float) -> dict[str, Any]:
             found = {"type": type(error).__name__, "text": str(error)}
     dist.barrier()  # rank 1 is alive until here
     return found
-
-
-if __name__ == "__main__":
-    rank_jobs.main(globals())

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of prompts that samples have in common; started by `run_on_ranks(..., module=...)`."""
+"""What ranks do in the tests of prompts that samples have in common; run by `run_on_ranks(..., module=...)`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,3 @@ def _reference(model: str) -> Policy:
     policy, optimizer = rank_jobs.build(model)
     rank_jobs.one_step(policy, optimizer, rank_jobs.random_samples(seed=5))
     return policy
-
-
-if __name__ == "__main__":
-    rank_jobs.main(globals())

@@ -18,7 +18,6 @@ from grpo_async.training.score import _one_row as one_row
 from grpo_async.training.score import score_sequences
 from grpo_async.training.shard import make_mesh, reshard, shard_policy
 from grpo_async.training.sources import list_sources
-from tests.support import rank_jobs
 from tests.support.rank_jobs import one_step, random_samples
 
 MODULE = "tests.training.shard_jobs"
@@ -136,7 +135,3 @@ def _third_step(policy: Policy, optimizer: torch.optim.Optimizer, out: str, loss
     if dist.get_rank() == 0:
         torch.save(weights, out)
     return {"losses": losses}
-
-
-if __name__ == "__main__":
-    rank_jobs.main(globals())

@@ -13,7 +13,6 @@ from grpo_async.batching.minibatch import split_groups
 from grpo_async.records import ScoredGroup
 from grpo_async.training.policy import Policy
 from grpo_async.training.workplace import follow
-from tests.support import rank_jobs
 from tests.training.figure_jobs import FigureSource, figure_config, figure_groups, figure_loop, figure_place
 
 MODULE = "tests.training.sync_jobs"
@@ -89,7 +88,3 @@ def _count_forwards(policy: Policy) -> list[None]:
     forwards: list[None] = []
     policy.register_forward_pre_hook(lambda *_: forwards.append(None) if torch.is_grad_enabled() else None)
     return forwards
-
-
-if __name__ == "__main__":
-    rank_jobs.main(globals())
