@@ -56,6 +56,9 @@ class LaunchSection(StrictModel):
     """CPU threads of each trainer rank."""
     stop_timeout_s: Seconds = 60.0
     """Time the trainer has to checkpoint and end after SIGINT / SIGTERM; then it is killed."""
+    heartbeat_timeout_s: float = Field(default=300.0, gt=0.0)
+    """Longest time without a sign of life of a trainer process: it is stopped, or some code holds its Python interpreter. Then its
+    stack is shown and the run ends. What is only slow (a step, a compile, a disk, an evaluation) gives signs of life."""
     slurm: SlurmSection = SlurmSection()
     """For `grpo-async launch slurm`."""
 

@@ -18,6 +18,7 @@ import psutil
 from grpo_async.errors import RunError
 from grpo_async.inference.surface import TOKEN_VARIABLE
 from grpo_async.launch.control import CONTROL_VARIABLE
+from grpo_async.launch.heartbeat import HEARTBEAT_VARIABLE
 from grpo_async.launch.node_place import NODE_RANK_VARIABLE
 from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE
 from grpo_async.launch.trainer_plan import (
@@ -37,6 +38,7 @@ _OF_ANOTHER_RUN = {
     *(
         TOKEN_VARIABLE,
         CONTROL_VARIABLE,
+        HEARTBEAT_VARIABLE,
         RUN_DIR_VARIABLE,
         RESUME_VARIABLE,
         SERVER_URLS_VARIABLE,

@@ -79,6 +79,7 @@ def _carry_out(
         plan,
         display,
         stop_timeout_s=config.launch.stop_timeout_s,
+        heartbeat_timeout_s=config.launch.heartbeat_timeout_s,
         restarts=restarts,
         make_hub=make_hub,
         rdzv_timeout_s=config.launch.rdzv_timeout_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ from grpo_async.config.loader import load_config
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
 from grpo_async.launch.failures import write_failure
+from grpo_async.launch.heartbeat import Heartbeat
 from grpo_async.launch.warnings_forward import forwarding_warnings
 from grpo_async.processes import die_with_parent
 
@@ -33,6 +35,7 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     place = Assignment.from_environment()
+    heartbeat = Heartbeat(f"{name} {place.rank}")
     control = ControlClient.from_environment() if place.rank == 0 else ControlClient(None)
     code = 0
     try:
@@ -40,12 +43,15 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
             work(place, load_config(place.rundir.config), control)
     except BaseException as error:
         code = 1
-        logger.exception("%s %d failed", name, place.rank)
+        # first what needs no disk: it may be full
+        words, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        heartbeat.failed(place.rank, words, text)
+        control.send("failed", rank=place.rank, error=words, traceback=text)
         write_failure(place.attempt_dir, place.rank, error)
-        text = "".join(traceback.format_exception(error))
-        control.send("failed", rank=place.rank, error=f"{type(error).__name__}: {error}", traceback=text)
+        logger.exception("%s %d failed", name, place.rank)
     control.close()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

@@ -127,7 +127,12 @@ def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> Exp
         content.pop(section)
     content["run"] = {**content["run"], "dir": str(run_dir.root.parent), "name": run_dir.root.name}
     content["model"] = {**content["model"], "path": model_path, "lora": None}
-    content["launch"] = {"device": "cpu", "stop_timeout_s": config.launch.stop_timeout_s}
+    launch = config.launch
+    content["launch"] = {
+        "device": "cpu",
+        "stop_timeout_s": launch.stop_timeout_s,
+        "heartbeat_timeout_s": launch.heartbeat_timeout_s,
+    }
     content["inference"]["vllm"]["sleep_while_training"] = False
     content["evaluation"]["every_steps"] = None
     try:
@@ -163,7 +168,13 @@ def _run(
         write_atomically(run_dir.plan, plan.describe())
         display = output.display(run_name=config.run.name, max_steps=0, run_dir=run_dir, lines_only=True)
         restarts = RestartRules(max_restarts=config.inference.max_restarts, delay_s=config.inference.restart_delay_s)
-        supervisor = Supervisor(plan, display, stop_timeout_s=config.launch.stop_timeout_s, restarts=restarts)
+        supervisor = Supervisor(
+            plan,
+            display,
+            stop_timeout_s=config.launch.stop_timeout_s,
+            heartbeat_timeout_s=config.launch.heartbeat_timeout_s,
+            restarts=restarts,
+        )
         with display:
             return asyncio.run(supervisor.run())
 

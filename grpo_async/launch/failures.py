@@ -10,6 +10,7 @@ that was killed leaves no file, and then the files of the others are consequence
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -64,16 +65,19 @@ def write_failure(folder: Path, rank: int, error: BaseException) -> Path | None:
     try:
         write_atomically(path, json.dumps(asdict(failure)))
     except OSError as problem:
-        print(f"cannot write {path}: {problem}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # the log is on the same disk
+            print(f"cannot write {path}: {problem}", file=sys.stderr)
         return None
     return path
 
 
-def first_failure(folder: Path) -> RankFailure | None:
-    """The earliest failure that a rank wrote; None when none did."""
-    failures = [
+def first_failure(folder: Path, told: Sequence[RankFailure] = ()) -> RankFailure | None:
+    """The earliest failure that a rank wrote, or told where it could not write; None when none did."""
+    written = [
         RankFailure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure_rank*.json")
     ]
+    ranks = {failure.rank for failure in written}
+    failures = [*written, *(failure for failure in told if failure.rank not in ranks)]
     return min(failures, key=lambda failure: failure.time, default=None)
 
 
@@ -95,10 +99,14 @@ def rank_exits(folder: Path) -> list[RankExit]:
     )  # a stable sort: each file is in order, and times are whole seconds
 
 
-def explain(folder: Path) -> str | None:
+def explain(folder: Path, told: Sequence[RankFailure] = ()) -> str | None:
     """A few lines for the user: which rank failed first and why; None when nobody left a word. Safe to print: errors quote
-    what models and tools wrote."""
-    failure, killed = first_failure(folder), _killed_first(folder)
+    what models and tools wrote.
+
+    Args:
+        told: what ranks said to the launcher of their end.
+    """
+    failure, killed = first_failure(folder, told), _killed_first(folder, told)
     if killed is not None and (failure is None or failure.time > killed.time - _NOTICE_S):
         lines = [f"trainer rank {killed.rank} (pid {killed.pid}) {describe_exit(killed.exit_code)}"]
         if failure is not None:
@@ -112,11 +120,12 @@ def explain(folder: Path) -> str | None:
     return plain("\n".join(lines))
 
 
-def _killed_first(folder: Path) -> RankExit | None:
+def _killed_first(folder: Path, told: Sequence[RankFailure]) -> RankExit | None:
     """The rank that a signal ended before it could say anything. Having seen one end, the agent ends the others by
     SIGTERM, so that signal counts for the first one only."""
+    spoke = {failure.rank for failure in told}
     for index, exit_ in enumerate(rank_exits(folder)):
-        silent = exit_.exit_code < 0 and not _failure_path(folder, exit_.rank).exists()
+        silent = exit_.exit_code < 0 and exit_.rank not in spoke and not _failure_path(folder, exit_.rank).exists()
         if silent and (index == 0 or exit_.exit_code != -signal.SIGTERM):
             return exit_
     return None

@@ -15,6 +15,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.launch import machine as machine_module
 from grpo_async.launch.child import Child
 from grpo_async.launch.failures import explain
+from grpo_async.launch.liveness import Liveness
 from grpo_async.launch.node_link import NodeLink, Offer
 from grpo_async.launch.node_place import NodePlace, address_towards_leader, shared_token, socket_names
 from grpo_async.launch.output import Output
@@ -85,20 +86,30 @@ class Follower:
         if link.ended.is_set():
             return self._ended(link)
         tree = ProcessTree()
-        trainer = await Child.spawn(plan.trainer, plan.places.attempt)
-        self._say(f"node {self._rank} trains; log: {trainer.log}")
-        try:
-            return await self._watch(link, trainer)
-        finally:
-            for process in await tree.kill(_KILL_TIMEOUT_S):
-                self._say(f"process {process.pid} does not end even by SIGKILL (stuck in the kernel)")
-            await asyncio.wait([trainer.exited], timeout=_KILL_TIMEOUT_S)
+        self._liveness = Liveness(
+            plan.places.heartbeat,
+            timeout_s=self._config.launch.heartbeat_timeout_s,
+            logs=plan.places.attempt,
+            warn=self._say,
+        )
+        async with self._liveness:
+            trainer = await Child.spawn(plan.trainer, plan.places.attempt)
+            self._say(f"node {self._rank} trains; log: {trainer.log}")
+            try:
+                return await self._watch(link, trainer)
+            finally:
+                for process in await tree.kill(_KILL_TIMEOUT_S):
+                    self._say(f"process {process.pid} does not end even by SIGKILL (stuck in the kernel)")
+                await asyncio.wait([trainer.exited], timeout=_KILL_TIMEOUT_S)
 
     async def _watch(self, link: NodeLink, trainer: Child) -> Outcome:
-        await first_of(self._signals, [trainer], [link.ended])
+        await first_of(self._signals, [trainer], [link.ended, self._liveness.frozen])
         if self._signals.first is not None and trainer.is_running:
             return await self._stop(link, trainer)
-        if trainer.is_running:  # node 0 says that the run is over
+        if self._liveness.frozen.is_set() and trainer.is_running:
+            trainer.kill()
+            await asyncio.wait([trainer.exited], timeout=_KILL_TIMEOUT_S)
+        elif trainer.is_running:  # node 0 says that the run is over
             if link.exit_code is None or link.exit_code == 1:  # it failed, and what has failed does not end by itself
                 await end_children(self._signals, [trainer])
             else:
@@ -125,7 +136,8 @@ class Follower:
         status = trainer.exited.result()
         words = None
         if status != 0:
-            words = explain(trainer.log.parent) or trainer.describe_end()
+            words = self._liveness.failure or explain(trainer.log.parent, self._liveness.failures)
+            words = words or trainer.describe_end()
         link.exited(status, words)
         await first_of(self._signals, [], [link.ended], timeout_s=self._config.launch.stop_timeout_s + _MARGIN_S)
         outcome = self._ended(link)

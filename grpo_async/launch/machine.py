@@ -79,7 +79,7 @@ def private_folder() -> Iterator[Path]:
         RunError: $TMPDIR is so long that a unix socket in it has no valid address.
     """
     with tempfile.TemporaryDirectory(prefix="grpo-async-", ignore_cleanup_errors=True) as name:
-        if len(os.fsencode(name)) + len("/control") > _SOCKET_PATH_BYTES:
+        if len(os.fsencode(name)) + len("/heartbeat") > _SOCKET_PATH_BYTES:
             raise RunError(f"the path of the temporary folder is too long for a unix socket: {name}; set TMPDIR=/tmp")
         with guarded(os.getpid(), Path(name)):
             yield Path(name)

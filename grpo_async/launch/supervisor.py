@@ -24,6 +24,7 @@ from grpo_async.launch.child import Child
 from grpo_async.launch.control import ControlServer
 from grpo_async.launch.display import Display
 from grpo_async.launch.failures import explain
+from grpo_async.launch.liveness import Liveness
 from grpo_async.launch.node_hub import HubListener, NodeHub
 from grpo_async.launch.plan import ProcessPlan
 from grpo_async.launch.preflight_report import Check, Status
@@ -53,6 +54,7 @@ class Supervisor:
     """One run of one plan. `stop_timeout_s` is the trainer's time to checkpoint after the first signal.
 
     Args:
+        heartbeat_timeout_s: see Liveness.
         make_hub: of several machines, this is node 0: the channel to the others; they have `rdzv_timeout_s` to come.
     """
 
@@ -62,6 +64,7 @@ class Supervisor:
         display: Display,
         *,
         stop_timeout_s: float,
+        heartbeat_timeout_s: float,
         restarts: RestartRules,
         make_hub: Callable[[HubListener], NodeHub] | None = None,
         rdzv_timeout_s: float = 600.0,
@@ -69,6 +72,7 @@ class Supervisor:
         self._plan = plan
         self._display = display
         self._stop_timeout_s = stop_timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._restarts = restarts
         self._children: list[Child] = []
         self._summary: Mapping[str, Any] | None = None
@@ -84,9 +88,11 @@ class Supervisor:
             tree = ProcessTree()
             self._servers = ServerKeepers(self._plan.servers, self, spawn=self._spawn, tree=tree, rules=self._restarts)
             try:
-                async with ControlServer(
-                    self._plan.places.control_socket, self._on_message, self._display.warning
-                ) as control:
+                places, warn = self._plan.places, self._display.warning
+                self._liveness = Liveness(
+                    places.heartbeat, timeout_s=self._heartbeat_timeout_s, logs=places.attempt, warn=warn
+                )
+                async with ControlServer(places.control_socket, self._on_message, warn) as control, self._liveness:
                     self._control = control
                     return await self._supervise_with_nodes(control)
             finally:
@@ -116,12 +122,14 @@ class Supervisor:
             if early is not None:
                 return early
         trainer = await self._spawn(self._plan.trainer)
-        await first_of(self._signals, [trainer], [servers.lost_all, *self._hub_events])
+        await first_of(self._signals, [trainer], [servers.lost_all, self._liveness.frozen, *self._hub_events])
         if self._signals.arrived.is_set() and trainer.is_running:
             return await self._stop(control, trainer)
         has_ended_well = not trainer.is_running and trainer.exited.result() == 0
         if self._hub is not None and self._hub.trouble.is_set() and not has_ended_well:
             return await self._lose_nodes(self._hub, trainer)
+        if self._liveness.frozen.is_set() and trainer.is_running:
+            return await self._end_frozen(control, trainer)
         servers.raise_errors()
         if servers.failure is not None and (trainer.is_running or trainer.exited.result() != 0):
             # both at once: lost servers end the trainer, never the other way round
@@ -132,6 +140,15 @@ class Supervisor:
             await end_children(self._signals, [trainer])
             return self._failed(servers.failure)
         return await self._finish(control, trainer, exit_code=0)
+
+    async def _end_frozen(self, control: ControlServer, trainer: Child) -> Outcome:
+        assert self._liveness.failure is not None
+        self._display.phase("a process of the trainer is frozen: ending the trainer")
+        if self._liveness.may_save:
+            control.request_stop("a process of the trainer was frozen")
+            await first_of(self._signals, [trainer], timeout_s=self._stop_timeout_s)
+        await end_children(self._signals, [trainer])
+        return self._failed(self._liveness.failure)
 
     @property
     def _hub_events(self) -> list[asyncio.Event]:
@@ -173,7 +190,7 @@ class Supervisor:
         assert hub.failure is not None
         if hub.has_lost_a_node:
             return hub.failure
-        words = explain(self._plan.places.attempt)
+        words = explain(self._plan.places.attempt, self._liveness.failures)
         return hub.failure if words is None else f"{words}\nreported by {hub.failed_node}"
 
     async def _spawn(self, spec: ProcessSpec, life: int = 0) -> Child:
@@ -204,6 +221,7 @@ class Supervisor:
             if signals.arrived.is_set()
             else f"it did not end within launch.stop_timeout_s: {self._stop_timeout_s:g} s"
         )
+        reason = "; ".join(filter(None, [reason, self._liveness.silent()]))
         return Outcome(exit_code=code, error=f"{name}: the trainer was killed ({reason})\n{self._how_to_continue()}")
 
     async def _finish(self, control: ControlServer, trainer: Child, *, exit_code: int) -> Outcome:
@@ -238,7 +256,8 @@ class Supervisor:
             return f"the trainer ended without {result}\n{trainer.describe_end()}"
         if self._hub is not None and self._hub.has_lost_a_node:
             return self._nodes_failure(self._hub)
-        words = explain(self._plan.places.attempt) or self._reported_failure
+        words = explain(self._plan.places.attempt, self._liveness.failures) or self._reported_failure
+        words = "\nafter that ".join(filter(None, [self._liveness.silent(), words])) or None
         if words is None or status < 0:
             return "\n".join(filter(None, [words, f"the {trainer.describe_end()}"]))
         return f"{words}\nlog: {trainer.log}"

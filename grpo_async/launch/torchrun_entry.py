@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.launch.failures import RankExit, write_rank_exits
+from grpo_async.launch.heartbeat import AGENT, Heartbeat
 from grpo_async.launch.node_place import NODE_RANK_VARIABLE
 from grpo_async.processes import die_with_launcher
 
@@ -25,6 +26,7 @@ RENDEZVOUS_BACKEND = "grpo_async"
 
 def main() -> int:
     die_with_launcher()
+    Heartbeat(AGENT)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry

@@ -61,4 +61,4 @@ def _run(place: Assignment, config: ExperimentConfig, control: ControlClient, ti
 
 
 if __name__ == "__main__":
-    run_process("rank", run_rank)
+    run_process("trainer rank", run_rank)

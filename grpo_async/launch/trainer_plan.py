@@ -15,6 +15,7 @@ from pathlib import Path
 from grpo_async.config import ExperimentConfig
 from grpo_async.inference.surface import TransportKind
 from grpo_async.launch.control import CONTROL_VARIABLE
+from grpo_async.launch.heartbeat import HEARTBEAT_VARIABLE
 from grpo_async.launch.node_place import NODE_RANK_VARIABLE, NodePlace
 from grpo_async.launch.torchrun_entry import ATTEMPT_VARIABLE, RENDEZVOUS_BACKEND
 from grpo_async.rundir import RunDir
@@ -43,6 +44,10 @@ class Places:
     @property
     def control_socket(self) -> Path:
         return self.private / "control"
+
+    @property
+    def heartbeat(self) -> Path:
+        return self.private / "heartbeat"
 
     @property
     def rendezvous(self) -> Path:
@@ -118,6 +123,7 @@ def trainer_spec(
             NODE_RANK_VARIABLE: str(node.rank),
             RUN_DIR_VARIABLE: str(places.run_dir.root),
             ATTEMPT_VARIABLE: str(places.attempt),
+            HEARTBEAT_VARIABLE: str(places.heartbeat),
             SERVER_URLS_VARIABLE: json.dumps(list(server_urls)),
             TRANSPORT_VARIABLE: transport,
             **({CONTROL_VARIABLE: str(places.control_socket)} if node.rank == 0 else {}),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 from grpo_async.launch.control import ControlClient
 from grpo_async.launch.failures import write_failure
+from grpo_async.launch.heartbeat import Heartbeat
 from grpo_async.processes import die_with_parent
 from grpo_async.rundir import write_atomically
 
@@ -85,6 +87,10 @@ def wait_for_either(first: threading.Event, second: threading.Event) -> bool:
     return first.is_set()
 
 
+def holds_the_interpreter() -> None:
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
 def preflight_checks(mode: str) -> list[dict[str, str]]:
     status = "fail" if mode == "preflight-fail" else "warn"
     return [
@@ -100,10 +106,19 @@ def main(mode: str, folder: Path) -> int:
         helper = subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True)
         leave_pid(folder, "helper", helper.pid)
     leave_pid(folder, f"rank{rank}")
+    Heartbeat(f"trainer rank {rank}")
     if mode == "never-connect":
         threading.Event().wait(LIMIT_S)
     control = ControlClient.from_environment() if rank == 0 else ControlClient(None)
     control.send("phase", name="training")
+    if mode == "hold":
+        threading.Thread(target=holds_the_interpreter, daemon=True).start()
+    if mode == "fail-when-told" and rank == 1:
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        leave_pid(folder, "ready")
+        signal.pause()
+        write_failure(Path(os.environ["GRPO_ASYNC_ATTEMPT_DIR"]), rank, TimeoutError("rank 0 sends nothing"))
+        return 1
     if mode == "kill-rank-1" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "fail" and rank == int(os.environ.get("WORLD_SIZE", "1")) - 1:
@@ -129,6 +144,8 @@ def main(mode: str, folder: Path) -> int:
             )
         control.send("summary", summary=summary("finished"))
         control.close()
+        return 0
+    if mode == "obey-stop" and rank > 0:
         return 0
     if mode == "obey-stop":
         control.stop_requested.wait(LIMIT_S)

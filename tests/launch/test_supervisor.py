@@ -130,6 +130,33 @@ def test_a_killed_launcher_leaves_nobody_and_no_temporary_folder(tmp_path: Path)
         assert eventually(lambda: not list(Path(launcher.temporary).iterdir()), 10.0)
 
 
+def test_a_trainer_whose_interpreter_is_held_is_named_with_the_place_in_the_code(tmp_path: Path) -> None:
+    """A regular expression that backtracks, in a thread: nothing within the process can say anything any more."""
+    with LauncherProcess(tmp_path, trainer="hold", launch={"heartbeat_timeout_s": 4.0}) as launcher:
+        assert launcher.end() == 1, launcher.output
+        rank_0 = launcher.pids()["rank0"]
+        assert f"trainer rank 0 (pid {rank_0})" in launcher.output.rpartition("error: ")[2]
+        assert "in holds_the_interpreter" in launcher.output
+        assert "launch.heartbeat_timeout_s" in launcher.output
+        assert launcher.left() == {}
+        status = launcher.status()
+        assert status["state"] == "failed"
+        assert f"pid {rank_0}" in status["last_warning"]["text"]
+    stacks = (tmp_path / "runs" / "test" / "logs" / "latest" / "stacks_trainer_rank_0.txt").read_text()
+    assert stacks.count("Thread") > 1
+
+
+def test_a_trainer_that_was_stopped_is_continued_to_save(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="obey-stop", launch={"heartbeat_timeout_s": 4.0}) as launcher:
+        launcher.wait_for_line("training")
+        os.kill(launcher.pids()["rank0"], signal.SIGSTOP)
+        assert launcher.end() == 1, launcher.output
+        assert f"trainer rank 0 (pid {launcher.pids()['rank0']})" in launcher.output
+        assert "SIGSTOP" in launcher.output
+        assert (tmp_path / "stop_reason").exists(), "it was asked to save"
+        assert launcher.left() == {}
+
+
 @pytest.mark.parametrize(("kind", "number"), [("pipe", signal.SIGTERM), ("terminal", signal.SIGHUP)])
 def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, kind: str, number: signal.Signals) -> None:
     """`train | tee log` whose tee has died; a terminal that was closed. Standard error is the same stream."""

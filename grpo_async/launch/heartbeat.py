@@ -1,0 +1,77 @@
+"""The trainer's end of `launch.liveness`: each of its processes says, every second, that its interpreter runs. No torch.
+
+A thread sends the word, and a thread gets the interpreter every few milliseconds whatever else computes: so no word comes from a
+process that is stopped, or of which one thread holds the interpreter (a regular expression that backtracks, C code that never
+comes back), and from no other. Datagrams, so that nobody waits for the launcher and no disk is needed. When the launcher sends
+STACKS_SIGNAL, the stacks of all threads are written by a signal handler in C, which needs no interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+HEARTBEAT_VARIABLE = "GRPO_ASYNC_HEARTBEAT"
+"""The launcher's socket; unset: nobody listens."""
+STACKS_SIGNAL = signal.SIGUSR2
+INTERVAL_S = 1.0
+AGENT = "torchrun"
+"""Name of the process that has the ranks as its children."""
+_LONGEST_WORDS = 20_000  # characters; a datagram has its limit
+_FAILED_TIMEOUT_S = 2.0
+
+
+def stacks_file(heartbeat: Path, pid: int) -> Path:
+    """Where process `pid` writes its stacks: beside the socket, on no disk that a run fills."""
+    return heartbeat.with_name(f"stacks_{pid}")
+
+
+class Heartbeat:
+    """Of this process, from construction on. Without a launcher it does nothing.
+
+    Args:
+        name: of the process, for the user ("trainer rank 0").
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._socket: socket.socket | None = None
+        path = os.environ.get(HEARTBEAT_VARIABLE)
+        if path is None:
+            return
+        self._stacks = stacks_file(Path(path), os.getpid()).open("w", encoding="utf-8")  # open as long as the process
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.connect(path)  # waits: not at all, a datagram socket only keeps the address
+        threading.Thread(target=self._beat, args=(self._socket,), name="heartbeat", daemon=True).start()
+
+    def failed(self, rank: int, error: str, trace: str) -> None:
+        """Say why this process ends, for the case that no file can be written."""
+        if self._socket is None:
+            return
+        words = {
+            "rank": rank, "time": time.time(), "error": error[:_LONGEST_WORDS], "traceback": trace[-_LONGEST_WORDS:],
+        }  # fmt: skip
+        self._socket.settimeout(_FAILED_TIMEOUT_S)
+        with contextlib.suppress(OSError):  # the launcher is gone, or has no ear
+            self._socket.send(self._message(failed=words))
+
+    def _beat(self, connection: socket.socket) -> None:
+        never = threading.Event()
+        while True:  # waits: ends with the process
+            with contextlib.suppress(BlockingIOError, InterruptedError):  # the launcher has not read the last ones yet
+                try:
+                    connection.send(self._message(), socket.MSG_DONTWAIT)
+                except ConnectionError:
+                    return  # the launcher is gone, and this process goes with it
+            never.wait(INTERVAL_S)
+
+    def _message(self, **more: object) -> bytes:
+        return json.dumps({"name": self._name, "pid": os.getpid(), **more}).encode()
