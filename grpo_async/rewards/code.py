@@ -7,8 +7,13 @@
     {"inputs": [...], "outputs": [...], "fn_name": optional}          APPS, TACO `input_output`, as JSON text too
 
 Rename your column to `tests` with `data.train.columns`. Two processes that share nothing take part, each in a sandbox of
-its own: one has the completion's code, the other the tests (see `code_peer`), so the code cannot see the expected results,
-patch what compares them, or write the verdict. To print the result, to exit early or to exit with code 0 gains nothing.
+its own: one has the completion's code, the other the tests, and plain data crosses (see `code_peer`), so the code cannot see
+the expected results, patch what compares them, or write the verdict. To print the result, to exit early or to exit with code 0
+gains nothing.
+
+With an `entry_point`, the tests get that name (or `Solution`) from the code and nothing else: helpers that they need belong into
+`setup`. What only the code could decide (whether two objects of its classes are equal, say) is refused: such a test has not
+passed, and the log says so once.
 """
 
 from __future__ import annotations
@@ -16,23 +21,53 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import importlib.util
 import json
+import logging
+import marshal
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from grpo_async.rewards.code_output import is_same_output
-from grpo_async.rewards.code_rows import AssertTests, CallTests, ProgramTests, RowTests, ScriptTests, code_in, read_row
+from grpo_async.rewards.code_rows import (
+    AssertTests,
+    CallTests,
+    ProgramTests,
+    RowTests,
+    ScriptTests,
+    code_in,
+    names_of,
+    read_row,
+)
 from grpo_async.rewards.completion import final_text
 from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, startup_notes
 
-# Both processes get these modules in their working directories, as parts of packages without more in them.
+logger = logging.getLogger(__name__)
+
+
+def _compiled(name: str) -> bytes:
+    """A module of ours as its interpreter would have cached it: to compile it takes longer than the rest of its start."""
+    path = Path(__file__).with_name(f"{name}.py")
+    code = compile(path.read_bytes(), path.name, "exec", dont_inherit=True, optimize=0)
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
+
+
+# Both processes get these modules in their working directories.
 _MODULES: dict[str, str | bytes] = {
-    f"grpo_async/rewards/{name}": Path(__file__).with_name(name).read_bytes()
-    for name in ("code_peer.py", "code_examiner.py")
+    f"grpo_async/rewards/{name}.pyc": _compiled(name) for name in ("code_peer", "code_examiner")
 }
+_MAIN = """
+import sys
+for name in ("grpo_async", "grpo_async.rewards"):
+    sys.modules[name] = package = type(sys)(name)
+    package.__path__ = [sys.path[0] + "/" + name.replace(".", "/")]
+from grpo_async.rewards.code_examiner import {main}
+{main}({descriptors})
+"""
 _EXAMINER_SPARE_S = 10.0  # it waits for the candidate, and has to tell the verdict after the candidate was ended
 
 # Shared by all calls on one event loop: runs that starve each other miss their time limits.
@@ -151,10 +186,10 @@ class _Judge:
             theirs = pipes.enter_context(_descriptors(to_candidate[0], to_examiner[1]))
             ours = pipes.enter_context(_descriptors(to_examiner[0], to_candidate[1]))
             candidate = asyncio.create_task(
-                self._run_peer(self._candidate, "run_candidate", theirs, "candidate.txt", code)
+                self._run_peer(self._candidate, "run_candidate", theirs, files={"candidate.txt": code})
             )
             work = json.dumps(_work(row))
-            examiner = asyncio.create_task(self._run_peer(self._examiner, "run_examiner", ours, "tests.json", work))
+            examiner = asyncio.create_task(self._run_peer(self._examiner, "run_examiner", ours, stdin=work))
             try:
                 await asyncio.wait(  # waits: both sandboxes have wall_s
                     {candidate, examiner}, return_when=asyncio.FIRST_COMPLETED
@@ -170,9 +205,13 @@ class _Judge:
         return _verdict(told, row)
 
     @staticmethod
-    async def _run_peer(sandbox: Sandbox, main: str, ends: _Descriptors, name: str, content: str) -> str:
-        source = f"from grpo_async.rewards.code_examiner import {main}\n{main}({ends.numbers})\n"
-        result = await sandbox.arun(source, files={**_MODULES, name: content}, pass_descriptors=ends.numbers)
+    async def _run_peer(
+        sandbox: Sandbox, main: str, ends: _Descriptors, *, stdin: str = "", files: Mapping[str, str] | None = None
+    ) -> str:
+        source = _MAIN.format(main=main, descriptors=ends.numbers)
+        result = await sandbox.arun(
+            source, stdin=stdin, files={**_MODULES, **(files or {})}, pass_descriptors=ends.numbers
+        )
         if main == "run_examiner" and not result.stdout:
             raise SandboxError(f"the process of the tests did not start: {result.status}. {result.stderr[-500:]}")
         return result.stdout
@@ -210,7 +249,14 @@ def _verdict(told: str, row: RowTests) -> tuple[int, int]:
             total = line[1]
         elif isinstance(line[0], int) and line[1] is True:
             passed.add(line[0])
+        elif isinstance(line[0], int) and line[3]:
+            _say_refused(line[2])
     return len(passed), total
+
+
+@functools.cache  # once for each
+def _say_refused(why: str) -> None:
+    logger.warning("code_tests: a test was refused, which counts as failed: %s", why)
 
 
 def _num_tests(row: RowTests) -> int:
@@ -222,7 +268,14 @@ def _num_tests(row: RowTests) -> int:
 
 
 def _work(row: RowTests) -> dict[str, Any]:
-    work: dict[str, Any] = {"entry_point": row.entry_point, "setup": row.setup}
+    names = names_of(row)
+    work: dict[str, Any] = {
+        "entry_point": row.entry_point,
+        "setup": row.setup,
+        "names": names.wanted,
+        "provided": names.provided,
+        "may_be_nan": "nan" in f"{row.setup} {row.tests}".lower(),
+    }
     if isinstance(row.tests, AssertTests):
         return {**work, "kind": "asserts", "script": list(row.tests.statements)}
     if isinstance(row.tests, ScriptTests):

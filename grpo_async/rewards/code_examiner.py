@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
-import json
 import os
 import sys
-import types
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
-from grpo_async.rewards.code_peer import CANDIDATE_MODULE, TESTS_MODULE, Peer, PeerGone, own_module, text_of
+from grpo_async.rewards.code_peer import (
+    CANDIDATE_MODULE,
+    TESTS_MODULE,
+    Peer,
+    PeerGone,
+    RefusedError,
+    Remote,
+    read_json,
+    text_of,
+)
+
+TYPE_CHECKING = False  # see `code_peer`
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_FUNCTION: type[Any] = type(lambda: None)
+_MODULE = type(sys)
 
 
 def run_candidate(descriptors: tuple[int, int]) -> None:
     """Main function of the candidate's process: import its code, then do what the examiner asks."""
-    peer = Peer(descriptors, is_trusting=True)
-    module = types.ModuleType(CANDIDATE_MODULE)
+    peer = Peer(descriptors, is_examiner=False)
+    module = _MODULE(CANDIDATE_MODULE)
     sys.modules[CANDIDATE_MODULE] = module
 
     def load(wanted: list[str]) -> dict[str, Any]:
         with open("candidate.txt", encoding="utf-8") as file:
             source = file.read()
-        exec(compile(source, "candidate.py", "exec"), module.__dict__)
+        exec(compile(source, "candidate.py", "exec", dont_inherit=True), module.__dict__)
         return {name: vars(module)[name] for name in wanted if name in vars(module)}
 
     peer.encode(load)  # object number 1
@@ -35,25 +45,24 @@ def run_candidate(descriptors: tuple[int, int]) -> None:
 
 
 def run_examiner(descriptors: tuple[int, int]) -> None:
-    """Main function of the examiner's process. Writes one JSON line for each step to stdout:
+    """Main function of the examiner's process: reads the work from stdin, where no other process finds it, and writes one JSON
+    line for each step to stdout:
 
-    ["begun"], then ["not loaded", why], or ["total", number of tests] and [test number, passed, why not] for each, and
-    ["done"]. Where it ends earlier, the tests that it does not name have failed.
+    ["begun"], then ["not loaded", why], or ["total", number of tests] and [test number, passed, why not, whether it was
+    refused] for each, and ["done"]. Where it ends earlier, the tests that it does not name have failed.
     """
-    with open("tests.json", encoding="utf-8") as file:
-        work = json.load(file)
-    verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    work = read_json(sys.stdin.read())
+    verdicts = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the tests print is no verdict
+    peer = Peer(descriptors, is_examiner=True, may_be_nan=work["may_be_nan"])
 
     def tell(*line: Any) -> None:
-        verdicts.write(json.dumps(line) + "\n")
+        verdicts.write("[" + ",".join([peer.encode(item) for item in line]) + "]\n")
         verdicts.flush()
 
     tell("begun")
-    peer = Peer(descriptors, is_trusting=False)
     try:
-        names = _load(peer, work)
-        _examine(names, work, tell)
+        _Examination(peer, work, tell).run()
         tell("done")
     except PeerGone:
         tell("gone")
@@ -63,86 +72,132 @@ def run_examiner(descriptors: tuple[int, int]) -> None:
     os._exit(0)
 
 
-def _load(peer: Peer, work: dict[str, Any]) -> dict[str, Any]:
-    """The tests' global names: those of the candidate that they use, then what the row's set-up defines."""
-    theirs: dict[str, Any] = peer.ask("call", 1, (_names_used_by(work),))
-    has_other = any(not hasattr(builtins, name) for name in theirs)
-    names: dict[str, Any] = {"__name__": TESTS_MODULE, "__builtins__": builtins}
-    for name, value in theirs.items():
-        if name in sys.stdlib_module_names:
-            names[name] = own_module(name)  # whatever the candidate calls `math`
-        elif not hasattr(builtins, name) or not has_other:
-            names[name] = (
-                value  # a function called `sum` is meant only where the tests use nothing else of the candidate
-            )
-    exec(compile(work["setup"], "setup", "exec"), names)
-    return names
+class _Examination:
+    """Runs the tests of one row."""
+
+    def __init__(self, peer: Peer, work: dict[str, Any], tell: Callable[..., None]) -> None:
+        self._peer, self._work, self._tell = peer, work, tell
+        self._names: dict[str, Any] = {}
+
+    def run(self) -> None:
+        self._load()
+        names, work = self._names, self._work
+        steps: list[Callable[[], Any]]
+        if work["kind"] == "asserts":
+            steps = [_bound(_run_text, text, names) for text in work["script"]]
+        elif work["kind"] == "calls":
+            steps = [_bound(_call, names, work["entry_point"], *case) for case in work["cases"]]
+        else:
+            if not self._passes(0, lambda: _run_script(work["script"], names, work["entry_point"]), is_whole=True):
+                self._tell("total", 1)
+                return
+            steps = _tests_defined_by(names)
+            if not steps:  # the script was the test
+                self._tell("total", 1)
+                self._tell(0, self._peer.num_asked > 1, "the tests never used the code", True)  # the first was `load`
+                return
+        self._tell("total", len(steps))
+        for number, step in enumerate(steps):
+            self._passes(number, step)
+
+    def _load(self) -> None:
+        """The tests' global names: those of the candidate that they ask for, modules, then what the row's set-up defines."""
+        wanted = self._work["names"]
+        theirs = self._peer.ask("call", 1, (wanted,))
+        if type(theirs) is not dict or not any(name in theirs for name in wanted):
+            raise NameError(f"the code defines none of {wanted}")
+        names = self._names
+        names.update({"__name__": TESTS_MODULE, "__builtins__": sys.modules["builtins"]})
+        for name, (module, attribute) in self._work["provided"].items():
+            try:
+                own = __import__(module)
+            except ImportError:
+                continue  # a NameError of the tests that use it
+            names[name] = getattr(own, attribute) if attribute else own
+        names.update({name: theirs[name] for name in wanted if name in theirs})
+        _run_text(self._work["setup"], names)
+
+    def _passes(self, number: int, step: Callable[[], Any], *, is_whole: bool = False) -> bool:
+        """Run and tell; a script that did its work is not a test passed yet."""
+        peer = self._peer
+        peer.faults.clear()
+        problem, is_refused = "", False
+        try:
+            _finish(step())
+        except PeerGone:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the test has failed, whatever it is
+            problem = f"{type(error).__name__}: {text_of(error)}"
+        if peer.is_gone:
+            raise PeerGone  # a bare `except` of the tests had caught it
+        if peer.faults:  # whatever the tests caught
+            fault = peer.faults[0]
+            problem, is_refused = f"{type(fault).__name__}: {text_of(fault)}", isinstance(fault, RefusedError)
+        if problem or not is_whole:
+            self._tell(number, not problem, problem, is_refused)
+        return not problem
 
 
-def _examine(names: dict[str, Any], work: dict[str, Any], tell: Callable[..., None]) -> None:
-    entry_point = work["entry_point"]
-    steps: list[Callable[[], Any]]
-    if work["kind"] == "asserts":
-        steps = [partial(_run_text, text, names) for text in work["script"]]
-    elif work["kind"] == "calls":
-        steps = [partial(_call, names, entry_point, *case) for case in work["cases"]]
-    else:
-        whole = partial(_run_script, work["script"], names, entry_point)
-        if not _passes(0, whole, lambda *line: None if line[1] else tell(*line)):
-            tell("total", 1)
-            return
-        steps = _tests_defined_by(names) or [lambda: None]  # without tests of its own the script was the test
-    tell("total", len(steps))
-    for number, step in enumerate(steps):
-        _passes(number, step, tell)
+def _bound(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    return lambda: function(*arguments)
 
 
-def _passes(number: int, step: Callable[[], Any], tell: Callable[..., None]) -> bool:
-    try:
-        step()
-    except PeerGone:
-        raise
-    except BaseException as error:  # noqa: BLE001 - the test has failed, whatever it is
-        tell(number, False, f"{type(error).__name__}: {text_of(error)}")
-        return False
-    tell(number, True, "")
-    return True
+def _finish(result: Any) -> None:
+    """An async test is run; a generator would have tested nothing."""
+    kind = type(result)
+    if issubclass(kind, Remote):
+        return
+    if hasattr(kind, "__await__"):
+        import asyncio
+
+        asyncio.run(result)
+    elif hasattr(kind, "__next__") or hasattr(kind, "__anext__"):
+        raise TypeError("a test that yields tests nothing")
 
 
 def _run_text(text: str, names: dict[str, Any]) -> None:
-    exec(compile(text, "test", "exec"), names)
+    exec(compile(text, "test", "exec", dont_inherit=True), names)
 
 
 def _run_script(script: str, names: dict[str, Any], entry_point: str | None) -> None:
     """Run a script of tests; a function `check` that it defines gets the entry point."""
     _run_text(script, names)
     check = names.get("check")
-    if entry_point is not None and isinstance(check, types.FunctionType):
-        check(_named(names, entry_point))
+    if entry_point is not None and isinstance(check, _FUNCTION):
+        _finish(check(_named(names, entry_point)))
 
 
 def _tests_defined_by(names: dict[str, Any]) -> list[Callable[[], Any]]:
-    """Functions `test_...`, and the methods of classes of unittest."""
-    functions: list[Callable[[], Any]] = [
-        value for name, value in names.items() if name.startswith("test_") and isinstance(value, types.FunctionType)
+    """Functions `test_...`, and the methods of classes of unittest and of classes `Test...`."""
+    steps: list[Callable[[], Any]] = [
+        value for name, value in names.items() if name.startswith("test_") and isinstance(value, _FUNCTION)
     ]
     unittest = sys.modules.get("unittest")
-    if unittest is None:
-        return functions
-    cases = [
-        case
-        for value in names.values()
-        if isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == TESTS_MODULE
-        for case in unittest.defaultTestLoader.loadTestsFromTestCase(value)
-    ]
-    return [*functions, *(partial(_run_case, case) for case in cases)]
+    for name, value in list(names.items()):
+        if not isinstance(value, type) or value.__module__ != TESTS_MODULE:
+            continue
+        if unittest is not None and issubclass(value, unittest.TestCase):
+            cases = unittest.defaultTestLoader.loadTestsFromTestCase(value)
+            steps += [_bound(_run_case, case) for case in cases]
+        elif name.startswith("Test"):
+            steps += [_bound(_run_method, value, test) for test in vars(value) if test.startswith("test_")]
+    return steps
+
+
+def _run_method(kind: type, name: str) -> Any:
+    return getattr(kind(), name)()
 
 
 def _run_case(case: Any) -> None:
-    result = case.defaultTestResult()
-    case.run(result)
-    problems = [*result.errors, *result.failures]
-    assert not problems, problems[0][1].strip().rpartition("\n")[2]
+    """One that was skipped, or was expected to fail, has tested nothing."""
+    import unittest
+
+    result = unittest.TestResult()
+    unittest.TestSuite([case]).run(result)
+    problems = [text for _, text in (*result.errors, *result.failures, *result.skipped, *result.expectedFailures)]
+    assert not problems, problems[0].strip().rpartition("\n")[2]
+    assert result.testsRun == 1, "the test did not run"
+    assert result.wasSuccessful(), "it was expected to fail"
 
 
 def _call(names: dict[str, Any], entry_point: str, arguments: list[Any], expected: Any) -> None:
@@ -166,12 +221,3 @@ def _plain(value: Any) -> Any:
     if type(value) is dict:
         return {key: _plain(item) for key, item in value.items()}
     return value
-
-
-def _names_used_by(work: dict[str, Any]) -> list[str]:
-    if work["kind"] == "calls":
-        return [work["entry_point"], "Solution"]
-    texts = work["script"] if work["kind"] == "asserts" else [work["script"]]
-    nodes = [node for text in [work["setup"], *texts] for node in ast.walk(ast.parse(text))]
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    return sorted(names | ({work["entry_point"], "Solution"} if work["entry_point"] else set()))

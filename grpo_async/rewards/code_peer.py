@@ -5,44 +5,49 @@
                 <- value 9 ----------------------
       9 == 9 is found here, and told to the owner
 
-Plain data crosses as data, rebuilt from JSON, so that what the examiner compares is its own. Everything else stays where
-it is, with a `Remote` in its place on the other side. A Remote is never equal to plain data, nor less or more: an object
-that claims to be equal to everything gains nothing. When the candidate's process ends, every test that has not passed has
+What crosses is plain data, rebuilt by the receiver: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set,
+frozenset, dict, range, slice, Decimal, Fraction, what `collections` and `datetime` have, all of the exact type; numpy's arrays
+and scalars as lists and numbers. Everything else (an instance of a class of the candidate, a dataclass and a named tuple too)
+stays where it is, and the tests get a `Handle`. Through a handle they call, read attributes, iterate, and ask for text, length
+and truth: each gives plain data in the end, which the examiner compares. They cannot compare or calculate with a handle
+itself: the candidate would see the expected value and decide. Such a test is refused, which means that it has not passed.
+
+Arguments that the code changed in place come back when it returned None, as functions that work in place do; else a function
+could empty what the expected result is computed from. When the candidate's process ends, every test that has not passed has
 failed: no exit code, output or patched builtin of the candidate counts.
+
+Imports next to nothing: this is the start-up time of every run.
 """
 
 from __future__ import annotations
 
-import builtins
-import importlib
-import json
-import math
-import types
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
-from decimal import Decimal
-from fractions import Fraction
-from typing import Any
+import sys
+from _json import encode_basestring_ascii, make_scanner  # `json` itself takes longer to import than Python to start
 
-MAX_MESSAGE_CHARS = 1 << 24
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any, BinaryIO
+
+
+MAX_MESSAGE_BYTES = 1 << 24
+MAX_DEPTH = 200  # of nested data
+MAX_INT_BITS = 1 << 20
 TESTS_MODULE = "tests_of_the_row"
 CANDIDATE_MODULE = "candidate"
-_NOT_IMPORTED = ("__main__", "grpo_async", TESTS_MODULE, CANDIDATE_MODULE)
+_EXACT_IN_JSON = 1 << 53
 _SPECIAL = (  # noqa: SIM905
     "__len__ __iter__ __next__ __getitem__ __setitem__ __delitem__ __reversed__ __str__ __repr__ __bool__ __int__ "
-    "__float__ __complex__ __index__ __neg__ __pos__ __abs__ __invert__ __round__ __add__ __radd__ __sub__ "
-    "__rsub__ __mul__ __rmul__ __truediv__ __floordiv__ __mod__ __pow__ __matmul__ __and__ __or__ __xor__ "
-    "__enter__ __exit__"
+    "__float__ __complex__ __index__ __neg__ __pos__ __abs__ __invert__ __round__ __enter__ __exit__"
 ).split()
-
-
-_COMPARING = ("__hash__", "__lt__", "__le__", "__gt__", "__ge__")
-# Of the builtins, those that do nothing but compute: the candidate names them, and the examiner calls its own.
-_PURE = (  # noqa: SIM905
-    "abs all any ascii bin bool bytearray bytes callable chr complex dict divmod enumerate filter float format "
-    "frozenset hash hex int isinstance issubclass iter len list map max min next oct ord pow print range repr "
-    "reversed round set slice sorted str sum tuple zip"
-).split()
+_COMPARING = "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __hash__".split()  # noqa: SIM905
+_CALCULATING = [
+    f"__{side}{name}__"
+    for name in "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()  # noqa: SIM905
+    for side in ("", "r", "i")
+    if (side, name) != ("i", "divmod")
+]
+_BUILTINS = vars(sys.modules["builtins"])
 
 
 class PeerGone(BaseException):
@@ -53,8 +58,14 @@ class RemoteError(Exception):
     """An exception of the other side that has no class here."""
 
 
+class RefusedError(TypeError):
+    """The test asks for something that only the candidate could decide."""
+
+
 class Remote:
     """Stands for an object of the other side."""
+
+    __slots__ = ("_number", "_peer")
 
     def __init__(self, peer: Peer, number: int) -> None:
         object.__setattr__(self, "_peer", peer)
@@ -69,39 +80,44 @@ class Remote:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return _ask(self, "call", *arguments, **keywords)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and _ask(self, "equal", other) is True
-
-    def __hash__(self) -> int:
-        return hash(_ask(self, "special", "__hash__"))
-
-    def __lt__(self, other: object) -> bool:
-        return self._compare("__lt__", other)
-
-    def __le__(self, other: object) -> bool:
-        return self._compare("__le__", other)
-
-    def __gt__(self, other: object) -> bool:
-        return self._compare("__gt__", other)
-
-    def __ge__(self, other: object) -> bool:
-        return self._compare("__ge__", other)
-
-    def _compare(self, name: str, other: object) -> bool:
-        if not isinstance(other, Remote):
-            raise TypeError("an object of the tested code is not compared with a value of the tests")
-        return _ask(self, "special", name, other) is True
-
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, Remote) and _ask(self, "is_class_of", instance) is True
+
+
+class Handle(Remote):
+    """An object of the candidate, as the examiner has it."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return False if other is None else _refuse(self, "==")
+
+    def __ne__(self, other: object) -> bool:
+        return True if other is None else _refuse(self, "!=")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        """The candidate learns the class of a builtin error alone, and never silences a failed assertion."""
+        is_failure = kind is not None and not (issubclass(kind, Exception) and not issubclass(kind, AssertionError))
+        shown = kind if kind is not None and not is_failure and _builtin_name(kind) is not None else None
+        return _ask(self, "special", "__exit__", shown, None, None) is True and not is_failure
 
 
 def _special(name: str) -> Callable[..., Any]:
     return lambda self, *arguments: _ask(self, "special", name, *arguments)
 
 
+def _refusal(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: _refuse(self, name)
+
+
 for _name in _SPECIAL:
     setattr(Remote, _name, _special(_name))
+    if _name not in vars(Handle):
+        setattr(Handle, _name, _special(_name))
+for _name in (*_COMPARING, *_CALCULATING):
+    setattr(Remote, _name, _special(_name))
+    if _name not in ("__eq__", "__ne__"):
+        setattr(Handle, _name, _refusal(_name))
 
 
 def _ask(remote: Remote, what: str, *arguments: Any, **keywords: Any) -> Any:
@@ -109,212 +125,379 @@ def _ask(remote: Remote, what: str, *arguments: Any, **keywords: Any) -> Any:
     return peer.ask(what, object.__getattribute__(remote, "_number"), arguments, keywords)
 
 
+def _refuse(remote: Remote, what: str) -> Any:
+    peer: Peer = object.__getattribute__(remote, "_peer")
+    raise peer.failed(
+        RefusedError(
+            f"{what} on an object of the tested code, which would decide the test itself; compare its attributes, or what "
+            "its methods return"
+        )
+    )
+
+
+class _Json:
+    """What the scanner asks its owner for."""
+
+    strict = False
+    object_hook = object_pairs_hook = None
+    parse_float, parse_int = float, int
+
+    @staticmethod
+    def parse_constant(name: str) -> float:
+        raise ValueError(name)  # written as text, see `encode`
+
+
+_scan: Any = make_scanner(_Json)  # type: ignore[arg-type]
+
+
+def read_json(text: str) -> Any:
+    """ValueError where it is none."""
+    try:
+        value, end = _scan(text, 0)
+    except StopIteration as error:
+        raise ValueError("no JSON") from error
+    if end != len(text):
+        raise ValueError("more than one value")
+    return value
+
+
 class Peer:
     """One end of the pipes: asks the other end, and answers what it asks meanwhile.
 
     Args:
         descriptors: to read from and to write to.
-        is_trusting: whether the other end may look at every attribute of what it gets. Not so for the examiner.
+        is_examiner: the other end is not to be trusted: it may call the functions that it was given, use the public names of
+            instances of the tests' own classes, and nothing else.
+        may_be_nan: whether a NaN can be a right result. It is neither above nor below any limit, so it slips through
+            `if abs(x - y) > limit: fail`; where the tests do not speak of it, it is a failure.
     """
 
-    def __init__(self, descriptors: tuple[int, int], *, is_trusting: bool) -> None:
-        self._input = open(descriptors[0], encoding="utf-8", newline="\n")  # noqa: SIM115 - as long as the process
-        self._output = open(descriptors[1], "w", encoding="utf-8", newline="\n")  # noqa: SIM115
-        self._is_trusting = is_trusting
+    def __init__(self, descriptors: tuple[int, int], *, is_examiner: bool, may_be_nan: bool = True) -> None:
+        self._input: BinaryIO = open(descriptors[0], "rb")  # noqa: SIM115 - as long as the process
+        self._output: BinaryIO = open(descriptors[1], "wb")  # noqa: SIM115
+        self._is_examiner = is_examiner
+        self._may_be_nan = may_be_nan
         self._shown: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}  # id of a shown object, which `_shown` keeps alive -> its number
         self._exceptions: dict[int, type[BaseException]] = {}  # number over there -> class made here
+        self.faults: list[Exception] = []  # of the test that runs: it has failed, whatever it catches
+        self.is_gone = False
+        self.num_asked = 0
 
-    def ask(
-        self, what: str, number: int, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
-    ) -> Any:
+    def ask(self, what: str, number: int, arguments: Sequence[Any] = (), keywords: dict[str, Any] | None = None) -> Any:
         """Have the other end do something; returns its result or raises its exception."""
-        keywords = keywords or {}
-        self._send({"ask": what, "of": number, "with": self.encode(list(arguments)), "by": self.encode(keywords)})
+        self.num_asked += 1
+        given = ",".join([self.encode(item) for item in arguments])
+        by_name = ",".join([f"[{_text(name)},{self.encode(item)}]" for name, item in (keywords or {}).items()])
+        self._send(f'["ask",{_text(what)},{number},[{given}],[{by_name}]]')
         while True:
             message = self._receive()
-            if "ask" in message:
-                self._answer(message)
-            elif "error" in message:
-                raise self._exception(message["error"])
-            else:
-                for given, now in zip(arguments, message.get("now") or (), strict=False):
-                    _update(given, self.decode(now))
-                return self.decode(message["value"])
+            try:
+                kind, *content = message
+                if kind == "value":
+                    value, now = self.decode(content[0]), [self.decode(item) for item in content[1]]
+                elif kind == "error":
+                    is_next = what == "special" and arguments[0] == "__next__"
+                    value, now = self._exception(content, is_next=is_next), []
+                else:
+                    what_else, of, with_, by = content
+                    _must(kind == "ask" and type(of) is int and type(with_) is list and type(by) is list)
+            except Exception as error:  # whatever somebody who is not to be trusted sends
+                raise self.failed(
+                    ValueError(f"the tested code gave something that is no data ({type(error).__name__})")
+                ) from error
+            if kind == "ask":
+                self._answer(what_else, of, with_, by)
+                continue
+            if kind == "error":
+                raise value
+            for given_item, item in zip(arguments, now, strict=False):
+                _update(given_item, item)
+            return value
 
     def serve(self) -> None:
         """Answer until the other end is gone."""
         while True:
-            self._answer(self._receive())
+            _, what, number, arguments, keywords = self._receive()
+            self._answer(what, number, arguments, keywords)
 
-    def encode(self, value: Any) -> Any:
-        """As JSON. Only exact types are data: a subclass may have a mind of its own."""
+    def failed(self, error: Exception) -> Exception:
+        """Have the test that runs fail, even if it catches the error."""
+        self.faults.append(error)
+        return error
+
+    # --------------------------------------------------------------------------------------------------- data
+
+    def encode(self, value: Any, depth: int = 0) -> str:
+        """As JSON, where lists begin with the name of their kind. Only exact types are data: a subclass may have a mind of its
+        own. [1, (2.5, "a")] -> ["list",1,["tuple",2.5,"a"]]"""
         kind = type(value)
-        if value is None or kind in (bool, str):
-            return value
+        if kind is str:
+            return _text(value)
         if kind is int:
-            return value if -(1 << 53) < value < (1 << 53) else {"int": hex(value)}
+            return repr(value) if -_EXACT_IN_JSON < value < _EXACT_IN_JSON else f'["int","{value:x}"]'
+        if value is None or kind is bool:
+            return "null" if value is None else "true" if value else "false"
         if kind is float:
-            return value if math.isfinite(value) else {"float": repr(value)}
-        if kind in _SEQUENCES:
-            return {kind.__name__: [self.encode(item) for item in value]}
-        if kind in _MAPPINGS:
-            return {kind.__name__: [[self.encode(key), self.encode(item)] for key, item in value.items()]}
-        if kind in (bytes, bytearray):
-            return {kind.__name__: value.hex()}
-        if kind in (complex, Decimal, Fraction):
-            return {kind.__name__: str(value)}
-        if kind is range:
-            return {"range": [value.start, value.stop, value.step]}
-        if kind is types.ModuleType:
-            return {"module": value.__name__}
-        if (kind is type or kind is types.BuiltinFunctionType) and _is_pure_builtin(value):
-            return {"builtin": value.__name__}
+            return repr(value) if value - value == 0.0 else f'["float","{value!r}"]'
+        if depth > MAX_DEPTH:
+            raise RecursionError(f"data nested over {MAX_DEPTH} levels deep")
+        parts = _parts(value, kind)
+        if parts is not None:
+            return self._list(kind.__name__, parts, depth)
         if isinstance(value, Remote):
-            return {"yours": object.__getattribute__(value, "_number")}
+            return f'["yours",{object.__getattribute__(value, "_number")}]'
         if kind.__module__ == "numpy" and hasattr(value, "tolist"):
-            return self.encode(value.tolist())
+            return self.encode(value.tolist(), depth + 1)
+        if self._is_examiner and (place := _importable(value)) is not None:
+            return self._list("import", place, depth)  # eval, print, math.sqrt: those of the candidate's own process
         return self._show(value)
 
-    def decode(self, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        ((kind, content),) = value.items()
-        if kind in _BY_NAME:
-            return _BY_NAME[kind]([self.decode(item) for item in content])
-        if kind in _MAPPINGS_BY_NAME:
-            pairs = [(self.decode(key), self.decode(item)) for key, item in content]
-            return defaultdict(None, pairs) if kind == "defaultdict" else _MAPPINGS_BY_NAME[kind](pairs)
-        if kind in _BY_TEXT:
-            return _BY_TEXT[kind](content)
-        if kind == "range":
-            return range(*content)
-        if kind == "module":
-            return own_module(content)
-        if kind == "builtin":
-            return _builtin(content)
-        if kind == "yours":
-            return self._shown[content]
-        if kind == "exception":
-            return self._exception_class(content)
-        return Remote(self, content)
+    def _list(self, tag: str, parts: Sequence[Any], depth: int) -> str:
+        return f'["{tag}"' + "".join(["," + self.encode(item, depth + 1) for item in parts]) + "]"
 
-    def _show(self, value: Any) -> Any:
+    def decode(self, value: Any, depth: int = 0) -> Any:
+        """Raises something where it is nothing that `encode` makes."""
+        if type(value) is not list:
+            _must(type(value) is not dict)
+            return value
+        _must(depth <= MAX_DEPTH)
+        tag = value[0]
+        if tag == "yours":
+            return self._shown[value[1]]
+        if tag == "mine":
+            return (Handle if self._is_examiner else Remote)(self, _number(value[1]))
+        if tag == "exception":
+            return self._exception_class(value)
+        if tag == "import" and not self._is_examiner:
+            return _imported(value[1], value[2])
+        made = _MAKERS[tag]([self.decode(item, depth + 1) for item in value[1:]])
+        if not self._may_be_nan and _has_nan(made):
+            self.failed(ValueError("the tested code gave NaN, which the tests do not mention"))
+        return made
+
+    def _show(self, value: Any) -> str:
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._shown) + 1
             self._shown[number] = value
         if isinstance(value, type) and issubclass(value, BaseException):
-            return {"exception": [number, value.__name__, _builtin_base(value)]}
-        return {"mine": number}
+            return f'["exception",{number},{_text(value.__name__)},{_text(_builtin_base(value))}]'
+        return f'["mine",{number}]'
+
+    # --------------------------------------------------------------------------------------------- exceptions
 
     def _exception_class(self, content: list[Any]) -> type[BaseException]:
-        number, name, base = content
-        if number not in self._exceptions:
-            self._exceptions[number] = type(str(name), (_builtin_exception(base),), {})
+        _, number, name, base = content
+        if _number(number) not in self._exceptions:
+            self._exceptions[number] = type(str(name)[:100], (_builtin_exception(base),), {})
         return self._exceptions[number]
 
-    def _exception(self, content: list[Any]) -> BaseException:
-        kind, text = content
-        return (_builtin_exception(kind) if isinstance(kind, str) else self._exception_class(kind))(text)
-
-    def _answer(self, message: dict[str, Any]) -> None:
+    def _exception(self, content: list[Any], *, is_next: bool) -> BaseException:
+        """StopIteration is the end of an iterator, and nothing that a call may raise: within `map` or `all` of the tests it would
+        end their loop over the cases."""
+        kind, arguments = content
+        made = _builtin_exception(kind) if type(kind) is str else self._exception_class(kind)
+        if issubclass(made, StopIteration) and not (is_next and made is StopIteration):
+            made = RemoteError
+        values = [self.decode(item) for item in arguments]
         try:
-            arguments, keywords = self.decode(message["with"]), self.decode(message["by"])
-            value = self._do(message["ask"], message["of"], arguments, keywords)
-            answer: dict[str, Any] = {"value": self.encode(value)}
-            now = self.encode(arguments)["list"]
-            if message["ask"] == "call" and now != message["with"]["list"]:
-                answer["now"] = now  # a function may work in place
+            error = made.__new__(made, *values)
+        except TypeError:  # some want more than a text
+            error = RemoteError.__new__(RemoteError, *values)
+        error.args = tuple(values)
+        return error
+
+    def _error(self, error: BaseException) -> str:
+        kind = type(error)
+        name = _builtin_name(kind)
+        if self._is_examiner and isinstance(error, AssertionError):
+            self.failed(error)
+            return '["error","AssertionError",[]]'  # the text may name what was expected
+        shown = _text(name) if name is not None else self._show(kind)
+        if name is not None and len(error.args) == 1 and type(error.args[0]) in (str, int, float):
+            return f'["error",{shown},[{self.encode(error.args[0])}]]'
+        return f'["error",{shown},[{_text(text_of(error))}]]'
+
+    # ------------------------------------------------------------------------------------------------ answering
+
+    def _answer(self, what: str, number: int, arguments: list[Any], keywords: list[Any]) -> None:
+        try:
+            values = [self.decode(item) for item in arguments]
+            value = self._do(what, number, values, {name: self.decode(item) for name, item in keywords})
+            now = [self.encode(item if type(item) in _CHANGEABLE else None) for item in values] if value is None else []
+            answer = f'["value",{self.encode(value)},[{",".join(now)}]]'
         except PeerGone:
             raise
         except BaseException as error:  # noqa: BLE001 - raised at the other end
-            kind = type(error)
-            is_builtin = getattr(builtins, kind.__name__, None) is kind
-            answer = {"error": [kind.__name__ if is_builtin else self._show(kind)["exception"], text_of(error)]}
+            answer = self._error(error)
         self._send(answer)
 
     def _do(self, what: str, number: int, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         target = self._shown[number]
-        if not self._is_trusting and what != "call" and type(target).__module__ != TESTS_MODULE:
-            raise TypeError("this object can only be called")  # a function would lead to its globals, and to the tests
         if what == "call":
             return target(*arguments, **keywords)
-        if what == "equal":
-            return bool(target == arguments[0])
         if what == "is_class_of":
             return isinstance(arguments[0], target)
-        name = arguments[0]
+        name, *rest = arguments
+        _must(type(name) is str)
+        if self._is_examiner:
+            _check_access(target, what, name)
         if what == "special":
-            return _do_special(target, name, arguments[1:])
-        if not self._is_trusting and name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(target, name) if what == "get" else setattr(target, name, arguments[1])
+            return _do_special(target, name, rest)
+        if what == "get":
+            return getattr(target, name)
+        _must(what == "set")
+        return setattr(target, name, rest[0])
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: str) -> None:
         try:
-            self._output.write(json.dumps(message) + "\n")
+            self._output.write(message.encode("ascii") + b"\n")
             self._output.flush()
-        except BrokenPipeError:
-            raise PeerGone from None
+        except BrokenPipeError as error:
+            self.is_gone = True
+            raise PeerGone from error
 
     def _receive(self) -> Any:
-        line = self._input.readline(MAX_MESSAGE_CHARS)  # waits: the sandbox has wall_s
-        if not line.endswith("\n"):
-            raise PeerGone  # it has ended, or sends more than any result needs
-        return json.loads(line)
+        line = self._input.readline(MAX_MESSAGE_BYTES) if not self.is_gone else b""  # waits: the sandbox has wall_s
+        if not line.endswith(b"\n"):
+            self.is_gone = True  # it has ended, or sends more than any result needs
+            raise PeerGone
+        try:
+            return read_json(line[:-1].decode("ascii"))
+        except (ValueError, RecursionError) as error:
+            self.is_gone = True
+            raise PeerGone from error
+
+
+def _check_access(target: Any, what: str, name: str) -> None:
+    """What the candidate may do with an object of the tests beside calling it. A function would lead to its globals, and so to
+    the tests; a method put in place of theirs would judge itself."""
+    if what == "special" and name in ("__iter__", "__next__", "__len__", "__bool__", "__eq__", "__ne__"):
+        return
+    if type(target).__module__ != TESTS_MODULE:
+        raise TypeError("this object can only be called")
+    if what != "special" and name.startswith("_"):
+        raise AttributeError(name)
+    if what == "set" and callable(getattr(target, name, None)):
+        raise AttributeError(f"{name} is a method of the tests")
 
 
 def _do_special(target: Any, name: str, arguments: list[Any]) -> Any:
     if name == "__bool__":  # every object has a truth value, few have the method
         return bool(target)
-    method = getattr(type(target), name, None) if name in _SPECIAL or name in _COMPARING else None
+    if name == "__iter__":  # `__getitem__` alone makes an iterable too
+        return iter(target)
+    method = (
+        getattr(type(target), name, None) if name in _SPECIAL or name in _COMPARING or name in _CALCULATING else None
+    )
     if method is None:
         raise TypeError(f"{type(target).__name__} has no {name}")
-    return method(target, *arguments)
+    result = method(target, *arguments)
+    if result is NotImplemented and name in ("__eq__", "__ne__"):
+        return (target is arguments[0]) == (name == "__eq__")
+    if result is NotImplemented:
+        raise TypeError(f"{name} of {type(target).__name__} does not take these operands")
+    return result
 
 
-def _is_pure_builtin(value: Any) -> bool:
-    name = value.__name__
-    return getattr(builtins, name, None) is value and (name in _PURE or _is_exception(value))
+# ---------------------------------------------------------------------------------------------------- kinds of data
 
 
-def _builtin(name: str) -> Any:
-    found = getattr(builtins, name, None)
-    if name in _PURE or _is_exception(found):
-        return found
-    raise TypeError(f"{name} is not for the other side to give")
+def _text(value: str) -> str:
+    return encode_basestring_ascii(value)
 
 
-def _is_exception(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Exception)
+def _must(is_so: bool) -> None:
+    """Not an assertion: this is no invariant of ours."""
+    if not is_so:
+        raise ValueError("this is nothing that `encode` makes")
 
 
-_SEQUENCES = (list, tuple, set, frozenset, deque)
-_MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
-_BY_NAME: dict[str, Callable[[Any], Any]] = {kind.__name__: kind for kind in _SEQUENCES}
-_MAPPINGS_BY_NAME: dict[str, Callable[[Any], Any]] = {
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "Counter": lambda pairs: Counter(dict(pairs)),
-    "defaultdict": dict,
+def _number(value: Any) -> int:
+    _must(type(value) is int)
+    return int(value)
+
+
+def _not_finite(text: str) -> float:
+    _must(text in ("inf", "-inf", "nan"))
+    return float(text)
+
+
+def _int(text: str) -> int:
+    _must(type(text) is str and len(text) * 4 <= MAX_INT_BITS)
+    return int(text, 16)
+
+
+def _made_by(module: str, name: str) -> Callable[..., Any]:
+    return lambda *arguments: getattr(__import__(module), name)(*arguments)
+
+
+_TAKEN_APART: dict[tuple[str, str], Callable[[Any], Sequence[Any]]] = {
+    ("builtins", "list"): lambda v: v,
+    ("builtins", "tuple"): lambda v: v,
+    ("builtins", "set"): list,
+    ("builtins", "frozenset"): list,
+    ("builtins", "dict"): lambda v: [item for pair in v.items() for item in pair],
+    ("builtins", "bytes"): lambda v: [v.hex()],
+    ("builtins", "bytearray"): lambda v: [v.hex()],
+    ("builtins", "complex"): lambda v: [v.real, v.imag],
+    ("builtins", "range"): lambda v: [v.start, v.stop, v.step],
+    ("builtins", "slice"): lambda v: [v.start, v.stop, v.step],
+    ("collections", "deque"): list,
+    ("collections", "OrderedDict"): lambda v: [item for pair in v.items() for item in pair],
+    ("collections", "defaultdict"): lambda v: [item for pair in v.items() for item in pair],
+    ("collections", "Counter"): lambda v: [item for pair in v.items() for item in pair],
+    ("decimal", "Decimal"): lambda v: [str(v)],
+    ("fractions", "Fraction"): lambda v: [v.numerator, v.denominator],
+    ("datetime", "date"): lambda v: [v.year, v.month, v.day],
+    ("datetime", "timedelta"): lambda v: [v.days, v.seconds, v.microseconds],
+    ("datetime", "datetime"): lambda v: [v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond],
+    ("datetime", "time"): lambda v: [v.hour, v.minute, v.second, v.microsecond],
 }
-_BY_TEXT: dict[str, Callable[[str], Any]] = {
-    "int": lambda text: int(text, 16),
-    "float": float,
-    "bytes": bytes.fromhex,
-    "bytearray": bytearray.fromhex,
-    "complex": complex,
-    "Decimal": Decimal,
-    "Fraction": Fraction,
+_MAKERS: dict[str, Callable[[list[Any]], Any]] = {
+    "int": lambda items: _int(*items),
+    "float": lambda items: _not_finite(*items),
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": lambda items: dict(zip(items[::2], items[1::2], strict=True)),
+    "bytes": lambda items: bytes.fromhex(*items),
+    "bytearray": lambda items: bytearray.fromhex(*items),
+    "complex": lambda items: complex(*items),
+    "range": lambda items: range(*items),
+    "slice": lambda items: slice(*items),
+    "deque": _made_by("collections", "deque"),
+    "OrderedDict": lambda items: _made_by("collections", "OrderedDict")(zip(items[::2], items[1::2], strict=True)),
+    "defaultdict": lambda items: _made_by("collections", "defaultdict")(
+        None, zip(items[::2], items[1::2], strict=True)
+    ),
+    "Counter": lambda items: _made_by("collections", "Counter")(dict(zip(items[::2], items[1::2], strict=True))),
+    "Decimal": lambda items: _made_by("decimal", "Decimal")(*items),
+    "Fraction": lambda items: _made_by("fractions", "Fraction")(*items),
+    "date": lambda items: _made_by("datetime", "date")(*items),
+    "timedelta": lambda items: _made_by("datetime", "timedelta")(*items),
+    "datetime": lambda items: _made_by("datetime", "datetime")(*items),
+    "time": lambda items: _made_by("datetime", "time")(*items),
 }
+_CHANGEABLE = (list, dict, set, bytearray)
 
 
-def own_module(name: str) -> Any:
-    """A module as this process has it; the other side only says which."""
-    if name.partition(".")[0] in _NOT_IMPORTED:
-        raise ImportError(name)
-    return importlib.import_module(name)
+def _parts(value: Any, kind: type) -> Sequence[Any] | None:
+    """What the value is made of, if it is data: {"a": 1} -> ["a", 1]."""
+    key = (kind.__module__, kind.__name__)
+    take_apart = _TAKEN_APART.get(key) if type(key[0]) is str and type(key[1]) is str else None
+    if take_apart is None or getattr(sys.modules.get(key[0]), key[1], None) is not kind:
+        return None
+    return None if getattr(value, "tzinfo", None) is not None else take_apart(value)
+
+
+def _has_nan(value: Any) -> bool:
+    kind = type(value)
+    if kind is float or kind is complex:
+        return bool(value != value)  # this is what NaN is
+    return kind.__name__ == "Decimal" and bool(value.is_nan())
 
 
 def _update(given: Any, now: Any) -> None:
@@ -326,22 +509,47 @@ def _update(given: Any, now: Any) -> None:
     elif isinstance(given, dict | set):
         given.clear()
         given.update(now)
-    elif isinstance(given, deque):
-        given.clear()
-        given.extend(now)
+
+
+def _importable(value: Any) -> tuple[str, str] | None:
+    """Where a module, or a function or class of one, is found: math.sqrt -> ("math", "sqrt")."""
+    if type(value) is type(sys):
+        return (value.__name__, "")
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if type(value).__name__ in ("method_descriptor", "wrapper_descriptor"):
+        module = value.__objclass__.__module__
+    if not isinstance(module, str) or not isinstance(name, str) or module == TESTS_MODULE:
+        return None
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return (module, name) if found is value and found is not None else None
+
+
+def _imported(module: str, name: str) -> Any:
+    __import__(module)
+    found: Any = sys.modules[module]
+    for part in name.split(".") if name else ():
+        found = getattr(found, part)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- exceptions
+
+
+def _builtin_name(kind: type) -> str | None:
+    name = kind.__name__
+    return name if type(name) is str and _BUILTINS.get(name) is kind else None
 
 
 def _builtin_base(kind: type) -> str:
-    names = [str(base.__name__) for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base]
-    return names[0]
+    return next(str(base.__name__) for base in kind.__mro__ if _BUILTINS.get(base.__name__) is base)
 
 
-def _builtin_exception(name: str) -> type[BaseException]:
+def _builtin_exception(name: Any) -> type[BaseException]:
     """Never a way out of the process: SystemExit and KeyboardInterrupt of the candidate are failures like others."""
-    found = getattr(builtins, name, None)
-    if isinstance(found, type) and issubclass(found, Exception):
-        return found
-    return RemoteError
+    found = _BUILTINS.get(name)
+    return found if isinstance(found, type) and issubclass(found, Exception) else RemoteError
 
 
 def text_of(error: BaseException) -> str:

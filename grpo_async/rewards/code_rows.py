@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import functools
+import importlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import symtable
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +59,91 @@ class RowTests:
     setup: str = ""  # runs before the tests, in their process
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Global names that the tests use and do not define. Decided by the tests alone: the code cannot give itself a name that
+    compares."""
+
+    wanted: tuple[str, ...]  # from the code
+    provided: Mapping[str, tuple[str, str]]  # module, and attribute of it or "": of the process of the tests
+
+
+def names_of(row: RowTests) -> Names:
+    """With an entry point, that alone is the code's. Without one all are but builtins, modules, and what the standard library
+    has under that name; of those, one that the tests use alone is the code's too.
+
+    Example: "assert math.isclose(area(1), 2)" -> wanted area, provided {"math": ("math", "")};
+    "assert gcd(4, 6) == 2" -> wanted gcd, although `math` has one.
+
+    Raises:
+        ValueError: which of several builtins the code defines cannot be told.
+    """
+    if isinstance(row.tests, CallTests):
+        return Names(wanted=(str(row.entry_point), "Solution"), provided={})
+    assert not isinstance(row.tests, ProgramTests)
+    texts = row.tests.statements if isinstance(row.tests, AssertTests) else [row.tests.script]
+    return _names_in("\n".join([row.setup, *texts]), row.entry_point)
+
+
+@functools.lru_cache(maxsize=256)  # all completions of a group have the same tests
+def _names_in(text: str, entry_point: str | None) -> Names:
+    free = {name for name in _free_names(text) if not name.startswith("__")}
+    modules = _used_as_modules(text) & free
+    provided = {name: (_ALIASES.get(name, name), "") for name in modules if name != entry_point}
+    provided |= {name: (_helpers()[name], name) for name in free & _helpers().keys() - {entry_point}}
+    if entry_point is not None:
+        return Names(wanted=(entry_point, "Solution"), provided=provided)
+    shadowing = {name for name in free if hasattr(builtins, name)}
+    wanted = free - shadowing - provided.keys()
+    if not wanted:
+        wanted = (provided.keys() - modules) or shadowing
+        if len(wanted) > 1:
+            raise ValueError(
+                f"the tests use {sorted(wanted)}, which Python has too; name the one that they test in the column `entry_point`"
+            )
+    return Names(
+        wanted=tuple(sorted(wanted)), provided={name: place for name, place in provided.items() if name not in wanted}
+    )
+
+
+def _free_names(text: str) -> set[str]:
+    """Global names that are read and never given a value."""
+    used, given = set(), set()
+    for table, symbol in _symbols(symtable.symtable(text, "tests", "exec")):
+        if table.get_type() == "module" or symbol.is_global():
+            if symbol.is_assigned() or symbol.is_imported():
+                given.add(symbol.get_name())
+            elif symbol.is_referenced():
+                used.add(symbol.get_name())
+    return used - given
+
+
+def _symbols(table: symtable.SymbolTable) -> Iterator[tuple[symtable.SymbolTable, symtable.Symbol]]:
+    for symbol in table.get_symbols():
+        yield table, symbol
+    for child in table.get_children():
+        yield from _symbols(child)
+
+
+def _used_as_modules(text: str) -> set[str]:
+    """Names of known modules that stand before a dot, and nowhere else."""
+    nodes = list(ast.walk(ast.parse(text)))
+    before_dot = [node.value for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    alone = {node.id for node in nodes if isinstance(node, ast.Name) and node not in before_dot}
+    known = sys.stdlib_module_names | _ALIASES.keys() | set(_ALIASES.values())
+    return {node.id for node in before_dot} & known - alone
+
+
+_ALIASES = {"np": "numpy", "pd": "pandas"}
+
+
+@functools.cache
+def _helpers() -> dict[str, str]:
+    """What tests may have from the code's own `from math import isclose`: {"isclose": "math", ...}."""
+    modules = ("math", "collections", "itertools", "functools", "decimal", "fractions", "datetime")
+    return {name: module for module in modules for name in dir(importlib.import_module(module)) if name[0] != "_"}
+
+
 def code_in(text: str) -> str:
     """The last fenced code block after any thinking; all of the text when there is none.
 
@@ -80,7 +170,10 @@ def read_row(tests: Any, entry_point: Any = None, setup: Any = None) -> RowTests
     if isinstance(tests, Mapping) and tests.get("fn_name"):
         name = str(tests["fn_name"])
     _check(found, name, before)
-    return RowTests(tests=found, entry_point=name, setup=before)
+    row = RowTests(tests=found, entry_point=name, setup=before)
+    if not isinstance(found, ProgramTests):
+        names_of(row)
+    return row
 
 
 def _read(tests: Any, entry_point: str | None) -> Tests:
