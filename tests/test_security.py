@@ -28,8 +28,11 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("grpo_async/rewards/audit_process.py", "pickle.loads"): (2, _OWN_PIPE),
     ("benchmarks/push_parts/broadcast.py", "Connection.recv"): (2, _OWN_PIPE),
     ("grpo_async/sandbox/inside/launcher.py", "marshal.loads"): (1, "its owner's plan, read before the code starts"),
-    ("grpo_async/rewards/code_examiner.py", "exec"): (3, "runs in the sandbox: model-written code and the row's tests"),
-    ("grpo_async/rewards/code_examiner.py", "compile"): (3, "as above"),
+    ("grpo_async/rewards/code_examiner.py", "exec"): (2, "runs in the sandbox: model-written code and the row's tests"),
+    ("grpo_async/rewards/code_examiner.py", "compile"): (2, "as above"),
+    ("grpo_async/rewards/code_examiner.py", "__import__"): (1, "modules that the tests name, in the sandbox"),
+    ("grpo_async/rewards/code_peer.py", "__import__"): (2, "in the sandbox; what the code names is not imported"),
+    ("grpo_async/rewards/code.py", "compile"): (1, "modules of ours, for both processes"),
     ("grpo_async/quickstart/tasks/code.py", "eval"): (1, "an expression that the task itself has put together"),
     ("grpo_async/training/ranks.py", "scatter_object_list"): (
         2,
