@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh                         format, lint, types, and the tests that guard every guarantee of the README
 #   scripts/test.sh --all                   the same with every test: also those marked `nightly` (the soak, chains of kills)
-#   scripts/test.sh tests/test_layers.py    with other arguments: pytest with these arguments, and nothing else
+#   scripts/test.sh tests/test_imports.py   with other arguments: pytest with these arguments, and nothing else
 #
 # A test that needs vLLM or a browser fails when that is missing; only where vLLM has no build (macOS) its tests are skipped.
 set -euo pipefail
