@@ -165,16 +165,14 @@ def _admission(setup: Setup) -> Admission:
 def _rollout_side(
     setup: Setup, loop: VirtualLoop, servers: Sequence[SimulatedServer], ledger: Ledger, admission: Admission
 ) -> tuple[SimulatedSource, RolloutWorker]:
-    def on_stale(scored: ScoredGroup) -> None:
-        worker.settle(scored.group, GroupStatus.STALE, scored=scored)
-        admission.release()
+    def on_drop(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
+        worker.drop(scored, status, step)
 
     buffer = TellingBuffer(
         loop,
         max_groups=setup.queue_steps * setup.groups_per_step,
         max_staleness=setup.max_staleness,
-        on_stale=on_stale,
-        on_empty=lambda _: admission.release(),
+        on_drop=on_drop,
     )
     scorer: Any = SimulatedScorer(filtered=setup.filtered, seed=setup.seed)
     store: Any = SimulatedStore()

@@ -25,6 +25,7 @@ Layers; imports go down only, packages of one layer do not import each other:
     3  rollout  training  viewer  quickstart
     2  scoring  servers  envs
     1  data  chat  tools  rewards  inference  buffer  batching  weights  tracking  store
+       below: findings
     0  records  config  rundir  sandbox
        below: references  threads  calls  processes  retry  run_state  timeline
        below all: errors  loopback  growing_file  timeline_file
@@ -36,13 +37,13 @@ training/logprobs.py, its gradient: training/head_gradients.py. How the model is
 training/shard.py; adapters: training/lora.py. What a checkpoint holds: training/checkpoint.py (tensors) and buffer/resume.py
 (rollouts). Evaluation: launch/evaluations.py. Several machines: launch/node_hub.py and launch/slurm.py. A run that stands
 still: training/watchdog.py and launch/stall.py. What is stored of a rollout: store/schema.py; figures of each token:
-training/token_figures.py. Who did what when: timeline.py. What every metric is: tracking/catalog.py. What bounds a run:
-tracking/advice_rules.py. The terminal's inspector: viewer/terminal/app.py, the browser's: viewer/web/api.py and
-viewer/static/web/; the report: viewer/report/page.py. The main loop: training/loop.py. The order of a weight push:
-weights/push.py. Which servers are up: inference/fleet.py; who gets the weights, and what follows when a server fails:
-launch/weight_sync.py. What restarts a server: launch/supervisor.py. The line between launcher and trainer: launch/control.py.
-The thread of the embedded engine: servers/embedded/worker.py. What is checked before step 1: launch/preflight.py. Which
-objects are connected to which: launch/lead.py, launch/rollout_side.py and launch/participants.py.
+training/token_figures.py. Who did what when: timeline.py. What every metric is: tracking/catalog.py. Whether a run learns:
+findings/verdict.py; what bounds it: findings/speed.py. The terminal's inspector: viewer/terminal/app.py, the browser's:
+viewer/web/api.py and viewer/static/web/; the report: viewer/report/page.py. The main loop: training/loop.py. The order of a
+weight push: weights/push.py. Which servers are up: inference/fleet.py; who gets the weights, and what follows when a server
+fails: launch/weight_sync.py. What restarts a server: launch/supervisor.py. The line between launcher and trainer:
+launch/control.py. The thread of the embedded engine: servers/embedded/worker.py. What is checked before step 1:
+launch/preflight.py. Which objects are connected to which: launch/lead.py, launch/rollout_side.py and launch/participants.py.
 """
 
 __version__ = "0.1.0"

@@ -45,7 +45,7 @@ class RolloutStatus(StrEnum):
 
 
 class GroupStatus(StrEnum):
-    """Where a group stands in the ledger. Every started group is in exactly one of these."""
+    """Where a group stands. Every group that was started for training is in exactly one of the first seven."""
 
     IN_FLIGHT = "in_flight"  # generating or being scored
     QUEUED = "queued"  # scored, waiting for the trainer
@@ -54,6 +54,7 @@ class GroupStatus(StrEnum):
     STALE = "stale"  # older than `rollout.max_staleness` when it was wanted
     FAILED = "failed"  # too few of its rollouts survived, or scoring raised
     CANCELLED = "cancelled"  # given up on purpose; its prompt is issued again after a resume
+    EVALUATED = "evaluated"  # of held-out prompts: not in the ledger, only in the store of an evaluation
 
     @property
     def is_final(self) -> bool:

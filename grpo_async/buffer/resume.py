@@ -64,12 +64,10 @@ Begun = RolloutCompletion | PartialRollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedGroup:
-    """A group that is scored and not trained. `tokens`: what the ledger holds for it; `is_open`: whether it is still queued there
-    (a group without samples was settled as filtered, and keeps its place until its step is taken)."""
+    """A group that is scored and waits for its step. `tokens`: what the ledger holds for it."""
 
     scored: ScoredGroup
     tokens: int
-    is_open: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +92,7 @@ class ResumeState:
         ledger: totals of what is settled; what is open is counted when it is taken up again, so every group counts once.
         queued: in the order of their ids.
         in_progress: in the order of their prompts.
-        noted: groups without a signal whose rewards the metrics of the next step are to see.
+        noted: filtered and stale groups whose rewards the metrics of the next step are to see; they are stored already.
         store: place in the rollout store behind the last settled group: the seq of the next one.
         failures: counts of the error log.
         counters: consecutive failures and groups without a signal.
@@ -124,7 +122,7 @@ class ResumeState:
     def lines(self) -> Iterator[str]:
         """The groups, one JSON line each, made one after the other: no thread is held up for longer than one takes."""
         for queued in self.queued:
-            yield _line("queued", _scored_dict(queued.scored) | {"tokens": queued.tokens, "is_open": queued.is_open})
+            yield _line("queued", _scored_dict(queued.scored) | {"tokens": queued.tokens})
         for group in self.in_progress:
             begun = {str(index): _begun_dict(each) for index, each in group.begun.items()}
             yield _line("in_progress", {"prompt_id": group.prompt_id, "begun": begun})
@@ -150,8 +148,9 @@ def read_resume_state(
         content = json.loads(line)
         match content.pop("kind"):
             case "queued":
-                tokens, is_open = content.pop("tokens"), content.pop("is_open")
-                queued.append(QueuedGroup(scored=_scored_from(content, prompt_of), tokens=tokens, is_open=is_open))
+                if content.pop("is_open", True):  # an earlier version had settled and stored the others already
+                    tokens = content.pop("tokens")
+                    queued.append(QueuedGroup(scored=_scored_from(content, prompt_of), tokens=tokens))
             case "in_progress":
                 begun = {int(index): _begun_from(each) for index, each in content["begun"].items()}
                 in_progress.append(GroupInProgress(prompt_id=content["prompt_id"], begun=begun))

@@ -3,6 +3,9 @@
 Consumes ScoredGroups by `put` (awaits while full), hands them out by `take`, those that were started first before the others.
 Hard staleness: a group is handed out only if  trainer_version - oldest version among its trained tokens <= max_staleness;
 an older one is dropped whole, counted as stale, and its place given back.
+
+Each step also sees the scored groups that were filtered or dropped since the step before: `note` keeps them until `take_noted`, and
+says which step that will be, so that metrics and rollout store agree.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo_async.errors import DeadlineError
-from grpo_async.records import ScoredGroup
+from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.timeline import NO_TIMELINE, Timeline, Track
 
-OnDrop = Callable[[ScoredGroup], None]
+OnDrop = Callable[[ScoredGroup, GroupStatus, int | None], None]
 
 
 def _nothing() -> None:
@@ -56,8 +59,9 @@ class SampleBuffer:
     Args:
         max_groups: `put` waits while this many groups are queued.
         max_staleness: in optimizer steps.
-        on_stale: called (in the taking thread) with each group dropped as stale.
-        on_empty: called with each group of a round in which no group had anything to train.
+        on_drop: called (in the taking thread) with each group that is dropped, its status (stale, or filtered where no group of a
+            round had anything to train), and the step.
+        next_step, last_step: the step that is taken next, and the last of the run.
         timeline: takes a span for each group, from `put` until it is taken.
     """
 
@@ -66,18 +70,20 @@ class SampleBuffer:
         *,
         max_groups: int,
         max_staleness: int,
-        on_stale: OnDrop,
-        on_empty: OnDrop,
+        on_drop: OnDrop,
+        next_step: int = 1,
+        last_step: int | None = None,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self._lanes = timeline.slots("queue")
         self._since: dict[int, tuple[float, Track]] = {}  # of each group id: when it was put, and its lane
         self._max_groups = max_groups
         self._max_staleness = max_staleness
-        self._on_stale = on_stale
-        self._on_empty = on_empty
+        self._on_drop = on_drop
+        self._step = next_step
+        self._last_step = last_step
         self._groups: list[ScoredGroup] = []
-        self._filtered: list[ScoredGroup] = []
+        self._noted: list[ScoredGroup] = []
         self._condition = threading.Condition()
         self._failure: BaseException | None = None
         self._interrupted = False
@@ -124,20 +130,28 @@ class SampleBuffer:
         with self._condition:
             return sorted(self._groups, key=lambda scored: scored.group.group_id)
 
+    @property
+    def step(self) -> int | None:
+        """The step that is taken next: it sees what is dropped now. None: the last one was taken."""
+        with self._condition:
+            return self._step if self._last_step is None or self._step <= self._last_step else None
+
+    def note(self, scored: ScoredGroup) -> int | None:
+        """Remember a group that was scored but will not be handed out; the metrics of the step that is returned see its rewards."""
+        with self._condition:
+            self._noted.append(scored)
+            return self.step
+
     def noted(self) -> list[ScoredGroup]:
-        """The groups noted since the last `take_filtered`; they stay noted."""
+        """The groups noted since the last `take_noted`; they stay noted."""
         with self._condition:
-            return list(self._filtered)
+            return list(self._noted)
 
-    def note_filtered(self, scored: ScoredGroup) -> None:
-        """Remember a group that was scored but will be replaced, so that the metrics of the next step see its rewards."""
+    def take_noted(self) -> list[ScoredGroup]:
+        """The groups noted since the last call. A step was taken: what is noted from now on belongs to the next one."""
         with self._condition:
-            self._filtered.append(scored)
-
-    def take_filtered(self) -> list[ScoredGroup]:
-        """The groups noted since the last call."""
-        with self._condition:
-            noted, self._filtered = self._filtered, []
+            self._step += 1
+            noted, self._noted = self._noted, []
             return noted
 
     def take(self, num_groups: int, *, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
@@ -167,8 +181,7 @@ class SampleBuffer:
                 return sorted(taken, key=lambda group: group.group.group_id)
             for group in taken:  # nothing to learn from in a whole round: take the next one
                 self._note_taken(group, fate="empty")
-                self._on_empty(group)
-                self.note_filtered(group)
+                self._on_drop(group, GroupStatus.FILTERED, self.note(group))
             taken = []
 
     def _pop(self, most: int, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
@@ -221,7 +234,7 @@ class SampleBuffer:
             oldest = group.oldest_version
             if oldest is not None and trainer_version - oldest > self._max_staleness:
                 self._note_taken(group, fate="stale")
-                self._on_stale(group)
+                self._on_drop(group, GroupStatus.STALE, self.note(group))
             else:
                 fresh.append(group)
         return fresh

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from grpo_async.config import ExperimentConfig
+    from grpo_async.findings import Finding
     from grpo_async.records import Prompt
     from grpo_async.rewards import RewardFunction
     from grpo_async.rewards.audit_report import RewardReport, Scores
-    from grpo_async.rewards.findings import Finding
 
 _WIDTH_OF_A_PIPE = 160
 _MOST_NAMED = 4

@@ -39,6 +39,7 @@ JSON_LOGS_HELP = """\
   servers     servers: [{index, url, state, version, running, waiting,
               kv_usage, restarts, ...}], when a state changes
   advice      step, bound_by, text, setting, current, suggested
+  learning    is_learning: true|false|null, key, text, numbers
   note        text
   warning     text
   error       error, exit_code (people get it on stderr, too)

@@ -1,4 +1,4 @@
-"""Asks the advisor now and then, from the metrics that the trainer reports anyway: training loses nothing to it."""
+"""Asks the engine of findings now and then what bounds the run and whether it learns; training loses nothing to it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from grpo_async.findings import Evidence, judge
+from grpo_async.findings.pipeline_figures import PipelineSetup, figures_of
+from grpo_async.findings.speed import advise
 from grpo_async.launch.display import Display, Displays
-from grpo_async.rundir import write_atomically
-from grpo_async.tracking.advisor import PipelineSetup, advise, figures_of
+from grpo_async.rundir import RunDir, write_atomically
 
 _LEAST_STEPS = 5
 
 
 class AdvisedDisplays(Displays):
-    """Every `every_steps` steps all displays are told what bounds the run, by the figures of the steps since the last time.
+    """Every `every_steps` steps all displays are told what bounds the run, by the figures of the steps since the last time, and
+    whether it learns, by the files of the run; the latter after each evaluation, too.
 
     Args:
-        every_steps: 0: never.
-        log: advice.jsonl, one line each: {"step", "bound_by", "text", "setting", "current", "suggested"}.
+        every_steps: 0: only after evaluations.
+        run_dir: gets advice.jsonl, one line each: {"step", "bound_by", "text", "setting", "current", "suggested"}.
         resume_step: lines of later steps, which will run again, are dropped.
     """
 
@@ -30,13 +33,14 @@ class AdvisedDisplays(Displays):
         *,
         setup: PipelineSetup,
         every_steps: int,
-        log: Path,
+        run_dir: RunDir,
         resume_step: int | None = None,
     ) -> None:
         super().__init__(displays)
         self._setup = setup
         self._every_steps = every_steps
-        self._log = log
+        self._run_dir = run_dir
+        self._log = log = run_dir.advice
         self._steps: deque[Mapping[str, float]] = deque(maxlen=max(_LEAST_STEPS, every_steps))
         self._warned = False
         if log.exists():
@@ -48,12 +52,20 @@ class AdvisedDisplays(Displays):
         self._steps.append(dict(metrics))
         if not self._every_steps or step % self._every_steps:
             return
+        self._judge()
         advice = advise(figures_of(list(self._steps)), self._setup)
         if advice is None:
             return
         self.advice(step, advice)
         with self._warning(), self._log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **advice.as_dict()}) + "\n")
+            file.write(json.dumps({"step": step, **advice.as_advice()}) + "\n")
+
+    def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
+        super().evaluation(when, metrics)
+        self._judge()
+
+    def _judge(self) -> None:
+        self.learning(judge(Evidence.read(self._run_dir)))
 
     @contextmanager
     def _warning(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.findings.pipeline_figures import setup_of
 from grpo_async.launch.advising import AdvisedDisplays
 from grpo_async.launch.display import Display
 from grpo_async.launch.node_hub import HubListener, NodeHub
@@ -19,7 +20,6 @@ from grpo_async.launch.status_file import StatusFile
 from grpo_async.launch.summary import print_summary
 from grpo_async.launch.supervisor import Outcome, Supervisor
 from grpo_async.rundir import RunDir
-from grpo_async.tracking.advisor import setup_of
 
 
 def conduct(
@@ -59,7 +59,7 @@ def conduct(
         [display, status],
         setup=setup_of(config, engine=plan.engine.engine, on_gpu=on_gpu, num_gpus=plan.num_gpus),
         every_steps=config.record.advise_every_steps,
-        log=run_dir.advice,
+        run_dir=run_dir,
         resume_step=plan.resume_step,
     )
     outcome = _carry_out(config, plan, displays, make_hub)

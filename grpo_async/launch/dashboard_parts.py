@@ -276,7 +276,7 @@ def _server(server: ServerLine, words: str, *, with_host: bool) -> Text:
 
 
 def run_part(progress: Progress, width: int, now: float) -> Part:
-    """Ledger, push, checkpoint, evaluation, advice, warning, note: in this order, long texts on several lines at the end."""
+    """Ledger, push, checkpoint, evaluation, verdict, advice, warning, note: in this order, long texts on several lines."""
     advice = "" if progress.advice is None else one_line(progress.advice.text)
     warning, note = progress.last_warning, progress.last_note
     texts = [
@@ -294,6 +294,7 @@ def run_part(progress: Progress, width: int, now: float) -> Part:
         ("last push", _push(progress, now)),
         ("checkpoint", _checkpoint(progress, now)),
         ("held out", one_line(evaluations_text(progress) or "") or "no evaluation yet"),
+        ("learning", "not judged yet" if progress.verdict is None else one_line(progress.verdict.text)),
     ]
     wanted = len(fixed) + sum(min(len(lines), most) for _, lines, _, most in folded)
     least = len(fixed) + len(folded) - 1 + (len(folded[0][1]) > 1)  # the note may go

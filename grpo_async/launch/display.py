@@ -16,10 +16,10 @@ from typing import Any, Protocol, Self
 from rich.console import Console
 from rich.text import Text
 
+from grpo_async.findings import Finding, Verdict
 from grpo_async.launch.preflight_report import Check, print_checks
 from grpo_async.launch.progress import Progress, evaluation_line, step_line
 from grpo_async.launch.wording import plain
-from grpo_async.tracking.advisor import Advice
 
 
 class Display(Protocol):
@@ -49,8 +49,11 @@ class Display(Protocol):
     def servers(self, servers: Sequence[Mapping[str, Any]]) -> None:
         """State and load of every server, about every other second; see progress.ServerLine."""
 
-    def advice(self, step: int, advice: Advice) -> None:
+    def advice(self, step: int, advice: Finding) -> None:
         """What bounds the run, and what to change."""
+
+    def learning(self, verdict: Verdict) -> None:
+        """Whether it learns, by all that is known until now."""
 
     def note(self, text: str) -> None:
         """Something worth a line of its own."""
@@ -106,9 +109,13 @@ class ProgressDisplay:
         with self._changing():
             self.progress.set_servers(servers)
 
-    def advice(self, step: int, advice: Advice) -> None:
+    def advice(self, step: int, advice: Finding) -> None:
         with self._changing():
             self.progress.advice, self.progress.advice_step = advice, step
+
+    def learning(self, verdict: Verdict) -> None:
+        with self._changing():
+            self.progress.verdict = verdict
 
     def note(self, text: str) -> None:
         with self._changing():
@@ -147,9 +154,13 @@ class LineDisplay(ProgressDisplay):
     def preflight(self, checks: Sequence[Check]) -> None:
         print_table(self._console, checks)
 
-    def advice(self, step: int, advice: Advice) -> None:
+    def advice(self, step: int, advice: Finding) -> None:
         super().advice(step, advice)
         self._print(f"advice: {advice.text}")
+
+    def learning(self, verdict: Verdict) -> None:
+        super().learning(verdict)
+        self._print(f"learning: {verdict.text}")
 
     def note(self, text: str) -> None:
         super().note(text)
@@ -221,9 +232,13 @@ class Displays:
         for display in self._displays:
             display.servers(servers)
 
-    def advice(self, step: int, advice: Advice) -> None:
+    def advice(self, step: int, advice: Finding) -> None:
         for display in self._displays:
             display.advice(step, advice)
+
+    def learning(self, verdict: Verdict) -> None:
+        for display in self._displays:
+            display.learning(verdict)
 
     def note(self, text: str) -> None:
         for display in self._displays:

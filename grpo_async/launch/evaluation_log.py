@@ -1,6 +1,6 @@
 """evaluations.jsonl: one line per evaluation of a run, and per one that was left out or failed. What is in it is done.
 
-{"step": 20, "due": 20, "when": "step", "metrics": {"reward": 0.5, ...}, "by_group": {"gsm8k": {...}}}
+{"step": 20, "due": 20, "when": "step", "metrics": {"reward": 0.5, ...}, "by_group": {"gsm8k": {...}}, "prompt_rewards": [1.0, ...]}
 {"step": 24, "due": 24, "when": "step", "skipped": "the evaluation of step 20 was still running"}
 """
 
@@ -94,7 +94,8 @@ def _as_dict(record: EvaluationRecord) -> dict[str, Any]:
 def _from_dict(content: Mapping[str, Any]) -> EvaluationRecord:
     result = None
     if "metrics" in content:
-        result = EvaluationResult(metrics=content["metrics"], by_group=content["by_group"])
+        rewards = content.get("prompt_rewards", [])  # an earlier version did not write them
+        result = EvaluationResult(metrics=content["metrics"], by_group=content["by_group"], prompt_rewards=rewards)
     return EvaluationRecord(
         step=content["step"],
         due=content["due"],

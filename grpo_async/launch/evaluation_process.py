@@ -138,7 +138,7 @@ def _run(
             await participants.aclose()
             await client.aclose()
         baseline = {} if side.majority_baseline is None else {"majority_baseline": side.majority_baseline}
-        return {**result.as_dict(), "group_by": section.group_by, **baseline}
+        return {"metrics": result.metrics, "by_group": result.by_group, "group_by": section.group_by, **baseline}
 
     return asyncio.run(run())
 

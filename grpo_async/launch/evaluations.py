@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from grpo_async.config.experiment import ExperimentConfig
@@ -276,6 +276,8 @@ class RunEvaluations:
         self._release(running)
         if result is None:
             return
+        if self._baseline is not None:
+            result = replace(result, metrics={**result.metrics, "majority_baseline": self._baseline})
         self._log.add(EvaluationRecord(step=running.step, due=running.due, when=running.when, result=result))
         self._unreported |= {f"eval/{name}": value for name, value in result.flat().items()}
         self._unreported["eval/step"] = float(running.step)

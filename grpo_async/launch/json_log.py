@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
+from grpo_async.findings import Finding, Verdict
 from grpo_async.launch.display import ProgressDisplay
 from grpo_async.launch.preflight_report import Check
 from grpo_async.launch.progress import Progress
-from grpo_async.tracking.advisor import Advice
 
 EVENTS = (
     "start",
@@ -24,6 +24,7 @@ EVENTS = (
     "server",
     "servers",
     "advice",
+    "learning",
     "note",
     "warning",
     "error",
@@ -86,8 +87,11 @@ class JsonDisplay(ProgressDisplay):
             self._states = states
             self._log.write("servers", servers=[dict(server) for server in servers])
 
-    def advice(self, step: int, advice: Advice) -> None:
-        self._log.write("advice", step=step, **advice.as_dict())
+    def advice(self, step: int, advice: Finding) -> None:
+        self._log.write("advice", step=step, **advice.as_advice())
+
+    def learning(self, verdict: Verdict) -> None:
+        self._log.write("learning", **verdict.as_dict())
 
     def note(self, text: str) -> None:
         self._log.write("note", text=text)

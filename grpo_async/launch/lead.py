@@ -16,6 +16,7 @@ from typing import Any
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
+from grpo_async.findings import Evidence, judge
 from grpo_async.inference.fleet import Server
 from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch.addresses import weights_host
@@ -389,6 +390,7 @@ class _Leader:
             failures=self._fleet.failures,
             meter=meter.summary(),
             evaluation=self._evaluations.summary(),
+            learning=judge(Evidence.read(self._place.rundir)),
             ledger=side.source.ledger_snapshot(),
         )
         write_atomically(self._place.rundir.summary, json.dumps(summary, indent=2))

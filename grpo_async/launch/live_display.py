@@ -72,6 +72,8 @@ class LiveDisplay(ProgressDisplay):
         self._live.stop()
         for message in self.progress.messages:  # the screen that had them is gone
             print_line(self._console, f"warning: {message.text}" if message.is_warning else message.text)
+        if self.progress.verdict is not None:
+            print_line(self._console, f"learning: {self.progress.verdict.text}")
         if self.progress.advice is not None:
             print_line(self._console, f"advice at step {self.progress.advice_step}: {self.progress.advice.text}")
 

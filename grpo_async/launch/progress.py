@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_async.findings import Finding, Verdict
 from grpo_async.launch.curve import Curve
 from grpo_async.launch.wording import one_line, plain
 from grpo_async.rundir import RunDir
-from grpo_async.tracking.advisor import Advice
 
 _AVERAGED_STEPS = 5
 _EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")
@@ -120,8 +120,10 @@ class Progress:
     """What is wrong, by name of the server."""
     servers: list[ServerLine] = field(default_factory=list)
     messages: deque[RunMessage] = field(default_factory=lambda: deque(maxlen=_MOST_MESSAGES))
-    advice: Advice | None = None
+    advice: Finding | None = None
     advice_step: int = 0
+    verdict: Verdict | None = None
+    """Whether it learns, as it was judged last."""
     push: LastPush | None = None
     checkpoints: Checkpoints = Checkpoints()
     curves: dict[str, Curve] = field(default_factory=lambda: {name: Curve() for name in CURVES})

@@ -20,7 +20,7 @@ from grpo_async.launch.checks import reward_problems
 from grpo_async.launch.connections import make_client
 from grpo_async.launch.evaluation_side import EvaluationSide, build_evaluation_side
 from grpo_async.launch.participants import ProducerParts, load_participants, token_counter
-from grpo_async.records import GroupStatus, Prompt, ScoredGroup
+from grpo_async.records import Prompt
 from grpo_async.rewards import load_rewards
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.source import AsyncRolloutSource
@@ -102,18 +102,12 @@ def build_rollout_side(
         if resume is not None and resume.store is not None:
             store.supersede_from(resume.store, step=start)
 
-    def on_stale(scored: ScoredGroup) -> None:
-        worker.settle(scored.group, GroupStatus.STALE, scored=scored)
-        admission.release()
-
-    def on_empty(scored: ScoredGroup) -> None:
-        admission.release()  # settled as filtered when it was scored
-
     buffer = SampleBuffer(
         max_groups=config.max_groups_ahead,
         max_staleness=rollout.max_staleness,
-        on_stale=on_stale,
-        on_empty=on_empty,
+        on_drop=lambda scored, status, step: worker.drop(scored, status, step),
+        next_step=start + 1,
+        last_step=config.training.max_steps,
         timeline=timeline,
     )
     client = make_client(config, fleet)

@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.findings import Verdict
 from grpo_async.inference.server import ServerFailure
 from grpo_async.launch.assignment import Assignment
 
@@ -21,6 +22,7 @@ def run_summary(
     failures: Sequence[ServerFailure],
     meter: Mapping[str, float],
     evaluation: Mapping[str, Any] | None,
+    learning: Verdict,
     ledger: dict[str, dict[str, int]],
 ) -> dict[str, Any]:
     """Of a run that ends after `steps` finished steps.
@@ -28,6 +30,7 @@ def run_summary(
     Args:
         meter: PipelineMeter.summary.
         evaluation: RunEvaluations.summary.
+        learning: whether it did.
         ledger: Ledger.snapshot.
     """
     is_finished = steps == config.training.max_steps
@@ -42,6 +45,7 @@ def run_summary(
             {"server": failure.name, "reason": failure.reason, "recovery_s": failure.recovery_s} for failure in failures
         ],
         **meter,
+        "learning": learning.as_dict(),
         "evaluation": evaluation,
         "ledger": ledger,
         "ledger_closed": is_closed(ledger),

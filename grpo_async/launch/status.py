@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.errors import ConfigError, RunError
+from grpo_async.findings import Evidence, Finding, Severity, Verdict
+from grpo_async.findings import judge as is_it_learning
 from grpo_async.launch.charts import meter
 from grpo_async.launch.progress import (
     LEDGER_STATES,
@@ -29,7 +31,6 @@ from grpo_async.launch.status_file import VERSION
 from grpo_async.launch.wording import one_line
 from grpo_async.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, judge
 from grpo_async.rundir import RunDir
-from grpo_async.tracking.advisor import Advice
 
 EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, KILLED: 4, SILENT: 4}
 """Of `grpo-async status`; 2 is a run that does not exist."""
@@ -68,13 +69,22 @@ class RunStatus:
     means: Mapping[str, Any] = field(default_factory=dict)
     """summary.json of a run that came to its end: figures of the whole attempt. Empty where there is none."""
 
+    run_dir: RunDir | None = None
+    """None: status.json is all there is."""
+
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.state]
 
+    def learning(self) -> Mapping[str, Any]:
+        """Whether it learns (the fields of `Verdict`), by the run's files as they are now; empty where there are none."""
+        if self.run_dir is None:
+            return self.content.get("learning") or {}
+        return is_it_learning(Evidence.read(self.run_dir)).as_dict()
+
     def as_json(self) -> dict[str, Any]:
-        """The file's content, with `state` as it is and `why`."""
-        return {**self.content, "state": self.state, "why": self.why or None}
+        """The file's content, with `state` as it is, `why`, and `learning` as of now."""
+        return {**self.content, "state": self.state, "why": self.why or None, "learning": self.learning() or None}
 
 
 def newest_run(runs: Path) -> RunDir:
@@ -112,7 +122,7 @@ def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
     means = (
         _summary(run_dir) if found.state in (FINISHED, STOPPED) else {}
     )  # after a failure it is of an earlier attempt
-    return RunStatus(state=found.state, content=content, why=found.why, means=means)
+    return RunStatus(state=found.state, content=content, why=found.why, means=means, run_dir=run_dir)
 
 
 def _summary(run_dir: RunDir) -> Mapping[str, Any]:
@@ -170,6 +180,7 @@ def _rows(status: RunStatus, content: Mapping[str, Any], now: float) -> list[tup
         *((f"server {server.index}", _server(server)) for server in progress.servers if is_running),
         ("checkpoint", "none" if saved.step is None else f"step {saved.step}"),
         ("held out", evaluations_text(progress) or ""),
+        ("learning", _text_of(status.learning())),
         ("advice", _text_of(content.get("advice"))),
         ("warning", _text_of(content.get("last_warning"))),
         ("launcher", f"pid {content.get('pid')} on {content.get('host')}, {_last_word(status, now)}"),
@@ -193,7 +204,10 @@ def progress_of(content: Mapping[str, Any], *, now: float | None = None) -> Prog
     progress.checkpoints = Checkpoints(**(content.get("checkpoint") or {}))
     if advice := content.get("advice"):
         progress.advice_step = int(advice.get("step", 0))
-        progress.advice = Advice(**{name: value for name, value in advice.items() if name != "step"})
+        changed = {name: advice.get(name) for name in ("text", "setting", "current", "suggested")}
+        progress.advice = Finding(key=advice["bound_by"], severity=Severity.NOTE, what="", **changed)
+    if learning := content.get("learning"):
+        progress.verdict = Verdict(**learning)
     if warning := content.get("last_warning"):
         message = RunMessage(at=float(warning["at"]), text=one_line(str(warning["text"])), is_warning=True)
         progress.messages.append(message)

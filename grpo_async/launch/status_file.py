@@ -56,6 +56,7 @@ FIELDS: Mapping[str, str] = {
     "checkpoint": "step and at of the newest on disk, and the step that is being written",
     "evaluations": "metrics of each, by when: before, step N, after",
     "advice": "what bounds the run: bound_by, text, setting, current, suggested, step; or null",
+    "learning": "is_learning, key, text and numbers, as of the newest advice or evaluation; or null",
     "last_warning": "at, text; or null",
 }
 """What stands in status.json."""
@@ -152,7 +153,8 @@ class StatusFile(ProgressDisplay):
                 "last_push": None if progress.push is None else asdict(progress.push),
                 "checkpoint": asdict(progress.checkpoints),
                 "evaluations": {when: dict(metrics) for when, metrics in progress.evaluations.items()},
-                "advice": None if advice is None else {**advice.as_dict(), "step": progress.advice_step},
+                "advice": None if advice is None else {**advice.as_advice(), "step": progress.advice_step},
+                "learning": None if progress.verdict is None else progress.verdict.as_dict(),
                 "last_warning": None if warning is None else {"at": warning.at, "text": warning.text},
             }
 

@@ -33,6 +33,9 @@ def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *
 def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]]:
     took = duration(_number(summary, "wall_s") or 0.0)
     yield "run", f"{summary.get('status', '?')} after {summary.get('steps', '?')} steps in {took}"
+    learning = summary.get("learning")
+    if isinstance(learning, Mapping) and learning.get("text"):
+        yield "learning", plain(str(learning["text"]))
     first, last = _number(summary, "reward_first"), _number(summary, "reward_last")
     if first is not None and last is not None:
         yield "reward", f"{first:.3f} -> {last:.3f} (mean of the first and last 3 steps, {last - first:+.3f})"

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_async.config.interaction_sections import RewardSection
+from grpo_async.findings import Finding, Severity
 from grpo_async.records import Prompt
 from grpo_async.rewards.audit import cases_of
 from grpo_async.rewards.audit_process import observe_in_process
-from grpo_async.rewards.findings import Finding, Observations, Severity, Subject, find, gold_scores
+from grpo_async.rewards.findings import Observations, Subject, find, gold_scores
 from grpo_async.rewards.function import RewardFunction
 from grpo_async.rewards.fuzz import CaseKind, find_gold_column
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeVar
 
+from grpo_async.findings import Finding, Severity
+from grpo_async.findings.finding import worst_first
 from grpo_async.rewards.fuzz import Case, CaseKind
 
 PAID = 0.1  # share of gold's range from which a worthless input counts as paid
@@ -25,23 +26,6 @@ _SAME = 1e-3  # of the function's range: smaller differences are rounding (batch
 _BLOCKED_S = 0.25
 
 T = TypeVar("T")
-
-
-class Severity(StrEnum):
-    ERROR = "error"  # training on this goes wrong
-    WARNING = "warning"  # probably not what was meant
-    NOTE = "note"  # good to know
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing to know; `what` happened and what to `do` are sentences."""
-
-    severity: Severity
-    what: str
-    do: str
-    inputs: Sequence[str] = ()
-    rows: Sequence[int] = ()  # 0-based
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +66,7 @@ class Subject:
 def find(seen: Observations, subject: Subject) -> list[Finding]:
     """Everything worth saying, the worst first."""
     table = _Table(seen.singles)
-    found = [*_failures(seen), *_values(table, subject), *_stability(seen), *_times(seen.singles, subject)]
-    return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
+    return worst_first([*_failures(seen), *_values(table, subject), *_stability(seen), *_times(seen.singles, subject)])
 
 
 class _Table:
@@ -141,22 +124,22 @@ def _failures(seen: Observations) -> Iterable[Finding]:
         inputs, rows = _where(group)
         if timed_out:
             do = "Make it faster for such inputs or cut them; in training every group that holds one fails."
-            yield Finding(severity=Severity.ERROR, what=f"It {error}.", do=do, inputs=inputs, rows=rows)
+            yield Finding(key="fails", severity=Severity.ERROR, what=f"It {error}.", do=do, inputs=inputs, rows=rows)
         elif is_rare:
             do = "Our rollouts do not give this, but a rollout function of your own may; return 0.0 or None for it."
-            yield Finding(severity=Severity.WARNING, what=f"It {error}.", do=do, inputs=inputs, rows=rows)
+            yield Finding(key="fails", severity=Severity.WARNING, what=f"It {error}.", do=do, inputs=inputs, rows=rows)
         else:
             do = (
                 "Catch what can go wrong with a model's text and return 0.0, or None where the function does not apply."
             )
-            yield Finding(severity=Severity.ERROR, what=f"It {error}.", do=do, inputs=inputs, rows=rows)
+            yield Finding(key="fails", severity=Severity.ERROR, what=f"It {error}.", do=do, inputs=inputs, rows=rows)
     for error, group_rows in _grouped((error, row) for row, error in seen.batch_errors).items():
         what = f"Inputs that are fine one by one fail in one call: it {error}."
         do = "A group is scored in one call; look for code that takes the number of completions for granted."
-        yield Finding(severity=Severity.ERROR, what=what, do=do, rows=_distinct(group_rows))
+        yield Finding(key="fails", severity=Severity.ERROR, what=what, do=do, rows=_distinct(group_rows))
     if seen.stopped is not None:
         do = "The inputs after that were not tried."
-        yield Finding(severity=Severity.ERROR, what=f"{seen.stopped}.", do=do)
+        yield Finding(key="fails", severity=Severity.ERROR, what=f"{seen.stopped}.", do=do)
 
 
 def _values(table: _Table, subject: Subject) -> Iterable[Finding]:
@@ -166,12 +149,14 @@ def _values(table: _Table, subject: Subject) -> Iterable[Finding]:
     if all(value is None for value in values):
         what = f"It returned None (not applicable) for all {len(values)} inputs."
         do = "Check the column that says which rows it applies to; as it is, it never takes part in the reward."
-        yield Finding(severity=Severity.WARNING, what=what, do=do)
+        yield Finding(key="values", severity=Severity.WARNING, what=what, do=do)
         return
     if table.range == 0.0:
         do = "Without a difference there is no advantage and nothing to learn; leave it out, or mend it."
         severity = Severity.ERROR if subject.asks_for_gold and table.is_blind() else Severity.WARNING
-        yield Finding(severity=severity, what=f"It gives every input the same score ({_number(values)}).", do=do)
+        yield Finding(
+            key="values", severity=severity, what=f"It gives every input the same score ({_number(values)}).", do=do
+        )
         return
     if not table.has_gold:
         return
@@ -179,15 +164,15 @@ def _values(table: _Table, subject: Subject) -> Iterable[Finding]:
     if unscored:
         what = "It returned None for the right answer, in every form."
         do = "If it should apply to these rows, check their gold answers: it cannot read them."
-        yield Finding(severity=Severity.WARNING, what=what, do=do, rows=unscored)
+        yield Finding(key="values", severity=Severity.WARNING, what=what, do=do, rows=unscored)
     if table.is_blind():
         what = "It does not tell gold from garbage: another answer of the same shape gets the same score."
         if subject.asks_for_gold:
             do = "It asks for the gold column, so it should look at it; check what it compares."
-            yield Finding(severity=Severity.ERROR, what=what, do=do)
+            yield Finding(key="values", severity=Severity.ERROR, what=what, do=do)
         else:
             do = "Right for a format or length reward; give it a small weight beside one that judges the answer."
-            yield Finding(severity=Severity.NOTE, what=what, do=do)
+            yield Finding(key="values", severity=Severity.NOTE, what=what, do=do)
         return
     yield from _gold_too_low(table)
     yield from _paid(table)
@@ -208,7 +193,14 @@ def _gold_too_low(table: _Table) -> Iterable[Finding]:
         what = f"Gold is below the maximum: on row {row} gold got {judged[row]:g}, `{name}` got {best:g}."
         do = "The policy will learn what pays most; make the right answer the best one."
         names = _distinct(entry[1] for entry in beaten)
-        yield Finding(severity=Severity.ERROR, what=what, do=do, inputs=names, rows=_distinct(e[0] for e in beaten))
+        yield Finding(
+            key="gold-too-low",
+            severity=Severity.ERROR,
+            what=what,
+            do=do,
+            inputs=names,
+            rows=_distinct(e[0] for e in beaten),
+        )
     top = max(judged.values(), default=0.0)
     low = [row for row, gold in judged.items() if top - gold > margin]
     lost = [row for row in low if judged[row] - table.floor(row) <= _SAME * table.range]
@@ -217,12 +209,12 @@ def _gold_too_low(table: _Table) -> Iterable[Finding]:
             f"The right answer gets no more than garbage ({judged[lost[0]]:g}), where other rows' gets up to {top:g}."
         )
         do = "Look at the gold answers of these rows: they may be wrong, or in a form that the function cannot read."
-        yield Finding(severity=Severity.ERROR, what=what, do=do, rows=lost)
+        yield Finding(key="gold-too-low", severity=Severity.ERROR, what=what, do=do, rows=lost)
     rest = [row for row in low if row not in lost]
     if rest:
         what = f"The right answer gets less than on other rows ({judged[rest[0]]:g} and up to {top:g})."
         do = "Fine if rows are meant to weigh differently; else look at their gold answers."
-        yield Finding(severity=Severity.WARNING, what=what, do=do, rows=rest)
+        yield Finding(key="gold-too-low", severity=Severity.WARNING, what=what, do=do, rows=rest)
 
 
 def _paid(table: _Table) -> Iterable[Finding]:
@@ -256,7 +248,7 @@ def _paid(table: _Table) -> Iterable[Finding]:
             do = "A policy finds this out quickly; make the function ask for the answer itself."
         what = f"It pays {_NAMES[paid_kind]}: on row {row} `{case.name}` got {value:g}, {how}."
         inputs = _distinct(entry[2].name for entry in entries_paid)
-        yield Finding(severity=severity, what=what, do=do, inputs=inputs, rows=rows)
+        yield Finding(key="pays", severity=severity, what=what, do=do, inputs=inputs, rows=rows)
 
 
 _NAMES = {
@@ -274,12 +266,12 @@ def _stability(seen: Observations) -> Iterable[Finding]:
         do = (
             "Noise in the reward is noise in the advantage; fix its seed or temperature, or average several judgements."
         )
-        yield Finding(severity=Severity.WARNING, what=what, do=do, inputs=inputs, rows=rows)
+        yield Finding(key="unstable", severity=Severity.WARNING, what=what, do=do, inputs=inputs, rows=rows)
     if seen.leaking:
         rows, inputs = _distinct(row for row, _ in seen.leaking), _distinct(name for _, name in seen.leaking)
         what = "The score of a completion depends on the other completions of the call."
         do = "Fine if it ranks within a group on purpose; else look for state or for a mix-up of their order."
-        yield Finding(severity=Severity.WARNING, what=what, do=do, inputs=inputs, rows=rows)
+        yield Finding(key="unstable", severity=Severity.WARNING, what=what, do=do, inputs=inputs, rows=rows)
 
 
 def _times(singles: Sequence[Observation], subject: Subject) -> Iterable[Finding]:
@@ -294,14 +286,14 @@ def _times(singles: Sequence[Observation], subject: Subject) -> Iterable[Finding
         do = "A group is scored in one call, so its completions share timeout_s; raise it, or make the function faster."
         if subject.place == "thread" and max(one.cpu_s for one in slow) > 0.5 * subject.slow_s:
             do += " It computes, which holds up the trainer's interpreter: set `run_in: process`."
-        yield Finding(severity=Severity.WARNING, what=what + ".", do=do, inputs=inputs, rows=rows)
+        yield Finding(key="slow", severity=Severity.WARNING, what=what + ".", do=do, inputs=inputs, rows=rows)
     blocking = [one for one in in_time if one.blocked_s > _BLOCKED_S] if subject.place == "event loop" else []
     if blocking:
         worst = max(blocking, key=lambda one: one.blocked_s)
         inputs, rows = _where(blocking)
         what = f"It blocks the event loop for {worst.blocked_s:.1f} s: while it does, no rollout goes on."
         do = "Await its I/O (an async HTTP client), or make it a plain `def`, which runs in a thread."
-        yield Finding(severity=Severity.WARNING, what=what, do=do, inputs=inputs, rows=rows)
+        yield Finding(key="slow", severity=Severity.WARNING, what=what, do=do, inputs=inputs, rows=rows)
 
 
 def _where(group: Sequence[Observation]) -> tuple[list[str], list[int]]:

@@ -131,7 +131,7 @@ class Evaluator:
             words = f"{request.name}: {error or type(error).__name__}"
             self._keep(task, group, GroupStatus.FAILED, None)
             return _Made([Outcome(failed=True)] * self._samples, [words] * self._samples)
-        self._keep(task, group, GroupStatus.FILTERED, scored)
+        self._keep(task, group, GroupStatus.EVALUATED, scored)
         failed = [c for c in group.completions if c.status is RolloutStatus.FAILED]
         return _Made(outcomes, [f"{completion.rollout_id}: {completion.error}" for completion in failed])
 

@@ -48,10 +48,13 @@ class PromptOutcomes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """`metrics` are over all prompts; `by_group` has those of each value of `evaluation.group_by`, empty without it."""
+    """`metrics` are over all prompts; `by_group` has those of each value of `evaluation.group_by`, empty without it.
+    `prompt_rewards`: the mean reward of each prompt, in the order of the data, None where none of its completions has one: two
+    evaluations of the same prompts are compared by them."""
 
     metrics: dict[str, float]
     by_group: dict[str, dict[str, float]] = field(default_factory=dict)
+    prompt_rewards: list[float | None] = field(default_factory=list)
 
     def flat(self) -> dict[str, float]:
         """{"reward": 0.5} and {"gsm8k": {"reward": 0.25}} -> {"reward": 0.5, "reward/gsm8k": 0.25}."""
@@ -59,7 +62,7 @@ class EvaluationResult:
         return {**self.metrics, **parts}
 
     def as_dict(self) -> dict[str, Any]:
-        return {"metrics": self.metrics, "by_group": self.by_group}
+        return {"metrics": self.metrics, "by_group": self.by_group, "prompt_rewards": self.prompt_rewards}
 
 
 def evaluation_result(
@@ -83,7 +86,8 @@ def evaluation_result(
         group: prompt_metrics([p for p in prompts if p.group == group], samples=samples, pass_reward=pass_reward)
         for group in groups
     }
-    return EvaluationResult(metrics=metrics, by_group=by_group)
+    means = [fmean(reward for _, reward in prompt.scored) if prompt.scored else None for prompt in prompts]
+    return EvaluationResult(metrics=metrics, by_group=by_group, prompt_rewards=means)
 
 
 def prompt_metrics(prompts: Sequence[PromptOutcomes], *, samples: int, pass_reward: float) -> dict[str, float]:

@@ -16,7 +16,8 @@ _PERCENTS = (10, 50, 90)
 
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards, lengths and truncation over all groups of a step, trained or filtered.
+    """Rewards, lengths and truncation over all scored groups of a step: trained, filtered or stale. They are those that the
+    rollout store has with this step, so the figures of both agree.
 
     reward and reward_std are over all of its rewards, frac_reward_zero_std is the share of its groups whose rewards are equal,
     whatever they are compared with.

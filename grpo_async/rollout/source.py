@@ -74,7 +74,7 @@ class AsyncRolloutSource:
         self._attention = threading.Event()
         self._closing = closing
         self._closing_on_loop = (*closing_on_loop, client.aclose)
-        self._resampled: list[ScoredGroup] = []
+        self._noted: list[ScoredGroup] = []
         self._stopping = False
         self._is_closed = False
         self._usual_switch_interval_s = sys.getswitchinterval()
@@ -127,7 +127,7 @@ class AsyncRolloutSource:
             groups = self._buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
         except BufferInterrupted:
             return None
-        self._resampled = self._buffer.take_filtered()
+        self._noted = self._buffer.take_noted()
         return self._advantages.over_step(groups)
 
     def describe(self) -> str:
@@ -169,8 +169,8 @@ class AsyncRolloutSource:
             self._worker.settle(group.group, status, scored=group, step=step, figures=mine)
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Rewards and lengths over the groups taken and those filtered since the step before: the prompts as they came."""
-        return group_metrics([*groups, *self._resampled])
+        """Rewards and lengths over the groups taken and those filtered or stale since the step before: the prompts as they came."""
+        return group_metrics([*groups, *self._noted])
 
     def advance(self, version: int) -> None:
         self._thread.post(lambda: self._worker.on_version(version))
@@ -244,8 +244,7 @@ class AsyncRolloutSource:
         """Cancel what is in flight and account for what is queued; the client stays usable (for a last evaluation)."""
         self._thread.cancel_all(timeout_s=self._config.rollout.shutdown_timeout_s)
         for group in self._buffer.drain():
-            if group.samples:
-                self._worker.settle(group.group, GroupStatus.CANCELLED, scored=group)
+            self._worker.settle(group.group, GroupStatus.CANCELLED, scored=group)
 
     def close(self) -> None:
         """End the thread, whatever it does, in bounded time. Safe to call twice."""

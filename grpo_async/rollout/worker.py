@@ -117,15 +117,14 @@ class RolloutWorker:
             if (oldest := queued.scored.oldest_version) is None or version - oldest <= self._settings.max_staleness
         ]
         for queued in kept:
-            if queued.is_open:
-                group_id = queued.scored.group.group_id
-                self._ledger.start(group_id)
-                self._ledger.generated(group_id, queued.tokens)
-                self._ledger.queue(group_id)
+            group_id = queued.scored.group.group_id
+            self._ledger.start(group_id)
+            self._ledger.generated(group_id, queued.tokens)
+            self._ledger.queue(group_id)
         self._admission.occupy(len(kept))
         self._buffer.restore([queued.scored for queued in kept])
         for noted in resume.noted:
-            self._buffer.note_filtered(noted)
+            self._buffer.note(noted)
         return {queued.scored.group.prompt.prompt_id for queued in kept}
 
     @property
@@ -285,20 +284,21 @@ class RolloutWorker:
 
     async def _hand_over(self, scored: ScoredGroup) -> None:
         group_id = scored.group.group_id
-        if scored.samples:
+        if scored.samples or self._settings.zero_variance != "resample":  # without samples, it is filtered by its step
             self._ledger.queue(group_id)
             await self._buffer.put(scored)
-        elif self._settings.zero_variance == "resample":
-            self._buffer.note_filtered(scored)
-            self.settle(scored.group, GroupStatus.FILTERED, scored=scored)
-            self._admission.release()
-        else:  # keeps its place until its step is taken
-            self.settle(scored.group, GroupStatus.FILTERED, scored=scored)
-            await self._buffer.put(scored)
+        else:
+            self.drop(scored, GroupStatus.FILTERED, self._buffer.note(scored))
+
+    def drop(self, scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
+        """Settle a scored group that is not trained, and give its place back. `step`: the one whose metrics see its rewards."""
+        self.settle(scored.group, status, scored=scored, step=step)
+        self._admission.release()
 
     def _settle_dropped(self, group: RolloutGroup, status: GroupStatus) -> None:
-        """A group that no step will consume gives its place back at once."""
-        self.settle(group, status)
+        """A group that was not scored gives its place back at once."""
+        step = self._buffer.step if status in (GroupStatus.FILTERED, GroupStatus.STALE) else None
+        self.settle(group, status, step=step)
         self._admission.release()
 
     def stores(self, group_id: int) -> bool:
@@ -318,7 +318,7 @@ class RolloutWorker:
 
         Args:
             scored: the group's rewards, if it got that far.
-            step: the optimizer step that consumed it.
+            step: the optimizer step that used or dropped it; None where no step saw it.
             figures: of its trained tokens, by rollout id, where they are stored.
         """
         self._ledger.settle(group.group_id, status)
@@ -346,9 +346,7 @@ class RolloutWorker:
             outstanding=self.outstanding_prompts(),
             ledger=totals_for_resume(self._ledger.snapshot()),
             queued=[
-                QueuedGroup(
-                    scored=scored, tokens=self._ledger.tokens_of(group_id), is_open=self._ledger.is_open(group_id)
-                )
+                QueuedGroup(scored=scored, tokens=self._ledger.tokens_of(group_id))
                 for group_id, scored in sorted(queued.items())
             ],
             in_progress=[group for group in in_progress if group.begun],

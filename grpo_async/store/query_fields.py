@@ -54,7 +54,7 @@ class Word:
 
 
 ROLLOUT_STATUSES = ("finished", "truncated", "failed")
-GROUP_STATUSES = ("trained", "filtered", "stale", "failed", "cancelled")
+GROUP_STATUSES = ("trained", "filtered", "stale", "failed", "cancelled", "evaluated")
 
 
 def _number(name: str, sql: str, text: str, *aliases: str, example: str = "") -> Field:
@@ -72,7 +72,12 @@ _ROLLOUT = (
         dynamic=True,
     ),
     _number("advantage", "r.advantage", "advantage", example="advantage>1"),
-    _number("step", "r.step", "optimizer step that used or dropped it; `last` is the newest", example="step=10..20"),
+    _number(
+        "step",
+        "r.step",
+        "optimizer step that used, filtered or dropped it; `last` is the newest that is done",
+        example="step=10..20",
+    ),
     _number("length", "r.num_tokens", "tokens that the policy sampled", "num_tokens", "tokens", example="length>1k"),
     _number("completion_length", "r.num_completion_tokens", "with tool results", "num_completion_tokens"),
     _number("prompt_length", "r.num_prompt_tokens", "tokens of the prompt", "num_prompt_tokens"),

@@ -26,6 +26,9 @@ from grpo_async.store.query_syntax import (
     Value,
 )
 
+LAST_STEP = """(SELECT coalesce(max(step) FILTER (status IN ('trained', 'failed')), max(step)) FROM groups WHERE NOT superseded)"""
+"""The newest step that is done: of the one after it groups may be filtered or stale already. Where none was trained, the newest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sql:
@@ -108,7 +111,7 @@ def _one(comparison: Comparison, operator: str, value: Value) -> Sql:
     if isinstance(value, Range):
         return _between(left, value)
     if value == LAST and kind is Kind.NUMBER:
-        return left + f" {operator} (SELECT max(step) FROM groups WHERE NOT superseded)"
+        return left + f" {operator} {LAST_STEP}"
     return left + Sql(f" {operator} ?", (value,))
 
 

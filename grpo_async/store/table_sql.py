@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_async.store.query import QueryError
 from grpo_async.store.query_fields import FIELDS, Field, Kind, Place, find_field
-from grpo_async.store.query_sql import Sql, field_sql
+from grpo_async.store.query_sql import LAST_STEP, Sql, field_sql
 from grpo_async.store.query_syntax import Comparison
 from grpo_async.store.summaries import PREVIEW_CHARACTERS, GroupSummary, RolloutSummary, StepSummary
 
@@ -82,11 +82,12 @@ def group_page_sql(where: Sql, sort: str, offset: int, limit: int) -> Sql:
 
 
 def step_sql(where: Sql) -> Sql:
+    """Of the steps that are done: what was filtered or dropped for the next one alone would tell a false mean."""
     values = ", ".join(f"{expression} AS {name}" for name, expression in _STEP.items())
     return (
         Sql(f"SELECT r.step AS step, {values} FROM {JOINED} WHERE ")
         + where
-        + " GROUP BY r.step ORDER BY r.step ASC NULLS LAST"
+        + f" AND (r.step IS NULL OR r.step <= {LAST_STEP}) GROUP BY r.step ORDER BY r.step ASC NULLS LAST"
     )
 
 

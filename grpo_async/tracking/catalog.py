@@ -101,7 +101,7 @@ _MIN, _MAX, _SUM, _LAST, _MEAN = Reduction.MIN, Reduction.MAX, Reduction.SUM, Re
 CATALOG: tuple[MetricInfo, ...] = (
     _metric("step", "finished optimizer steps", reduction=_LAST),
     # rewards
-    _metric("reward", "mean reward of the step's completions, filtered groups among them", better=_HIGHER),
+    _metric("reward", "mean reward of all scored completions of the step: of trained, filtered and stale groups", better=_HIGHER),
     _metric("reward_std", "standard deviation of these rewards"),
     _metric("reward_min", "lowest reward of the step", reduction=_MIN),
     _metric("reward_max", "highest reward of the step", reduction=_MAX),
@@ -207,6 +207,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("eval/reward", "mean reward on held-out prompts", reduction=_LAST, better=_HIGHER),
     _metric("eval/reward_std", "standard deviation of these rewards", reduction=_LAST),
     _metric("eval/reward_stderr", "standard error of the mean over prompts", reduction=_LAST),
+    _metric("eval/majority_baseline", "share of the most frequent answer (evaluation.baseline_column)", "share", _LAST),
     _metric("eval/rewards/{name}", "mean of the reward `{name}` on held-out prompts", reduction=_LAST, better=_HIGHER),
     _metric("eval/pass@{k}", "chance that one of {k} samples passes", "share", _LAST, _HIGHER),
     _metric("eval/mean@{k}", "share of passing samples among {k}", "share", _LAST, _HIGHER),

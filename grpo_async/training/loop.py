@@ -181,6 +181,7 @@ class LeaderLoop:
                 result, figures = self._train(minibatches, step)
             self._version = step
             with self._span("settle", step=step):
+                self._source.settle([group for group in groups if not group.samples], GroupStatus.FILTERED, step=step)
                 trained = self._settle(minibatches, result, figures, step)
             is_due = step % config.training.weight_sync_steps == 0 or step == config.training.max_steps
             if (is_due or self._push_is_held) and self._evaluations.holds_push:

@@ -10,6 +10,7 @@ STATUS_STYLES: dict[str, str] = {
     GroupStatus.STALE: "magenta",
     GroupStatus.FAILED: "red",
     GroupStatus.CANCELLED: "dim",
+    GroupStatus.EVALUATED: "cyan",
     RolloutStatus.FINISHED: "green",
     RolloutStatus.TRUNCATED: "yellow",
 }

@@ -14,7 +14,7 @@ import pytest
 
 from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
 from grpo_async.errors import RunError
-from grpo_async.records import ScoredGroup
+from grpo_async.records import GroupStatus, ScoredGroup
 from tests.support.records import make_scored
 
 PACKAGE = Path(__file__).parents[2] / "grpo_async"
@@ -49,11 +49,11 @@ def test_the_search_finds_every_form_of_sleep() -> None:
     assert list(_sleeps(source)) == ["1", "2"]
 
 
-def _ignore(scored: ScoredGroup) -> None: ...
+def _ignore(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None: ...
 
 
 def _buffer() -> SampleBuffer:
-    return SampleBuffer(max_groups=1, max_staleness=1, on_stale=_ignore, on_empty=_ignore)
+    return SampleBuffer(max_groups=1, max_staleness=1, on_drop=_ignore)
 
 
 def test_a_waiting_take_is_woken_by_the_put_not_by_its_next_look() -> None:

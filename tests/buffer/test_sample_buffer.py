@@ -15,13 +15,12 @@ from tests.support.records import make_scored
 
 class _Fixture:
     def __init__(self, *, max_groups: int = 100, max_staleness: int = 1) -> None:
-        self.stale: list[int] = []
-        self.empty: list[int] = []
+        self.dropped: list[tuple[int, str, int | None]] = []  # group id, status, step
         self.buffer = SampleBuffer(
             max_groups=max_groups,
             max_staleness=max_staleness,
-            on_stale=lambda scored: self.stale.append(scored.group.group_id),
-            on_empty=lambda scored: self.empty.append(scored.group.group_id),
+            on_drop=lambda scored, status, step: self.dropped.append((scored.group.group_id, status, step)),
+            last_step=3,
         )
 
     def put(self, *groups: ScoredGroup) -> None:
@@ -49,22 +48,22 @@ def test_take_skips_a_stale_group_and_counts_it() -> None:
     fixture = _Fixture()
     fixture.put(make_scored(0, version=3), make_scored(1, version=4), make_scored(2, version=5))
     assert fixture.take(2, version=5) == [1, 2]
-    assert fixture.stale == [0]
+    assert fixture.dropped == [(0, "stale", 1)]
 
 
 def test_filtered_groups_keep_their_place_in_the_step() -> None:
     fixture = _Fixture()
     fixture.put(make_scored(0), make_scored(1, has_samples=False))
     assert fixture.take(2) == [0, 1]
-    assert fixture.empty == []
+    assert fixture.dropped == []
 
 
 def test_a_round_without_any_samples_is_given_back_and_the_next_one_taken() -> None:
     fixture = _Fixture()
     fixture.put(make_scored(0, has_samples=False), make_scored(1, has_samples=False), make_scored(2), make_scored(3))
     assert fixture.take(2) == [2, 3]
-    assert fixture.empty == [0, 1]
-    assert [scored.group.group_id for scored in fixture.buffer.take_filtered()] == [0, 1]
+    assert fixture.dropped == [(0, "filtered", 1), (1, "filtered", 1)]
+    assert [scored.group.group_id for scored in fixture.buffer.take_noted()] == [0, 1]
 
 
 def test_what_was_taken_before_a_failure_is_queued_again_for_the_checkpoint_that_is_written_then() -> None:
@@ -80,11 +79,21 @@ def test_groups_of_a_checkpoint_are_handed_out_like_others() -> None:
     fixture = _Fixture()
     fixture.put(make_scored(2))
     fixture.buffer.restore([make_scored(1), make_scored(0, has_samples=False)])
-    fixture.buffer.note_filtered(make_scored(9))
+    fixture.buffer.note(make_scored(9))
     assert [scored.group.group_id for scored in fixture.buffer.noted()] == [9]
     assert fixture.take(3) == [0, 1, 2]
-    assert [scored.group.group_id for scored in fixture.buffer.take_filtered()] == [9]
+    assert [scored.group.group_id for scored in fixture.buffer.take_noted()] == [9]
     assert fixture.buffer.noted() == []
+
+
+def test_what_is_dropped_belongs_to_the_step_that_sees_it_and_after_the_last_to_none() -> None:
+    fixture = _Fixture()
+    seen = []
+    for _ in range(4):
+        step = fixture.buffer.note(make_scored(9))
+        assert step == fixture.buffer.step
+        seen.append((step, len(fixture.buffer.take_noted())))
+    assert seen == [(1, 1), (2, 1), (3, 1), (None, 1)]
 
 
 def test_take_without_progress_names_the_wait_and_the_setting() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from rich.text import Text
 
+from grpo_async.findings import Finding, Severity
 from grpo_async.launch.charts import bar, chart, meter, short
 from grpo_async.launch.curve import Curve
 from grpo_async.launch.dashboard import dashboard
 from grpo_async.launch.progress import Checkpoints, LastPush, Progress
-from grpo_async.tracking.advisor import Advice
 
 NOW = 2_000_000_000.0
 METRICS = {
@@ -66,7 +66,7 @@ def _progress(num_servers: int = 2) -> Progress:
     progress.checkpoints = Checkpoints(step=10, at=NOW - 75, writing=20)
     progress.evaluations = {"before": {"reward": 0.3}, "step 10": {"reward": 0.456}}
     text = "trainer idle 41%, server KV 38%: raise rollout.max_in_flight 64 -> 96, or move one GPU to a server"
-    progress.advice = Advice(bound_by="generation", text=text)
+    progress.advice = Finding(key="generation", severity=Severity.NOTE, what="", text=text)
     progress.add_message("the inference server 1 was killed by SIGKILL; restart 1 of 3 in 1 s", is_warning=True)
     progress.add_message("node 1 is here")
     for message in list(progress.messages):
@@ -161,7 +161,7 @@ def test_hostile_text_stays_inside_the_frame() -> None:
     progress.set_servers([_server(0, state="down", url=bad, words=bad)])
     progress.add_message(bad, is_warning=True)
     progress.evaluations = {bad: {"reward": 1.0}}
-    progress.advice = Advice(bound_by="x", text=bad)
+    progress.advice = Finding(key="x", severity=Severity.NOTE, what="", text=bad)
     for width, height in SIZES:
         lines = _lines(progress, width, height)
         assert {line.cell_len for line in lines} == {width}

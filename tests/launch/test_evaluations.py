@@ -108,7 +108,7 @@ def test_before_training_all_slots_are_used_and_the_first_step_reports_the_resul
     world = _World(tmp_path)
     world.evaluations.before_training(WAITING)
     assert world.source.begun == [(0, 40)]
-    assert world.heard == [("before", {"reward": 0.5, "mixed": 0.0, "reward/a": 1.0})]
+    assert world.heard == [("before", {"reward": 0.5, "mixed": 0.0, "majority_baseline": 0.1, "reward/a": 1.0})]
     assert world.noted == []  # there is no checkpoint of step 0 to keep
     assert world.after(1) == {"eval/reward": 0.5, "eval/mixed": 0.0, "eval/reward/a": 1.0, "eval/step": 0.0}
     assert world.after(2) == {}
@@ -127,7 +127,7 @@ def test_an_evaluation_is_begun_with_a_quarter_of_the_slots_and_reported_by_the_
     metrics = world.after(4)
     assert (metrics["eval/reward"], metrics["eval/step"]) == (0.25, 2.0)
     assert world.heard[0][0] == "step 2"
-    assert world.noted == [(2, {"reward": 0.25, "mixed": 0.0})]
+    assert world.noted == [(2, {"reward": 0.25, "mixed": 0.0, "majority_baseline": 0.1})]
     assert world.source.begun == [(2, 10), (4, 10)]  # the next one, in the same breath
 
 
@@ -193,7 +193,7 @@ def test_after_the_last_step_the_running_one_is_waited_for_and_the_final_policy_
     summary = world.evaluations.summary()
     assert summary is not None
     assert summary["after"]["reward"] == 0.75
-    assert summary["during"] == [{"step": 8, "reward": 0.5, "mixed": 0.0}]
+    assert summary["during"] == [{"step": 8, "reward": 0.5, "mixed": 0.0, "majority_baseline": 0.1}]
     assert summary["by_group"] == {"after": {"a": {"reward": 1.0}}}
     assert summary["majority_baseline"] == 0.1
 

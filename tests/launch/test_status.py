@@ -19,6 +19,8 @@ import pytest
 from rich.console import Console
 
 from grpo_async.errors import ConfigError, RunError
+from grpo_async.findings import Finding, Severity
+from grpo_async.findings.pipeline_figures import PipelineSetup
 from grpo_async.launch import status_watch
 from grpo_async.launch.advising import AdvisedDisplays
 from grpo_async.launch.display import Display
@@ -26,7 +28,6 @@ from grpo_async.launch.status import describe, newest_run, progress_of, read_sta
 from grpo_async.launch.status_file import FIELDS, StatusFile
 from grpo_async.launch.status_watch import MetricsTail, watch
 from grpo_async.rundir import RunDir
-from grpo_async.tracking.advisor import Advice, PipelineSetup
 from tests.support.waiting import eventually
 
 METRICS = {
@@ -74,7 +75,18 @@ def _fill(status: StatusFile) -> None:
     status.step(3, 10, METRICS)
     status.evaluation("before", {"reward": 0.25})
     status.servers([SERVER])
-    status.advice(3, Advice(bound_by="generation", text="more servers", setting="a.b", current=1, suggested=2))
+    status.advice(
+        3,
+        Finding(
+            key="generation",
+            severity=Severity.NOTE,
+            what="",
+            text="more servers",
+            setting="a.b",
+            current=1,
+            suggested=2,
+        ),
+    )
     status.warning("the server was killed")
     status.note("no warning")
 
@@ -330,7 +342,7 @@ def test_advice_is_given_every_so_many_steps_to_all_and_kept(run_dir: RunDir) ->
     setup = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=256)
     run_dir.advice.write_text('{"step": 10}\n{"step": 30}\n{"ste')
     with _open(run_dir) as status:
-        displays = AdvisedDisplays([status], setup=setup, every_steps=10, log=run_dir.advice, resume_step=15)
+        displays = AdvisedDisplays([status], setup=setup, every_steps=10, run_dir=run_dir, resume_step=15)
         for step in range(16, 41):
             displays.step(step, 100, METRICS)
     lines = [json.loads(line) for line in run_dir.advice.read_text().splitlines()]
@@ -344,7 +356,7 @@ def test_an_advice_file_that_cannot_be_used_costs_one_warning(run_dir: RunDir) -
     setup = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=256)
     run_dir.advice.mkdir()
     display = Mock(spec=Display)
-    displays = AdvisedDisplays([display], setup=setup, every_steps=10, log=run_dir.advice, resume_step=15)
+    displays = AdvisedDisplays([display], setup=setup, every_steps=10, run_dir=run_dir, resume_step=15)
     for step in range(16, 41):
         displays.step(step, 100, METRICS)
     (call,) = display.warning.call_args_list
@@ -354,7 +366,7 @@ def test_an_advice_file_that_cannot_be_used_costs_one_warning(run_dir: RunDir) -
 
 def test_advice_may_be_switched_off(run_dir: RunDir) -> None:
     setup = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=256)
-    displays = AdvisedDisplays([], setup=setup, every_steps=0, log=run_dir.advice)
+    displays = AdvisedDisplays([], setup=setup, every_steps=0, run_dir=run_dir)
     for step in range(1, 50):
         displays.step(step, 100, METRICS)
     assert not run_dir.advice.exists()

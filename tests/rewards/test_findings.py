@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from grpo_async.rewards.findings import Finding, Observation, Observations, Severity, Subject, find
+from grpo_async.findings import Finding, Severity
+from grpo_async.rewards.findings import Observation, Observations, Subject, find
 from grpo_async.rewards.fuzz import Case, CaseKind
 
 GOLD, TWIN, EMPTY, GARBAGE, WRONG = CaseKind.GOLD, CaseKind.TWIN, CaseKind.EMPTY, CaseKind.GARBAGE, CaseKind.WRONG

@@ -26,11 +26,14 @@ from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import Conversation, RolloutStart, SamplingSettings
 from grpo_async.rollout.conversation_producer import ConversationLimits, ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
 from grpo_async.scoring.scorer import Scorer
+from grpo_async.store.query import parse_query
 from grpo_async.store.reader import read_groups
 from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.store.table import RolloutTable
 from tests.rollout.fakes import CALL, FakeRenderer, FakeTools
 from tests.support.records import make_completion
 
@@ -105,12 +108,14 @@ class _Setup:
         rollout_timeout_s: float = 30.0,
     ) -> None:
         self.client = _Client(script)
-        self.stale: list[ScoredGroup] = []
         self.ledger = Ledger(resume.ledger if resume else None)
         self.errors = ErrorLog()
         self.admission = Admission(groups_per_step=2, max_staleness=max_staleness, version=version, last_version=50)
         self.buffer = SampleBuffer(
-            max_groups=100, max_staleness=max_staleness, on_stale=self._stale, on_empty=self._empty
+            max_groups=100,
+            max_staleness=max_staleness,
+            on_drop=lambda scored, status, step: self.worker.drop(scored, status, step),
+            next_step=version + 1,
         )
         self.folder = folder
         self.store = RolloutStore(folder, seals_at_close=False)
@@ -149,13 +154,6 @@ class _Setup:
             version=version,
             keeps_open_turns=keeps_open_turns,
         )
-
-    def _stale(self, scored: ScoredGroup) -> None:
-        self.worker.settle(scored.group, GroupStatus.STALE, scored=scored)
-        self.admission.release()
-
-    def _empty(self, scored: ScoredGroup) -> None:
-        self.admission.release()
 
     async def queue_up(self) -> None:
         """Until all groups that are admitted at version 0 are in the buffer: rewards are computed in threads, in any order."""
@@ -376,6 +374,7 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
         return _answer(1) if name.startswith("g0-") else _alternating(name)
 
     setup = _Setup(tmp_path, script, zero_variance=mode)
+    seen: list[ScoredGroup] = []
 
     async def steps(task: asyncio.Task[None]) -> None:
         await setup.queue_up()
@@ -383,18 +382,48 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
         ids = [group.group.group_id for group in groups]
         if mode == "resample":
             assert ids == [1, 2]
-            assert [noted.group.group_id for noted in setup.buffer.take_filtered()] == [0]
+            assert [noted.group.group_id for noted in setup.buffer.noted()] == [0]
         else:
             assert ids == [0, 1]
             assert [len(group.samples) for group in groups] == ([0, 4] if mode == "skip" else [4, 4])
         if mode == "train":
             assert {sample.advantage for sample in groups[0].samples} == {0.0}
 
+        seen.extend([*groups, *setup.buffer.take_noted()])
+        for group in groups:  # as the trainer does
+            status = GroupStatus.TRAINED if group.samples else GroupStatus.FILTERED
+            setup.worker.settle(group.group, status, scored=group, step=1)
+
     setup.run(steps)
     assert setup.ledger.snapshot()["groups"]["filtered"] == (0 if mode == "train" else 1)
-    if mode != "train":  # what was filtered is stored with its rewards
-        row = next(row for row in read_groups(tmp_path) if str(row.status) == "filtered")
-        assert row.rollouts[0].reward == 1.0
+    with RolloutTable.open(tmp_path) as table:
+        (step,) = [step for step in table.by_step() if step.step is not None]
+        found = table.group_page(parse_query("step=last and group.status=filtered"))
+    assert step.reward_mean == pytest.approx(group_metrics(seen)["reward"])
+    assert [(group.group_id, group.reward_mean) for group in found] == ([] if mode == "train" else [(0, 1.0)])
+
+
+def test_a_stale_group_carries_the_step_that_it_was_too_old_for_and_counts_in_its_reward(tmp_path: Path) -> None:
+    setup = _Setup(tmp_path, max_staleness=0, reward=lambda completions, **_: [1.0, 0.0, 0.0, 0.0])
+    seen: list[ScoredGroup] = []
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        async with asyncio.timeout(10.0):
+            while len(setup.buffer) < 2:
+                await asyncio.sleep(0)
+        (first,) = await setup.take(1)
+        setup.buffer.take_noted()
+        setup.worker.settle(first.group, GroupStatus.TRAINED, scored=first, step=1)
+        setup.worker.on_version(1)
+        setup.admission.advance(1)
+        taken = await setup.take(1, version=1)  # the other one was sampled by version 0
+        seen.extend([*taken, *setup.buffer.take_noted()])
+        setup.worker.settle(taken[0].group, GroupStatus.TRAINED, scored=taken[0], step=2)
+
+    setup.run(steps)
+    with RolloutTable.open(tmp_path) as table:
+        counts = {step.step: (step.group_statuses, step.reward_mean) for step in table.by_step()}
+    assert counts[2] == ({"stale": 1, "trained": 1}, group_metrics(seen)["reward"])
 
 
 @pytest.mark.parametrize("mode", ["skip", "resample"])

@@ -147,7 +147,7 @@ def test_queued_groups_hold_their_places(tmp_path: Path) -> None:
 
 
 def test_a_group_without_samples_keeps_its_place_in_the_queue_of_the_resumed_run(tmp_path: Path) -> None:
-    """It was settled as filtered, and a step that counts on it must not take another prompt instead."""
+    """A step that counts on it must not take another prompt instead."""
     setup = _Setup(tmp_path / "a", lambda name: _answer(1 if name.startswith("g1-") else 1 - int(name[-1]) % 2))
     kept: list[ResumeState] = []
 
@@ -156,7 +156,7 @@ def test_a_group_without_samples_keeps_its_place_in_the_queue_of_the_resumed_run
         kept.append(setup.worker.resume_state())
 
     setup.run(steps)
-    assert [(q.scored.group.group_id, q.is_open) for q in kept[0].queued] == [
+    assert [(q.scored.group.group_id, bool(q.scored.samples)) for q in kept[0].queued] == [
         (0, True), (1, False), (2, True), (3, True),
     ]  # fmt: skip
     resumed, taken = _Setup(tmp_path / "b", resume=kept[0]), []
@@ -167,7 +167,7 @@ def test_a_group_without_samples_keeps_its_place_in_the_queue_of_the_resumed_run
     resumed.run(again)
     assert [group.group.group_id for group in taken] == [0, 1]
     counts = resumed.ledger.snapshot()["groups"]
-    assert (counts["filtered"], counts["started"]) == (1, 4)
+    assert (counts["queued"], counts["started"]) == (4, 4), "the two taken ones are the trainer's to settle"
 
 
 def test_groups_that_were_replaced_count_in_the_metrics_of_the_step_after_the_resume(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_groups_that_were_replaced_count_in_the_metrics_of_the_step_after_the_re
     setup.run(steps)
     assert [scored.group.group_id for scored in kept[0].noted] == [1]
     resumed = _Setup(tmp_path / "b", resume=kept[0], zero_variance="resample")
-    assert [scored.group.group_id for scored in resumed.buffer.take_filtered()] == [1]
+    assert [scored.group.group_id for scored in resumed.buffer.take_noted()] == [1]
 
 
 def test_finished_groups_that_would_be_too_stale_are_issued_again(tmp_path: Path) -> None:

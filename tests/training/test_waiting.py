@@ -36,7 +36,7 @@ class _Source:
     """A real buffer, asked again every 20 ms; everything else is nothing."""
 
     def __init__(self) -> None:
-        self.buffer = SampleBuffer(max_groups=4, max_staleness=1, on_stale=_ignore, on_empty=_ignore)
+        self.buffer = SampleBuffer(max_groups=4, max_staleness=1, on_drop=_ignore)
         self.on_take: Callable[[], None] = lambda: None
 
     def take(
@@ -60,7 +60,7 @@ class _Source:
     def advance(self, version: int) -> None: ...
 
 
-def _ignore(scored: ScoredGroup) -> None: ...
+def _ignore(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None: ...
 
 
 def _train_one_step(source: _Source) -> tuple[dict[str, float], list[Command]]:

@@ -1,4 +1,4 @@
-"""The section with advice: what bounds the run, and which setting to change. The rules are `tracking.advisor`."""
+"""The section with advice: what bounds the run, and which setting to change. The rules are `findings.speed`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
-from grpo_async.tracking.advisor import advise, figures_of, setup_of
+from grpo_async.findings.pipeline_figures import figures_of, setup_of
+from grpo_async.findings.speed import advise
 from grpo_async.viewer.report.markup import Markup, element
 from grpo_async.viewer.report.run_data import RunData
 from grpo_async.viewer.report.sections import missing, section
@@ -69,7 +70,7 @@ def _now(run: RunData) -> Markup:
         change = element("p", element("code", f"{advice.setting}: {advice.current} → {advice.suggested}"))
     return element(
         "div",
-        element("p", element("strong", f"Bound by {advice.bound_by}. "), sentence(advice.text)),
+        element("p", element("strong", f"{advice.what}. "), sentence(advice.text)),
         change,
         element("p", f"From the last {len(steps)} steps.", class_="note"),
         class_="advice",

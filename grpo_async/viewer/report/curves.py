@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo_async.findings import Row
 from grpo_async.tracking.catalog import Reduction, describe
-from grpo_async.viewer.report.run_data import Row
 
 MOST_POINTS = 500
 """Of a curve. A longer one is cut into so many pieces, and each becomes one point by the metric's reduction."""

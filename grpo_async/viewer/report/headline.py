@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_async.viewer.report.evidence import figure, percent
+from grpo_async.findings import figure, percent
 from grpo_async.viewer.report.markup import Markup, element, joined, table
 from grpo_async.viewer.report.run_data import RunData
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_async.viewer.report.evidence import figure
+from grpo_async.findings import figure
 from grpo_async.viewer.report.markup import Markup, element, joined, table
 from grpo_async.viewer.report.rollouts import Change, Example
 from grpo_async.viewer.report.run_data import RunData

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.errors import RunError
+from grpo_async.findings import StepCounts
 from grpo_async.records import TaggedMessage
 
 if TYPE_CHECKING:
@@ -62,16 +63,6 @@ class Bins:
 
     edges: Sequence[float]
     counts: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCounts:
-    """The stored rollouts of one step: how many, and how many have no reward or failed."""
-
-    step: int
-    num_rollouts: int
-    num_unscored: int
-    num_failed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,32 +5,17 @@ Nothing here raises because of what a file contains: what cannot be read is a se
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_async.findings import Evaluation, Evidence, Row
+from grpo_async.findings.evidence import json_lines, json_object, read_evaluations, read_metrics
 from grpo_async.run_state import judge
 from grpo_async.rundir import RunDir
 from grpo_async.viewer.report.configs import shown_config
 from grpo_async.viewer.report.rollouts import RolloutFacts, read_rollouts
-
-Row = dict[str, float]
-"""One line of metrics.jsonl: values that are numbers and finite; "step" is always there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """One line of evaluations.jsonl. `metrics` are over all prompts, `by_group` of each value of `evaluation.group_by`; both are
-    empty where it was left out or failed, and `why_not` says so."""
-
-    step: int
-    when: str  # start | step | end
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    by_group: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    why_not: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +45,19 @@ class RunData:
     problems: Sequence[str] = ()
 
     @property
+    def evidence(self) -> Evidence:
+        """What the findings are made of."""
+        return Evidence(
+            metrics=self.metrics,
+            evaluations=self.evaluations,
+            steps=self.rollouts.steps,
+            errors=self.rollouts.errors,
+            config=self.config or {},
+            status=self.ending.status,
+            error=self.ending.error,
+        )
+
+    @property
     def max_steps(self) -> int | None:
         """training.max_steps; None: not known."""
         training = (self.config or {}).get("training")
@@ -80,11 +78,11 @@ class RunData:
 def read_run(run_dir: RunDir, label: str) -> RunData:
     """Everything of one run that the report shows."""
     problems: list[str] = []
-    summary, status = _json_object(run_dir.summary, problems), _json_object(run_dir.status, problems)
-    metrics = [_row(line) for line in _json_lines(run_dir.metrics, problems) if _is_number(line.get("step"))]
+    summary, status = json_object(run_dir.summary, problems), json_object(run_dir.status, problems)
+    metrics = read_metrics(run_dir, problems)
     if not metrics:
         problems.append("There are no metrics: no optimizer step was finished.")
-    evaluations = [each for line in _json_lines(run_dir.evaluation_log, problems) if (each := _evaluation(line))]
+    evaluations = read_evaluations(run_dir, problems)
     rollouts = read_rollouts(run_dir.rollouts)
     problems.extend(rollouts.notes)
     return RunData(
@@ -96,9 +94,9 @@ def read_run(run_dir: RunDir, label: str) -> RunData:
         num_gpus=num_gpus if isinstance(num_gpus := status.get("num_gpus"), int) else None,
         summary=summary,
         config=read_config(run_dir.config, problems),
-        metrics=sorted(metrics, key=lambda row: row["step"]),
+        metrics=metrics,
         evaluations=evaluations,
-        advice=_json_lines(run_dir.advice, problems),
+        advice=json_lines(run_dir.advice, problems),
         rollouts=rollouts,
         problems=problems,
     )
@@ -137,66 +135,3 @@ def read_config(path: Path, problems: list[str]) -> Mapping[str, Any] | None:
         problems.append("config.yaml holds no configuration.")
         return None
     return shown_config(sections)
-
-
-def _evaluation(line: Mapping[str, Any]) -> Evaluation | None:
-    step = line.get("step")
-    if not _is_number(step):
-        return None
-    by_group = line.get("by_group")
-    groups = by_group if isinstance(by_group, dict) else {}
-    return Evaluation(
-        step=int(step or 0),
-        when=str(line.get("when", "step")),
-        metrics=_numbers(line.get("metrics")),
-        by_group={str(group): _numbers(values) for group, values in groups.items()},
-        why_not=next((str(line[key]) for key in ("error", "skipped") if line.get(key)), None),
-    )
-
-
-def _row(line: Mapping[str, Any]) -> Row:
-    return _numbers(line)
-
-
-def _numbers(values: Any) -> dict[str, float]:
-    if not isinstance(values, dict):
-        return {}
-    return {str(name): float(value) for name, value in values.items() if _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _json_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} cannot be read: {error}")
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file; lines that are none are counted, a torn last line is left out."""
-    if not path.is_file():
-        return []
-    found: list[dict[str, Any]] = []
-    num_bad = 0
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    content = json.loads(line)
-                except ValueError:
-                    num_bad += line.endswith("\n")
-                    continue
-                if isinstance(content, dict):
-                    found.append(content)
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error}")
-    if num_bad:
-        problems.append(f"{path.name}: {num_bad} line(s) are not JSON and were left out.")
-    return found

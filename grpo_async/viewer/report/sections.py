@@ -5,16 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from grpo_async.findings import Finding, Severity, find, judge
 from grpo_async.tracking.catalog import describe
 from grpo_async.viewer.report.configs import differences, flat
-from grpo_async.viewer.report.evidence import Evidence, Finding, Level
-from grpo_async.viewer.report.findings import findings, verdict
 from grpo_async.viewer.report.markup import Markup, element, joined, table
 from grpo_async.viewer.report.plots import Drawing
 from grpo_async.viewer.report.run_data import RunData
 
-_LEVELS = {Level.BAD: "bad", Level.WARNING: "warning", Level.GOOD: "good", Level.NOTE: "info"}
-_WORDS = {Level.BAD: "problem", Level.WARNING: "look at it", Level.GOOD: "good", Level.NOTE: "note"}
+_LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.GOOD: "good", Severity.NOTE: "info"}
+_WORDS = {Severity.ERROR: "problem", Severity.WARNING: "look at it", Severity.GOOD: "good", Severity.NOTE: "note"}
 
 
 def section(name: str, title: str, *content: Markup | None) -> Markup:
@@ -40,14 +39,15 @@ def is_it_learning(runs: Sequence[RunData], drawn: set[str]) -> Markup:
     """The checks of every run: what is bad first. `drawn`: names of the plots that are there, to link to."""
     parts = []
     for run in runs:
-        found = findings(Evidence.of(run))
-        answer = verdict(found)
+        evidence = run.evidence
+        found = find(evidence)
+        answer = judge(evidence, found)
         level = {True: "good", False: "bad", None: "info"}[answer.is_learning]
         parts.append(
             element(
                 "div",
                 element("h3", run.label) if len(runs) > 1 else None,
-                element("p", answer.text, class_=f"verdict {level}"),
+                element("p", answer.text, class_=f"verdict {level}", data_verdict=answer.key),
                 element("ul", [_finding(each, run, drawn) for each in found], class_="findings"),
             )
         )
@@ -59,11 +59,16 @@ def _finding(finding: Finding, run: RunData, drawn: set[str]) -> Markup:
     command = None if finding.query is None else inspect_command(run, finding.query, finding.sort)
     return element(
         "li",
-        element("p", element("span", _WORDS[finding.level], class_="badge"), " ", element("strong", finding.title)),
-        element("p", finding.text, " ", element("a", "See the plot.", href=f"#plot-{plot}") if plot else None),
+        element("p", element("span", _WORDS[finding.severity], class_="badge"), " ", element("strong", finding.what)),
+        element(
+            "p",
+            f"{finding.text} {finding.do}".strip(),
+            " ",
+            element("a", "See the plot.", href=f"#plot-{plot}") if plot else None,
+        ),
         None if command is None else element("pre", element("code", command), class_="command"),
-        class_=f"finding {_LEVELS[finding.level]}",
-        data_check=finding.name,
+        class_=f"finding {_LEVELS[finding.severity]}",
+        data_check=finding.key,
     )
 
 

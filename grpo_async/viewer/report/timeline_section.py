@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.errors import ConfigError
-from grpo_async.viewer.report.evidence import percent
+from grpo_async.findings import percent
 from grpo_async.viewer.report.markup import Markup, element, joined, table
 from grpo_async.viewer.report.run_data import RunData
 from grpo_async.viewer.report.sections import missing, section

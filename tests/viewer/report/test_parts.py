@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from grpo_async.findings import figure, percent
 from grpo_async.rundir import RunDir
 from grpo_async.viewer.report.chapters import CHAPTERS, Plot
 from grpo_async.viewer.report.configs import differences, flat, shown_config
 from grpo_async.viewer.report.curves import curve, spread
-from grpo_async.viewer.report.evidence import figure, percent
 from grpo_async.viewer.report.headline import duration
 from grpo_async.viewer.report.markup import Markup, data_script, element, inlined, joined, table
 from grpo_async.viewer.report.plots import draw

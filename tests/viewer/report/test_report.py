@@ -59,7 +59,7 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert run.report.is_file()
     assert "The run finished after 20 of 20 steps in 2:05." in text
     assert "0.1 → 0.9 always the most frequent answer: 0.2" in text
-    assert "Yes: the reward on held-out prompts rose." in text
+    assert "Yes: the reward on held-out prompts rose from 0.1 to 0.9: +0.800" in text
     assert "step 0, before training" in text
     assert "Most improved prompts" in text
     assert "Reward 0.5 → 1" in text
@@ -75,7 +75,7 @@ def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tm
     metrics = steps(20, first=0.0, last=0.0, frac_reward_zero_std=1.0, reward_max=0.0)
     run = write_run(tmp_path, metrics=metrics, groups=[Group(rewards=[0.0, 0.0])])
     text = _text(_page(run))
-    assert "No. Almost every group has no learning signal." in text
+    assert "No. All rewards are 0." in text
     assert f"grpo-async inspect-rollouts {run.root} group.std=0 --sort step" in text
 
 

@@ -1,17 +1,22 @@
-"""The rules of the advisor, in their order, each a pure function that returns None where it does not apply.
+"""What bounds the speed of a run, and the setting to change: a pure function of measured figures.
 
-What is not measured holds no rule up. A suggested value is computed from the figures, and never beyond what the rest of the
-configuration can use. t and g are `PipelineFigures.train_s` and `generation_s`.
+    metrics of the last steps --figures_of--> PipelineFigures --advise--> Finding
+
+With t = seconds that the trainer works in a step (trains, pushes, copies a checkpoint) and g = seconds that the servers generate:
+
+    step_s = 10, trainer_idle = 0.6, generator_idle = 0.4  ->  t = 4, g = 6; overlapped, a step would take max(4, 6) = 6 s
+
+The first rule that has something to say is taken. What is not measured holds no rule up. A suggested value is computed from the
+figures, and never beyond what the rest of the configuration can use. t and g are `PipelineFigures.train_s` and `generation_s`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
 
-from grpo_async.tracking.pipeline_figures import PipelineFigures, PipelineSetup
+from grpo_async.findings.finding import Finding, Severity
+from grpo_async.findings.pipeline_figures import PipelineFigures, PipelineSetup
 
 _IDLE = 0.15
 """From this share of a step on, idleness is worth a word."""
@@ -23,26 +28,13 @@ _MANY_PUSHES, _PUSH_TARGET = 0.2, 0.1
 _MANY_SAVES, _SAVE_TARGET = 0.1, 0.05
 _MANY_STALE = 0.1
 _MANY_FILTERED = 0.5
+_LEAST_STEPS = 3
+"""Fewer say nothing: the first steps of a run are unlike the others."""
 _HIGHEST_STALENESS = 4
 """Further behind, importance weights get so uneven that speed is bought with learning."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """One sentence. `setting` is a dotted path, with what it is and what to make of it; None where no setting helps."""
-
-    bound_by: str
-    """In a few words: "generation", "training", "weight pushes", ..."""
-    text: str
-    setting: str | None = None
-    current: float | int | str | None = None
-    suggested: float | int | str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def full_cache(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def full_cache(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """Requests wait inside the servers for room: what is admitted above that is preempted and computed again."""
     running, waiting, usage = figures.running or 0.0, figures.waiting or 0.0, figures.kv_usage
     if usage is None or usage < _KV_FULL or waiting < max(1.0, 0.1 * running):
@@ -54,7 +46,7 @@ def full_cache(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
     return _change("the KV cache", words, "rollout.max_in_flight", setup.max_in_flight, suggested)
 
 
-def stale_groups(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def stale_groups(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """What is dropped for its age was generated for nothing."""
     share = figures.stale_share
     if share is None or share < _MANY_STALE or setup.max_staleness >= _HIGHEST_STALENESS:
@@ -64,7 +56,7 @@ def stale_groups(figures: PipelineFigures, setup: PipelineSetup) -> Advice | Non
     return _change("dropped groups", words, "rollout.max_staleness", setup.max_staleness, suggested)
 
 
-def weight_pushes(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def weight_pushes(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """Fewer of them, as far as samples may be behind: k pushes' share p falls to 10 % with k x p / 0.1 steps between them."""
     share = figures.push_share
     if setup.weight_sync_steps > figures.num_steps:  # too few steps to see how often one comes
@@ -78,10 +70,10 @@ def weight_pushes(figures: PipelineFigures, setup: PipelineSetup) -> Advice | No
         return _change("weight pushes", words, "training.weight_sync_steps", setup.weight_sync_steps, suggested)
     why = f"rollout.max_staleness {setup.max_staleness} allows no fewer of them"
     help_ = "a faster network between trainer and servers would help, or sending less (model.lora.push: adapter)"
-    return Advice(bound_by="weight pushes", text=f"{words}, and {why}; {help_}")
+    return _bound(bound_by="weight pushes", text=f"{words}, and {why}; {help_}")
 
 
-def checkpoints(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def checkpoints(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """They may be further apart than the steps that the figures are of."""
     current = setup.checkpoint_every_steps
     share = _share_of_steps(figures.checkpoint_s, current, figures)
@@ -92,7 +84,7 @@ def checkpoints(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None
     return _change("checkpoints", words, "checkpoint.every_steps", current, suggested)
 
 
-def synchronous(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def synchronous(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """Trainer and servers take turns: overlapped, a step would take max(t, g) and not t + g."""
     trainer, generator = figures.trainer_idle, figures.generator_idle
     assert trainer is not None
@@ -107,7 +99,7 @@ def synchronous(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None
     return _change("waiting for each other", words, "rollout.max_staleness", 0, 1, tail=gain)
 
 
-def slow_tools(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def slow_tools(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """Rollouts that wait for a tool keep no server busy: with n in flight and a share s in tools, n x (1 - s) generate."""
     trainer, share = figures.trainer_idle or 0.0, figures.tool_share
     if trainer < _IDLE or share is None or share < _MANY_TOOLS:
@@ -117,20 +109,20 @@ def slow_tools(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
     suggested = _whole_groups(min(wanted, setup.most_in_flight), setup)
     if suggested > setup.max_in_flight and (figures.kv_usage or 0.0) < _KV_TARGET:
         return _change("tools", words, "rollout.max_in_flight", setup.max_in_flight, suggested)
-    return Advice(
+    return _bound(
         bound_by="tools", text=f"{words}, and no more rollouts can be in flight: faster tools would help, no setting"
     )
 
 
-def slow_scoring(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def slow_scoring(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     trainer, share = figures.trainer_idle or 0.0, figures.scoring_share
     if trainer < _IDLE or share is None or share < _MANY_TOOLS:
         return None
     words = f"trainer idle {trainer:.0%}, scoring takes {share:.0%} of the time that a group needs"
-    return Advice(bound_by="scoring", text=f"{words}: faster reward functions would help, or more of their workers")
+    return _bound(bound_by="scoring", text=f"{words}: faster reward functions would help, or more of their workers")
 
 
-def full_slots(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def full_slots(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """Requests wait for a slot of the embedded engine."""
     trainer, slots = figures.trainer_idle or 0.0, setup.embedded_slots
     running, waiting = figures.running or 0.0, figures.waiting or 0.0
@@ -144,7 +136,7 @@ def full_slots(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
     return _change("slots of the embedded engine", words, "inference.embedded.max_slots", slots, suggested)
 
 
-def few_in_flight(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def few_in_flight(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """The servers have room, and nothing waits: n rollouts fill a share u of the cache, so n x 0.85 / u fit; at most twice as
     many at once. Trainer idle 41 %, KV 38 %, 64 in flight: min(64 x 2, 64 x 0.85 / 0.38) = 128."""
     trainer, usage = figures.trainer_idle or 0.0, figures.kv_usage
@@ -166,7 +158,7 @@ def few_in_flight(figures: PipelineFigures, setup: PipelineSetup) -> Advice | No
     return _change("too few rollouts in flight", words, "rollout.max_in_flight", setup.max_in_flight, suggested)
 
 
-def held_back(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def held_back(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """Both are idle although generation may run ahead: it may not run far enough (a few long rollouts hold up a step)."""
     trainer, generator = figures.trainer_idle or 0.0, figures.generator_idle or 0.0
     if not 0 < setup.max_staleness < _HIGHEST_STALENESS or min(trainer, generator) < _IDLE:
@@ -176,7 +168,7 @@ def held_back(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
     return _change("the staleness limit", words, "rollout.max_staleness", setup.max_staleness, suggested)
 
 
-def generation(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def generation(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """The servers do what they can. With r of them, r x g / t generate as fast as is trained."""
     trainer = figures.trainer_idle or 0.0
     if trainer < _IDLE:
@@ -188,11 +180,11 @@ def generation(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
     bound = "generation"
     if not setup.spawns_servers:
         needed = _servers_needed(figures, setup)
-        return Advice(
+        return _bound(
             bound_by=bound, text=f"{words}; {setup.replicas} -> {needed} servers in inference.urls would keep up"
         )
     if not setup.on_gpu:
-        return Advice(bound_by=bound, text=f"{words}; faster or more cores would help, or shorter completions")
+        return _bound(bound_by=bound, text=f"{words}; faster or more cores would help, or shorter completions")
     suggested, ranks = _servers_needed(figures, setup), setup.num_trainer_ranks
     can_move = setup.tensor_parallel_size == 1 and ranks > 1
     if setup.num_gpus is not None:
@@ -208,10 +200,10 @@ def generation(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
         tail = f"and inference.replicas {setup.replicas} -> {setup.replicas + 1}"
         return _change(bound, words, "launch.num_trainer_ranks", ranks, ranks - 1, tail=tail)
     text = f"{words}, so servers on another machine (inference.urls) would help, or shorter completions"
-    return Advice(bound_by=bound, text=text)
+    return _bound(bound_by=bound, text=text)
 
 
-def padding(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def padding(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """Packed samples are not padded."""
     share = figures.padding_share
     if setup.pack or share is None or share < 0.25:
@@ -220,7 +212,7 @@ def padding(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
     return _change("padding", words, "training.pack", "false", "true")
 
 
-def training(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def training(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """The servers wait for the trainer. n trainer and r server GPUs with work t x n and g x r are best divided in this
     proportion: n 1, r 3, t 9, g 3 -> 9 : 9, so 2 and 2. Of several machines that train each has as many ranks, so the GPU that a
     server gives up is one of one of them only."""
@@ -231,7 +223,7 @@ def training(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
     words = f"servers idle {generator:.0%}: training takes {train_s} of a step of {step_s}"
     ranks, servers = setup.num_trainer_ranks, setup.replicas
     if not setup.on_gpu:
-        return Advice(bound_by="training", text=f"{words}; a faster trainer would help, generation is no limit")
+        return _bound(bound_by="training", text=f"{words}; a faster trainer would help, generation is no limit")
     used = ranks + (servers * setup.tensor_parallel_size if setup.spawns_servers else 0)
     free = math.inf if setup.num_gpus is None else setup.num_gpus - used
     is_alone = setup.nodes == 1 and setup.spawns_servers and setup.tensor_parallel_size == 1
@@ -248,10 +240,10 @@ def training(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
         where = "of each machine" if setup.nodes > 1 else ""
         return _change("training", words, "launch.num_trainer_ranks", ranks, suggested, tail=where)
     text = f"{words}; {_gpus(setup)} no room for another rank, so another machine that trains (launch.nodes) would help"
-    return Advice(bound_by="training", text=text)
+    return _bound(bound_by="training", text=text)
 
 
-def filtered_groups(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def filtered_groups(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     """With a share f of the groups filtered, n / (1 - f) of them leave n to train on; at most twice as many at once."""
     share = figures.filtered_share
     if share is None or share < _MANY_FILTERED or setup.zero_variance != "skip":
@@ -263,15 +255,15 @@ def filtered_groups(figures: PipelineFigures, setup: PipelineSetup) -> Advice | 
     return _change("equal rewards", words, "rollout.groups_per_step", current, suggested, tail=tail)
 
 
-def nothing_to_gain(figures: PipelineFigures, setup: PipelineSetup) -> Advice | None:
+def nothing_to_gain(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
     trainer, generator = figures.trainer_idle or 0.0, figures.generator_idle or 0.0
-    return Advice(
+    return _bound(
         bound_by="nothing",
         text=f"nothing to gain from a setting: trainer idle {trainer:.0%}, servers idle {generator:.0%}",
     )
 
 
-RULES: tuple[Callable[[PipelineFigures, PipelineSetup], Advice | None], ...] = (
+RULES: tuple[Callable[[PipelineFigures, PipelineSetup], Finding | None], ...] = (
     # what is wasted, whoever waits
     full_cache,
     stale_groups,
@@ -293,9 +285,39 @@ RULES: tuple[Callable[[PipelineFigures, PipelineSetup], Advice | None], ...] = (
 )
 
 
+def advise(figures: PipelineFigures, setup: PipelineSetup) -> Finding | None:
+    """What bounds the run and what to change; None while too little is measured to say anything."""
+    if figures.num_steps < _LEAST_STEPS or not figures.step_s:
+        return None
+    if figures.trainer_idle is None or figures.generator_idle is None:
+        return None
+    return next((advice for rule in RULES if (advice := rule(figures, setup)) is not None), None)
+
+
+def _bound(
+    *,
+    bound_by: str,
+    text: str,
+    setting: str | None = None,
+    current: float | str | None = None,
+    suggested: float | str | None = None,
+) -> Finding:
+    """`bound_by`: in a few words."""
+    what = f"Bound by {bound_by}"
+    return Finding(
+        key=bound_by,
+        severity=Severity.NOTE,
+        what=what,
+        text=text,
+        setting=setting,
+        current=current,
+        suggested=suggested,
+    )
+
+
 def _change(
     bound_by: str, words: str, setting: str, current: float | str, suggested: float | str, *, tail: str = ""
-) -> Advice:
+) -> Finding:
     """words: raise SETTING CURRENT -> SUGGESTED, tail."""
     verb = (
         "set" if isinstance(current, str) or isinstance(suggested, str) else "raise" if suggested > current else "lower"
@@ -303,7 +325,7 @@ def _change(
     text = f"{words}: {verb} {setting} {current} -> {suggested}" + (f", {tail}" if tail else "")
     if words.count(":"):  # one colon in a sentence is enough
         text = f"{words}; {verb} {setting} {current} -> {suggested}" + (f", {tail}" if tail else "")
-    return Advice(bound_by=bound_by, text=text, setting=setting, current=current, suggested=suggested)
+    return _bound(bound_by=bound_by, text=text, setting=setting, current=current, suggested=suggested)
 
 
 def _share_of_steps(seconds: float | None, every_steps: int, figures: PipelineFigures) -> float | None:

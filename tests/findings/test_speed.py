@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.tracking import advice_rules
-from grpo_async.tracking.advice_rules import RULES
-from grpo_async.tracking.advisor import Advice, PipelineFigures, PipelineSetup, advise, figures_of, setup_of
+from grpo_async.findings import Finding, speed
+from grpo_async.findings.pipeline_figures import PipelineFigures, PipelineSetup, figures_of, setup_of
+from grpo_async.findings.speed import RULES, advise
 
 # 16 groups of 8, one step ahead: at most 2 x 16 x 8 = 256 rollouts
 SETUP = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=64)
@@ -21,13 +21,13 @@ BUSY = PipelineFigures(
 )
 
 
-def _advice(setup: PipelineSetup = SETUP, **figures: Any) -> Advice:
+def _advice(setup: PipelineSetup = SETUP, **figures: Any) -> Finding:
     advice = advise(replace(BUSY, **figures), setup)
     assert advice is not None
     return advice
 
 
-def _change(advice: Advice) -> tuple[str | None, object, object]:
+def _change(advice: Finding) -> tuple[str | None, object, object]:
     return advice.setting, advice.current, advice.suggested
 
 
@@ -41,7 +41,8 @@ def test_few_steps_and_missing_figures_say_nothing() -> None:
 
 def test_a_run_that_is_busy_on_both_sides_has_nothing_to_gain() -> None:
     advice = _advice()
-    assert advice == Advice(bound_by="nothing", text="nothing to gain from a setting: trainer idle 5%, servers idle 5%")
+    assert (advice.key, advice.setting) == ("nothing", None)
+    assert "trainer idle 5%, servers idle 5%" in advice.text
 
 
 def test_servers_with_room_and_an_idle_trainer_ask_for_more_in_flight() -> None:
@@ -73,12 +74,12 @@ def test_a_full_cache_with_a_queue_asks_for_fewer_in_flight() -> None:
     assert _change(advice) == ("rollout.max_in_flight", 64, 40)
     assert "98% full and 19 requests wait" in advice.text
     assert "lower rollout.max_in_flight 64 -> 40" in advice.text
-    assert _advice(kv_usage=0.98, running=45.0, waiting=0.5).bound_by == "nothing", "full, and nobody waits"
+    assert _advice(kv_usage=0.98, running=45.0, waiting=0.5).key == "nothing", "full, and nobody waits"
 
 
 def test_dropped_groups_ask_for_more_staleness_up_to_a_limit() -> None:
     assert _change(_advice(stale_share=0.12)) == ("rollout.max_staleness", 1, 2)
-    assert _advice(stale_share=0.09).bound_by == "nothing"
+    assert _advice(stale_share=0.09).key == "nothing"
     assert _advice(replace(SETUP, max_staleness=4), stale_share=0.5).setting is None
 
 
@@ -87,16 +88,16 @@ def test_long_pushes_ask_for_fewer_as_far_as_staleness_allows() -> None:
     assert _change(_advice(push_share=0.3)) == ("training.weight_sync_steps", 1, 2)
     assert _change(_advice(replace(SETUP, max_staleness=3), push_share=0.3)) == ("training.weight_sync_steps", 1, 3)
     advice = _advice(replace(SETUP, weight_sync_steps=2), push_share=0.3)
-    assert advice.bound_by == "weight pushes"
+    assert advice.key == "weight pushes"
     assert advice.setting is None
     assert "rollout.max_staleness 1 allows no fewer" in advice.text
-    assert _advice(push_share=0.19).bound_by == "nothing"
+    assert _advice(push_share=0.19).key == "nothing"
 
 
 def test_checkpoints_that_hold_up_training_ask_for_fewer() -> None:
     # 60 s of 50 steps of 10 s: 0.12; 50 x 0.12 / 0.05 = 120
     assert _change(_advice(checkpoint_s=60.0)) == ("checkpoint.every_steps", 50, 120)
-    assert _advice(checkpoint_s=45.0).bound_by == "nothing"
+    assert _advice(checkpoint_s=45.0).key == "nothing"
 
 
 def test_what_comes_less_often_than_the_figures_reach_counts_for_its_whole_interval() -> None:
@@ -108,7 +109,7 @@ def test_what_comes_less_often_than_the_figures_reach_counts_for_its_whole_inter
     lines[9]["checkpoint/staged_s"] = 30.0
     advice = advise(figures_of(lines), SETUP)
     assert advice is not None
-    assert advice.bound_by == "nothing"
+    assert advice.key == "nothing"
     often = advise(figures_of(lines), replace(SETUP, checkpoint_every_steps=20))
     assert often is not None
     assert _change(often) == ("checkpoint.every_steps", 20, 60)  # 20 x 0.15 / 0.05
@@ -118,7 +119,7 @@ def test_what_comes_less_often_than_the_figures_reach_counts_for_its_whole_inter
     rare, measured = advise(figures_of(lines), setup), advise(figures_of(lines), replace(setup, weight_sync_steps=20))
     assert rare is not None
     assert measured is not None
-    assert (rare.bound_by, measured.bound_by) == ("nothing", "weight pushes")
+    assert (rare.key, measured.key) == ("nothing", "weight pushes")
 
 
 def test_a_synchronous_run_is_told_what_overlap_would_give() -> None:
@@ -167,18 +168,18 @@ def test_tools_that_take_most_of_a_rollout_ask_for_more_rollouts() -> None:
     # 64 / (1 - 0.6) = 160 in flight keep 64 generating
     advice = _advice(trainer_idle=0.5, tool_share=0.6)
     assert _change(advice) == ("rollout.max_in_flight", 64, 160)
-    assert advice.bound_by == "tools"
+    assert advice.key == "tools"
     capped = _advice(trainer_idle=0.5, tool_share=0.9)  # 640, of which 256 may be started
     assert _change(capped)[2] == 256
     slow = _advice(replace(SETUP, max_in_flight=256), trainer_idle=0.5, tool_share=0.9)
     assert slow.setting is None
     assert "faster tools" in slow.text
-    assert _advice(trainer_idle=0.05, tool_share=0.9).bound_by == "nothing", "nobody waits for them"
+    assert _advice(trainer_idle=0.05, tool_share=0.9).key == "nothing", "nobody waits for them"
 
 
 def test_slow_rewards_are_named() -> None:
     advice = _advice(trainer_idle=0.5, scoring_share=0.5)
-    assert advice.bound_by == "scoring"
+    assert advice.key == "scoring"
     assert "scoring takes 50%" in advice.text
 
 
@@ -291,7 +292,7 @@ def test_every_suggestion_differs_from_what_is_set_and_every_sentence_is_one_lin
                             advice = _advice(
                                 setup, trainer_idle=trainer, generator_idle=generator, kv_usage=usage, waiting=waiting
                             )
-                            seen.add(advice.bound_by)
+                            seen.add(advice.key)
                             assert "\n" not in advice.text
                             assert advice.current != advice.suggested or advice.setting is None
                             if advice.setting == "rollout.max_in_flight":
@@ -361,7 +362,7 @@ def test_the_setup_is_read_from_the_configuration() -> None:
 
 def test_settings_that_are_named_exist() -> None:
     names = set(
-        re.findall(r"\b(?:rollout|training|inference|launch|checkpoint|weights)(?:\.[a-z_]+)+", getsource(advice_rules))
+        re.findall(r"\b(?:rollout|training|inference|launch|checkpoint|weights)(?:\.[a-z_]+)+", getsource(speed))
     )
     assert len(names) >= 10
     for name in names:

@@ -1,0 +1,27 @@
+"""The one engine of findings: what a run's figures say, for the report, `status`, the dashboard, summary.json and the advice.
+
+    run directory -> Evidence -> find -> [Finding, ...]     the worst first (checks)
+                              -> judge -> Verdict           is it learning, by how much (verdict)
+    metrics + settings        -> advise -> Finding          what bounds the speed (speed)
+
+Everything here is pure but `Evidence.read`; who shows it only renders. The audit of reward functions (rewards.findings) gives the
+same records.
+"""
+
+from grpo_async.findings.evidence import Evaluation, Evidence, Row, StepCounts
+from grpo_async.findings.finding import Finding, Severity, figure, percent
+from grpo_async.findings.verdict import Verdict, find, judge
+
+__all__ = [
+    "Evaluation",
+    "Evidence",
+    "Finding",
+    "Row",
+    "Severity",
+    "StepCounts",
+    "Verdict",
+    "figure",
+    "find",
+    "judge",
+    "percent",
+]

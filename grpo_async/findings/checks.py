@@ -1,0 +1,630 @@
+"""What the figures of a run say about its learning, its rollouts and its updates, a pure function each. Shares are of 1.
+
+Where a threshold is a judgement, it stands here as a constant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from math import hypot
+from statistics import median
+
+from grpo_async.findings.evidence import Evaluation, Evidence
+from grpo_async.findings.finding import Finding, Severity, figure, percent
+from grpo_async.findings.statistics import Change
+
+ERROR, WARNING, GOOD, NOTE = Severity.ERROR, Severity.WARNING, Severity.GOOD, Severity.NOTE
+
+_NOTHING = 1e-9  # no change of a reward: sums are not exact
+_MANY_UNSCORED = 0.05  # of the rollouts
+_MOSTLY, _OFTEN = 0.9, 0.5
+_NEAR_TOP = 0.02  # of the range of rewards: nothing left to gain
+_LEAST_PART_STEPS = 5
+_MANY_TRUNCATED = 0.3
+_GROWN, _SHRUNK = 2.0, 0.35  # times the length at the beginning
+_MANY_PARSE_ERRORS, _MANY_TOOL_FAILURES = 0.1, 0.5
+_MANY_FAILED, _MANY_STALE = 0.05, 0.2  # of the groups
+_OFF_POLICY, _FAR_OFF_POLICY = 1.1, 1.5  # mean importance ratio, or 1 / it
+_MISMATCH, _LARGE_MISMATCH = 0.1, 0.3  # mean |trainer - sampler| log-probability, nats
+_LOW_ESS = 0.5
+_COLLAPSED, _SMALL_ENTROPY, _EXPLODED = 0.1, 0.1, 2.0  # of the entropy at the beginning; nats; times the beginning
+_MUCH_CLIPPED, _MUCH_MASKED = 0.2, 0.5
+_SPIKE = 50.0  # times the median gradient norm
+_FAR_FROM_REFERENCE = 5.0  # nats
+_STILL = 0.02  # between the smallest and the largest importance ratio of all tokens
+_SOME_STALENESS, _FEW_STEPS = 0.3, 5  # from here on an update between sampling and training would show
+_LEAST_MOVE = 1e-6  # of the learning rates of all steps together: about what a weight moves by in all of them
+_LOST = 0.25  # of the range of rewards: what a run must have had and lost to have collapsed
+_RATIO = "sampling/importance_sampling_ratio"
+_LATE = "In the last third of the steps"
+
+_ALL_EQUAL = re.compile(r"all rewards are (-?[\d.]+(?:e[-+]?\d+)?)")  # of rollout.no_signal
+_REWARD = re.compile(r"reward `[^`]+`: [^\n]+")  # of rewards.errors
+
+
+def no_steps(evidence: Evidence) -> Finding | None:
+    if evidence.metrics:
+        return None
+    how = f" It ended with: {first_line(evidence.error)}" if evidence.error and evidence.error.strip() else ""
+    return Finding(
+        key="no-steps", severity=ERROR, what="No optimizer step was finished",
+        text=f"There is no line in metrics.jsonl, so nothing was trained.{how}", do="The logs say more: logs/latest/.", query="",
+    )  # fmt: skip
+
+
+def reward_fails(evidence: Evidence) -> Finding | None:
+    """A reward function that raises ends the run, or its evaluations."""
+    told = [evidence.error or "", *(each.why_not or "" for each in evidence.evaluations if each.failed)]
+    found = next((match[0] for text in told if (match := _REWARD.search(text))), None)
+    if found is None:
+        return None
+    return Finding(
+        key="reward-fails", severity=ERROR, what="A reward function fails", text=f"{found.rstrip('.')}.",
+        do="Groups that it cannot score are not trained. Mend it, and try it: grpo-async check-reward.",
+        query="failed",
+    )  # fmt: skip
+
+
+def unscored(evidence: Evidence) -> Finding | None:
+    total = sum(step.num_rollouts - step.num_failed for step in evidence.steps)
+    missing = sum(max(0, step.num_unscored - step.num_failed) for step in evidence.steps)
+    has_no_reward = bool(evidence.metrics) and not evidence.values("reward")
+    if total and missing / total >= _MANY_UNSCORED:
+        what = f"{percent(missing / total)} of the rollouts ({missing} of {total}) have no reward"
+    elif has_no_reward:
+        what = f"None of the {evidence.num_steps} steps has a reward"
+    else:
+        return None
+    return Finding(
+        key="unscored", severity=ERROR if has_no_reward or missing >= _OFTEN * total else WARNING, what="Rewards are missing",
+        text=f"{what}: the reward functions returned None for them. Such rollouts are not trained.",
+        do="Try the functions on one good and one bad answer: grpo-async check-reward.", query="unscored", plot="reward",
+    )  # fmt: skip
+
+
+def truncated(evidence: Evidence) -> Finding | None:
+    share = evidence.recent("rollout/truncated")
+    share = evidence.recent("completions/clipped_ratio") if share is None else share
+    if share is None or share < _MANY_TRUNCATED:
+        return None
+    limit = evidence.setting("rollout.max_completion_tokens")
+    of = f" (rollout.max_completion_tokens is {limit})" if isinstance(limit, int) else ""
+    is_most = share >= _MOSTLY
+    return Finding(
+        key="truncated", severity=ERROR if is_most else WARNING, numbers={"share": share},
+        what="Almost every completion is truncated" if is_most else "Many completions are truncated",
+        text=f"{percent(share)} of the rollouts of the last third of the steps hit a limit{of} before they ended. A truncated "
+        "answer rarely earns its reward.",
+        do="Raise the limit, and look whether the policy ends its turns at all: the end-of-turn token may be missing from "
+        "model.end_of_turn_tokens, or the chat template may not be the model's.",
+        setting="rollout.max_completion_tokens", current=limit if isinstance(limit, int) else None,
+        query="truncated", sort="-step", plot="truncated",
+    )  # fmt: skip
+
+
+def no_gradient(evidence: Evidence) -> Finding | None:
+    norms, rates = evidence.values("grad_norm"), evidence.values("lr")
+    if len(rates) >= 3 and max(rates) == 0.0:
+        return Finding(
+            key="no-gradient", severity=ERROR, what="The learning rate is 0",
+            text="lr is 0 in every step: the policy cannot move.",
+            do="See optimizer.lr, optimizer.schedule and optimizer.warmup_steps.", setting="optimizer.lr", current=0.0, plot="lr",
+        )  # fmt: skip
+    if len(norms) >= 3 and max(norms) == 0.0:
+        return Finding(
+            key="no-gradient", severity=ERROR, what="The gradient is 0",
+            text="grad_norm is 0 in every step: no advantage is different from 0, or every token is clipped or masked.",
+            query="trained", plot="grad-norm",
+        )  # fmt: skip
+    return None
+
+
+def hardly_moves(evidence: Evidence) -> Finding | None:
+    """By the sum of the learning rates: an update of AdamW moves a weight by about lr. By the importance ratio, where samples are a
+    step old: an update makes no difference to the probability of any token."""
+    rates, staleness = evidence.values("lr"), evidence.recent("async/staleness_mean")
+    if evidence.num_steps < _FEW_STEPS or evidence.has_risen:
+        return None
+    least = min(evidence.values(f"{_RATIO}/min"), default=None)
+    most = max(evidence.values(f"{_RATIO}/max"), default=None)
+    if rates and 0.0 < sum(rates) < _LEAST_MOVE:
+        text = f"The learning rates of all steps add up to {sum(rates):.2g}, and an update moves a weight by about as much."
+    elif staleness is None or least is None or most is None or staleness < _SOME_STALENESS or most - least > _STILL:
+        return None
+    else:
+        text = (
+            f"Of all tokens of all steps the importance ratio stayed between {least:.6g} and {most:.6g}, although the samples "
+            f"were {figure(staleness)} steps old in the mean: an update changes next to nothing."
+        )
+    rate = rates[-1] if rates else None
+    return Finding(
+        key="hardly-moves", severity=ERROR, what="The policy hardly moves", text=text,
+        do=f"optimizer.lr is too small{'' if rate is None else f' ({rate:g} in the last step)'}, or gradients are cut to nothing "
+        "(optimizer.max_grad_norm).",
+        setting="optimizer.lr", current=rate, query="trained", sort="-step", plot="ratio",
+    )  # fmt: skip
+
+
+def zero_variance(evidence: Evidence) -> Finding | None:
+    """All rewards equal: of the run, or of most groups at its end."""
+    value = equal_rewards(evidence)
+    if value is not None:
+        rest = (
+            "it is solved (harder prompts or a stricter reward leave something to learn)"
+            if value > 0.0
+            else "it cannot be earned by this policy (easier prompts, a reward with partial credit), or the function is wrong"
+        )
+        return Finding(
+            key="zero-variance", severity=ERROR, what=f"All rewards are {figure(value)}", numbers={"reward": value},
+            text="No group has better and worse answers, so their advantages are 0 and there is nothing to learn from.",
+            do=f"Either {rest}. Try it on one good and one bad answer: grpo-async check-reward.", query="group.std=0",
+            sort="-step", plot="zero-variance" if evidence.metrics else None,
+        )  # fmt: skip
+    share = evidence.recent("frac_reward_zero_std")
+    if share is None or share < _OFTEN:
+        return None
+    reward, top = evidence.recent("reward"), evidence.top
+    text = f"In {percent(share)} of the groups of the last third of the steps all rewards are equal"
+    if reward is not None and top is not None and top > 0.0 and reward >= 0.8 * top:
+        return Finding(
+            key="zero-variance", severity=NOTE if evidence.has_risen else WARNING, what="Most groups are solved by now",
+            text=f"{text}, mostly at the top (mean reward {figure(reward)} of at most {figure(top)}): they teach nothing more.",
+            do="Harder prompts, or an end of the run, would save the compute.", plot="zero-variance",
+        )  # fmt: skip
+    severity = ERROR if share >= _MOSTLY else WARNING
+    size = evidence.setting("rollout.group_size")
+    return Finding(
+        key="zero-variance", severity=severity, numbers={"share": share},
+        what="Almost every group has no learning signal" if severity is ERROR else "Many groups have no learning signal",
+        text=f"{text} (mean reward {figure(reward or 0.0)}), so their advantages are 0 and nothing is learned from them. "
+        f"A group{f' of {size}' if isinstance(size, int) else ''} needs better and worse answers.",
+        do="Take easier prompts, a reward with partial credit, a larger rollout.group_size or a higher rollout.temperature; and "
+        "check that the reward can be earned at all: grpo-async check-reward.",
+        query="group.std=0", sort="-step", plot="zero-variance",
+    )  # fmt: skip
+
+
+def equal_rewards(evidence: Evidence) -> float | None:
+    """The reward that every rollout of the run got; None where they differ, or there are none. A run that ends before its first
+    step because nothing can be learned says it in its error."""
+    lows, highs = evidence.values("reward_min"), evidence.values("reward_max")
+    if lows and highs:
+        return highs[0] if max(highs) - min(lows) < _NOTHING else None
+    found = _ALL_EQUAL.search(evidence.error or "") if not evidence.metrics else None
+    return None if found is None else float(found[1].rstrip("."))
+
+
+def collapsed(evidence: Evidence) -> Finding | None:
+    """Whether the sampled reward was much better before: the mean of the best tenth of the steps against the last one."""
+    values = evidence.values("reward")
+    size = max(3, len(values) // 10)
+    if len(values) < 3 * size:
+        return None
+    means = [sum(values[place : place + size]) / size for place in range(len(values) - size + 1)]
+    best = max(range(len(means)), key=means.__getitem__)
+    noise = sum(abs(one - other) for one, other in pairwise(values)) / (len(values) - 1) / size**0.5
+    lost = means[best] - means[-1]
+    if lost < max(_LOST * evidence.reward_range, 4.0 * noise) or means[best] - means[0] < 2.0 * noise:
+        return None
+    step = int(next(row["step"] for row in evidence.metrics if "reward" in row)) + best
+    return Finding(
+        key="collapsed", severity=ERROR, what="The reward collapsed",
+        numbers={"best": means[best], "best_step": step, "last": means[-1]},
+        text=f"It was {figure(means[best])} at steps {step} to {step + size - 1}, and is {figure(means[-1])} now.",
+        do="Go on from an earlier checkpoint with a lower optimizer.lr. Look at the entropy, the importance ratio and the gradient "
+        "norm before the fall.",
+        setting="optimizer.lr", current=evidence.last("lr"), query="", sort="-step", plot="reward",
+    )  # fmt: skip
+
+
+def reward_trend(evidence: Evidence) -> Finding | None:
+    values, change = evidence.values("reward"), evidence.trend("reward")
+    if not values or equal_rewards(evidence) is not None:
+        return None
+    if change is None:
+        return Finding(
+            key="reward-trend", severity=NOTE, what=f"There are only {len(values)} steps with a reward",
+            text=f"A trend needs at least 6. The reward went from {figure(values[0])} to {figure(values[-1])}.", plot="reward",
+        )  # fmt: skip
+    moved = f"The line through the steps goes {moved_by(change)}"
+    if change.has_risen:
+        return Finding(
+            key="reward-trend",
+            severity=GOOD,
+            what="The reward rose",
+            text=f"{moved}.",
+            numbers=change_numbers(change),
+            plot="reward",
+        )
+    if change.has_fallen:
+        return Finding(
+            key="reward-trend", severity=ERROR, what="The reward fell", text=f"{moved}.", numbers=change_numbers(change),
+            do="Often the steps are too large (a lower optimizer.lr) or the samples too far off policy (see the importance "
+            "ratio and the staleness); or one part of the reward works against another (see the parts).",
+            query="", sort="reward", plot="reward",
+        )  # fmt: skip
+    top = evidence.top
+    if top is not None and change.first >= top - _NEAR_TOP * max(abs(top), 1.0):
+        return Finding(
+            key="reward-trend", severity=WARNING, what="The reward was at its top from the first step on",
+            text=f"It is {figure(change.last)}, and the highest reward of any rollout is {figure(top)}: there is nothing to gain.",
+            do="Harder prompts or a stricter reward would leave something to learn.", plot="reward",
+        )  # fmt: skip
+    return Finding(
+        key="reward-trend", severity=WARNING, what="The reward is flat", text=f"{moved}.", numbers=change_numbers(change),
+        do="The other findings may say why; if there is none, give it more steps, a higher optimizer.lr or a larger "
+        "rollout.group_size.",
+        sort="reward", query="", plot="reward",
+    )  # fmt: skip
+
+
+def reward_parts(evidence: Evidence) -> Finding | None:
+    """A part that never moves while there are several."""
+    parts = evidence.names("rewards/", "/mean")
+    still = []
+    for name in parts if len(parts) > 1 else ():
+        values, spreads = evidence.values(name), evidence.values(name.removesuffix("/mean") + "/std")
+        if (
+            len(values) >= _LEAST_PART_STEPS
+            and max(values) - min(values) < _NOTHING
+            and max(spreads, default=0.0) < _NOTHING
+        ):
+            still.append((name.removeprefix("rewards/").removesuffix("/mean"), values[0]))
+    if not still:
+        return None
+    name, value = still[0]
+    return Finding(
+        key="reward-parts", severity=WARNING, what="A part of the reward never changes",
+        text=f"Every rollout of every step got the same from {', '.join(f'{name} ({figure(v)})' for name, v in still)}. It adds "
+        "nothing to the advantage: either it cannot be earned (look at completions that ought to), or everything earns it.",
+        query=f"reward.{name}<={value:g}" if name.replace("_", "").isalnum() else "", plot="reward-parts",
+    )  # fmt: skip
+
+
+def held_out(evidence: Evidence) -> Finding | None:
+    """Whether held-out prompts agree with the training reward."""
+    results = evidence.evaluated()
+    if len(results) < 2:
+        return _few_evaluations(evidence, results)
+    first, last, change = results[0], results[-1], evidence.between(results[0], results[-1])
+    text = f"Between steps {first.step} and {last.step} it goes {moved_by(change)}."
+
+    def found(severity: Severity, what: str, why: str = "", do: str = "", query: str | None = None) -> Finding:
+        return Finding(
+            key="held-out", severity=severity, what=what, text=f"{text} {why}".strip(), do=do, numbers=change_numbers(change),
+            plot="held-out", query=query, sort=None if query is None else "-reward",
+        )  # fmt: skip
+
+    baseline = beaten_by_baseline(last, change)
+    if change.has_risen and baseline is not None:
+        why = f"Always the most frequent answer would get {figure(baseline)}: no more was learned than that, as far as can be told."
+        do = "Read the answers: are they all the same? More steps, more varied data or a larger rollout.group_size may go further."
+        return found(WARNING, "The held-out reward is no higher than that of always the most frequent answer", why, do)
+    if change.has_risen:
+        return found(GOOD, "The held-out reward rose")
+    training = evidence.trend("reward")
+    if training is not None and training.has_risen:
+        behind = training.value - change.value
+        noise = hypot(change.high - change.value, training.high - training.value)
+        if change.value > _NOTHING and behind <= noise:
+            why = (
+                f"That is within chance, and not far from the change of the training reward ({figure(training.value)})."
+            )
+            do = "More prompts would tell: raise evaluation.num_prompts."
+            return found(NOTE, "Whether the held-out reward rose cannot be told", why, do)
+        did = "rose far less" if change.value > _NOTHING else "did not"
+        why = (
+            f"The training reward rose by {figure(training.value)}. Either the policy games the reward (read the rollouts with the "
+            "highest reward: are they what you want?), or it learned the prompts by heart (more data, fewer steps), or evaluation "
+            "and training differ (prompts, reward, temperature, lengths)."
+        )
+        severity = ERROR if change.has_fallen else WARNING
+        return found(severity, f"The training reward rose, the held-out reward {did}", why, query="")
+    if change.has_fallen:
+        do = "Often the steps are too large (a lower optimizer.lr) or the samples too far off policy."
+        return found(ERROR, "The held-out reward fell", do=do)
+    do = "More prompts (evaluation.num_prompts) would show smaller changes."
+    return found(WARNING, "The held-out reward did not change by more than chance", do=do)
+
+
+def _few_evaluations(evidence: Evidence, results: list[Evaluation]) -> Finding:
+    failed = next((each for each in reversed(evidence.evaluations) if each.failed), None)
+    if failed is not None:
+        return Finding(
+            key="evaluation-failed", severity=WARNING, what="The evaluation failed",
+            text=f"At step {failed.step}: {first_line(failed.why_not)}", do="trainer.log has the traceback.", plot=None,
+        )  # fmt: skip
+    if results:
+        return Finding(
+            key="one-evaluation", severity=NOTE, what="There is one evaluation only",
+            text=f"Held-out reward {figure(results[0].metrics['reward'])} at step {results[0].step}; a second one would show "
+            "whether it changes.",
+            plot="held-out",
+        )  # fmt: skip
+    if evidence.setting("evaluation") is not None:
+        return Finding(
+            key="one-evaluation", severity=NOTE, what="No evaluation has ended yet",
+            text="`evaluation` is set, and evaluations.jsonl has no result.",
+        )  # fmt: skip
+    return Finding(
+        key="no-evaluation", severity=NOTE, what="There is no evaluation",
+        text="The training reward alone cannot tell learning from gaming the reward.",
+        do="Set evaluation.data and evaluation.every_steps.", setting="evaluation.data",
+    )  # fmt: skip
+
+
+def held_out_peak(evidence: Evidence) -> Finding | None:
+    """Whether an evaluation between the first and the last was better than the last."""
+    results = evidence.evaluated()
+    if len(results) < 3:
+        return None
+    last, best = results[-1], max(results, key=lambda each: each.metrics["reward"])
+    fell = evidence.between(best, last)
+    if best is results[0] or best is last or not fell.has_fallen or -fell.value <= _NEAR_TOP * evidence.reward_range:
+        return None
+    return Finding(
+        key="held-out-peaked", severity=WARNING, what="The held-out reward was better before",
+        text=f"It is {figure(fell.last)} at step {last.step}; the best was {figure(fell.first)} at step {best.step}.",
+        do="The checkpoint of that step may be the one to keep (checkpoint.keep_best).",
+        numbers={"best": fell.first, "best_step": best.step, "last": fell.last}, plot="held-out",
+    )  # fmt: skip
+
+
+def failed_groups(evidence: Evidence) -> Finding | None:
+    share = _share_of_groups(evidence, "failed")
+    if share is None or share < _MANY_FAILED:
+        return None
+    kinds = {name.removeprefix("failures/"): evidence.last(name) or 0.0 for name in evidence.names("failures/")}
+    most = evidence.errors[0] if evidence.errors else None
+    why = f" The most frequent error, {most[1]} times: {most[0]}" if most else ""
+    kind = max(kinds, key=kinds.__getitem__, default=None)
+    why += f" The most frequent kind of failure, {kinds[kind]:.0f} times: {kind}." if kind is not None else ""
+    return Finding(
+        key="failed-groups", severity=ERROR if share >= _OFTEN else WARNING, what="Rollouts fail", numbers={"share": share},
+        text=f"{percent(share)} of the groups failed: too few of their rollouts survived, or scoring raised.{why}",
+        do="trainer.log has the first traceback of each kind.", query="failed", sort="-step", plot="ledger",
+    )  # fmt: skip
+
+
+def tools(evidence: Evidence) -> Finding | None:
+    """Calls that cannot be read, fail, or are not made at all."""
+
+    def found(severity: Severity, what: str, text: str, do: str, query: str, sort: str | None = None) -> Finding:
+        return Finding(
+            key="tools", severity=severity, what=what, text=text, do=do, query=query, sort=sort, plot="tools"
+        )
+
+    errors = evidence.recent("tools/parse_error_frequency")
+    if errors is not None and errors >= _MANY_PARSE_ERRORS:
+        text = f"In {percent(errors)} of the turns the text could not be searched for calls."
+        do = "tool_calling.parser may not be that of the model, or the policy writes calls that its template does not know."
+        return found(ERROR if errors >= 0.5 else WARNING, "Tool calls cannot be read", text, do, "tool_calls=0")
+    failures = evidence.recent("tools/failure_frequency")
+    if failures is not None and failures >= _MANY_TOOL_FAILURES:
+        text = f"{percent(failures)} of the calls of a rollout failed, in the mean of the last third of the steps."
+        return found(WARNING, "Most tool calls fail", text, "", "failed_tool_calls>0", "-step")
+    calls = evidence.recent("tools/call_frequency")
+    if calls is not None and calls < 0.01:
+        text = (
+            f"There are {figure(calls)} calls in a completion. A policy that never calls a tool cannot learn to use it."
+        )
+        do = "Say in the system prompt (data.train.system_prompt) how, or begin with a model that does."
+        return found(WARNING, "The tools are hardly ever called", text, do, "tool_calls=0")
+    return None
+
+
+def lengths(evidence: Evidence) -> Finding | None:
+    ends, change = evidence.ends("completions/mean_length"), evidence.trend("completions/mean_length")
+    if ends is None or change is None or ends[0] <= 0.0:
+        return None
+    ratio, learns = ends[1] / ends[0], evidence.has_risen
+    moved = f"The mean length went from {figure(ends[0])} to {figure(ends[1])} tokens"
+    if ratio >= _GROWN and change.has_risen:
+        cut = evidence.recent("rollout/truncated") or 0.0
+        return Finding(
+            key="lengths", severity=NOTE if learns and cut < _MANY_TRUNCATED else WARNING, what="Completions grew long",
+            text=f"{moved} ({ratio:.1f} times); {percent(cut)} of them are truncated by now. "
+            + ("The reward rose with it: longer answers may be what it takes."
+               if learns
+               else "The reward did not rise with it: it may pay for length itself, or the policy has stopped ending its answers."),
+            query="", sort="-length", plot="lengths",
+        )  # fmt: skip
+    if ratio <= _SHRUNK and change.has_fallen:
+        return Finding(
+            key="lengths", severity=NOTE if learns else WARNING, what="Completions grew short",
+            text=f"{moved}. "
+            + ("The reward rose with it."
+               if learns
+               else "The reward did not rise: the policy may have given up thinking, or short answers may get away with a reward."),
+            query="", sort="length", plot="lengths",
+        )  # fmt: skip
+    return None
+
+
+def stale_groups(evidence: Evidence) -> Finding | None:
+    share = _share_of_groups(evidence, "stale")
+    if share is None or share < _MANY_STALE:
+        return None
+    return Finding(
+        key="stale-groups", severity=WARNING, what="Much of what is generated is too old to train on", numbers={"share": share},
+        text=f"{percent(share)} of the groups were dropped as stale. Generation runs too far ahead, or single rollouts "
+        "take many steps.",
+        do="Lower rollout.max_in_flight, or raise rollout.max_staleness.",
+        query="group.status=stale", sort="-duration", plot="ledger",
+    )  # fmt: skip
+
+
+def off_policy(evidence: Evidence) -> Finding | None:
+    """Ratio, difference of log-probabilities and effective sample size: three views of one thing."""
+    ratio, ess = evidence.recent(f"{_RATIO}/mean"), evidence.recent("sampling/ess")
+    difference = evidence.recent("sampling/sampling_logp_difference/mean")
+    off = max(ratio, 1.0 / ratio) if ratio else 1.0
+    said = []
+    if ratio and off > _OFF_POLICY:
+        said.append(f"the mean importance ratio is {figure(ratio)} (1 is on policy)")
+    if difference is not None and difference > _MISMATCH:
+        said.append(f"log-probabilities of trainer and sampler differ by {figure(difference)} nats in the mean")
+    if ess is not None and ess < _LOW_ESS:
+        said.append(f"the effective sample size is {percent(ess)}")
+    if not said:
+        return None
+    is_far = off > _FAR_OFF_POLICY or (difference or 0.0) > _LARGE_MISMATCH or (ess is not None and ess < 0.2)
+    first = next(iter(evidence.values("sampling/sampling_logp_difference/mean")), 0.0)
+    if first > _MISMATCH:
+        why = "It was so in the first step already, before any staleness: the server computes other log-probabilities."
+        do = "See the check of the log-probabilities in preflight.json, inference.dtype and the chat template."
+    else:
+        why, do = "It came with training.", "Lower rollout.max_staleness or optimizer.lr, or set loss.correction."
+    return Finding(
+        key="off-policy", severity=ERROR if is_far else WARNING,
+        what="Samples are far off policy" if is_far else "Samples are off policy",
+        text=f"{_LATE} {'; '.join(said)}. {why}", do=do, query="mismatch>0.1", sort="-mismatch", plot="ratio",
+    )  # fmt: skip
+
+
+def entropy(evidence: Evidence) -> Finding | None:
+    ends = evidence.ends("entropy")
+    if ends is None or ends[0] <= 0.0:
+        return None
+    (first, last), learns = ends, evidence.has_risen
+    moved = f"It went from {figure(first)} to {figure(last)} nats"
+    if last < _SMALL_ENTROPY and last < _COLLAPSED * first:
+        return Finding(
+            key="entropy", severity=NOTE if learns else WARNING,
+            what="The entropy is almost used up" if learns else "The entropy collapsed",
+            text=f"{moved}: the policy says nearly the same each time, and then all rewards of a group are equal. "
+            + ("The reward rose, so this may be the end of what these prompts teach." if learns else "The reward did not rise."),
+            do="" if learns else "A higher loss.epsilon_high, loss.entropy_bonus or rollout.temperature, or a lower optimizer.lr "
+            "keeps it up.",
+            query="entropy<0.05", sort="-step", plot="entropy",
+        )  # fmt: skip
+    if last > _EXPLODED * first and last - first > 0.5 and not learns:
+        return Finding(
+            key="entropy", severity=WARNING, what="The entropy exploded", text=f"{moved}: the policy loses its language.",
+            do="A lower optimizer.lr, no loss.entropy_bonus, or a KL term (loss.beta) holds it.",
+            query="entropy>2", sort="-step", plot="entropy",
+        )  # fmt: skip
+    return None
+
+
+def bad_updates(evidence: Evidence) -> Finding | None:
+    skipped, norms = sum(evidence.values("training/skipped_updates")), evidence.values("grad_norm")
+    if skipped:
+        return Finding(
+            key="bad-updates", severity=WARNING, what="Updates were skipped",
+            text=f"{figure(skipped)} updates were not finite and were not made.",
+            do="Where it happens again: a lower optimizer.lr, or model.dtype: float32.", plot="grad-norm",
+        )  # fmt: skip
+    middle = median(norms) if len(norms) >= 10 else 0.0
+    if middle <= 0.0 or max(norms) <= _SPIKE * middle:
+        return None
+    step = next(int(row["step"]) for row in evidence.metrics if row.get("grad_norm") == max(norms))
+    return Finding(
+        key="bad-updates", severity=WARNING, what="The gradient has spikes",
+        text=f"Its norm reached {figure(max(norms))} at step {step}; its median is {figure(middle)}.",
+        do="optimizer.max_grad_norm cuts what it does; look at the rollouts of that step.",
+        query=f"step={step}", sort="-ratio_max", plot="grad-norm",
+    )  # fmt: skip
+
+
+def clipped(evidence: Evidence) -> Finding | None:
+    share = evidence.recent("clip_ratio/region_mean")
+    if share is None or share < _MUCH_CLIPPED:
+        return None
+    return Finding(
+        key="clipped", severity=WARNING, what="Many tokens are clipped", numbers={"share": share},
+        text=f"The clip took {percent(share)} of the tokens in the last third of the steps, so they do not move the policy.",
+        do="The steps are too large (optimizer.lr, training.minibatches), or the samples too old (rollout.max_staleness).",
+        query="clipped", sort="-clipped_share", plot="clip",
+    )  # fmt: skip
+
+
+def masked(evidence: Evidence) -> Finding | None:
+    settings = {"masked/correction": "loss.correction", "masked/off_policy": "loss.off_policy_mask"}
+    share, setting = max((evidence.recent(name) or 0.0, setting) for name, setting in settings.items())
+    if share < _MUCH_MASKED:
+        return None
+    return Finding(
+        key="masked", severity=ERROR if share > _MOSTLY else WARNING, what="Most tokens are left out of the loss",
+        text=f"{setting} leaves out {percent(share)} of the tokens in the last third of the steps.", numbers={"share": share},
+        do="Widen it, or find out why the samples are so far off policy.", setting=setting,
+        query="masked", sort="-masked_share", plot="masked",
+    )  # fmt: skip
+
+
+def far_from_reference(evidence: Evidence) -> Finding | None:
+    kl = evidence.recent("kl")
+    if kl is None or kl < _FAR_FROM_REFERENCE:
+        return None
+    return Finding(
+        key="kl", severity=WARNING, what="The policy is far from the reference", numbers={"kl": kl},
+        text=f"The KL divergence is {figure(kl)} nats a token in the last third of the steps.",
+        do="A higher loss.beta or a lower optimizer.lr holds it.", query="", sort="-step", plot="kl",
+    )  # fmt: skip
+
+
+_ENDINGS = {
+    "failed": ("failed", "How it ended stands above; logs/latest/ says more."),
+    "stopped": ("was stopped", "`grpo-async train ... --resume` goes on from its checkpoint."),
+    "running": ("goes on, and is", "This is of the time when it was made."),
+    "killed": ("was killed", "Its launcher is gone without a word. `--resume` goes on from the last checkpoint."),
+    "silent": ("fell silent", "Its launcher, on another machine, has written nothing for a while: is it dead?"),
+}
+
+
+def ended_early(evidence: Evidence) -> Finding | None:
+    if evidence.status == "finished" or not evidence.metrics:
+        return None
+    planned = evidence.setting("training.max_steps")
+    unknown = "has not come to an end; it is", "It still runs, or it was killed: then `--resume` goes on."
+    what, text = _ENDINGS.get(evidence.status, unknown)
+    return Finding(
+        key="ended-early", severity=WARNING if evidence.status in ("failed", "killed", "silent") else NOTE,
+        what=f"The run {what} at step {int(evidence.metrics[-1]['step'])}{f' of {planned}' if isinstance(planned, int) else ''}",
+        text=text,
+    )  # fmt: skip
+
+
+def _share_of_groups(evidence: Evidence, state: str) -> float | None:
+    number, started = evidence.last(f"ledger/groups/{state}"), evidence.last("ledger/groups/started")
+    return number / started if number is not None and started else None
+
+
+def beaten_by_baseline(last: Evaluation, change: Change) -> float | None:
+    """The share of the most frequent answer, where the last evaluation is not above it by more than chance; None where it is, or
+    the share is not known (`evaluation.baseline_column`)."""
+    baseline = last.metrics.get("majority_baseline")
+    if baseline is None:
+        return None
+    passed = last.metrics.get("pass@1", last.metrics["reward"])
+    error = 2.0 * last.metrics.get("reward_stderr", 0.0)
+    is_learned_from_above = change.first > baseline and change.has_risen
+    return None if is_learned_from_above or passed - error > baseline else baseline
+
+
+def moved_by(change: Change) -> str:
+    """ "from 0.2 to 0.8: +0.600 (95 %: +0.500 to +0.700; 100 prompts, each with itself)"."""
+    count = f"{change.count} " if change.count else ""
+    interval = f"95 %: {change.low:+.3f} to {change.high:+.3f}"
+    return f"from {figure(change.first)} to {figure(change.last)}: {change.value:+.3f} ({interval}; {count}{change.of})"
+
+
+def change_numbers(change: Change) -> dict[str, float]:
+    return {
+        "first": change.first, "last": change.last, "change": change.value, "low": change.low, "high": change.high,
+        "count": float(change.count),
+    }  # fmt: skip
+
+
+def first_line(text: str | None) -> str:
+    return ((text or "").strip().splitlines() or [""])[0]
+
+
+CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
+    # what explains the rest stands before it
+    no_steps, reward_fails, unscored, truncated, no_gradient, hardly_moves, zero_variance, collapsed, reward_trend, reward_parts,
+    held_out, held_out_peak, ended_early, failed_groups, tools, lengths, stale_groups, off_policy, entropy, bad_updates, clipped,
+    masked, far_from_reference,
+)  # fmt: skip

@@ -1,0 +1,235 @@
+"""What the findings of a run are made of: its metrics, evaluations, counts of its rollouts and its settings.
+
+`Evidence.read` takes them from the files of a run directory, also while the run writes them. Nothing raises because of what a file
+contains: what cannot be read is a sentence in `problems`, and the rest is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Self
+
+from grpo_async.findings.statistics import Change, held_out_change, trend
+from grpo_async.run_state import judge
+from grpo_async.rundir import RunDir
+
+_SMALLEST_WINDOW, _LARGEST_WINDOW = 3, 50
+
+Row = dict[str, float]
+"""One line of metrics.jsonl: values that are numbers and finite; "step" is always there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One line of evaluations.jsonl. `metrics` are over all prompts, `by_group` of each value of `evaluation.group_by`; both are
+    empty where it was left out or failed: `why_not` says so, and `failed` which of the two. `prompt_rewards`: the mean reward of
+    each prompt, in the order of the data; empty where an earlier version wrote the line."""
+
+    step: int
+    when: str = "step"  # start | step | end
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    by_group: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    prompt_rewards: Sequence[float | None] = ()
+    why_not: str | None = None
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts:
+    """The stored rollouts of one step: how many, and how many have no reward or failed."""
+
+    step: int
+    num_rollouts: int
+    num_unscored: int
+    num_failed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One run's figures, ascending by step.
+
+    Args:
+        steps, errors: of the rollout store, where it was read: counts, and messages of failed rollouts, the most frequent first.
+        status: a word of run_state.STATES, or "unfinished". error: why the run failed.
+    """
+
+    metrics: Sequence[Row] = ()
+    evaluations: Sequence[Evaluation] = ()
+    steps: Sequence[StepCounts] = ()
+    errors: Sequence[tuple[str, int]] = ()
+    config: Mapping[str, object] = field(default_factory=dict)
+    status: str = "finished"
+    error: str | None = None
+
+    @classmethod
+    def read(cls, run_dir: RunDir) -> Self:
+        """Without the rollout store."""
+        problems: list[str] = []
+        status = json_object(run_dir.status, problems)
+        error = status.get("error")
+        return cls(
+            metrics=read_metrics(run_dir, problems),
+            evaluations=read_evaluations(run_dir, problems),
+            config=_config(run_dir.config),
+            status=judge(status).state if status else "unfinished",
+            error=error if isinstance(error, str) else None,
+        )
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.metrics)
+
+    def values(self, name: str) -> list[float]:
+        """Of the steps that have the metric."""
+        return [row[name] for row in self.metrics if name in row]
+
+    def names(self, prefix: str, suffix: str = "") -> list[str]:
+        """Metrics of any step whose names begin and end so, sorted."""
+        names: set[str] = set().union(*self.metrics)
+        return sorted(name for name in names if name.startswith(prefix) and name.endswith(suffix))
+
+    def trend(self, name: str) -> Change | None:
+        """How a metric moved over the steps; see `statistics.trend`."""
+        return trend(self.values(name))
+
+    @property
+    def has_risen(self) -> bool:
+        """Whether the sampled reward did, by more than chance."""
+        moved = self.trend("reward")
+        return moved is not None and moved.has_risen
+
+    def ends(self, name: str) -> tuple[float, float] | None:
+        """The means of the first and of the last tenth of the steps (at least 3, at most 50); None with fewer than 6 values."""
+        values = self.values(name)
+        size = min(max(_SMALLEST_WINDOW, len(values) // 10), _LARGEST_WINDOW)
+        return (fmean(values[:size]), fmean(values[-size:])) if len(values) >= 2 * size else None
+
+    def recent(self, name: str) -> float | None:
+        """The mean of the last third of the values; None without any."""
+        values = self.values(name)
+        return fmean(values[-max(1, len(values) // 3) :]) if values else None
+
+    def last(self, name: str) -> float | None:
+        values = self.values(name)
+        return values[-1] if values else None
+
+    @property
+    def top(self) -> float | None:
+        """The highest reward that any rollout got, where that is recorded; else the highest mean of a step."""
+        return max(self.values("reward_max") or self.values("reward"), default=None)
+
+    @property
+    def reward_range(self) -> float:
+        """Between the lowest and the highest reward of any rollout: what a change is large or small against. 1 where it is not
+        known, or all were equal."""
+        found = [value for name in ("reward_min", "reward", "reward_max") for value in self.values(name)]
+        found += [value for each in self.evaluated() for value in each.prompt_rewards if value is not None]
+        return (max(found) - min(found) if found else 0.0) or 1.0
+
+    def setting(self, path: str) -> object:
+        """Of the configuration, by its dotted path; None: not there, or not shown."""
+        value: object = self.config
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def evaluated(self) -> list[Evaluation]:
+        """Evaluations with a reward, ascending by step."""
+        return sorted((each for each in self.evaluations if "reward" in each.metrics), key=lambda each: each.step)
+
+    def held_out(self) -> Change | None:
+        """The change of the held-out reward between the first evaluation and the last; None with fewer than two."""
+        results = self.evaluated()
+        return None if len(results) < 2 else self.between(results[0], results[-1])
+
+    def between(self, first: Evaluation, last: Evaluation) -> Change:
+        return held_out_change(
+            first.metrics, last.metrics, first.prompt_rewards, last.prompt_rewards, scale=self.reward_range
+        )
+
+
+def read_metrics(run_dir: RunDir, problems: list[str]) -> list[Row]:
+    rows = [numbers(line) for line in json_lines(run_dir.metrics, problems) if _is_number(line.get("step"))]
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def read_evaluations(run_dir: RunDir, problems: list[str]) -> list[Evaluation]:
+    return [each for line in json_lines(run_dir.evaluation_log, problems) if (each := _evaluation(line))]
+
+
+def _evaluation(line: Mapping[str, Any]) -> Evaluation | None:
+    step = line.get("step")
+    if not _is_number(step):
+        return None
+    by_group = line.get("by_group")
+    groups = by_group if isinstance(by_group, dict) else {}
+    rewards = line.get("prompt_rewards")
+    return Evaluation(
+        step=int(step or 0),
+        when=str(line.get("when", "step")),
+        metrics=numbers(line.get("metrics")),
+        by_group={str(group): numbers(values) for group, values in groups.items()},
+        prompt_rewards=[float(r) if _is_number(r) else None for r in rewards] if isinstance(rewards, list) else (),
+        why_not=next((str(line[key]) for key in ("error", "skipped") if line.get(key)), None),
+        failed=bool(line.get("error")),
+    )
+
+
+def _config(path: Path) -> Mapping[str, object]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # then nothing is said of settings
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def numbers(values: Any) -> dict[str, float]:
+    """Those of a mapping that are finite."""
+    if not isinstance(values, dict):
+        return {}
+    return {str(name): float(value) for name, value in values.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def json_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file; lines that are none are counted, a torn last line is left out."""
+    if not path.is_file():
+        return []
+    found: list[dict[str, Any]] = []
+    num_bad = 0
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    content = json.loads(line)
+                except ValueError:
+                    num_bad += line.endswith("\n")
+                    continue
+                if isinstance(content, dict):
+                    found.append(content)
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+    if num_bad:
+        problems.append(f"{path.name}: {num_bad} line(s) are not JSON and were left out.")
+    return found

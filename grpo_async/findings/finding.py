@@ -1,0 +1,85 @@
+"""One thing to know about a run or about a reward function: the record that every surface renders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Severity(StrEnum):
+    """Ordered, the worst first."""
+
+    ERROR = "error"  # it cannot learn like this
+    WARNING = "warning"  # look at it
+    GOOD = "good"  # as it should be
+    NOTE = "note"  # worth knowing
+
+    @property
+    def rank(self) -> int:
+        return list(Severity).index(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that the data says.
+
+    Args:
+        key: of the check; of a finding about speed, what bounds the run, in a few words.
+        what: is the case, in a few words.
+        text: the figures, and what they mean.
+        do: the remedy.
+        setting: dotted path of the setting to change, with what it is (`current`) and what to make of it (`suggested`).
+        numbers: the evidence, by name.
+        query: rollouts that show it, for inspect-rollouts, and their `sort`; None: no rollouts show it.
+        plot: the plot of the report that shows it.
+        inputs, rows: of the audit of a reward function: names of inputs, 0-based rows.
+    """
+
+    key: str
+    severity: Severity
+    what: str
+    text: str = ""
+    do: str = ""
+    setting: str | None = None
+    current: float | int | str | None = None
+    suggested: float | int | str | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    query: str | None = None
+    sort: str | None = None
+    plot: str | None = None
+    inputs: Sequence[str] = ()
+    rows: Sequence[int] = ()
+
+    def as_advice(self) -> dict[str, Any]:
+        """The fields of a finding about speed, as status.json and advice.jsonl have them."""
+        return {
+            "bound_by": self.key,
+            "text": self.text,
+            "setting": self.setting,
+            "current": self.current,
+            "suggested": self.suggested,
+        }
+
+
+def worst_first(found: Sequence[Finding]) -> list[Finding]:
+    """Within a severity in the order they have."""
+    return sorted(found, key=lambda finding: finding.severity.rank)
+
+
+def percent(share: float) -> str:
+    """0.875 -> "88%"; 0.004 -> "0.4%"; 0.999 -> "99.9%"."""
+    if 0.0 < share < 0.01 or 0.99 < share < 1.0:
+        return f"{share:.1%}"
+    return f"{share:.0%}"
+
+
+def figure(value: float) -> str:
+    """Three significant digits, without an exponent where that is short: 0.123456 -> "0.123", 1234.5 -> "1,234"."""
+    if value == 0.0:
+        return "0"
+    size = abs(value)
+    if size >= 1000.0:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

@@ -1,0 +1,111 @@
+"""By how much a reward changed, and how certain that is. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, stdev
+
+_LEAST_VALUES = 6
+_MOST_CORRELATED = 0.9
+_LEAST_FREEDOM = 3.0
+_ROUNDING = 1e-9  # sums of rewards are not exact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """From `first` to `last`; the change lies between `low` and `high` with 95 %. `count`, `of`: what is behind it: 60 "steps";
+    0: not known."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+    count: int
+    of: str
+
+    @property
+    def value(self) -> float:
+        return self.last - self.first
+
+    @property
+    def has_risen(self) -> bool:
+        """By more than chance."""
+        return self.low > _ROUNDING
+
+    @property
+    def has_fallen(self) -> bool:
+        return self.high < -_ROUNDING
+
+
+def _change(first: float, last: float, stderr: float, freedom: float, count: int, of: str) -> Change:
+    half = _critical(freedom) * stderr
+    return Change(first=first, last=last, low=last - first - half, high=last - first + half, count=count, of=of)
+
+
+def _critical(freedom: float) -> float:
+    """The 97.5 % quantile of Student's t, to about 2 %: 2 degrees of freedom 4.3, 10 2.2, many 1.96."""
+    return 1.96 + 2.4 / freedom + 4.5 / freedom**2
+
+
+def trend(values: Sequence[float]) -> Change | None:
+    """How a series moved: the least-squares line over the steps, or over their logarithm where that fits better (most of what is
+    learned is learned early). None with fewer than 6 values.
+
+    Neighbouring steps are alike, so they count for less: with the lag-1 correlation r of the residuals, the standard error is that
+    of independent ones x sqrt((1 + r) / (1 - r)), and n steps are worth n x (1 - r) / (1 + r).
+    """
+    count = len(values)
+    if count < _LEAST_VALUES:
+        return None
+    fits = [
+        _fit([float(step) for step in range(count)], values),
+        _fit([math.log(step + 1) for step in range(count)], values),
+    ]
+    first, last, stderr, freedom, _ = min(fits, key=lambda fit: fit[-1])
+    return _change(first, last, stderr, freedom, count, "steps")
+
+
+def _fit(places: Sequence[float], values: Sequence[float]) -> tuple[float, float, float, float, float]:
+    """(fitted first, fitted last, standard error of last - first, degrees of freedom, sum of squared residuals)."""
+    count, centre, mean = len(values), fmean(places), fmean(values)
+    spread = sum((place - centre) ** 2 for place in places)
+    slope = sum((place - centre) * (value - mean) for place, value in zip(places, values, strict=True)) / spread
+    residuals = [value - mean - slope * (place - centre) for place, value in zip(places, values, strict=True)]
+    squares = sum(each**2 for each in residuals)
+    lagged = sum(one * other for one, other in pairwise(residuals))
+    correlation = min(max(lagged / squares, 0.0), _MOST_CORRELATED) if squares > 0.0 else 0.0
+    inflation = (1.0 + correlation) / (1.0 - correlation)
+    reach = places[-1] - places[0]
+    stderr = reach * math.sqrt(squares / (count - 2) / spread * inflation)
+    first = mean + slope * (places[0] - centre)
+    return first, first + slope * reach, stderr, max((count - 2) / inflation, _LEAST_FREEDOM), squares
+
+
+def held_out_change(
+    first: Mapping[str, float],
+    last: Mapping[str, float],
+    first_rewards: Sequence[float | None],
+    last_rewards: Sequence[float | None],
+    *,
+    scale: float,
+) -> Change:
+    """Between two evaluations of the same prompts, from the differences of each prompt; from the standard errors of both where the
+    rewards of the prompts are not known. `scale`: the range of rewards.
+
+    Rewards 0 0 1 0 and 1 0 1 1: differences 1 0 0 1, mean 0.5, standard error 0.577 / sqrt(4) = 0.29. It is taken as at least half
+    a prompt's worth, scale / (2 n): that all of a few prompts agree is no certainty.
+    """
+    if len(first_rewards) == len(last_rewards):
+        pairs = [(a, b) for a, b in zip(first_rewards, last_rewards, strict=True) if a is not None and b is not None]
+        if len(pairs) > 1:
+            differences = [after - before for before, after in pairs]
+            stderr = max(stdev(differences) / math.sqrt(len(pairs)), 0.5 * scale / len(pairs))
+            before, after = fmean(before for before, _ in pairs), fmean(after for _, after in pairs)
+            return _change(before, after, stderr, len(pairs) - 1, len(pairs), "prompts, each with itself")
+    count = int(min(each.get("num_prompts", 0.0) for each in (first, last)))
+    stderr = math.hypot(first.get("reward_stderr", 0.0), last.get("reward_stderr", 0.0))
+    stderr = max(stderr, 0.5 * scale / count if count > 2 else 0.0)
+    return _change(first["reward"], last["reward"], stderr, 2.0 * count if count > 2 else math.inf, count, "prompts")
