@@ -243,8 +243,13 @@ class AsyncRolloutSource:
     def stop_generating(self) -> None:
         """Cancel what is in flight and account for what is queued; the client stays usable (for a last evaluation)."""
         self._thread.cancel_all(timeout_s=self._config.rollout.shutdown_timeout_s)
+        self._settle_queued()
+
+    def _settle_queued(self) -> None:
+        """No step will see these groups."""
         for group in self._buffer.drain():
-            self._worker.settle(group.group, GroupStatus.CANCELLED, scored=group)
+            status = GroupStatus.CANCELLED if group.samples else GroupStatus.FILTERED
+            self._worker.settle(group.group, status, scored=group)
 
     def close(self) -> None:
         """End the thread, whatever it does, in bounded time. Safe to call twice."""
@@ -265,6 +270,10 @@ class AsyncRolloutSource:
                     )
                 except DeadlineError as error:
                     logger.warning("%s", error)  # the run is over: what does not close ends with the process
+        try:
+            self._settle_queued()  # a run that ends by an error has not: its last groups may say why
+        except RunError as error:
+            logger.warning("%s", error)
         self._thread.stop(timeout_s=timeout_s)
         for close_now in self._closing:
             close_now()

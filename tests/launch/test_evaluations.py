@@ -110,7 +110,13 @@ def test_before_training_all_slots_are_used_and_the_first_step_reports_the_resul
     assert world.source.begun == [(0, 40)]
     assert world.heard == [("before", {"reward": 0.5, "mixed": 0.0, "majority_baseline": 0.1, "reward/a": 1.0})]
     assert world.noted == []  # there is no checkpoint of step 0 to keep
-    assert world.after(1) == {"eval/reward": 0.5, "eval/mixed": 0.0, "eval/reward/a": 1.0, "eval/step": 0.0}
+    assert world.after(1) == {
+        "eval/reward": 0.5,
+        "eval/mixed": 0.0,
+        "eval/reward/a": 1.0,
+        "eval/majority_baseline": 0.1,
+        "eval/step": 0.0,
+    }
     assert world.after(2) == {}
 
 

@@ -39,6 +39,7 @@ def _source() -> AsyncRolloutSource:
     parts: dict[str, Any] = {
         name: Mock() for name in ("client", "buffer", "ledger", "admission", "errors", "advantages")
     }
+    parts["buffer"].drain.return_value = []
     return AsyncRolloutSource(_config(), thread=thread, worker=worker, **parts)
 
 

@@ -414,6 +414,7 @@ def test_a_stale_group_carries_the_step_that_it_was_too_old_for_and_counts_in_it
         (first,) = await setup.take(1)
         setup.buffer.take_noted()
         setup.worker.settle(first.group, GroupStatus.TRAINED, scored=first, step=1)
+        setup.client.script = lambda name: _answer(1 - int(name[-1]) % 2, version=1)
         setup.worker.on_version(1)
         setup.admission.advance(1)
         taken = await setup.take(1, version=1)  # the other one was sampled by version 0
@@ -433,11 +434,12 @@ def test_a_run_without_any_learning_signal_stops_instead_of_generating_for_ever(
     _stops_with_nothing_to_learn(
         setup, r"12 groups in a row had nothing to learn from; the last one: all rewards are 0"
     )
-    assert setup.ledger.snapshot()["groups"]["filtered"] >= 12
+    counts = setup.ledger.snapshot()["groups"]
+    assert counts["filtered"] + counts["queued"] >= 12
 
 
 def test_a_store_that_cannot_write_stops_the_run_with_its_own_words(tmp_path: Path) -> None:
-    setup = _Setup(tmp_path, lambda name: _answer(0))
+    setup = _Setup(tmp_path, lambda name: _answer(0), zero_variance="resample")
 
     def append(*_: Any, **__: Any) -> None:
         raise RunError("No space left on device")
