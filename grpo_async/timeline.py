@@ -4,8 +4,8 @@ Times are unix seconds; an instant has start = end. A lane is a row of a drawing
 runs at the same time has slots of its own (`Slots`), so within one lane spans only ever nest. Lanes: run, trainer, gpu, rollout,
 scoring, queue, weights, checkpoint, evaluation, server.
 
-Invariant: recording never waits, never raises, and holds at most `_MOST_PENDING` events; what does not fit is counted, and the
-count is written. The file itself: timeline_file.
+Invariant: recording never waits, never raises, and holds at most `_MOST_PENDING` events, also those that wait for room on a full
+disk; what does not fit is counted, and the count is written. The file itself: timeline_file.
 """
 
 from __future__ import annotations
@@ -129,10 +129,9 @@ class Timeline:
                 now = time.time()
                 batch.append(Event(LOST, "run", now, now, {"events": self._num_lost}))
                 self._num_lost = 0
-            lost = self._file.append("".join(map(event_line, batch)), len(batch))
-            self._num_lost += lost
-            if lost:
-                return  # the disk is full, say: the next try is a second away
+            if self._file.append("".join(map(event_line, batch)), len(batch)):
+                self._events.extendleft(reversed(batch))  # the disk is full, say: the next try is a second away
+                return
 
 
 class Slots:

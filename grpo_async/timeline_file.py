@@ -115,7 +115,7 @@ class EventFile:
         self._makes_room_at = 0.0  # not before; by time.monotonic()
 
     def append(self, text: str, num_events: int) -> int:
-        """Write whole lines; returns how many events were lost: none or all."""
+        """Write whole lines; returns how many of the events were not written: none or all."""
         data = text.encode()
         try:
             if self._descriptor is None:

@@ -81,7 +81,7 @@ class AdvisedDisplays(Displays):
 def _drop_later(log: Path, last_step: int) -> None:
     """Keep the lines of steps up to `last_step`; a torn line goes, too."""
     kept = []
-    for line in log.read_text(encoding="utf-8").splitlines():
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= last_step:
                 kept.append(line + "\n")

@@ -31,7 +31,7 @@ from grpo_async.launch.node_place import NodePlace, choose_node_rank, leading_ad
 from grpo_async.launch.output import Output
 from grpo_async.launch.plan import ProcessPlan, plan_follower, plan_processes
 from grpo_async.launch.preflight_report import Check
-from grpo_async.launch.prepare import Start, check_start, empty, lock, set_aside_broken
+from grpo_async.launch.prepare import Start, check_start, empty, lock, set_aside_broken, writing
 from grpo_async.launch.signals import unwinding
 from grpo_async.launch.slurm import note_job
 from grpo_async.launch.supervisor import Outcome
@@ -125,9 +125,10 @@ def _launch(
     node = _lead_nodes(config)
     with lock(run_dir):
         start = check_start(config, resume=resume, clean=clean)  # again: another launcher may have had it until now
-        if clean:
-            empty(run_dir)
-        set_aside_broken(run_dir, start)
+        with writing(run_dir):
+            if clean or start.is_reused:
+                empty(run_dir, keeps_logs=not clean)
+            set_aside_broken(run_dir, start)
         outcome = _run(config, engine, run_dir, output, start=start, notes=notes, amend=amend, node=node)
         return end_with_report(outcome, config, run_dir, output)
 
@@ -211,9 +212,10 @@ def _run(
     from grpo_async.config.loader import dump_config
 
     machine = machine_module.look()
-    run_dir.create(dump_config(config))
-    attempt = run_dir.new_attempt()
-    note_job(attempt)
+    with writing(run_dir):
+        run_dir.create(dump_config(config))
+        attempt = run_dir.new_attempt()
+        note_job(attempt)
     with unwinding(), _token(engine, run_dir, node) as token, machine_module.private_folder() as private:
         places = Places(run_dir=run_dir, attempt=attempt, private=private, ports=free_ports(config))
         plan = amend(
@@ -229,7 +231,8 @@ def _run(
                 node=node,
             )
         )
-        write_atomically(run_dir.plan, plan.describe())
+        with writing(run_dir):
+            write_atomically(run_dir.plan, plan.describe())
         output.start(run_name=config.run.name, directory=run_dir.root, pid=os.getpid(), plan=plan.describe())
         return conduct(config, plan, output, _hub_maker(config, plan, node))
 
@@ -240,7 +243,9 @@ def _token(engine: EngineChoice, run_dir: RunDir, node: NodePlace) -> Iterator[s
     if engine.engine == "external" or not node.is_alone:
         yield token_from_environment()
         return
-    with run_dir.new_token() as token:
+    with contextlib.ExitStack() as stack:
+        with writing(run_dir):
+            token = stack.enter_context(run_dir.new_token())
         yield token
 
 

@@ -39,9 +39,11 @@ _FREE = ("run.dir", "run.name", "launch", "inference")  # where and by what it r
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """Where a run begins: `resume_step` None is the beginning. `notes` tell what the user should know; `broken_steps` have
-    checkpoints that are damaged and newer than the one to resume from (see `set_aside_broken`)."""
+    checkpoints that are damaged and newer than the one to resume from (see `set_aside_broken`); `is_reused`: the directory has
+    what a start that failed has left, which goes but for its logs (see `empty`)."""
 
     resume_step: int | None
+    is_reused: bool = False
     broken_steps: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -67,12 +69,29 @@ def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) ->
         return _resume(run_dir, config, resume)
     if run_dir.root.exists() and (not run_dir.root.is_dir() or any(run_dir.root.iterdir())):
         steps = run_dir.checkpoint_steps()
-        state = f"with a checkpoint of step {steps[-1]}" if steps else "without a checkpoint"
-        raise ConfigError(
-            f"the run directory {run_dir.root} exists already, {state}: "
-            "--resume continues it, --clean removes it first, another run.name leaves it alone"
-        )
+        if steps:
+            raise ConfigError(
+                f"the run directory {run_dir.root} exists already, with a checkpoint of step {steps[-1]}: "
+                "--resume continues it, --clean removes it first, another run.name leaves it alone"
+            )
+        return _reuse(run_dir, config)
     return Start(resume_step=None)
+
+
+def _reuse(run_dir: RunDir, config: ExperimentConfig) -> Start:
+    """Begin in the directory of a run without a checkpoint.
+
+    Raises:
+        ConfigError: it is no run directory, or the run has trained steps.
+    """
+    _check_removable(run_dir, config)
+    if run_dir.metrics.exists() and run_dir.metrics.stat().st_size > 0:
+        raise ConfigError(
+            f"the run directory {run_dir.root} exists already, with trained steps and without a checkpoint to continue from: "
+            "--clean removes it first, another run.name leaves it alone"
+        )
+    note = f"an earlier start in {run_dir.root} trained nothing: this run begins there, its logs stay"
+    return Start(resume_step=None, is_reused=True, notes=(note,))
 
 
 @contextmanager
@@ -82,8 +101,9 @@ def lock(run_dir: RunDir) -> Iterator[None]:
     Raises:
         ConfigError: another launcher holds it.
     """
-    run_dir.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(run_dir.root, os.O_RDONLY)  # not inherited by children (PEP 446)
+    with writing(run_dir):
+        run_dir.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(run_dir.root, os.O_RDONLY)  # not inherited by children (PEP 446)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,6 +116,21 @@ def lock(run_dir: RunDir) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextmanager
+def writing(run_dir: RunDir) -> Iterator[None]:
+    """For what is written before anything is started.
+
+    Raises:
+        ConfigError: the directory takes nothing (full, read-only, immutable, another user's).
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir: {run_dir.root} cannot be written: {error}; free space, mend its permissions, or set another run.dir"
+        ) from error
+
+
 def set_aside_broken(run_dir: RunDir, start: Start) -> None:
     """Rename checkpoints that `check_start` found damaged to broken_step_N, where nothing takes them for whole ones."""
     for step in start.broken_steps:
@@ -105,10 +140,12 @@ def set_aside_broken(run_dir: RunDir, start: Start) -> None:
         os.replace(checkpoint, target)
 
 
-def empty(run_dir: RunDir) -> None:
+def empty(run_dir: RunDir, *, keeps_logs: bool = False) -> None:
     """Remove everything in the run directory (`check_start` has said that it is ours). Its config.yaml goes last: without it the
     directory would not be known as ours, should this be killed."""
     for entry in sorted(run_dir.root.iterdir(), key=lambda entry: entry == run_dir.config):
+        if keeps_logs and entry == run_dir.logs:
+            continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
@@ -120,19 +157,17 @@ def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
     if not root.exists() and not root.is_symlink():
         return
     if root.is_symlink() or not root.is_dir():
-        raise ConfigError(f"--clean: {root} is no directory of its own (a link or a file); remove it yourself")
+        raise ConfigError(f"{root} is no directory of its own (a link or a file); remove it yourself")
     half_written = run_dir.config.with_name(
         f"{run_dir.config.name}.tmp"
     )  # by a run that was killed in its first moment
     if any(entry != half_written for entry in root.iterdir()) and not run_dir.config.is_file():
-        raise ConfigError(
-            f"--clean: {root} has no config.yaml, so it does not look like a run directory; remove it yourself"
-        )
+        raise ConfigError(f"{root} has no config.yaml, so it does not look like a run directory; remove it yourself")
     for name, path in _inputs(config):
         if path.exists() and path.resolve().is_relative_to(root.resolve()):
-            raise ConfigError(f"--clean would remove {name}: {path} lies in {root}")
+            raise ConfigError(f"a new run in {root} would remove {name}: {path} lies there")
     if Path.cwd().is_relative_to(root.resolve()):
-        raise ConfigError(f"--clean would remove the working directory, which lies in {root}")
+        raise ConfigError(f"a new run in {root} would remove the working directory, which lies there")
 
 
 def _inputs(config: ExperimentConfig) -> Iterator[tuple[str, Path]]:
@@ -154,8 +189,12 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
             f"--resume: there is no run in {run_dir.root} (no config.yaml); leave --resume out to begin one"
         )
     steps = run_dir.checkpoint_steps()
+    if not steps and resume == "auto":
+        return _reuse(run_dir, config)
     if not steps:
-        raise ConfigError(f"--resume: {run_dir.checkpoints} has no whole checkpoint; --clean begins the run anew")
+        raise ConfigError(
+            f"--resume {resume}: {run_dir.checkpoints} has no checkpoint; leave the step out to begin anew"
+        )
     if resume != "auto" and (not resume.isdecimal() or int(resume) not in steps):
         raise ConfigError(
             f"--resume {resume}: no such checkpoint in {run_dir.checkpoints}; there are the steps "
@@ -181,6 +220,10 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         f"the checkpoint of step {number} is damaged and set aside as broken_step_{number}: {problem}; going on from step {step}"
         for number, problem in broken.items()
     ]
+    if not run_dir.metrics.exists():
+        notes.append(
+            f"{run_dir.metrics} is missing: the metrics of the steps up to {step} are lost, those after it follow"
+        )
     changes = _compare_with_last_attempt(run_dir, config)
     return Start(resume_step=step, broken_steps=tuple(broken), notes=(*notes, *changes))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from grpo_async.launch.progress import Progress, step_line
 from grpo_async.launch.status import RunStatus, progress_of, read_status
 from grpo_async.run_state import RUNNING
 from grpo_async.rundir import RunDir
+from grpo_async.tracking.jsonl import read_line
 
 INTERVAL_S = 1.0
 _NUM_REWARDS = 6  # for the average and the change
@@ -36,8 +36,8 @@ class MetricsTail:
     def read(self) -> None:
         """Take the new lines into the curves; a line that is not whole yet is taken the next time."""
         for _, line in self._file.new_lines():
-            metrics = json.loads(line)
-            self.progress.add_to_curves(int(metrics["step"]), metrics)
+            if (metrics := read_line(line)) is not None:
+                self.progress.add_to_curves(int(metrics["step"]), metrics)
 
     def _forget(self) -> None:
         self.progress = Progress(max_steps=0)

@@ -271,7 +271,8 @@ class Supervisor:
         run_dir = self._plan.places.run_dir
         steps = run_dir.checkpoint_steps()
         if not steps:
-            return "there is no checkpoint yet; begin again with --clean"
+            trained = run_dir.metrics.exists() and run_dir.metrics.stat().st_size > 0
+            return f"there is no checkpoint yet; the same command{' with --clean' if trained else ''} begins again"
         return f"the newest checkpoint is step {steps[-1]}; go on with: grpo-async train {run_dir.config} --resume auto"
 
     def remote_signal(self, number: signal.Signals) -> None:

@@ -9,6 +9,7 @@ was in the queue and the line that was being written.
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import threading
@@ -39,6 +40,9 @@ _WRITE_TIMEOUT_S = 60.0
 """A disk that takes nothing for so long hangs."""
 _FLUSH_TIMEOUT_S = 15.0
 """The same for `flush`, `position` (on the event loop) and `close`, which has to fit into launch.stop_timeout_s."""
+_ROOM_TIMEOUT_S = 10.0
+"""So long a group waits for room on a full disk: less than a flush, and what comes after it is queued meanwhile."""
+_ROOM_RETRY_S = 0.5
 _SEAL_AT_CLOSE_S = 10.0
 """What is not sealed by then stays JSON lines, which is no loss; the next writer seals it."""
 _ALWAYS_STORED = (GroupStatus.FAILED, GroupStatus.STALE)
@@ -73,6 +77,7 @@ class RolloutStore:
         self._thread: threading.Thread | None = None
         self._file: LineFile | None = None  # only the thread's
         self._rest: Path | None = None  # the last block, where it was not sealed
+        self._full_since: float | None = None  # by time.monotonic(), until a group is written
         self._facts = FactsFile(folder)
         self._sealer = Sealer(folder, self._settings, self._facts)
 
@@ -275,7 +280,7 @@ class RolloutStore:
                 self._is_writing = True
                 self._changed.notify_all()
             try:
-                self._write(entry)
+                self._write_patiently(entry)
             except Exception as error:  # noqa: BLE001 - raised by the next call; the thread has to go on
                 self._note(entry, error)
             with self._changed:
@@ -310,8 +315,29 @@ class RolloutStore:
         else:
             self._sealer.add(block.path)
 
-    def _write(self, entry: Entry) -> None:
+    def _write_patiently(self, entry: Entry) -> None:
         line = line_of(entry)
+        while True:
+            try:
+                self._write(entry, line)
+            except OSError as error:
+                if not self._may_get_room(error):
+                    raise
+                time.sleep(_ROOM_RETRY_S)  # waits: back-off, _ROOM_TIMEOUT_S in all
+            else:
+                self._full_since = None
+                return
+
+    def _may_get_room(self, error: OSError) -> bool:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return False
+        now = time.monotonic()
+        if self._full_since is None:
+            self._full_since = now
+            logger.warning("cannot write rollouts to %s: %s; they wait for room", self._folder, error.strerror)
+        return now - self._full_since < _ROOM_TIMEOUT_S
+
+    def _write(self, entry: Entry, line: bytes) -> None:
         if self._file is None:
             self._file = LineFile(self._folder, entry.seq)
         try:

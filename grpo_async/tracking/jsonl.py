@@ -1,36 +1,112 @@
-"""metrics.jsonl: one JSON object per optimizer step, flushed per line, so a reader sees whole lines while the run writes."""
+"""metrics.jsonl: one JSON object per optimizer step, whole lines only, so a reader may look while the run writes."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
+import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from grpo_async.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 60.0
+"""A disk may be full for so long: lines wait, and training goes on."""
 
 
 class MetricsLog:
-    """Appends to a file; after a resume, lines of steps that will run again are dropped first."""
+    """Appends to a file; after a resume, lines of steps that will run again are dropped first. A file with lines that cannot be
+    read is kept beside it."""
 
     def __init__(self, path: Path, *, first_step: int = 1) -> None:
+        self._path = path
+        self._waiting = b""
+        self._failing_since: float | None = None
         if path.exists():
-            kept = [line for line in read_metrics(path) if line["step"] < first_step]
-            temporary = path.with_name(path.name + ".tmp")
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            temporary.replace(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._drop(first_step)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line. A value that is not finite is written as null: JSON has no NaN."""
+        """One line. A value that is not finite is written as null: JSON has no NaN.
+
+        Raises:
+            RunError: nothing could be written for a minute.
+        """
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._waiting += (json.dumps({"step": step, **values}) + "\n").encode()
+        self._write_waiting()
 
     def close(self) -> None:
-        self._file.close()
+        """Write what waits.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        if self._waiting:
+            self._failing_since = -math.inf  # there is no later try
+            self._write_waiting()
+        os.close(self._descriptor)
+
+    def _write_waiting(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        rest = self._waiting
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            os.ftruncate(self._descriptor, size)  # no reader ever sees half a line
+            self._note(error)
+            return
+        self._waiting = b""
+        if self._failing_since is not None:
+            self._failing_since = None
+            logger.warning("%s can be written again; no line is missing", self._path)
+
+    def _note(self, error: OSError) -> None:
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+            logger.warning("cannot write %s: %s; its lines wait, and training goes on", self._path, error.strerror)
+        elif now - self._failing_since >= _PATIENCE_S:
+            raise RunError(
+                f"cannot write {self._path}: {error.strerror}, for {_PATIENCE_S:.0f} s; free space, then go on with --resume"
+            ) from error
+
+    def _drop(self, first_step: int) -> None:
+        content = self._path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1].splitlines()
+        steps = [read_line(line) for line in whole]
+        if None in steps:
+            kept = self._path.with_name(f"{self._path.name}.damaged")
+            shutil.copyfile(self._path, kept)
+            num_bad = steps.count(None)
+            logger.warning(
+                "%s: %d lines cannot be read and are left out; the whole file: %s", self._path, num_bad, kept
+            )
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        lines = (line + b"\n" for line, read in zip(whole, steps, strict=True) if read and read["step"] < first_step)
+        temporary.write_bytes(b"".join(lines))
+        temporary.replace(self._path)
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """The lines of a metrics file; a torn last line (crash while writing) is left out."""
-    with path.open(encoding="utf-8") as file:
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file; a torn last line (crash while writing) is left out, and so is what cannot be read."""
+    with path.open("rb") as file:
         for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+            if line.endswith(b"\n") and (metrics := read_line(line)) is not None:
+                yield metrics
+
+
+def read_line(line: bytes) -> dict[str, Any] | None:
+    """The metrics of a step; None for what is no such line (a disk or an editor has damaged it)."""
+    try:
+        metrics = json.loads(line)
+    except ValueError:
+        return None
+    return metrics if isinstance(metrics, dict) and isinstance(metrics.get("step"), int) else None

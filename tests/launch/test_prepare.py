@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -27,6 +28,8 @@ def _old_run(config: ExperimentConfig, *, steps: tuple[int, ...] = ()) -> RunDir
     run_dir = RunDir(config.run_path)
     run_dir.create()
     run_dir.config.write_text(dump_config(config))
+    if steps:
+        run_dir.metrics.write_text('{"step": 1}\n')
     for step in steps:
         _make_checkpoint(run_dir, step)
     return run_dir
@@ -139,7 +142,7 @@ def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     _refused(config, "there is no run in", resume="auto")
     _old_run(config)
-    _refused(config, "no whole checkpoint", "--clean", resume="auto")
+    _refused(config, "--resume 3", "no checkpoint", resume="3")
     _refused(config, "exclude each other", resume="auto", clean=True)
 
 
@@ -199,6 +202,46 @@ def test_clean_never_removes_what_the_run_reads(tmp_path: Path) -> None:
     config = make_config(tmp_path, run={"name": tmp_path.name, "dir": str(tmp_path.parent)})
     (tmp_path / "config.yaml").write_text("")
     _refused(config, "would remove model.path", clean=True)
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_the_directory_of_a_start_that_failed_is_begun_in_again_and_its_logs_stay(
+    tmp_path: Path, resume: str | None
+) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config)
+    log = run_dir.new_attempt() / "trainer.log"
+    log.write_text("no such module")
+    run_dir.metrics.write_text("")
+    start = check_start(config, resume=resume, clean=False)
+    assert (start.resume_step, start.is_reused, len(start.notes)) == (None, True, 1)
+    empty(run_dir, keeps_logs=True)
+    assert [path.name for path in run_dir.root.iterdir()] == ["logs"]
+    assert log.exists()
+    run_dir.create(dump_config(config))
+    run_dir.metrics.write_text('{"step": 1}\n')  # it has trained: what it wrote is the user's to remove
+    _refused(config, "without a checkpoint", "--clean", resume=resume)
+
+
+def test_a_directory_that_takes_nothing_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "config.yaml.tmp")
+
+    monkeypatch.setattr(RunDir, "create", refuse)
+    with pytest.raises(ConfigError, match=r"run\.dir: .*No space left on device.*config\.yaml\.tmp"):
+        run(config, resume=None, clean=False, dry_run=False)
+
+
+def test_a_resume_says_that_the_metrics_are_missing(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(2,))
+    assert check_start(config, resume="auto", clean=False).notes == ()
+    run_dir.metrics.unlink()
+    (note,) = check_start(config, resume="auto", clean=False).notes
+    assert str(run_dir.metrics) in note
+    assert "2" in note
 
 
 def test_two_launchers_cannot_hold_one_directory(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tests.store.builders import (
     build_sample,
     small_blocks,
 )
+from tests.support.waiting import eventually
 
 FIRST_BLOCK = "block-000000000000.jsonl"
 
@@ -231,6 +232,7 @@ def test_a_failed_write_is_a_clear_error_of_the_next_call_and_nothing_else_is_lo
     monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
     monkeypatch.setattr(_FullDisk, "truncates", truncates)
     monkeypatch.setattr(_FullDisk, "is_full", False)
+    monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_TIMEOUT_S", 0.0)
     store = open_store(tmp_path)
     append_simple(store, 0)
     monkeypatch.setattr(_FullDisk, "is_full", True)
@@ -244,6 +246,23 @@ def test_a_failed_write_is_a_clear_error_of_the_next_call_and_nothing_else_is_lo
     assert [(row.seq, row.group_id) for row in read_groups(tmp_path)] == [(0, 0), (2, 2)]
     assert len(find_blocks(tmp_path)) == (1 if truncates else 2)
     assert read_facts(tmp_path).notes() == ["one group could not be written (see the log)"]
+
+
+def test_a_group_waits_for_room_on_a_full_disk(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
+    monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_RETRY_S", 0.01)
+    monkeypatch.setattr(_FullDisk, "is_full", True)
+    store = open_store(tmp_path)
+    _append(store, 0)
+    _append(store, 1)
+    assert eventually(lambda: bool(caplog.messages))
+    monkeypatch.setattr(_FullDisk, "is_full", False)
+    store.flush()
+    store.close()
+    assert _ids(tmp_path) == [0, 1]
+    assert read_facts(tmp_path).notes() == []
 
 
 def test_a_block_whose_first_line_failed_is_given_up_and_the_next_line_names_its_own(
@@ -278,6 +297,7 @@ def test_the_error_comes_with_the_next_append_which_is_written_all_the_same(
 ) -> None:
     monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
     monkeypatch.setattr(_FullDisk, "is_full", True)
+    monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_TIMEOUT_S", 0.0)
     store = open_store(tmp_path)
     _append(store, 0)
     with store._changed:
