@@ -43,12 +43,12 @@ def charts_part(progress: Progress, width: int) -> Part:
     """The reward's curve, on wider terminals others beside it, on higher ones below."""
     title = Text("reward", style="bold")
     if progress.reward is not None:
-        average, spread, change = progress.reward_average, progress.value("reward_std"), progress.reward_change
+        average, std, change = progress.reward_average, progress.value("reward_std"), progress.reward_change
         words = join(
             [
-                f"{progress.reward:.3f}",
+                f"{progress.reward:.3f} (all groups)",
                 None if average is None else f"average {average:.3f}",
-                None if spread is None else f"spread {spread:.3f}",
+                None if std is None else f"std {std:.3f}",
                 None if change is None else f"change {change:+.3f}",
             ]
         )

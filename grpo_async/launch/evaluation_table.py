@@ -19,7 +19,6 @@ _NAMES = {
     "num_prompts": "prompts",
     "reward_stderr": "+-",
     "mean_length": "length",
-    "truncated": "cut",
     "num_failed": "failed",
     "num_unscored": "unscored",
 }

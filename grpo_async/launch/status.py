@@ -238,7 +238,8 @@ def _last_word(status: RunStatus, now: float) -> str:
 def _reward(content: Mapping[str, Any]) -> str:
     reward = content.get("reward") or {}
     known = [(name, reward.get(name)) for name in ("last", "average")]
-    return join(f"{name} {value:.3f}" for name, value in known if isinstance(value, int | float))
+    text = join(f"{name} {value:.3f}" for name, value in known if isinstance(value, int | float))
+    return f"{text}  (all groups of a step)" if text else ""
 
 
 def _groups(content: Mapping[str, Any]) -> str:

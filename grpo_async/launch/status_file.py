@@ -48,7 +48,7 @@ FIELDS: Mapping[str, str] = {
     "num_gpus": "of the machine with the servers and the first trainer ranks",
     "exit_code": "null while it runs",
     "error": "why it failed; else null",
-    "reward": "last and average (of 5 steps) mean reward",
+    "reward": "last and average (of 5 steps) mean reward of all groups of a step",
     "metrics": "of the newest step, as in metrics.jsonl",
     "ledger": "groups and tokens by what became of them",
     "servers": "index, url, state, version, running, waiting, max_running, kv_usage, restarts, words of each",

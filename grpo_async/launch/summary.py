@@ -38,7 +38,7 @@ def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]
         yield "learning", plain(str(learning["text"]))
     first, last = _number(summary, "reward_first"), _number(summary, "reward_last")
     if first is not None and last is not None:
-        yield "reward", f"{first:.3f} -> {last:.3f} (mean of the first and last 3 steps, {last - first:+.3f})"
+        yield "reward", f"{first:.3f} -> {last:.3f} (all groups of the first and last 3 steps, {last - first:+.3f})"
     yield from _held_out(summary.get("evaluation"))
     generated, trained = _number(summary, "generated_tokens_per_s"), _number(summary, "trained_tokens_per_s")
     if generated is not None and trained is not None:

@@ -238,7 +238,7 @@ _BLOCKS = (
 FIELDS: tuple[Field, ...] = (*_ROLLOUT, *_GROUP, *_BLOCKS)
 
 WORDS: tuple[Word, ...] = (
-    Word(name="truncated", sql="r.truncated", help="cut by a limit of tokens, turns or length"),
+    Word(name="truncated", sql="r.truncated", help="ended by a limit of tokens, turns or length"),
     Word(name="finished", sql="r.status = 'finished'", help="ended by itself"),
     Word(name="done", sql="r.done", help="its environment said that the episode is over"),
     Word(

@@ -28,7 +28,7 @@ class HelpSection:
 EXAMPLES: tuple[HelpRow, ...] = tuple(
     HelpRow(syntax=query, meaning=meaning, example=query)
     for query, meaning in (
-        ("reward<0.2 and truncated", "bad ones that were cut off"),
+        ("reward<0.2 and truncated", "bad ones that a limit ended"),
         ("tool=python and failed", "python was called, and a call or the rollout failed"),
         ("step=10..20 group.std=0", "groups without anything to learn from; side by side means and"),
         ("not finished or reward.format<1", "no answer of its own, or in the wrong form"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from grpo_async.findings import Finding, Severity
+from grpo_async.findings import Finding, Severity, Verdict
 from grpo_async.launch.charts import bar, chart, meter, short
 from grpo_async.launch.curve import Curve
 from grpo_async.launch.dashboard import dashboard
@@ -66,6 +66,8 @@ def _progress(num_servers: int = 2) -> Progress:
     progress.checkpoints = Checkpoints(step=10, at=NOW - 75, writing=20)
     progress.evaluations = {"before": {"reward": 0.3}, "step 10": {"reward": 0.456}}
     text = "trainer idle 41%, server KV 38%: raise rollout.max_in_flight 64 -> 96, or move one GPU to a server"
+    rose = "Yes: the reward on held-out prompts rose from 0.3 to 0.456: +0.156 (95 %: +0.100 to +0.212; 100 prompts)."
+    progress.verdict = Verdict(is_learning=True, key="learns", text=rose)
     progress.advice = Finding(key="generation", severity=Severity.NOTE, what="", text=text)
     progress.add_message("the inference server 1 was killed by SIGKILL; restart 1 of 3 in 1 s", is_warning=True)
     progress.add_message("node 1 is here")
@@ -100,7 +102,7 @@ def test_everything_that_matters_is_there(width: int, height: int) -> None:
     text = _text(_progress(), width, height)
     for part in (
         *("x · training", "step 12/60", "20%", "1:36 left", "2.0 s/step"),  # 48 steps x 2 s = 96 s
-        *("reward  0.580", "average 0.500", "spread 0.250", "change +0.120"),  # 0.58 - mean of 0.38 .. 0.54
+        *("reward  0.580 (all groups)", "average 0.500", "std 0.250", "change +0.120"),  # 0.58 - mean of 0.38 .. 0.54
         *("generated 123456", "trained 98765"),
         # push 0.2 of 2 s, checkpoint 0.1 of 2 s, idle 12.5 %: 100 - 12.5 - 10 - 5 = 72.5
         *("idle 12% train 72% push 10% save 5%", "idle 30%  generate 70%"),
@@ -109,6 +111,7 @@ def test_everything_that_matters_is_there(width: int, height: int) -> None:
         *("1 10.0.0.1:8000  down", "restarts 1  killed by SIGKILL"),
         *("trained 1000", "filtered 1000", "stale 1000", "failed 1000", "cancelled 1000"),
         *("0:04 ago  took 0.20 s  3.1 GB  1.5 GB/s  step 12", "step 10, 1:15 ago  writing step 20"),
+        "learning   Yes: the reward on held-out prompts rose from 0.3",
         *("before 0.300  step 10 0.456", "raise rollout.max_in_flight 64", "96, or move one GPU"),
         *("the inference server 1 was killed by SIGKILL", "logs: runs/x/logs/latest"),
     ):

@@ -87,9 +87,9 @@ def _turn_table(rollout: RolloutRow) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("turn", "tokens", "ended by", "generation s", "tools s", "tool calls"):
         table.add_column(name, justify="right", no_wrap=True)
-    for index, turn in enumerate(rollout.turns):
+    for place, turn in enumerate(rollout.turns, start=1):
         durations = (f"{turn.generation_duration_s:.2f}", f"{turn.tool_execution_duration_s:.2f}")
-        table.add_row(str(index), str(turn.num_tokens), turn.finish_reason.value, *durations, str(len(turn.tool_calls)))
+        table.add_row(str(place), str(turn.num_tokens), turn.finish_reason.value, *durations, str(len(turn.tool_calls)))
     return table
 
 

@@ -122,7 +122,7 @@ def _reward(run: RunData, summary: Mapping[str, Any]) -> tuple[str, str, str]:
             return "training reward", UNKNOWN, ""
         size = min(3, len(rewards))
         first, last = sum(rewards[:size]) / size, sum(rewards[-size:]) / size
-    return "training reward", f"{figure(first)} → {figure(last)}", "mean of the first and last 3 steps"
+    return "training reward", f"{figure(first)} → {figure(last)}", "all groups of the first and last 3 steps"
 
 
 def _steps(run: RunData, summary: Mapping[str, Any]) -> tuple[str, str, str]:

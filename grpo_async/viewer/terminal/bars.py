@@ -49,7 +49,7 @@ class BarsScreen(InspectorScreen):
     AUTO_FOCUS = "#both"
     TITLE_OF_HELP = "Histograms"
     KEYS = (
-        ("← → n p", "other figures: reward, staleness, length, advantage, spread of the group, entropy, turns, ..."),
+        ("← → n p", "other figures: reward, staleness, length, advantage, std of the group, entropy, turns, ..."),
         ("y Y", "copy the filter; copy the command line that opens it again"),
     )
 

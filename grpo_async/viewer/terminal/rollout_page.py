@@ -144,7 +144,7 @@ def _turn_title(number: int, turn: TurnRow, rollout: RolloutRow, place: TurnToke
         durations += f" + {turn.tool_execution_duration_s:.2f} s tools"
     tokens = f"{turn.num_tokens} token{'' if turn.num_tokens == 1 else 's'}"
     return " · ".join(
-        part for part in (f"turn {number}", tokens, f"{turn.finish_reason}", durations, sampled_by) if part
+        part for part in (f"turn {number + 1}", tokens, f"{turn.finish_reason}", durations, sampled_by) if part
     )
 
 

@@ -18,7 +18,7 @@ def token_details(rollout: RolloutRow, index: int, text: str | None, turn: int |
         ("token", f"{index + 1} of {len(rollout.completion_ids)}"),
         ("id", str(rollout.completion_ids[index])),
         ("text", "-" if text is None else quoted(text)),
-        ("turn", "-" if turn is None else str(turn)),
+        ("turn", "-" if turn is None else str(turn + 1)),
         ("version", str(rollout.versions[index]) if kept else "-"),
     ]
     if not kept:

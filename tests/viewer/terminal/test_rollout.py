@@ -51,16 +51,16 @@ def test_turns_tools_and_the_token_under_the_cursor(run: Path, size: tuple[int, 
             "reward 1.000  advantage +0.750",
             "user (prompt)",
             "what is 1 + 1?",
-            "turn 0 · 2 tokens · stop · 0.00 s + 0.12 s tools · v2-3",
+            "turn 1 · 2 tokens · stop · 0.00 s + 0.12 s tools · v2-3",
             "▸ add(",
             "failed 0.12 s",
             "▸ 2 tokens of the answer, not trained on",
-            "turn 1 · 1 token",
+            "turn 2 · 1 token",
         ):
             assert expected in page
         # the first token: sampler -0.5 = 60.7 %, trainer -1.0 = 36.8 %; e^-0.5 = 0.6065
         for expected in (
-            "token 1 of 5", "id 5", "turn 0", "version 2", "sampler -0.5000 (60.7%)", "trainer -1.0000 (36.8%)",
+            "token 1 of 5", "id 5", "turn 1", "version 2", "sampler -0.5000 (60.7%)", "trainer -1.0000 (36.8%)",
             "proximal -1.2500 (28.7%)", "log ratio -0.5000", "ratio 0.6065", "weight 1.0000", "entropy 0.5000",
             "advantage +0.750", "marks none: trained on",
         ):  # fmt: skip
@@ -108,7 +108,7 @@ def test_a_click_folds_and_chooses_tokens(run: Path) -> None:
         await pilot.click(PageView, offset=(8, fold - top))
         await pilot.pause()
         assert "▾ add" in shown(app)
-        tokens = next(number for number, line in enumerate(shown(app).splitlines()) if "turn 0" in line) + 2
+        tokens = next(number for number, line in enumerate(shown(app).splitlines()) if "turn 1" in line) + 2
         await pilot.click(PageView, offset=(6, tokens - top))  # "   5 6": the second token
         assert screen.page.cursor == 1
 

@@ -244,6 +244,15 @@ def test_the_difference_between_two_rollouts_is_marked(browser: Browser, inspect
         assert (left.inner_text(), right.inner_text()) == ("apple 2 0", "apple 2 3")
         assert left.locator("del").all_inner_texts() == ["0"]
         assert right.locator("ins").all_inner_texts() == ["3"]
+        found = inspected.json("api/group", id=3, run="one")["summaries"]
+        first, last = (
+            next(each["reward"] for each in found if each["rollout_id"] == name) for name in ("g3-r0", "g3-r3")
+        )
+        assert first < last
+        assert "worse" in (left.get_attribute("class") or "").split()
+        assert "better" in (right.get_attribute("class") or "").split(), "green is what has the higher reward"
+        page.click("button:has-text('Swap')")
+        page.wait_for_selector(".side:first-child .diff.better")
 
 
 def test_the_same_prompt_is_compared_between_steps_and_between_runs(browser: Browser, inspected: Inspector) -> None:

@@ -16,7 +16,7 @@ const GROUPS = [
   { name: "status", label: "status", width: "5.4rem", from: 480, cell: (row) => badge(row.status) },
   { name: "prompt", label: "prompt", width: "minmax(7rem, 1fr)", class: "cut", cell: (row) => oneLine(row.prompt_preview, 300) },
   numeric("reward", "reward", (row) => number(row.reward_mean), { title: "mean reward of its rollouts" }),
-  numeric("std", "spread", (row) => number(row.reward_std), { title: "standard deviation of its rewards", from: 700 }),
+  numeric("std", "std", (row) => number(row.reward_std), { title: "standard deviation of its rewards", from: 700 }),
   numeric("max", "min – max", (row) => (row.reward_min === null ? "–" : `${number(row.reward_min, 2)} – ${number(row.reward_max, 2)}`), {
     width: "6.6rem",
     title: "lowest and highest reward; sorts by the highest",
@@ -28,7 +28,7 @@ const GROUPS = [
     from: 860,
   }),
   numeric("length", "length", (row) => number(row.num_tokens_mean, 1), { title: "mean of the tokens that the policy sampled", from: 440 }),
-  numeric("truncated", "cut", (row) => (row.num_truncated ? percent(row.num_truncated / row.size) : "–"), {
+  numeric("truncated", "trunc", (row) => (row.num_truncated ? percent(row.num_truncated / row.size) : "–"), {
     width: "3.8rem",
     title: "share of truncated rollouts",
     from: 920,

@@ -60,8 +60,8 @@ export async function compareView({ app, main, parameters, signal }) {
     h(
       "div",
       { class: "sides" },
-      h("section", { class: "panel side" }, side(left, right, true), h("div", { class: "diff said", dir: "auto" }, drawn(pieces, "left"))),
-      h("section", { class: "panel side" }, side(right, left, false), h("div", { class: "diff said", dir: "auto" }, drawn(pieces, "right"))),
+      h("section", { class: "panel side" }, side(left, right, true), h("div", { class: `diff said ${rank(left, right)}`, dir: "auto" }, drawn(pieces, "left"))),
+      h("section", { class: "panel side" }, side(right, left, false), h("div", { class: `diff said ${rank(right, left)}`, dir: "auto" }, drawn(pieces, "right"))),
     ),
     table(left, right),
   );
@@ -69,6 +69,12 @@ export async function compareView({ app, main, parameters, signal }) {
     title: `Compare ${left.id} and ${right.id}`,
     up: () => address("prompt", { run: left.run, hash: left.summary.prompt_hash }),
   };
+}
+
+/** What only one of them said is coloured by its reward, whichever side it stands on. */
+function rank(side, other) {
+  const [own, others] = [side.rollout.reward, other.rollout.reward];
+  return own === null || others === null || own === others ? "" : own > others ? "better" : "worse";
 }
 
 function promptOf(side) {

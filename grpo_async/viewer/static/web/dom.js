@@ -120,8 +120,9 @@ const STATUS_WORDS = {
   stale: "too old when it was wanted",
   failed: "an error, or too few rollouts survived",
   cancelled: "given up; its prompt is issued again",
+  evaluated: "held-out prompt: nothing is learned from it",
   finished: "ended by itself",
-  truncated: "cut by a limit",
+  truncated: "ended by a limit",
 };
 
 export function badge(status) {

@@ -248,7 +248,7 @@ class Explorer {
     const box = h("div");
     fill(place, box);
     const chart = Charts.line(box, {
-      title: "reward by step",
+      title: this.parameters.q ? "mean reward by step, of what matches" : "mean reward by step, all groups",
       x: known.map((each) => each.step),
       xLabel: "step",
       height: 104,

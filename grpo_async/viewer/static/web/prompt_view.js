@@ -55,7 +55,7 @@ export async function promptView({ app, main, parameters, signal }) {
       h("td", { class: "numeric" }, span(each.version_min, each.version_max)),
     ),
   );
-  const columns = ["left", "right", ...(isMany ? ["run"] : []), "step", "group", "status", "reward", "min – max", "length", "cut", "versions"];
+  const columns = ["left", "right", ...(isMany ? ["run"] : []), "step", "group", "status", "reward", "min – max", "length", "truncated", "versions"];
   const chart = h("div", { class: "plot" });
   fill(
     main,
