@@ -21,6 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: more threads only wait for each other, spinning
 
 LONG = ("tests/vllm/", "tests/e2e/", "tests/training/")
 """Folders whose tests begin first, so that no long one is left alone at the end."""
