@@ -14,6 +14,9 @@ from enum import IntFlag, StrEnum
 from itertools import chain
 from typing import Any
 
+LARGEST_REWARD = 1e9
+"""In size, of a reward or an advantage: with every weight that can be set, sums and squares stay within float32."""
+
 
 class Origin(StrEnum):
     """Who wrote a message."""

@@ -60,7 +60,13 @@ def export(
     if query is not None and where is not None:
         raise typer.BadParameter(f"one QUERY is expected: {query!r}, or {where!r}", param_hint="--where")
     wanted = parse_query(query or where or "")
-    chosen = format_ or SUFFIXES.get(Path(out).suffix.lower(), "jsonl")
+    suffix = Path(out).suffix.lower()
+    if format_ is None and suffix and suffix not in SUFFIXES:
+        raise typer.BadParameter(
+            f"{out}: the name does not say the format; end it in {' or '.join(SUFFIXES)}, or add --format jsonl or parquet",
+            param_hint="--out",
+        )
+    chosen = format_ or SUFFIXES.get(suffix, "jsonl")
     if out == "-" and chosen == "parquet":
         raise typer.BadParameter(
             "Parquet is not for a terminal or a pipe; name a file: --out rollouts.parquet", param_hint="--out"

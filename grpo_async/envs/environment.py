@@ -20,6 +20,7 @@ from grpo_async.calls import Raised, Result, TimedCaller, UserCall, is_async
 from grpo_async.envs.errors import EnvironmentCallError
 from grpo_async.envs.instance_thread import InstanceThread
 from grpo_async.envs.kind import EnvironmentKind
+from grpo_async.records import LARGEST_REWARD
 from grpo_async.tools.errors import ToolError
 from grpo_async.tools.results import encodable, joined_parts
 from grpo_async.tools.tool import Tool
@@ -248,8 +249,10 @@ def _reward(raw: Any) -> float | None:
         number = float(raw)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise _BadResultError(f"{number}; return None where there is no reward")
+    if not abs(number) <= LARGEST_REWARD:
+        raise _BadResultError(
+            f"{number:g}; it must be a number of at most {LARGEST_REWARD:g}, or None where there is no reward"
+        )
     return number
 
 

@@ -7,6 +7,7 @@ problem goes into one error.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import socket
@@ -14,44 +15,61 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_async.chat.errors import ChatError
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.inference.surface import token_from_environment
 from grpo_async.launch.addresses import weights_host
-from grpo_async.launch.participants import Participants, load_participants, startup_notes
+from grpo_async.launch.engine_choice import EngineChoice
+from grpo_async.launch.model_files import model_problem, text_config
+from grpo_async.launch.participants import Participants, load_participants, startup_notes, token_counter
 from grpo_async.launch.renderer import load_renderer
+from grpo_async.launch.surroundings import check_devices, check_packages
 from grpo_async.references import resolve
 from grpo_async.rewards import RewardFunction, load_rewards
+from grpo_async.rewards.call import OFFERED
 from grpo_async.scoring.user_advantage import UserAdvantage
+from grpo_async.servers.embedded.families import check_embedded_family
+from grpo_async.training.families import check_family, check_tokenizer_size, other_vocabulary
 
 if TYPE_CHECKING:
     from grpo_async.data import LoadedData, Rows
 
 _NUM_ROWS = 3
+_NUM_MEASURED = 200
 _SMALL_BYTES = 32 << 20  # about a second
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
 
 
-def check_inputs(config: ExperimentConfig, *, node_rank: int = 0) -> list[str]:
+def check_inputs(
+    config: ExperimentConfig, *, engine: EngineChoice, node_rank: int = 0, trains: bool = True, deep: bool = False
+) -> list[str]:
     """Look at everything that the configuration names; returns notes (what could not be checked).
 
     Args:
+        engine: what serves.
         node_rank: of this machine; addresses are those of node 0.
+        trains: false where it is only evaluated: the trainer's needs are no one's.
+        deep: load the tokenizer, too (seconds), and measure prompts with it, as the trainer does when it runs.
 
     Raises:
         ConfigError: all problems, one a line, each with its dotted path.
     """
     problems: list[str] = []
     notes: list[str] = []
-    _check_model(config, problems, notes)
+    _check_model(config, engine, problems, notes, trains=trains)
     has_model = not problems
+    problems.extend(check_packages(config, trains=trains))
+    problems.extend(check_devices(config, engine, trains=trains))
     train_rows, held_out_rows = _check_data(config, problems, notes)
     participants = _check_participants(
         config, {"data.train": train_rows, "evaluation.data": held_out_rows}, problems, notes
     )
     if participants is not None and has_model:
         _check_template(config, participants, problems, notes)
+        if deep:
+            _check_tokens(config, participants, train_rows, problems, notes)
     _check_evaluation_columns(config, held_out_rows or train_rows, problems)
     _check_rewards(config, participants, train_rows, problems, notes)
     _check_own_functions(config, problems)
@@ -95,22 +113,48 @@ def _check_tls(config: ExperimentConfig, problems: list[str]) -> None:
             problems.append(f"inference.tls.{name}: {path} cannot be read (working directory: {Path.cwd()})")
 
 
-def _check_model(config: ExperimentConfig, problems: list[str], notes: list[str]) -> None:
-    folder = Path(config.model.path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            problems.append(f"model.path: {folder} has no config.json, so it is no Hugging Face model folder")
-        elif not any(folder.glob("*.safetensors")):
-            problems.append(f"model.path: {folder} has no *.safetensors file")
-    elif _HUB_NAME.match(config.model.path) and not Path(folder.parts[0]).exists():
-        notes.append(
-            f"model.path: {config.model.path} is no local folder; it is taken as a hub name and not checked here"
-        )
-    else:
-        problems.append(f"model.path: {config.model.path} does not exist (working directory: {Path.cwd()})")
+def _check_model(
+    config: ExperimentConfig, engine: EngineChoice, problems: list[str], notes: list[str], *, trains: bool
+) -> None:
+    folder = _check_model_folder("model.path", config.model.path, problems, notes)
+    if folder is not None:
+        _check_family(config, folder, engine, problems, trains=trains)
     template = config.model.chat_template
     if template is not None and not template.is_file():
-        problems.append(f"model.chat_template: {template} does not exist (working directory: {Path.cwd()})")
+        problems.append(f"model.chat_template: {template} is no file (working directory: {Path.cwd()})")
+    if trains and config.loss.reference != "initial":
+        reference = _check_model_folder("loss.reference", config.loss.reference, problems, notes)
+        if folder is not None and reference is not None:
+            ours, theirs = (text_config(path).get("vocab_size") for path in (folder, reference))
+            if isinstance(ours, int) and isinstance(theirs, int) and ours != theirs:
+                problems.append(other_vocabulary(config.loss.reference, ours=ours, theirs=theirs))
+
+
+def _check_model_folder(key: str, path: str, problems: list[str], notes: list[str]) -> Path | None:
+    """The folder; None where it is broken (a problem) or a name on a hub (a note)."""
+    folder = Path(path)
+    if _HUB_NAME.match(path) and not Path(folder.parts[0]).exists():
+        notes.append(f"{key}: {path} is no local folder; it is taken as a hub name and not checked here")
+        return None
+    problem = model_problem(path)
+    if problem is not None:
+        problems.append(f"{key}: {problem}")
+        return None
+    return folder
+
+
+def _check_family(
+    config: ExperimentConfig, folder: Path, engine: EngineChoice, problems: list[str], *, trains: bool
+) -> None:
+    """Whether the trainer, and the embedded engine where it serves, know the model's family."""
+    text, longest = text_config(folder), config.inference.max_model_len
+    try:
+        if trains:
+            check_family(text, config.model.path, longest)
+        if engine.engine == "embedded":
+            check_embedded_family(text, longest)
+    except ConfigError as error:
+        problems.append(str(error))
 
 
 def _check_source(key: str, source: Source, problems: list[str], notes: list[str]) -> Rows | None:
@@ -227,6 +271,39 @@ def _check_template(
         problems.append(str(error))
 
 
+def _check_tokens(
+    config: ExperimentConfig, participants: Participants, rows: Rows | None, problems: list[str], notes: list[str]
+) -> None:
+    """With the tokenizer: its ids against the model's, and what prompts leave of inference.max_model_len."""
+    from grpo_async.data import make_prompt
+
+    try:
+        renderer = load_renderer(config)
+        folder = Path(config.model.path)
+        if folder.is_dir():
+            check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
+        if not rows or config.rollout_function is not None:
+            return
+        count, longest = token_counter(renderer, participants), config.inference.max_model_len
+        train = config.data.train
+        some = rows.take(range(0, len(rows), math.ceil(len(rows) / _NUM_MEASURED)))
+        lengths = [count(make_prompt(row, 0, train.system_prompt)) for row in some]
+    except (ConfigError, ChatError) as error:
+        problems.append(str(error))
+        return
+    if train.max_prompt_tokens is not None:
+        lengths = [length for length in lengths if length <= train.max_prompt_tokens]
+        if not lengths:
+            problems.append(f"data.train.max_prompt_tokens: {train.max_prompt_tokens} leaves no prompt; raise it")
+    too_long = sum(length >= longest for length in lengths)
+    text = (
+        f"data.train: {too_long} of {len(lengths)} prompts measured have {longest} tokens or more, and inference.max_model_len "
+        f"is {longest}: nothing can be generated for them; raise it, or drop them with data.train.max_prompt_tokens"
+    )
+    if too_long:
+        (problems if too_long == len(lengths) else notes).append(text)
+
+
 def _check_rewards(
     config: ExperimentConfig,
     participants: Participants | None,
@@ -248,6 +325,12 @@ def _check_rewards(
         both = sorted(environments.reward_weights.keys() & {reward.name for reward in rewards})
         problems.extend(
             f"rewards: `{name}` is also the reward of an environment; give the function a `name`" for name in both
+        )
+    names = {reward.name for reward in rewards} | (environments.reward_weights.keys() if environments else set())
+    wanted = config.checkpoint.best_metric.split("/")
+    if wanted[0] == "rewards" and (len(wanted) == 1 or wanted[1] not in names):
+        problems.append(
+            f"checkpoint.best_metric: {config.checkpoint.best_metric}: there is no such reward; there are {sorted(names)}"
         )
     for section, reward in zip(config.rewards, rewards, strict=True):
         try:
@@ -274,11 +357,17 @@ def _check_own_functions(config: ExperimentConfig, problems: list[str]) -> None:
 
 
 def reward_problems(config: ExperimentConfig, rewards: Sequence[RewardFunction], columns: Collection[str]) -> list[str]:
-    """One sentence for each reward function that lacks something it needs: it would fail every group."""
+    """One sentence for each reward function that lacks something it needs, and would fail every group, and for each column that no
+    function would get."""
     if config.rollout_function is not None:
         return []  # it may add columns, which nobody knows before
     given = sorted(set(columns) - {"prompt"})
-    return [
+    taken = [
+        f"data.train: the column `{name}` would hide what rewards get under this name; leave it out with drop: [{name}], or rename "
+        f"it with columns: {{{name}: gold_{name}}}"
+        for name in sorted(OFFERED & set(given))
+    ]
+    return taken + [
         f"reward {reward.name!r} {problem}"
         for reward in rewards
         if (problem := reward.lack(given, has_environments=bool(config.environments))) is not None

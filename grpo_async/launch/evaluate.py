@@ -32,6 +32,7 @@ from grpo_async.launch.output import Output
 from grpo_async.launch.plan import ProcessPlan, plan_processes
 from grpo_async.launch.server_keeper import RestartRules
 from grpo_async.launch.supervisor import Outcome, Supervisor
+from grpo_async.launch.surroundings import check_run_place
 from grpo_async.launch.trainer_plan import Places
 from grpo_async.launch.wording import plain
 from grpo_async.rundir import RunDir, write_atomically
@@ -76,10 +77,11 @@ def _evaluate(
     if config.evaluation is None:
         raise ConfigError("evaluation: the configuration has none; say what to evaluate on (evaluation.data)")
     subject = choose_subject(config, checkpoint=checkpoint, run=run)
-    notes = check_inputs(config)
+    engine = choose_engine(config)
+    notes = check_inputs(config, engine=engine, trains=False)
     folder = _choose_folder(config, subject, out)
     run_dir = RunDir(folder.absolute())
-    engine = choose_engine(config)
+    check_run_place(run_dir)
     run_dir.create()
     with _model(config, subject, run_dir, output) as model_path:
         outcome = _run(_to_serve(config, model_path, run_dir), engine, run_dir, output, notes=notes)

@@ -103,8 +103,8 @@ def _launch(
     else:
         alone = ()
         rank = 0 if dry_run and node_rank is None else choose_node_rank(config, node_rank)
-    notes = [*check_inputs(config, node_rank=rank), *alone]
     engine = choose_engine(config)
+    notes = [*check_inputs(config, engine=engine, node_rank=rank, deep=dry_run), *alone]
     if rank > 0 and not dry_run:
         return _follow(config, output, rank=rank, amend=amend)
     if preflight_only:

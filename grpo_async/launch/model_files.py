@@ -13,6 +13,27 @@ _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 
+def model_problem(path: str) -> str | None:
+    """Why the folder `path` cannot be loaded as a Hugging Face model, without the setting that names it: None, it can be, as far as
+    its names and headers say."""
+    folder = Path(path)
+    if not folder.exists():
+        return f"{path} does not exist (working directory: {Path.cwd()})"
+    if not folder.is_dir():
+        return f"{path} is a file; name the folder with config.json, the tokenizer and *.safetensors"
+    if not (folder / "config.json").is_file():
+        return f"{folder} has no config.json, so it is no Hugging Face model folder"
+    if not any(folder.glob("*.safetensors")):
+        return f"{folder} has no *.safetensors file"
+    try:
+        text_config(folder)
+        for file in weight_files(folder):
+            read_shapes(file)
+    except ConfigError as error:
+        return str(error).removeprefix("model.path: ")
+    return None
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model: those of its index, else all.
 
@@ -44,12 +65,16 @@ def read_shapes(file: Path) -> dict[str, list[int]]:
         if len(text) < length:
             raise ValueError(f"it ends within its header, after {len(text)} of {length} bytes")
         header = json.loads(text)
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        whole, size = 8 + length + max(ends, default=0), file.stat().st_size
+        if size < whole:
+            raise ValueError(f"it ends after {size} of {whole} bytes")
         return {
             name: [int(size) for size in entry["shape"]]
             for name, entry in header.items()
             if name != "__metadata__" and entry["dtype"] in _FLOATS
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"model.path: {file} is no whole safetensors file: {error}; copy the model again") from error
 
 
@@ -64,9 +89,9 @@ def text_config(folder: Path) -> Mapping[str, Any]:
         return {}
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model.path: cannot read {file}: {error}") from error
     if not isinstance(config, dict):
-        return {}
+        raise ConfigError(f"model.path: {file} is no mapping; copy the model again")
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, dict) else config

@@ -18,6 +18,7 @@ from typing import Any
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
+from grpo_async.launch.surroundings import check_run_place
 from grpo_async.rundir import RunDir
 from grpo_async.training.checkpoint_manifest import OtherFormatError, problem_of
 
@@ -60,6 +61,7 @@ def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) ->
         ConfigError: the directory is taken, is not ours to remove, or has nothing to resume from.
     """
     run_dir = RunDir(config.run_path)
+    check_run_place(run_dir)
     if resume is not None and clean:
         raise ConfigError("--resume and --clean exclude each other: --clean removes what --resume starts from")
     if clean:
@@ -99,7 +101,7 @@ def lock(run_dir: RunDir) -> Iterator[None]:
     """Hold the run directory (made if need be) for this process.
 
     Raises:
-        ConfigError: another launcher holds it.
+        ConfigError: another launcher holds it, or it cannot be made.
     """
     with writing(run_dir):
         run_dir.root.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -19,6 +19,7 @@ from grpo_async.launch.assignment import Assignment
 from grpo_async.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint_write import CheckpointWriter
 from grpo_async.training.compile import compile_layers
+from grpo_async.training.families import check_tokenizer_size
 from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.objective import Objective
 from grpo_async.training.optimizers import make_optimizer
@@ -72,6 +73,7 @@ def build_workplace(
     device = device_for(kind, place.local_rank)
     mesh = make_mesh(kind, world_size=place.world_size, num_nodes=config.launch.nodes, sharding=config.launch.sharding)
     policy = _build_policy(config, config.model, mesh, device)
+    check_tokenizer_size(len(tokenizer), policy.model.get_input_embeddings().num_embeddings)
     objective = Objective.from_config(config)
     reference = _build_reference(config, policy, mesh, device) if objective.needs_reference else None
     # rank 0 sends its next command only after a server started, an evaluation ended, requests drained, or samples came

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_async.calls import Raised, UserCall, unwrap_partial
+from grpo_async.records import LARGEST_REWARD
 from grpo_async.rewards.errors import RewardError
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ RewardCallable = Callable[..., Any]
 ENVIRONMENTS = "environments"
 _ALWAYS_OFFERED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 OFFERED = _ALWAYS_OFFERED | {ENVIRONMENTS}
+"""Arguments that every reward may ask for; no column of the data can have such a name."""
 # TRL's documentation spells it this way in its examples; given only to functions that name it.
 _ALIASES = {"completions_ids": "completion_ids"}
 
@@ -210,8 +212,12 @@ def _checked_value(name: str, value: Any, index: int) -> float | None:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise RewardError(name, f"returned {number} for completion {index}; return None where it does not apply")
+    if not abs(number) <= LARGEST_REWARD:
+        raise RewardError(
+            name,
+            f"returned {number:g} for completion {index}; it must be a number of at most {LARGEST_REWARD:g}, or None where it does "
+            "not apply",
+        )
     return number
 
 

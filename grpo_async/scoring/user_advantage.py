@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.errors import RunError
+from grpo_async.records import LARGEST_REWARD
 from grpo_async.references import resolve_plain_function
 from grpo_async.scoring.advantages import Rewards
 
@@ -61,9 +62,10 @@ class UserAdvantage:
                 value = math.nan if isinstance(entry, str | bytes) else float(entry)
             except (TypeError, ValueError):
                 value = math.nan
-            if not math.isfinite(value):
+            if not abs(value) <= LARGEST_REWARD:
                 raise RunError(
-                    f"advantage {self._name} returned {entry!r} for reward {index}; it is to be a finite number"
+                    f"advantage {self._name} returned {entry!r} for reward {index}; it is to be a finite number of at most "
+                    f"{LARGEST_REWARD:g}"
                 )
             values.append(value)
         return values

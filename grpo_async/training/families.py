@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_async.errors import ConfigError
@@ -11,8 +12,23 @@ _LOGIT_CHANGES = ("lm_head_multiplier", "output_multiplier", "logits_mup_width_m
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def check_family(config: Any, path: str, max_model_len: int) -> None:
-    """Look at a Hugging Face config.
+_RECURRENT = {
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "rwkv",
+    "qwen3_next",
+    "qwen3_5_text",
+    "jamba",
+    "bamba",
+    "falcon_h1",
+    "nemotron_h",
+}
+"""Where config.json leaves `layer_types` out."""
+
+
+def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> None:
+    """Look at the text part of a config.json, as it is written or as transformers completes it.
 
     Args:
         max_model_len: longest sample, in tokens.
@@ -20,15 +36,16 @@ def check_family(config: Any, path: str, max_model_len: int) -> None:
     Raises:
         ConfigError: log-probabilities of the trainer would not be those of the server, or packed samples would see each other.
     """
-    text = config.get_text_config()
     for name in _LOGIT_CHANGES:
-        if getattr(text, name, None) not in (None, 1, 1.0):
+        if config.get(name) not in (None, 1, 1.0):
             raise ConfigError(
                 f"model.path: {path!r} sets `{name}`, which the trainer's log-probabilities do not apply; "
                 "models of this family cannot be trained yet"
             )
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    chunk = getattr(text, "attention_chunk_size", None)
+    layer_types = set(config.get("layer_types") or ())
+    if not layer_types and config.get("model_type") in _RECURRENT:
+        layer_types = {"linear_attention"}
+    chunk = config.get("attention_chunk_size")
     if "chunked_attention" in layer_types and chunk is not None:
         if chunk < max_model_len:
             raise ConfigError(
@@ -42,3 +59,24 @@ def check_family(config: Any, path: str, max_model_len: int) -> None:
             f"model.path: {path!r} has layers of the kind {', '.join(others)}, which would carry one sample of a packed row into "
             "the next; models of this family cannot be trained yet"
         )
+
+
+def check_tokenizer_size(num_ids: int, num_embeddings: int | None) -> None:
+    """Every id of the tokenizer has a row in the model's embedding (None: it is not known).
+
+    Raises:
+        ConfigError: prompts with the others would end in an index error.
+    """
+    if num_embeddings is not None and num_ids > num_embeddings:
+        raise ConfigError(
+            f"model.path: the tokenizer has {num_ids} ids, the model's embedding {num_embeddings} rows: it is another model's, "
+            "or tokens were added to it; take the model's own tokenizer, or resize the embedding to it and save the model"
+        )
+
+
+def other_vocabulary(path: str, *, ours: int, theirs: int) -> str:
+    """What is wrong with a reference at `path` that has `theirs` tokens where the policy has `ours`."""
+    return (
+        f"loss.reference: {path!r} has a vocabulary of {theirs} tokens, model.path one of {ours}; the reference has to be "
+        "a model with the policy's tokenizer"
+    )

@@ -68,7 +68,7 @@ def build_policy(
 
     try:
         config = AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
-        check_family(config, section.path, max_model_len)
+        check_family(config.get_text_config().to_dict(), section.path, max_model_len)
         for name, value in config.to_dict().items():
             if "drop" in name and isinstance(value, float):
                 setattr(config, name, 0.0)

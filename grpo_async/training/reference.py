@@ -13,6 +13,7 @@ import torch
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
+from grpo_async.training.families import other_vocabulary
 from grpo_async.training.lora import adapters_off
 from grpo_async.training.policy import Policy
 from grpo_async.training.shard import reshard
@@ -74,10 +75,7 @@ def check_vocabulary(policy: Policy, reference: Policy, path: str) -> None:
     """Raises ConfigError when the reference at `path` has another vocabulary than the policy; token ids would mean other tokens."""
     ours, theirs = (_vocabulary_size(one.model) for one in (policy, reference))
     if ours != theirs:
-        raise ConfigError(
-            f"loss.reference: {path!r} has a vocabulary of {theirs} tokens, model.path one of {ours}; the reference has to be "
-            "a model with the policy's tokenizer"
-        )
+        raise ConfigError(other_vocabulary(path, ours=ours, theirs=theirs))
 
 
 def _vocabulary_size(model: Any) -> int:

@@ -93,6 +93,9 @@ def test_mistakes_end_with_2_and_say_what_to_do(run: Path, tmp_path: Path) -> No
     code, _, err = _export(str(run), "--format", "parquet")
     assert code == 2
     assert "name a file" in " ".join(err.split())
+    code, _, err = _export(str(run), "--out", str(tmp_path / "x.csv"))
+    assert (code, (tmp_path / "x.csv").exists()) == (2, False)
+    assert "--format" in err
     code, _, err = _export(str(run), "--out", str(tmp_path / "no" / "file.jsonl"))
     assert code == 2
     assert "there is no folder" in err

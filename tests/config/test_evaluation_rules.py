@@ -43,6 +43,12 @@ def _config(**sections: Any) -> ExperimentConfig:
             },
             "environments.maze.max_instances: 8 is less than evaluation.samples: 16",
         ),
+        ({"checkpoint": {"best_metric": "accuracy"}}, "checkpoint.best_metric: an evaluation has no 'accuracy'"),
+        (
+            {"checkpoint": {"best_metric": "pass@8"}, "evaluation": {"samples": 4, "temperature": 1.0}},
+            "reward, pass@1, pass@2, pass@4",
+        ),
+        ({"data": {"train": {"type": "jsonl", "path": "x"}, "held_out": 0.1}}, "data.held_out: 0.1 keeps rows back"),
         ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best: 1 goes by evaluations during training"),
         (
             {"checkpoint": {"keep_best": 1, "every_steps": 4}, "evaluation": {"every_steps": 6}},

@@ -16,9 +16,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.launch.engine_choice import EngineChoice
 from tests.support.waiting import eventually, is_alive
 
 REPOSITORY = Path(__file__).parents[2]
+EMBEDDED = EngineChoice(engine="embedded", reason="a test says so")
 START_S = 60.0  # the machine may be busy; a test fails at the end of it, it does not wait for it
 
 
@@ -27,7 +29,7 @@ def make_config(folder: Path, **sections: Any) -> ExperimentConfig:
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     data = folder / "train.jsonl"
     data.write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n')
     base: dict[str, Any] = {

@@ -19,9 +19,10 @@ from grpo_async.errors import ConfigError
 from grpo_async.launch import run
 from grpo_async.launch.checks import check_inputs
 from grpo_async.launch.prepare import check_start, empty, lock, set_aside_broken
+from grpo_async.quickstart.tokenizer import train_tokenizer
 from grpo_async.rundir import RunDir
 from grpo_async.training.checkpoint_manifest import write_manifest
-from tests.launch.support import make_config
+from tests.launch.support import EMBEDDED, make_config
 
 
 def _old_run(config: ExperimentConfig, *, steps: tuple[int, ...] = ()) -> RunDir:
@@ -46,6 +47,18 @@ def _make_checkpoint(run_dir: RunDir, step: int) -> None:
 def _refused(config: ExperimentConfig, *words: str, resume: str | None = None, clean: bool = False) -> None:
     with pytest.raises(ConfigError, match=".*".join(map(re.escape, words))):
         check_start(config, resume=resume, clean=clean)
+
+
+@pytest.mark.parametrize(("below", "word"), [("file/runs", "is a file"), ("x" * 250 + "/" + "y" * 250, "")])
+def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path, below: str, word: str) -> None:
+    (tmp_path / "file").write_text("")
+    config = make_config(tmp_path, run={"dir": str(tmp_path / below)})
+    if word:
+        _refused(config, "run.dir: ", word, "set run.dir")
+    else:
+        check_start(config, resume=None, clean=False)
+    with pytest.raises(ConfigError, match=r"run\.dir: /proc/none"), lock(RunDir(Path("/proc/none"))):
+        pass
 
 
 def test_an_existing_run_is_refused_with_the_three_ways_out(tmp_path: Path) -> None:
@@ -289,6 +302,7 @@ def test_a_dry_run_prints_plan_and_configuration_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tmp_path)
+    train_tokenizer(["1 + 2 = 3"]).save_pretrained(config.model.path)
     before = sorted(tmp_path.rglob("*"))
     assert run(config, resume=None, clean=False, dry_run=True) == 0
     assert sorted(tmp_path.rglob("*")) == before
@@ -325,7 +339,7 @@ def test_a_broken_first_row_is_found_before_anything_starts(tmp_path: Path) -> N
 def test_a_missing_model_is_an_error_unless_it_may_be_a_hub_name(tmp_path: Path, path: str, is_hub_name: bool) -> None:
     config = make_config(tmp_path, model={"path": path})
     if is_hub_name:
-        assert any("taken as a hub name" in note for note in check_inputs(config))
+        assert any("taken as a hub name" in note for note in check_inputs(config, engine=EMBEDDED))
     else:
         with pytest.raises(ConfigError, match="does not exist"):
-            check_inputs(config)
+            check_inputs(config, engine=EMBEDDED)

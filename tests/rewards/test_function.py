@@ -46,6 +46,7 @@ def test_numbers_of_every_kind_are_taken() -> None:
     [
         ([1.0], "returned 1 values for 2 completions"),
         ([1.0, float("nan")], "returned nan for completion 1"),
+        ([1e308, 1.0], "returned 1e+308 for completion 0"),
         ([float("inf"), 1.0], "returned inf for completion 0"),
         ([10**400, 1.0], "returned inf for completion 0"),
         ([1.0, "good"], "returned 'good' (str) for completion 1"),

@@ -177,6 +177,8 @@ def test_more_groups_than_fit_into_a_call_make_several() -> None:
         ({"logprobs": [[-0.1], [-0.1, -0.2]]}, r"logprobs\[0\] has 1 entries for 2 completion_ids"),
         ({"logprobs": [[-0.1, None], [-0.1, -0.2]]}, r"logprobs\[0\]\[1\] is None"),
         ({"logprobs": [[-0.1, float("nan")], [-0.1, -0.2]]}, r"logprobs\[0\]\[1\] is nan"),
+        ({"logprobs": [[-0.1, 0.7], [-0.1, -0.2]]}, r"logprobs\[0\]\[1\] is 0\.7"),
+        ({"logprobs": [[-0.1, -1000], [-0.1, -0.2]]}, r"logprobs\[0\]\[1\] is -1000"),
         ({"env_mask": [[1], [1, 1]]}, r"env_mask\[0\] has 1 entries for 2"),
         ({"prompt_ids": ["ab", [1]]}, r"prompt_ids\[0\] must be a list of token ids"),
         ({"prompt_ids": [[1], [100]]}, r"prompt_ids\[1\] holds 100, but the model's tokens are 0 to 99"),

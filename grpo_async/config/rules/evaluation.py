@@ -9,9 +9,23 @@ if TYPE_CHECKING:
     from grpo_async.config.experiment import ExperimentConfig
 
 
+def _metrics(samples: int) -> list[str]:
+    """Metrics of an evaluation with so many completions of a prompt in which larger is better (rollout.evaluation_metrics)."""
+    several = [f"mean@{samples}", "answered"] if samples > 1 else []
+    powers = [k for k in (1 << n for n in range(21)) if k <= samples]
+    return ["reward", *(f"pass@{k}" for k in powers), *(f"majority@{k}" for k in powers if k > 2), *several]
+
+
 def conflicts(config: ExperimentConfig) -> Iterator[str]:
     """What does not go together."""
     evaluation = config.evaluation
+    metric, samples = config.checkpoint.best_metric, evaluation.samples if evaluation is not None else 1
+    known = _metrics(samples)
+    if metric.partition("/")[0] not in (*known, "rewards"):
+        yield (
+            f"checkpoint.best_metric: an evaluation has no {metric!r} in which larger is better; it has {', '.join(known)} and "
+            "rewards/NAME"
+        )
     if evaluation is not None and evaluation.samples > 1 and evaluation.temperature == 0:
         yield (
             f"evaluation.samples: {evaluation.samples} greedy completions of a prompt are all the same; set "

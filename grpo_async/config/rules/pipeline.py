@@ -46,6 +46,11 @@ def conflicts(config: ExperimentConfig) -> list[str]:
         found.append(
             "evaluation.data: there is none; name a source, or keep rows of data.train back with data.held_out: 0.05"
         )
+    if config.evaluation is None and config.data.held_out is not None:
+        found.append(
+            f"data.held_out: {config.data.held_out:g} keeps rows back from training for an evaluation, and there is none; add "
+            "`evaluation: {}`, or leave held_out out"
+        )
     if config.evaluation is not None and config.evaluation.data is not None and config.data.held_out is not None:
         found.append(
             "data.held_out: keeps rows back for evaluation, but evaluation.data names others; remove one of the two"

@@ -16,6 +16,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from grpo_async.errors import ConfigError
+from grpo_async.servers.embedded.families import check_embedded_family
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -118,15 +119,7 @@ def slot_cache_of(model: Any, num_slots: int, max_model_len: int) -> SlotCache:
         ConfigError: the model attends in a way that the cache does not know, or not so far.
     """
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-    window = getattr(config, "sliding_window", None)
-    if kinds == {"sliding_attention"} and window is not None and window >= max_model_len:
-        kinds = set()  # the window never cuts anything
-    if kinds:
-        raise ConfigError(
-            f"inference.engine: embedded serves models with full attention only; {model.config.model_type} has layers "
-            f"of {sorted(kinds)} (sliding window {window}). Use `inference.engine: vllm`"
-        )
+    check_embedded_family(config.to_dict(), max_model_len)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and max_model_len > longest:
         raise ConfigError(

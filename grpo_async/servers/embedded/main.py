@@ -56,6 +56,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     """
     began = time.perf_counter()
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -76,8 +77,11 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
             attn_implementation="sdpa",
             trust_remote_code=config.model.trust_remote_code,
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {config.model.path} cannot be loaded: {error}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"model.path: {config.model.path} cannot be loaded by the embedded engine: {error}\n"
+            "copy the model again if a file is broken; set inference.engine: vllm if its family is none of this engine's"
+        ) from error
     model = model.to(inference.embedded.device).eval().requires_grad_(False)
     engine = SlotEngine(model, num_slots=inference.embedded.max_slots, max_model_len=inference.max_model_len)
     logger.info("loaded the model in %.2f s", time.perf_counter() - began)

@@ -1,0 +1,70 @@
+"""Which models the embedded engine can serve and take pushed weights for; README.md has the same as a table.
+
+Goes by config.json alone, so that the launcher can ask before anything is started, and the engine with what transformers made of
+it. What is not known here is found by the engine's self-check, when it has loaded the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_async.errors import ConfigError
+
+_OTHER_ATTENTION = {
+    "gemma2": "caps its attention scores",
+    "gpt_oss": "has attention sinks",
+    "bloom": "has an attention of its own (ALiBi)",
+    "rwkv": "is recurrent",
+    "mamba": "is recurrent",
+    "mamba2": "is recurrent",
+    "falcon_mamba": "is recurrent",
+    "gemma3n_text": "shares keys and values between layers",
+    "gemma4_text": "has heads of several sizes",
+}
+# config.json on the hub may leave out `layer_types`, which transformers then derives
+_RECURRENT = {"qwen3_next", "qwen3_5_text", "jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "zamba2"}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def check_embedded_family(config: Mapping[str, Any], max_model_len: int) -> None:
+    """Look at the text part of a config.json (`model_type`, sizes).
+
+    Args:
+        max_model_len: longest sequence, in tokens.
+
+    Raises:
+        ConfigError: the engine would compute something else than the model, or could not take its weights.
+    """
+    name = str(config.get("model_type", "this model"))
+    reason = _OTHER_ATTENTION.get(name) or _other_layers(config, name)
+    if any(isinstance(count := config.get(key), int) and count > 1 for key in _EXPERTS):
+        reason = "is a mixture of experts, whose weights cannot be pushed to it"
+    elif config.get("kv_lora_rank"):
+        reason = "keeps compressed keys and values"
+    if reason:
+        raise ConfigError(
+            f"inference.engine: embedded cannot serve {name}, which {reason}; set inference.engine: vllm "
+            "(pip install 'grpo-async[vllm]')"
+        )
+    window = _window(config)
+    if window is not None and window < max_model_len:
+        raise ConfigError(
+            f"inference.engine: embedded knows no sliding window, and {name} attends to the last {window} tokens only; set "
+            f"inference.max_model_len (now {max_model_len}) to at most {window}, or inference.engine: vllm"
+        )
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """Tokens that a layer with a sliding window sees; None where no layer has one."""
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    slides = "sliding_attention" in kinds if kinds else config.get("use_sliding_window", True)
+    return window if slides and isinstance(window, int) and window > 0 else None
+
+
+def _other_layers(config: Mapping[str, Any], name: str) -> str:
+    """Kinds of layers that are no attention with a cache for each token."""
+    others = sorted(set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
+    if others:
+        return f"has layers of the kind {', '.join(others)}"
+    return "has recurrent layers" if name in _RECURRENT and not config.get("layer_types") else ""
