@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TextIO, cast
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loader import load_config
@@ -16,6 +15,7 @@ from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
 from grpo_async.launch.failures import write_failure
 from grpo_async.launch.heartbeat import Heartbeat
+from grpo_async.launch.lasting_stream import LastingStream
 from grpo_async.launch.warnings_forward import forwarding_warnings
 from grpo_async.processes import die_with_parent
 
@@ -30,6 +30,9 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
     in a collective that it will never join, and libraries that are torn down under their own threads abort.
     """
     die_with_parent()
+    # the log may be on a full disk: what user code prints is no reason to fail
+    sys.stdout = cast(TextIO, LastingStream(sys.stdout, "standard output", lambda text: None))
+    sys.stderr = cast(TextIO, LastingStream(sys.stderr, "standard error", lambda text: None))
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
@@ -50,8 +53,7 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
         write_failure(place.attempt_dir, place.rank, error)
         logger.exception("%s %d failed", name, place.rank)
     control.close()
-    with contextlib.suppress(OSError):
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)

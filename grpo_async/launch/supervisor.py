@@ -26,6 +26,7 @@ from grpo_async.launch.display import Display
 from grpo_async.launch.failures import explain
 from grpo_async.launch.liveness import Liveness
 from grpo_async.launch.node_hub import HubListener, NodeHub
+from grpo_async.launch.place_watch import PlaceWatch
 from grpo_async.launch.plan import ProcessPlan
 from grpo_async.launch.preflight_report import Check, Status
 from grpo_async.launch.server_keeper import RestartRules, ServerEvent, ServerKeepers
@@ -92,7 +93,10 @@ class Supervisor:
                 self._liveness = Liveness(
                     places.heartbeat, timeout_s=self._heartbeat_timeout_s, logs=places.attempt, warn=warn
                 )
-                async with ControlServer(places.control_socket, self._on_message, warn) as control, self._liveness:
+                self._place = PlaceWatch(places.run_dir.root)
+                self._config_text = places.run_dir.config.read_text(encoding="utf-8")
+                listening = ControlServer(places.control_socket, self._on_message, warn)
+                async with listening as control, self._liveness, self._place:
                     self._control = control
                     return await self._supervise_with_nodes(control)
             finally:
@@ -122,7 +126,10 @@ class Supervisor:
             if early is not None:
                 return early
         trainer = await self._spawn(self._plan.trainer)
-        await first_of(self._signals, [trainer], [servers.lost_all, self._liveness.frozen, *self._hub_events])
+        ends = [servers.lost_all, self._liveness.frozen, self._place.lost, *self._hub_events]
+        await first_of(self._signals, [trainer], ends)
+        if self._place.failure is not None:
+            return await self._lose_place(self._place.failure, control, trainer)
         if self._signals.arrived.is_set() and trainer.is_running:
             return await self._stop(control, trainer)
         has_ended_well = not trainer.is_running and trainer.exited.result() == 0
@@ -149,6 +156,19 @@ class Supervisor:
             await first_of(self._signals, [trainer], timeout_s=self._stop_timeout_s)
         await end_children(self._signals, [trainer])
         return self._failed(self._liveness.failure)
+
+    async def _lose_place(self, failure: str, control: ControlServer, trainer: Child) -> Outcome:
+        """The weights are all that is left: they are saved in a directory made anew, where nobody has put another one."""
+        if trainer.is_running and self._place.is_free:
+            places = self._plan.places
+            places.run_dir.create(self._config_text)
+            places.attempt.mkdir(parents=True, exist_ok=True)
+            self._display.phase("the run directory is gone: saving in a new one")
+            control.request_stop("the run directory is gone")
+            await first_of(self._signals, [trainer], timeout_s=self._stop_timeout_s)
+            failure += "; it was made anew, for what could still be saved"
+        await end_children(self._signals, [trainer])
+        return self._failed(failure)
 
     @property
     def _hub_events(self) -> list[asyncio.Event]:
@@ -230,6 +250,8 @@ class Supervisor:
         if self._hub is not None and trainer.exited.result() != 0:
             await self._hub.settle(_SETTLE_S)  # it may have failed only because another machine's has
         outcome = self._judge(trainer, exit_code)
+        if self._place.failure is not None and outcome.exit_code == 0:
+            outcome = self._failed(self._place.failure)
         await self._servers.stop(_KEEPER_TIMEOUT_S)
         await end_children(self._signals, self._servers.running)
         return outcome

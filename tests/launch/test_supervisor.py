@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -154,6 +155,23 @@ def test_a_trainer_that_was_stopped_is_continued_to_save(tmp_path: Path) -> None
         assert f"trainer rank 0 (pid {launcher.pids()['rank0']})" in launcher.output
         assert "SIGSTOP" in launcher.output
         assert (tmp_path / "stop_reason").exists(), "it was asked to save"
+        assert launcher.left() == {}
+
+
+@pytest.mark.parametrize("kind", ["deleted", "renamed"])
+def test_a_run_whose_directory_is_gone_saves_in_a_new_one_and_fails_by_its_name(tmp_path: Path, kind: str) -> None:
+    run = tmp_path / "runs" / "test"
+    with LauncherProcess(tmp_path, trainer="obey-stop") as launcher:
+        launcher.wait_for_line("training")
+        while kind == "deleted" and run.exists():  # status.json is written in it meanwhile
+            shutil.rmtree(run, ignore_errors=True)
+        if kind == "renamed":
+            run.rename(tmp_path / "other")
+        assert launcher.end() == 1, launcher.output
+        assert f"the run directory {run} was deleted or renamed" in launcher.output.rpartition("error: ")[2]
+        assert (tmp_path / "stop_reason").exists(), "it was asked to save"
+        assert (run / "config.yaml").exists()
+        assert launcher.status()["state"] == "failed"
         assert launcher.left() == {}
 
 
