@@ -25,14 +25,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: more threa
 
 LONG = ("tests/vllm/", "tests/e2e/", "tests/training/")
 """Folders whose tests begin first, so that no long one is left alone at the end."""
+SHARED = {"vllm_server", "golden_run"}
+"""Fixtures that are too dear to make once for each process."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long folders first. Tests of the one vLLM server run in one process of pytest-xdist: that which has it."""
+    """The long folders first. Tests of the one vLLM server, or of the one golden run, share a process of pytest-xdist."""
     items.sort(key=lambda item: next((i for i, folder in enumerate(LONG) if item.nodeid.startswith(folder)), len(LONG)))
     for item in items:
-        if "vllm_server" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("vllm"))
+        for shared in SHARED & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(shared))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadGroupScheduling:

@@ -87,6 +87,24 @@ class Run:
         wait_for(reached, what=f"step {step}", timeout_s=timeout_s)
 
 
+def run_command(*arguments: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+    """`grpo-async` with these arguments, stdout and stderr apart."""
+    return subprocess.run(
+        [sys.executable, "-m", "grpo_async", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def status_of(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Exit code and content of `grpo-async status --json`."""
+    done = run_command("status", str(folder), "--json", timeout_s=60.0)
+    return done.returncode, json.loads(done.stdout) if done.stdout else {"error": done.stderr}
+
+
 def finish(process: subprocess.Popen[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
     try:
         output, _ = process.communicate(timeout=timeout_s)

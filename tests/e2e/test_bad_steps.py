@@ -37,29 +37,23 @@ def _assert_closed(line: dict[str, Any]) -> None:
         assert counts.pop("started") == sum(counts.values()), line["step"]
 
 
-def test_steps_that_are_not_finite_are_skipped_and_their_groups_count_as_failed(tmp_path: Path) -> None:
-    bad = [2, 3, 5]  # never three in a row
-    run = _run(tmp_path, 6, "not_a_number", f"{{calls: {bad}}}")
-    summary, _ = run.complete(timeout_s=120.0)
+def test_steps_that_are_not_finite_are_skipped_and_counted_and_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
+    """Steps 2, 3 and 5 are, and from step 7 on all of them; three in a row are the limit."""
+    arguments = "{not_a_number: [2, 3, 5], infinite_from: 7}"
+    run = _run(tmp_path, 5000, "not_finite", arguments)
+    done = run.train(timeout_s=120.0)
+    assert done.returncode == 1, done.stdout[-3000:]
+    assert "step 9 had loss" in done.stdout
+    assert "inf" in done.stdout
+    bad = [2, 3, 5, 7, 8, 9]
     lines = run.metrics()
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines] == list(range(1, 10))
     assert [line["step"] for line in lines if line["training/skipped_updates"] == 1.0] == bad
     assert [line["step"] for line in lines if line["loss"] is None] == bad  # JSON has no NaN
     for line in lines:
         _assert_closed(line)
         assert line["ledger/groups/failed"] == GROUPS_PER_STEP * sum(step <= line["step"] for step in bad)
-    assert summary["ledger"]["groups"]["trained"] == GROUPS_PER_STEP * 3
-    assert summary["ledger"]["tokens"]["failed"] > 0
-
-
-def test_too_many_of_them_in_a_row_end_the_run_with_step_and_values_and_what_was_trained(tmp_path: Path) -> None:
-    run = _run(tmp_path, 5000, "infinite_from", "{first_call: 3}")
-    done = run.train(timeout_s=120.0)
-    assert done.returncode == 1, done.stdout[-3000:]
-    assert "3 steps in a row were not finite; step 5 had loss" in done.stdout
-    assert "inf" in done.stdout
-    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
-    for line in run.metrics():
-        _assert_closed(line)
-    assert (run.folder / "checkpoints" / "step_5" / "state.json").exists()
+    assert lines[-1]["ledger/groups/trained"] == GROUPS_PER_STEP * 3
+    assert lines[-1]["ledger/tokens/failed"] > 0
+    assert (run.folder / "checkpoints" / "step_9" / "state.json").exists()
     run.assert_nothing_is_left()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import GoldenRun
 from tests.e2e.support import _MARK as MARK_VARIABLE
 from tests.e2e.support import REPOSITORY, Run, finish, make_run, wait_for
 
@@ -109,6 +110,7 @@ def _rows(run: Run, evaluation: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in shown.stdout.splitlines()]
 
 
+@pytest.mark.nightly
 def test_a_pinned_evaluation_is_answered_by_one_version_and_nothing_of_training_is_lost(tmp_path: Path) -> None:
     # completions of nearly one length: a group that is done before an older one would leave that to go stale, evaluation or not
     even = ("rollout.max_completion_tokens=6", "evaluation.num_prompts=64")
@@ -129,6 +131,7 @@ def test_a_pinned_evaluation_is_answered_by_one_version_and_nothing_of_training_
     assert summary["evaluation"]["after"]["version_min"] == 9
 
 
+@pytest.mark.nightly
 def test_an_evaluation_that_a_kill_broke_off_is_made_again_and_those_that_were_done_are_not(tmp_path: Path) -> None:
     settings = (
         *SMALL,
@@ -161,6 +164,16 @@ def test_an_evaluation_that_a_kill_broke_off_is_made_again_and_those_that_were_d
     assert before == {"0" * 12}, "that before training was not made again"
 
 
+def test_eval_finds_what_the_run_found_in_its_model(golden_run: GoldenRun) -> None:
+    """Greedy, float32 throughout: the exported model is the policy of the run's last evaluation."""
+    exported = _eval(golden_run.run.config, "--run", str(golden_run.run.folder))
+    after = golden_run.run.summary()["evaluation"]["after"]
+    assert exported["evaluated"] == "model"
+    names = ("num_prompts", "reward", "pass@1", "mean_length", "truncated")
+    assert [exported["metrics"][name] for name in names] == [after[name] for name in names]
+
+
+@pytest.mark.nightly
 def test_eval_finds_what_the_run_found_in_its_model_and_in_its_checkpoints(tmp_path: Path) -> None:
     """Greedy, float32 throughout: the exported model and the last checkpoint are the policy of the run's last evaluation."""
     settings = (
@@ -197,6 +210,7 @@ def test_eval_finds_what_the_run_found_in_its_model_and_in_its_checkpoints(tmp_p
     ]
 
 
+@pytest.mark.nightly
 def test_eval_asks_servers_that_run_already_and_leaves_them_running(tmp_path: Path) -> None:
     """They serve the base model, as servers of its own do."""
     settings = ("evaluation.num_prompts=12", "evaluation.group_by=answer")
@@ -224,6 +238,7 @@ def test_eval_asks_servers_that_run_already_and_leaves_them_running(tmp_path: Pa
         assert server.wait(timeout=30.0) in (0, -15)
 
 
+@pytest.mark.nightly
 def test_eval_that_is_interrupted_ends_at_once_with_130_and_leaves_nothing(tmp_path: Path) -> None:
     settings = ("evaluation.samples=8", "evaluation.temperature=1.0", "evaluation.max_in_flight=1")
     run = make_run(tmp_path, "quickstart.yaml", settings)
@@ -252,6 +267,7 @@ def _has_rows(folder: Path) -> bool:
     return any(path.stat().st_size for path in folder.glob("block-*"))
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.usefixtures("needs_vllm")
 def test_eval_on_vllm_gives_the_embedded_engines_greedy_numbers(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def test_a_server_that_is_killed_or_hangs_comes_back_and_the_run_finishes(tmp_pa
     _kill_kill_and_stop(tmp_path, "quickstart.yaml")
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("needs_vllm")
@@ -141,25 +142,7 @@ def _kill_kill_and_stop(tmp_path: Path, base: str, *, heartbeat_s: float = HEART
     assert all(failure["recovery_s"] > 0.0 for failure in summary["server_failures"])
 
 
-def test_of_two_servers_one_is_killed_and_training_never_stops(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, SLOW_STEPS, "training.max_steps=80", "inference.replicas=2"))
-    process = run.start()
-    wait_for(
-        lambda: bool(run.metrics()) and run.metrics()[-1]["servers/serving"] == 2,
-        what="both servers to serve",
-        timeout_s=RECOVERY_S,
-    )
-    servers = run.processes(SERVER["quickstart.yaml"])
-    assert len(servers) == 2
-    servers[1].kill()
-    _wait_until_mended(run, process, restarts=1, servers=2)
-    _assert_accounts(run, process, failures=1)
-    lines = run.metrics()
-    alone = [line for line in lines if line["servers/serving"] == 1]
-    assert alone, "no step was made while one server was down"
-    assert not [line for line in lines if "sync/skipped" in line], "a push found no server"
-
-
+@pytest.mark.nightly
 def test_a_server_that_never_comes_back_is_given_up_with_its_own_last_words(tmp_path: Path) -> None:
     """Its port is taken while it is down, so that every restart fails."""
     run = make_run(
@@ -216,6 +199,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.nightly
 def test_external_servers_may_join_late_hang_and_come_back(tmp_path: Path) -> None:
     """`inference.urls`: the second server starts when the run is under way, then the first hangs for a while."""
     ports = [_free_port(), _free_port()]

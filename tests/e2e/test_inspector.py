@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from textual.pilot import Pilot
 
 from grpo_async.rundir import RunDir
@@ -15,20 +12,12 @@ from grpo_async.viewer.terminal.app import Inspector
 from grpo_async.viewer.terminal.browse import BrowseScreen
 from grpo_async.viewer.terminal.rollout import RolloutScreen
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
-from tests.e2e.support import make_run
+from tests.e2e.conftest import GoldenRun
 from tests.viewer.terminal.support import drive, drive_session, on, press, shown
 
-pytestmark = pytest.mark.slow
 
-SMALL = (
-    "rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.num_prompts=8", "optimizer.warmup_steps=0",
-    "training.max_steps=3",
-)  # fmt: skip
-
-
-def test_a_real_run_is_looked_at_from_its_steps_down_to_its_tokens(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", SMALL)
-    run.complete()
+def test_a_real_run_is_looked_at_from_its_steps_down_to_its_tokens(golden_run: GoldenRun) -> None:
+    run = golden_run.run
     folder = RunDir(run.folder)
     texts = load_token_texts(folder)
     assert isinstance(texts, TokenTexts)
@@ -38,9 +27,16 @@ def test_a_real_run_is_looked_at_from_its_steps_down_to_its_tokens(tmp_path: Pat
         await press(pilot, "v", "v")
         table = on(app, BrowseScreen).table
         steps = [table.peek(position) for position in range(table.total)]
-        assert [step.step for step in steps if isinstance(step, StepSummary) and step.step is not None] == [3, 2, 1]
-        await press(pilot, "enter", "enter")  # the groups of step 3, its first group side by side
-        assert "step 3" in shown(app)
+        assert [step.step for step in steps if isinstance(step, StepSummary) and step.step is not None] == [
+            6,
+            5,
+            4,
+            3,
+            2,
+            1,
+        ]
+        await press(pilot, "enter", "enter")  # the groups of step 6, its first group side by side
+        assert "step 6" in shown(app)
         assert "answer = " in shown(app)
         await press(pilot, "enter", "right")
         rollout = rows[on(app, RolloutScreen).rollout_id]
@@ -59,10 +55,10 @@ def test_a_real_run_is_looked_at_from_its_steps_down_to_its_tokens(tmp_path: Pat
     drive(run.folder, scenario, texts=texts, text="trained")
 
     async def evaluation(app: Inspector, pilot: Pilot[None]) -> None:
-        assert "evaluation of step 3" in shown(app)
-        assert "8 groups" in shown(app)
+        assert "evaluation of step 6" in shown(app)
+        assert "16 groups" in shown(app)
         await press(pilot, "Y")
-        assert "--evaluation 3" in app.clipboard
+        assert "--evaluation 6" in app.clipboard
         await press(pilot, "enter", "enter")
         assert "turn 0" in shown(app)
 

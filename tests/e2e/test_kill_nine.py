@@ -1,8 +1,9 @@
 """kill -9 of a whole run at random moments: every resumed run closes its ledger, none loses a prompt, and synchronous ones end
 with the weights of a run that was never interrupted, bit by bit.
 
-Two chains, one synchronous and one asynchronous: a run is killed, resumed, killed again, twenty times in all, and then finished.
-The moments are drawn from a seed: some seconds after the start, or after a step that many further on was written to metrics.jsonl.
+Two chains, one synchronous and one asynchronous: a run is killed, resumed, killed again, twenty times in all, and then finished
+(`nightly`); and a short synchronous one of two kills. The moments are drawn from a seed: some seconds after the start, or after a
+step that many further on was written to metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ from tests.e2e.support import Run, make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-STEPS = 60  # a life lasts for one to four of them, so that ten are over before the run is
-KILLS = 10  # in each of the two chains
+SHORT = (2, 14)  # kills and steps: a life lasts for one to five steps, so that all kills are over before the run is
+LONG = (10, 60)
 MOST_STEPS = 5  # of a life
 SMALL = (
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
     "rollout.max_completion_tokens=32",
     "rollout.zero_variance=resample",  # every step trains four groups, so their number does not hang on luck
-    f"training.max_steps={STEPS}",
     "optimizer.warmup_steps=0",
     "optimizer.lr=2e-5",  # it learns slowly: what the model knows gives no signal, and so no group
     "checkpoint.every_steps=1",
@@ -83,13 +83,13 @@ def _kill_everything(run: Run, process: subprocess.Popen[str]) -> None:
     run.assert_nothing_is_left(within_s=30.0)
 
 
-def _wait_for_the_moment(run: Run, process: subprocess.Popen[str], moments: random.Random) -> str:
+def _wait_for_the_moment(run: Run, process: subprocess.Popen[str], moments: random.Random, last: int) -> str:
     """Until a random moment; says which. It ends early when the run does."""
     steps_before = len(run.metrics())
     further = moments.choice([0, 1, 1, 2, 2])
     delay_s = moments.uniform(0.0, 12.0 if further == 0 else 0.7)
     ends_at = time.monotonic() + 120.0
-    while further and process.poll() is None and len(run.metrics()) < min(steps_before + further, STEPS):
+    while further and process.poll() is None and len(run.metrics()) < min(steps_before + further, last):
         assert time.monotonic() < ends_at, run.logs()[-3000:]
         time.sleep(0.01)
     began = time.monotonic()
@@ -100,42 +100,42 @@ def _wait_for_the_moment(run: Run, process: subprocess.Popen[str], moments: rand
     return f"{further} steps and {delay_s:.2f} s"
 
 
-def _chain(run: Run, *, kills: int, seed: int) -> list[str]:
+def _chain(run: Run, *, kills: int, steps: int, seed: int) -> list[str]:
     """Kill and resume, then finish; the moments, with the step that each resume went on from."""
     moments = random.Random(seed)
     arguments: list[str] = []
     history: list[str] = []
     for _ in range(kills):
         process = run.start(*arguments)
-        moment = _wait_for_the_moment(run, process, moments)
+        moment = _wait_for_the_moment(run, process, moments, steps)
         if process.poll() is not None:
             output = process.communicate(timeout=30.0)[0]
             raise AssertionError("\n".join([*history, "it ended by itself", output[-3000:], run.logs()[-3000:]]))
         _kill_everything(run, process)
-        steps = sorted(int(p.name.removeprefix("step_")) for p in (run.folder / "checkpoints").glob("step_*"))
-        history.append(f"killed after {moment}; checkpoints {steps}, lines {len(run.metrics())}")
-        arguments = ["--resume"] if steps else ["--clean"]
+        saved = sorted(int(p.name.removeprefix("step_")) for p in (run.folder / "checkpoints").glob("step_*"))
+        history.append(f"killed after {moment}; checkpoints {saved}, lines {len(run.metrics())}")
+        arguments = ["--resume"] if saved else ["--clean"]
     done = run.train(*arguments, timeout_s=240.0)
     assert done.returncode == 0, "\n".join([*history, done.stdout[-3000:], run.logs()[-3000:]])
     run.assert_nothing_is_left()
     return history
 
 
-def _assert_accounts_are_right(run: Run, history: list[str]) -> None:
+def _assert_accounts_are_right(run: Run, steps: int, history: list[str]) -> None:
     where = "\n".join(history)
     summary = run.summary()
     assert summary["ledger_closed"], where
     groups = summary["ledger"]["groups"]
-    assert groups["trained"] == STEPS * 4, f"{groups}\n{where}"
+    assert groups["trained"] == steps * 4, f"{groups}\n{where}"
     assert groups["queued"] == groups["in_flight"] == 0, f"{groups}\n{where}"
-    assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1)), where
+    assert [line["step"] for line in run.metrics()] == list(range(1, steps + 1)), where
     for line in run.metrics():
         for kind in ("groups", "tokens"):
             counts = {k.rpartition("/")[2]: v for k, v in line.items() if k.startswith(f"ledger/{kind}/")}
             assert counts.pop("started") == sum(counts.values()), f"step {line['step']}: {line}\n{where}"
     # the store agrees: each step trained four prompts, and no prompt was trained twice
     trained = _trained(run)
-    assert {step: counts.total() for step, counts in trained.items()} == dict.fromkeys(range(1, STEPS + 1), 4), where
+    assert {step: counts.total() for step, counts in trained.items()} == dict.fromkeys(range(1, steps + 1), 4), where
     assert max(sum(trained.values(), Counter()).values()) == 1, where
     rows = [row for row in read_groups(run.folder / "rollouts") if row.status.value != "cancelled"]
     settled = Counter(row.prompt_id for row in rows)
@@ -145,22 +145,32 @@ def _assert_accounts_are_right(run: Run, history: list[str]) -> None:
     assert known == set(range(len(known))), f"{sorted(known)}\n{where}"
 
 
-def test_a_synchronous_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path) -> None:
-    sync = (*SMALL, "rollout.max_staleness=0")
+@pytest.mark.parametrize(("kills", "steps"), [SHORT, pytest.param(*LONG, marks=pytest.mark.nightly)])
+def test_a_synchronous_run_that_is_killed_again_and_again_ends_with_the_same_bits(
+    tmp_path: Path, kills: int, steps: int
+) -> None:
+    sync = (*SMALL, f"training.max_steps={steps}", "rollout.max_staleness=0")
     straight = make_run(tmp_path, "quickstart.yaml", sync, name="straight")
     straight.complete()
     killed = make_run(tmp_path, "quickstart.yaml", sync, name="killed")
-    history = _chain(killed, kills=KILLS, seed=1)
+    history = _chain(killed, kills=kills, steps=steps, seed=1)
     print("\n".join(history))
-    _assert_accounts_are_right(straight, [])
-    _assert_accounts_are_right(killed, history)
+    _assert_accounts_are_right(straight, steps, [])
+    _assert_accounts_are_right(killed, steps, history)
     assert _what_is_repeatable(killed) == _what_is_repeatable(straight), "\n".join(history)
     assert _weights(killed) == _weights(straight), "\n".join(history)
     assert json.dumps(killed.summary()["ledger"]) == json.dumps(straight.summary()["ledger"]), "\n".join(history)
 
 
+@pytest.mark.nightly
 def test_an_asynchronous_run_that_is_killed_again_and_again_loses_no_prompt(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, "rollout.max_staleness=2"), name="killed")
-    history = _chain(run, kills=KILLS, seed=2)
+    kills, steps = LONG
+    run = make_run(
+        tmp_path,
+        "quickstart.yaml",
+        (*SMALL, f"training.max_steps={steps}", "rollout.max_staleness=2"),
+        name="killed",
+    )
+    history = _chain(run, kills=kills, steps=steps, seed=2)
     print("\n".join(history))
-    _assert_accounts_are_right(run, history)
+    _assert_accounts_are_right(run, steps, history)

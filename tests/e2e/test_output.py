@@ -8,7 +8,6 @@ import json
 import os
 import re
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -16,13 +15,13 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.cells import cell_len
 
 from grpo_async.launch.json_log import EVENTS
-from tests.e2e.support import REPOSITORY, Run, make_run
+from tests.e2e.conftest import GoldenRun
+from tests.e2e.support import REPOSITORY, Run, make_run, status_of
 
 pytestmark = pytest.mark.slow
 
@@ -31,62 +30,43 @@ SMALL = (
     "rollout.group_size=4",
     "evaluation.num_prompts=8",
     "optimizer.warmup_steps=0",
-    "record.advise_every_steps=3",
 )
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def _status(run: Run) -> tuple[int, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_async", "status", str(run.folder), "--json"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done.returncode, json.loads(done.stdout) if done.stdout else {"error": done.stderr}
-
-
-def test_json_logs_are_the_whole_story_and_nothing_else_is_on_stdout(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, "training.max_steps=6"])
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_async", "train", str(run.config), "--json-logs"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    events = [json.loads(line) for line in done.stdout.splitlines()]
+def test_json_logs_are_the_whole_story_and_nothing_else_is_on_stdout(golden_run: GoldenRun) -> None:
+    events = [json.loads(line) for line in golden_run.json_logs.splitlines()]
     names = [event["event"] for event in events]
     assert set(names) <= set(EVENTS)
     assert (names[0], names[-1]) == ("start", "end")
     assert all(isinstance(event["time"], float) for event in events)
     steps = [event for event in events if event["event"] == "step"]
-    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5, 6]
+    assert [event["step"] for event in steps] == [1, 2, 3, 4]
     assert all(0.0 <= event["metrics"]["servers/kv_usage"] <= 1.0 for event in steps)
     assert {"phase", "preflight", "evaluation", "servers", "advice"} <= set(names)
     assert any(event["servers"][0]["state"] == "serving" for event in events if event["event"] == "servers")
     assert events[-1]["exit_code"] == 0
-    assert events[-1]["summary"]["steps"] == 6
-    code, status = _status(run)
+    assert events[-1]["summary"]["steps"] == 4
+
+
+def test_a_quiet_run_prints_its_summary_only(golden_run: GoldenRun) -> None:
+    lines = [line for line in golden_run.quiet.splitlines() if not line.startswith("warning: ")]
+    assert lines[0].startswith("run "), golden_run.quiet
+    assert "after 6 steps" in lines[0]
+    assert not [line for line in lines if line.startswith(("step ", "logs:", "held-out", "engine "))]
+
+
+def test_status_tells_of_a_finished_run(golden_run: GoldenRun) -> None:
+    folder = golden_run.run.folder
+    code, status = status_of(folder)
     assert (code, status["state"], status["step"], status["exit_code"]) == (0, "finished", 6, 0)
-    assert status["advice"] == json.loads((run.folder / "advice.jsonl").read_text().splitlines()[-1])
+    assert status["advice"] == json.loads((folder / "advice.jsonl").read_text().splitlines()[-1])
     assert status["checkpoint"]["step"] == 6
     # the report's advice goes by them, and by those of status.json where a run did not come to its end
     assert isinstance(status["on_gpu"], bool)
-    assert (status["engine"], status["on_gpu"]) == tuple(events[-1]["summary"][name] for name in ("engine", "on_gpu"))
-
-
-def test_a_quiet_run_prints_its_summary_only(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, "training.max_steps=2"])
-    _, output = run.complete("--quiet")
-    lines = [line for line in output.splitlines() if not line.startswith("warning: ")]
-    assert lines[0].startswith("run "), output
-    assert "finished after 2 steps" in lines[0]
-    assert not [line for line in lines if line.startswith(("step ", "logs:", "held-out", "engine "))]
+    assert (status["engine"], status["on_gpu"]) == tuple(
+        golden_run.run.summary()[name] for name in ("engine", "on_gpu")
+    )
 
 
 class _Terminal:
@@ -170,7 +150,7 @@ def test_a_terminal_shows_the_dashboard_in_its_own_size_and_ctrl_c_stops_the_run
         for part in ("run · training", "reward", "generated", "staleness", "1 of 1 serve", "last push", "left"):
             assert part in shown, shown
         assert "\x1b[?1049h" in terminal.text, "a screen of its own"
-        code, status = _status(run)
+        code, status = status_of(run.folder)
         assert (code, status["state"], status["pid"]) == (0, "running", terminal.process.pid)
         assert status["servers"][0]["state"] == "serving"
         terminal.resize(120, 40)
@@ -185,23 +165,5 @@ def test_a_terminal_shows_the_dashboard_in_its_own_size_and_ctrl_c_stops_the_run
     after = terminal.text.rpartition("\x1b[?1049l")[2]
     assert "held-out before training" in after, "what was said stays on the terminal"
     assert "stopping: finishing the step and saving a checkpoint" in after
-    code, status = _status(run)
+    code, status = status_of(run.folder)
     assert (code, status["state"], status["exit_code"]) == (3, "stopped", 130)
-
-
-def test_a_launcher_that_is_killed_is_found_killed(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, "training.max_steps=2000"])
-    process = run.start()
-    try:
-        run.wait_for_step(2, process)
-        code, status = _status(run)
-        assert (code, status["state"]) == (0, "running")
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)
-        code, status = _status(run)
-        assert (code, status["state"]) == (4, "killed")
-        assert f"(pid {process.pid}) is gone" in status["why"]
-        run.assert_nothing_is_left(within_s=60.0)
-    finally:
-        process.kill()
-        process.communicate(timeout=30)

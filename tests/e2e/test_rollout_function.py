@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.support import make_run
 from tests.e2e.test_train import SMALL
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("needs_vllm")]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("needs_vllm"), pytest.mark.nightly]
 
 
 def test_with_vllm_the_weights_are_pushed_before_each_call_of_the_function(tmp_path: Path) -> None:

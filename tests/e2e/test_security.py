@@ -60,7 +60,6 @@ PATHS = (
     "http://127.0.0.1/rollout/info",
 )
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
-PROCESS_REWARD = "rewards:\n- function: grpo_async.quickstart.reward:exact_answer\n  run_in: process\n"
 
 
 @dataclass
@@ -99,10 +98,16 @@ def _live(run: Run, *, step: int, timeout_s: float = 180.0) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Two servers, two ranks, a reward in a process of its own. The last test of it ends it."""
-    settings = (*ENDLESS, "inference.replicas=2", "launch.num_trainer_ranks=2")
+    """Two servers, two ranks, a reward in a process of its own. The last two tests kill what is in it."""
+    settings = (
+        *ENDLESS,
+        "inference.replicas=2",
+        "inference.restart_delay_s=0.2",
+        "launch.num_trainer_ranks=2",
+        "weights.verify_every_pushes=1",
+        "rewards=[{function: 'tests.e2e.soak_reward:by_place_in_no_hurry', run_in: process}]",
+    )
     run = make_run(tmp_path_factory.mktemp("live"), "quickstart.yaml", settings)
-    run.config.write_text(run.config.read_text() + PROCESS_REWARD)
     with _live(run, step=2) as live:
         yield live
 
@@ -259,28 +264,6 @@ def test_the_token_stands_in_its_file_only_and_only_the_user_can_read_it(live: L
     assert stat.S_IMODE(live.run.folder.stat().st_mode) == 0o700
 
 
-def test_another_run_has_another_token(live: Live, tmp_path: Path) -> None:
-    other = make_run(tmp_path, "quickstart.yaml", ENDLESS)
-    process = other.start()
-    try:
-        wait_for((other.folder / "token").exists, what="the token of the other run", timeout_s=60.0)
-        assert (other.folder / "token").read_text().strip() != live.token
-    finally:
-        process.send_signal(signal.SIGTERM)
-        finish(process, timeout_s=90.0)
-    assert not (other.folder / "token").exists()
-
-
-def test_after_the_run_the_token_is_nowhere(live: Live) -> None:
-    """Ends the run: the last test that uses it."""
-    live.process.send_signal(signal.SIGTERM)
-    done = finish(live.process, timeout_s=90.0)
-    assert done.returncode == 143, done.stdout[-3000:]
-    assert live.token not in done.stdout
-    assert _files_with(live.run.folder, live.token) == []
-    assert not (live.run.folder / "token").exists()
-
-
 # -- processes
 
 
@@ -294,22 +277,48 @@ def _still_run(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def test_no_process_outlives_a_killed_server_or_a_killed_launcher(tmp_path: Path) -> None:
+def test_what_both_ranks_hold_together_is_what_the_servers_got_after_every_push(live: Live) -> None:
+    live.run.wait_for_step(4, live.process)
+    compared = [line["sync/verify_max"] for line in live.run.metrics() if "sync/verify_max" in line]
+    assert len(compared) >= 3
+    assert max(compared) < 1e-4
+
+
+def test_of_two_servers_one_is_killed_with_all_its_processes_and_training_goes_on_meanwhile(live: Live) -> None:
+    first, second = live.run.processes("serve-embedded")
+    dying = _below(second)
+    before = len(live.run.metrics())
+    second.kill()
+    wait_for(lambda: not _still_run(dying), what="the killed server's processes to end", timeout_s=10.0)
+
+    def is_mended() -> bool:
+        assert live.process.poll() is None, live.run.logs()[-3000:]
+        last = live.run.metrics()[-1]
+        return last["servers/restarts"] == 1 and last["servers/serving"] == 2
+
+    wait_for(is_mended, what="a new server", timeout_s=120.0)
+    assert _still_run([first])
+    lines = live.run.metrics()[before:]
+    assert [line for line in lines if line["servers/serving"] == 1], "no step was made while one server was down"
+    assert not [line for line in lines if "sync/skipped" in line], "a push found no server"
+
+
+def test_a_killed_rank_ends_the_run_with_its_number_and_afterwards_no_process_and_no_token_is_left(live: Live) -> None:
     """The second server is in its second life by then."""
-    run = make_run(tmp_path, "quickstart.yaml", (*ENDLESS, "inference.replicas=2", "launch.num_trainer_ranks=2"))
-    run.config.write_text(run.config.read_text() + PROCESS_REWARD)
-    with _live(run, step=2) as live:
-        first, second = run.processes("serve-embedded")
-        dying = _below(second)
-        second.kill()
-        wait_for(lambda: not _still_run(dying), what="the killed server's processes to end", timeout_s=10.0)
-        wait_for(lambda: len(run.processes("serve-embedded")) == 2, what="a new server", timeout_s=60.0)
-        assert _still_run([first])
-        run.wait_for_step(len(run.metrics()) + 2, live.process)
-        everything = live.tree()
-        live.process.kill()
-        live.process.communicate(timeout=30.0)
-        wait_for(lambda: not _still_run(everything), what="every process of the run to end", timeout_s=15.0)
+    everything = live.tree()
+    ranks = {
+        int(p.environ()["RANK"]): p for p in live.run.processes("grpo_async.launch.trainer") if "RANK" in p.environ()
+    }
+    assert sorted(ranks) == [0, 1]
+    ranks[1].kill()
+    done = finish(live.process, timeout_s=90.0)
+    assert done.returncode == 1, done.stdout[-3000:]
+    assert "rank 1" in done.stdout
+    assert "SIGKILL" in done.stdout
+    wait_for(lambda: not _still_run(everything), what="every process of the run to end", timeout_s=15.0)
+    assert live.token not in done.stdout
+    assert _files_with(live.run.folder, live.token) == []
+    assert not (live.run.folder / "token").exists()
 
 
 # -- HTTPS
@@ -342,6 +351,7 @@ def test_a_run_whose_servers_speak_https(tmp_path: Path) -> None:
     assert run.summary()["ledger_closed"]
 
 
+@pytest.mark.nightly
 def test_a_run_that_trusts_another_authority_says_so(tmp_path: Path) -> None:
     made, other = make_certificates(tmp_path / "tls"), make_certificates(tmp_path / "other")
     tls = (
@@ -360,6 +370,7 @@ def test_a_run_that_trusts_another_authority_says_so(tmp_path: Path) -> None:
 # -- the real vLLM
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.usefixtures("needs_vllm")
 def test_a_run_on_vllm_is_closed_to_others_and_its_dead_server_leaves_no_orphan(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from grpo_async.rundir import RunDir
 from tests.e2e.hanging import SCORED
 from tests.e2e.support import Run, finish, make_run, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 STOP_TIMEOUT_S = 30.0
 ENDLESS = (

@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.support import REPOSITORY, Run, make_run, wait_for
 from tests.support.tiny_model import build_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.nightly]
 
 NUM_STEPS = 2000
 LONGEST_S = 1500.0

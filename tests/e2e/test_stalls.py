@@ -29,6 +29,7 @@ def _run(folder: Path, *more: str, rewards: str | None = None) -> Run:
     return run
 
 
+@pytest.mark.nightly
 def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_its_place(tmp_path: Path) -> None:
     run = _run(tmp_path, rewards="tests.e2e.hanging:blocks_the_event_loop")
     done = run.train(timeout_s=120.0)
@@ -44,6 +45,7 @@ def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_its_place(tmp_pat
     run.assert_nothing_is_left()
 
 
+@pytest.mark.nightly
 def test_a_main_thread_that_hangs_has_its_process_ended(tmp_path: Path) -> None:
     loss = "{type: custom, function: 'tests.e2e.user_losses:blocks_the_main_thread', arguments: {first_call: 3}}"
     run = _run(tmp_path, f"loss={loss}", rewards="tests.e2e.soak_reward:by_place")
@@ -57,6 +59,7 @@ def test_a_main_thread_that_hangs_has_its_process_ended(tmp_path: Path) -> None:
     run.assert_nothing_is_left()
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_only_slow_goes_on(tmp_path: Path) -> None:
     run = _run(
         tmp_path,

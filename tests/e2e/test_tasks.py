@@ -9,7 +9,7 @@ import pytest
 from grpo_async.quickstart.prepare import default_folder, prepare
 from tests.e2e.support import REPOSITORY, Run, make_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000), pytest.mark.nightly]
 
 
 def _train(config: str, task: str, folder: Path) -> Run:

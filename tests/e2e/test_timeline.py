@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,37 +10,9 @@ import pytest
 from grpo_async.timeline_file import ATTEMPT, Event, read_events
 from grpo_async.viewer.timeline_data import lane_group, lay_out, load_events
 from grpo_async.viewer.timeline_usage import overlap, union, usage
-from tests.e2e.support import REPOSITORY, Run, make_run
+from tests.e2e.conftest import GoldenRun
+from tests.e2e.support import run_command
 from tests.support.trace_format import read_trace
-
-pytestmark = pytest.mark.slow
-
-SMALL = (
-    "rollout.groups_per_step=8",
-    "rollout.group_size=4",
-    "evaluation.num_prompts=16",
-    "evaluation.every_steps=3",
-    "checkpoint.every_steps=2",
-    "training.micro_batch_tokens=512",
-    "optimizer.warmup_steps=0",
-)
-GAME = (
-    f"model.chat_template={REPOSITORY / 'tests/chat/templates/qwen2_5.jinja'}",
-    "model.end_of_turn_tokens=['</think>', '1', '2', '3', '4', '5', '6', '7', '8']",
-    "data.train={type: environment, num_prompts: 40}",
-    "evaluation.data={type: environment, num_prompts: 8, first_seed: 1000}",
-    "evaluation.num_prompts=8",
-    "evaluation.baseline_column=null",
-    "tool_calling={parser: 'tests.e2e.user_code:always_guess'}",
-    "environments.game={factory: 'grpo_async.envs.guessing_game:GuessingGame', arguments: {low: 1, high: 3, max_guesses: 2}}",
-    "rewards=[]",
-    "rollout.zero_variance=train",
-    "rollout.max_completion_tokens=300",
-    "rollout.max_turn_tokens=40",
-    "rollout.max_turns=3",
-    "inference.max_model_len=1600",
-    "training.micro_batch_tokens=2048",
-)
 
 
 def _kinds(events: list[Event]) -> set[tuple[str, str]]:
@@ -50,20 +20,8 @@ def _kinds(events: list[Event]) -> set[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Four steps, then a resume to six."""
-    folder = tmp_path_factory.mktemp("timeline")
-    first = make_run(folder, "quickstart.yaml", (*SMALL, "training.max_steps=4"))
-    first.complete()
-    again = make_run(folder, "quickstart.yaml", (*SMALL, "training.max_steps=6"))
-    done = again.train("--resume", "auto")
-    assert done.returncode == 0, done.stdout[-3000:]
-    return again
-
-
-@pytest.fixture(scope="module")
-def events(run: Run) -> list[Event]:
-    return list(read_events(run.folder / "events.jsonl"))
+def events(golden_run: GoldenRun) -> list[Event]:
+    return list(read_events(golden_run.run.folder / "events.jsonl"))
 
 
 def test_every_kind_of_work_is_in_the_timeline(events: list[Event]) -> None:
@@ -86,8 +44,8 @@ def test_every_kind_of_work_is_in_the_timeline(events: list[Event]) -> None:
     assert expected - _kinds(events) == set()
 
 
-def test_each_step_of_both_attempts_has_its_parts(run: Run, events: list[Event]) -> None:
-    file = load_events(run.folder / "events.jsonl")
+def test_each_step_of_both_attempts_has_its_parts(golden_run: GoldenRun, events: list[Event]) -> None:
+    file = load_events(golden_run.run.folder / "events.jsonl")
     assert sorted(file.steps) == [1, 2, 3, 4, 5, 6]
     assert file.num_attempts == 2
     assert file.notes == []
@@ -144,7 +102,7 @@ def test_what_is_trained_was_generated_scored_and_queued_before(events: list[Eve
         if (lane_group(event.lane), event.name) == ("rollout", "rollout"):
             rollouts[event.details["group"]].append(event)
     taken = [event for event in events if event.name == "queued" and "step" in event.details]
-    assert len({event.details["group"] for event in taken}) >= 6 * 8 - 8  # those that a resume brought back have two
+    assert len({event.details["group"] for event in taken}) >= 6 * 4 - 4  # those that a resume brought back have two
     for wait in taken:
         group = wait.details["group"]
         assert wait.end <= trained[wait.details["step"]].start
@@ -152,28 +110,11 @@ def test_what_is_trained_was_generated_scored_and_queued_before(events: list[Eve
             assert max(rollout.end for rollout in rollouts[group]) <= scored[group].start + 1e-3
 
 
-def test_the_trace_of_the_run_keeps_the_rules_of_its_format(run: Run) -> None:
-    for options in ([], ["--from", "2", "--to", "3", "--out", str(run.folder / "part.json")]):
-        done = subprocess.run(
-            [sys.executable, "-m", "grpo_async", "trace", str(run.folder), *options],
-            cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
+def test_the_trace_of_the_run_keeps_the_rules_of_its_format(golden_run: GoldenRun, tmp_path: Path) -> None:
+    for name, options in {"whole": [], "part": ["--from", "2", "--to", "3"]}.items():
+        done = run_command("trace", str(golden_run.run.folder), "--out", str(tmp_path / f"{name}.json.gz"), *options)
+        assert done.returncode == 0, done.stderr
         assert "who waited for whom" in done.stdout
-    whole, part = read_trace(run.folder / "trace.json.gz"), read_trace(run.folder / "part.json")
+    whole, part = read_trace(tmp_path / "whole.json.gz"), read_trace(tmp_path / "part.json.gz")
     assert 50 < len(part) < len(whole)
     assert {record["ph"] for record in whole} == {"M", "X", "i", "C", "s", "t", "f"}
-
-
-def test_tool_calls_and_environments_stand_in_the_lane_of_their_rollout(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, *GAME, "training.max_steps=2"))
-    run.complete()
-    events = list(read_events(run.folder / "events.jsonl"))
-    assert {("rollout", "tools"), ("rollout", "environment"), ("evaluation", "environment")} <= _kinds(events)
-    tools = next(event for event in events if event.name == "tools")
-    assert tools.details["calls"] == ["guess"]
-    assert tools.details["seconds"][0] <= tools.duration_s + 1e-3
-    calls = {event.details["call"] for event in events if event.name == "environment"}
-    assert calls == {"reset", "is_done", "get_reward"}
-    assert any(event.name == "generate" and event.details.get("turn") == 1 for event in events)
-    rows = lay_out(events)
-    assert len({row.lane for row in rows}) == len(rows)

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from grpo_async.records import GroupStatus, TokenMark
 from grpo_async.store.reader import read_groups
 from grpo_async.store.rows import RolloutRow
-from tests.e2e.support import make_run
-
-pytestmark = pytest.mark.slow
-
-SMALL = (
-    "rollout.groups_per_step=4",
-    "rollout.group_size=4",
-    "evaluation=null",
-    "training.max_steps=4",
-    "training.minibatches=2",
-    "launch.num_trainer_ranks=2",
-    "optimizer.warmup_steps=0",
-    "optimizer.lr=1.0e-3",
-    "loss.epsilon=0.02",
-    "loss.epsilon_high=0.02",
-)
+from tests.e2e.conftest import GoldenRun
 
 
-def test_every_trained_token_of_a_run_has_its_figures_and_the_metrics_are_their_means(tmp_path: Path) -> None:
-    """Two ranks, two updates in a step, weights that are pushed while groups are generated."""
-    run = make_run(tmp_path, "quickstart.yaml", SMALL)
-    run.complete()
+def test_every_trained_token_of_a_run_has_its_figures_and_the_metrics_are_their_means(golden_run: GoldenRun) -> None:
+    """Two updates in a step, weights that are pushed while groups are generated."""
+    run = golden_run.run
     trained: dict[int, list[RolloutRow]] = {}
     for group in read_groups(run.folder / "rollouts"):
         for rollout in group.rollouts:
@@ -40,7 +22,7 @@ def test_every_trained_token_of_a_run_has_its_figures_and_the_metrics_are_their_
                 trained.setdefault(group.step, []).append(rollout)
             else:
                 assert rollout.weights is None
-    assert sorted(trained) == [1, 2, 3, 4]
+    assert sorted(trained) == [1, 2, 3, 4, 5, 6]
     marks_seen = 0
     for line in run.metrics():
         rollouts = trained[int(line["step"])]

@@ -145,55 +145,55 @@ def _resume_to_the_end(cluster: Cluster, *, more_steps: int) -> None:
     assert cluster.run.summary()["ledger_closed"]
 
 
-def test_two_machines_train_and_push_to_a_server_on_a_third(cluster: Cluster) -> None:
+def test_two_machines_train_and_push_to_a_server_on_a_third_and_one_that_dies_ends_all(cluster: Cluster) -> None:
     ended = threading.Event()
     watching = threading.Thread(target=cluster.watch_listeners, args=(ended,))
     watching.start()
     try:
-        processes = cluster.start_both("--set", "training.max_steps=6", "--set", "weights.verify_every_pushes=1")
-        outputs = _ends(processes, 0, 0)
+        processes = cluster.start_both("--set", "weights.verify_every_pushes=1")
+        cluster.run.wait_for_step(5, processes[0])
     finally:
         ended.set()
         watching.join(10.0)
-    summary = cluster.run.summary()
-    assert summary["steps"] == 6
-    assert summary["num_devices"] == 2
-    assert summary["ledger_closed"]
+    for process in cluster.processes_on(1):  # all at once, as when the power goes
+        with contextlib.suppress(psutil.NoSuchProcess):  # it died with its parent
+            process.kill()
+    outputs = _ends(processes, 1, -signal.SIGKILL)
+    assert "error: node 1 (" in outputs[0]
+    assert "--resume" in outputs[0]
+    cluster.assert_nothing_is_left()
     lines = cluster.run.metrics()
     # after every push the server has the weights that both machines hold together, with a learning rate at which one that was
     # missed would show: samples that are a step old differ by far more
     compared = [line["sync/verify_max"] for line in lines if "sync/verify_max" in line]
-    assert len(compared) >= 5
+    assert len(compared) >= 4
     assert max(compared) < 1e-4
     assert max(line["sampling/sampling_logp_difference/max"] for line in lines) > 1e-2
-    assert [summary["evaluation"][when]["num_prompts"] for when in ("before", "after")] == [8, 8]
     # node 0, node 1 and server each listen on loopback or on their own address, and nowhere else
     for machine, address in cluster.listened:
         assert address in (machine, "127.0.0.1"), f"something on {machine} listened on {address}"
     first, second, server = (machine.address for machine in (*cluster.nodes, cluster.server))
     assert {(first, first), (second, second), (server, server)} <= cluster.listened
     assert "node 1     trainer rank 1" in (cluster.run.folder / "plan.txt").read_text()
-    assert "node 1 (" in outputs[0]
-    assert "is here" in outputs[0]
     assert (cluster.run.folder / "logs" / "latest" / "trainer_node1.log").is_file()
     assert TOKEN not in "".join(outputs)
-    cluster.assert_nothing_is_left()
 
 
-def test_a_machine_that_dies_ends_the_run_with_its_name_and_resume_goes_on(cluster: Cluster) -> None:
+@pytest.mark.nightly
+def test_after_the_death_of_a_machine_a_resume_goes_on(cluster: Cluster) -> None:
     processes = cluster.start_both()
     cluster.run.wait_for_step(3, processes[0])
-    for process in cluster.processes_on(1):  # all at once, as when the power goes
-        with contextlib.suppress(psutil.NoSuchProcess):  # it died with its parent
+    for process in cluster.processes_on(1):
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    outputs = _ends(processes, 1, -signal.SIGKILL)
-    assert "error: node 1 (" in outputs[0]
-    assert "is gone" in outputs[0]
-    assert "--resume" in outputs[0]
-    cluster.assert_nothing_is_left()
+    _ends(processes, 1, -signal.SIGKILL)
     _resume_to_the_end(cluster, more_steps=2)
+    summary = cluster.run.summary()
+    assert summary["num_devices"] == 2
+    assert summary["evaluation"]["after"]["num_prompts"] == 8
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_on_one_machine_ends_both_and_is_named(cluster: Cluster) -> None:
     processes = cluster.start_both()
     cluster.run.wait_for_step(2, processes[0])
@@ -210,6 +210,7 @@ def test_a_rank_that_is_killed_on_one_machine_ends_both_and_is_named(cluster: Cl
     cluster.assert_nothing_is_left()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_on_either_machine_checkpoints_ends_both_and_resume_goes_on(cluster: Cluster, rank: int) -> None:
     processes = cluster.start_both()
@@ -224,6 +225,7 @@ def test_sigterm_on_either_machine_checkpoints_ends_both_and_resume_goes_on(clus
         _resume_to_the_end(cluster, more_steps=2)
 
 
+@pytest.mark.nightly
 def test_sigterm_on_both_at_once_is_one_stop(cluster: Cluster) -> None:
     """As a scheduler sends it: it is no second signal, which would end the run without a checkpoint."""
     processes = cluster.start_both()

@@ -18,17 +18,12 @@ def reinforce(inputs: LossInputs) -> torch.Tensor:
     return -inputs.advantages * inputs.logprobs
 
 
-def not_a_number(inputs: LossInputs, *, calls: list[int]) -> torch.Tensor:
-    """NaN at the calls that are named, counted from 1; a step that fits into one micro-batch is one call."""
+def not_finite(inputs: LossInputs, *, not_a_number: list[int], infinite_from: int) -> torch.Tensor:
+    """NaN at the calls that are named, counted from 1, infinite from one on; a step that fits into one micro-batch is one call."""
     global _calls
     _calls += 1
-    return reinforce(inputs) * (math.nan if _calls in calls else 1.0)
-
-
-def infinite_from(inputs: LossInputs, *, first_call: int) -> torch.Tensor:
-    global _calls
-    _calls += 1
-    return reinforce(inputs) * (math.inf if _calls >= first_call else 1.0)
+    factor = math.inf if _calls >= infinite_from else math.nan if _calls in not_a_number else 1.0
+    return reinforce(inputs) * factor
 
 
 def blocks_the_main_thread(inputs: LossInputs, *, first_call: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ import pytest
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.rewards import load_rewards
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly]
 
 PROMPT = "What is one and one? "
 COMPLETIONS = ["two.", "hello world", "x"]

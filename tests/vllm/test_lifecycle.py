@@ -29,6 +29,7 @@ def _assert_serves(server: VllmServer, model: Reference, version: int) -> None:
     assert largest_difference(completion.logprobs, expected) < TOLERANCE
 
 
+@pytest.mark.nightly
 def test_two_workers_serve_pushed_weights_and_a_killed_server_leaves_no_process(
     needs_vllm: None, tiny_model: Path, model_a: Reference, model_b: Reference, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from grpo_async.weights.transport import WeightTransport
 from tests.vllm.reference import TOLERANCE, Reference, largest_difference
 from tests.vllm.server import VllmServer, experiment, running_server
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.nightly]
 
 NUM_REQUESTS = 64
 NUM_TOKENS = 384  # so long that the push falls into them on any machine

@@ -191,6 +191,7 @@ class _Llama(Reference):
         self.module.save_pretrained(folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_vllm")
