@@ -94,6 +94,7 @@ def test_a_setting_survives_the_way_to_another_process(tmp_path: Path) -> None:
     assert Setting.read(setting.write()) == setting
 
 
+@pytest.mark.nightly
 def test_trl_takes_our_options_and_has_what_is_replaced(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     import importlib.metadata
@@ -244,6 +245,7 @@ def test_both_pushes_are_made_with_the_same_settings(tmp_path: Path, monkeypatch
     assert weights.bucket_mb << 20 == push.BUCKET_BYTES
 
 
+@pytest.mark.nightly
 def test_cpu_of_a_command_and_its_children_is_measured_between_two_of_its_steps(tmp_path: Path) -> None:
     """A child computes for 1 s before the first step and for 0.6 s between the two."""
     steps, log = tmp_path / "steps", tmp_path / "log"

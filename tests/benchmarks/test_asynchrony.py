@@ -77,6 +77,7 @@ def test_the_command_of_a_run_could_start_and_only_the_staleness_differs(tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 def test_the_benchmark_measures_the_machine_and_compares_step_with_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

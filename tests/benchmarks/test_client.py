@@ -13,6 +13,7 @@ from tests.benchmarks.support import run_apart
 pytestmark = pytest.mark.clock
 
 
+@pytest.mark.nightly
 def test_rollouts_and_tokens_have_a_cost_and_a_rate(tmp_path: Path) -> None:
     file = tmp_path / "client.json"
     sizes = ["--in-flight", "16", "--rollouts", "16", "--tokens", "8", "--seconds", "0.5", "--rounds", "1"]
@@ -27,6 +28,7 @@ def test_rollouts_and_tokens_have_a_cost_and_a_rate(tmp_path: Path) -> None:
         assert rows[f"{kind}, 16 in flight: thread"] <= rows[f"{kind}, 16 in flight: process"]
 
 
+@pytest.mark.nightly
 def test_the_training_thread_is_timed_with_rollouts_without_and_with_those_of_another_process(tmp_path: Path) -> None:
     file = tmp_path / "client_gil.json"
     sizes = ["--in-flight", "8", "--tokens", "8", "--rounds", "2", "--seconds", "0.05", "--width", "16"]

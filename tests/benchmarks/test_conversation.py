@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.benchmarks.support import run_apart
 
 
+@pytest.mark.nightly
 def test_every_turn_has_a_cost(tmp_path: Path) -> None:
     file = tmp_path / "conversation.json"
     run_apart("conversation", ["--turns", "8", "--conversations", "3", "--json", str(file)])

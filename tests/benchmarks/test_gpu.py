@@ -132,6 +132,7 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(
     assert "torch sees none here; `--device cpu" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_the_same_code_runs_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     small = ["--rounds", "1", "--in-flight", "2", "--completion-tokens", "4", "--samples", "2"]

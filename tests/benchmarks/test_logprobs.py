@@ -26,6 +26,7 @@ SIZES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "ours", "plain"), [("logprobs", "chunked", "full"), ("attention", "samples", "dense")]

@@ -18,6 +18,7 @@ from benchmarks.push_parts.streams import Tokens, Window
 from tests.benchmarks.support import run_apart
 
 
+@pytest.mark.nightly
 def test_a_push_is_measured_beside_its_broadcast_and_seen_by_streams(tmp_path: Path) -> None:
     file = tmp_path / "push.json"
     sizes = ["--engine", "embedded", "--megabytes", "4", "--rounds", "2", "--requests", "2", "--bucket-mb", "1"]

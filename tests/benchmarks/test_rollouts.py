@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import rollouts
 from tests.benchmarks.support import run_apart
 
 
+@pytest.mark.nightly
 def test_every_question_to_the_table_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     small = ["--rollouts", "400", "--tokens", "16", "--repeats", "1", "--folder", str(tmp_path / "store")]

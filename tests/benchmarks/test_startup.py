@@ -15,6 +15,7 @@ from benchmarks._startup_run import SERVER_MARKS, Watch, first_step
 from tests.benchmarks.support import run_apart
 
 
+@pytest.mark.nightly
 def test_commands_are_measured_and_their_imports_shown(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     run_apart(

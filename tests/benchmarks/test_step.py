@@ -22,6 +22,7 @@ TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_step_and_the_padded_loops_compute_the_same_and_are_compared(tmp_path: Path) -> None:
     """Exit code 1 may only come from the speed, which two rounds of a tiny step do not tell; what differs raises SystemExit."""

@@ -10,6 +10,7 @@ import pytest
 from tests.benchmarks.support import run_apart
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("bound", "code"), [("1e9", 0), ("-101", 1)])
 def test_steps_with_and_without_the_store_take_turns(tmp_path: Path, bound: str, code: int) -> None:
     file = tmp_path / "report.json"

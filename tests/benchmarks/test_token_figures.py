@@ -11,6 +11,7 @@ from benchmarks.token_figures import WAYS
 from tests.benchmarks.support import run_apart
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_three_ways_of_a_step_are_compared(tmp_path: Path) -> None:
     report = tmp_path / "report.json"

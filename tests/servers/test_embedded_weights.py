@@ -232,7 +232,15 @@ def test_a_trainer_that_dies_in_an_update_leaves_the_old_weights_serving(server:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["pause", "start", "broadcast", "update"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("pause", marks=pytest.mark.nightly),
+        pytest.param("start", marks=pytest.mark.nightly),
+        "broadcast",
+        "update",
+    ],
+)
 def test_a_trainer_that_is_killed_leaves_the_old_weights_and_the_next_one_goes_on(
     server: Live, tiny_model: Path, moment: str
 ) -> None:

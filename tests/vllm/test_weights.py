@@ -215,7 +215,15 @@ die_here()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["after pause", "after start", "mid-broadcast", "before finish"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("after pause", marks=pytest.mark.nightly),
+        pytest.param("after start", marks=pytest.mark.nightly),
+        "mid-broadcast",
+        "before finish",
+    ],
+)
 def test_a_trainer_that_is_killed_before_finish_leaves_the_old_weights_serving_exactly(
     vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, moment: str
 ) -> None:
