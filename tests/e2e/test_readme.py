@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -43,6 +44,45 @@ def test_a_readme_command_is_understood(line: str, tmp_path: Path) -> None:
         words.append("--help")
     done = _run(sys.executable, "-m", "grpo_async", *words, timeout_s=60.0)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _guarantees() -> list[tuple[str, list[Path], str]]:
+    """(what, files of its tests, commands that run them) of each row of the table."""
+    section = (REPOSITORY / "README.md").read_text().partition("## Guarantees")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    found = []
+    for what, _, tests, commands in rows:
+        folder, files = REPOSITORY, []
+        for name in re.findall(r"`([\w/]*(?:\.py|/))`", tests):
+            file = REPOSITORY / name if name.startswith("tests/") else folder / name
+            folder = file.parent
+            files.append(file)
+        found.append((what, files, commands))
+    return found
+
+
+def test_every_guarantee_of_the_readme_has_tests_that_the_named_command_runs() -> None:
+    guarantees = _guarantees()
+    assert len(guarantees) > 30
+    for what, files, commands in guarantees:
+        assert files, what
+        for file in files:
+            assert file.exists(), f"{what}: {file}"
+            modules = sorted(file.rglob("test_*.py")) if file.is_dir() else [file]
+            in_default = [module for module in modules if _has_a_test_of_the_default(module)]
+            assert bool(in_default) == ("`test.sh`" in commands), f"{what}: {file} is run by {commands}"
+
+
+def _has_a_test_of_the_default(module: Path) -> bool:
+    tree = ast.parse(module.read_text())
+    if any(
+        "nightly" in ast.unparse(n) for n in tree.body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n)
+    ):
+        return False
+    tests = [
+        n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test_")
+    ]
+    return any("pytest.mark.nightly" not in map(ast.unparse, test.decorator_list) for test in tests)
 
 
 @pytest.mark.slow
