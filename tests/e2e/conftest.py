@@ -40,7 +40,7 @@ def golden_run(quickstart_files: None, tmp_path_factory: pytest.TempPathFactory)
         "optimizer.lr=1.0e-3",
         "loss.epsilon=0.02",
         "loss.epsilon_high=0.02",
-        "record.advise_every_steps=3",
+        "record.advise_every_steps=2",
         "record.report=true",
         "training.max_steps=4",
     )
