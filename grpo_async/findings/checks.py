@@ -289,19 +289,23 @@ def held_out(evidence: Evidence) -> Finding | None:
     if len(results) < 2:
         return _few_evaluations(evidence, results)
     first, last, change = results[0], results[-1], evidence.between(results[0], results[-1])
-    text = f"Between steps {first.step} and {last.step} it goes {moved_by(change)}."
+    baseline = last.metrics.get("majority_baseline")
+    against = "" if baseline is None else f" Always the most frequent answer would get {figure(baseline)}."
+    text = f"Between steps {first.step} and {last.step} it goes {moved_by(change)}.{against}"
+    numbers = change_numbers(change) | ({} if baseline is None else {"baseline": baseline})
 
     def found(severity: Severity, what: str, why: str = "", do: str = "", query: str | None = None) -> Finding:
         return Finding(
-            key="held-out", severity=severity, what=what, text=f"{text} {why}".strip(), do=do, numbers=change_numbers(change),
+            key="held-out", severity=severity, what=what, text=f"{text} {why}".strip(), do=do, numbers=numbers,
             plot="held-out", query=query, sort=None if query is None else "-reward",
         )  # fmt: skip
 
-    baseline = beaten_by_baseline(last, change)
-    if change.has_risen and baseline is not None:
-        why = f"Always the most frequent answer would get {figure(baseline)}: no more was learned than that, as far as can be told."
+    if change.has_risen and is_beaten_by_baseline(last, change):
+        why = "No more was learned than that, as far as can be told."
         do = "Read the answers: are they all the same? More steps, more varied data or a larger rollout.group_size may go further."
-        return found(WARNING, "The held-out reward is no higher than that of always the most frequent answer", why, do)
+        return found(
+            WARNING, "The held-out reward rose no further than that of always the most frequent answer", why, do
+        )
     if change.has_risen:
         return found(GOOD, "The held-out reward rose")
     training = evidence.trend("reward")
@@ -333,7 +337,7 @@ def _few_evaluations(evidence: Evidence, results: list[Evaluation]) -> Finding:
     failed = next((each for each in reversed(evidence.evaluations) if each.failed), None)
     if failed is not None:
         return Finding(
-            key="evaluation-failed", severity=WARNING, what="The evaluation failed",
+            key="failed-evaluation", severity=WARNING, what="The evaluation failed",
             text=f"At step {failed.step}: {first_line(failed.why_not)}", do="trainer.log has the traceback.", plot=None,
         )  # fmt: skip
     if results:
@@ -565,43 +569,19 @@ def far_from_reference(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-_ENDINGS = {
-    "failed": ("failed", "How it ended stands above; logs/latest/ says more."),
-    "stopped": ("was stopped", "`grpo-async train ... --resume` goes on from its checkpoint."),
-    "running": ("goes on, and is", "This is of the time when it was made."),
-    "killed": ("was killed", "Its launcher is gone without a word. `--resume` goes on from the last checkpoint."),
-    "silent": ("fell silent", "Its launcher, on another machine, has written nothing for a while: is it dead?"),
-}
-
-
-def ended_early(evidence: Evidence) -> Finding | None:
-    if evidence.status == "finished" or not evidence.metrics:
-        return None
-    planned = evidence.setting("training.max_steps")
-    unknown = "has not come to an end; it is", "It still runs, or it was killed: then `--resume` goes on."
-    what, text = _ENDINGS.get(evidence.status, unknown)
-    return Finding(
-        key="ended-early", severity=WARNING if evidence.status in ("failed", "killed", "silent") else NOTE,
-        what=f"The run {what} at step {int(evidence.metrics[-1]['step'])}{f' of {planned}' if isinstance(planned, int) else ''}",
-        text=text,
-    )  # fmt: skip
-
-
 def _share_of_groups(evidence: Evidence, state: str) -> float | None:
     number, started = evidence.last(f"ledger/groups/{state}"), evidence.last("ledger/groups/started")
     return number / started if number is not None and started else None
 
 
-def beaten_by_baseline(last: Evaluation, change: Change) -> float | None:
-    """The share of the most frequent answer, where the last evaluation is not above it by more than chance; None where it is, or
-    the share is not known (`evaluation.baseline_column`)."""
+def is_beaten_by_baseline(last: Evaluation, change: Change) -> bool:
+    """Whether the last evaluation is not above the share of the most frequent answer by more than chance. False where that share
+    is not known (`evaluation.baseline_column`), or the first evaluation was above it already."""
     baseline = last.metrics.get("majority_baseline")
-    if baseline is None:
-        return None
+    if baseline is None or change.first > baseline:
+        return False
     passed = last.metrics.get("pass@1", last.metrics["reward"])
-    error = 2.0 * last.metrics.get("reward_stderr", 0.0)
-    is_learned_from_above = change.first > baseline and change.has_risen
-    return None if is_learned_from_above or passed - error > baseline else baseline
+    return passed - 2.0 * last.metrics.get("reward_stderr", 0.0) <= baseline
 
 
 def moved_by(change: Change) -> str:
@@ -618,6 +598,10 @@ def change_numbers(change: Change) -> dict[str, float]:
     }  # fmt: skip
 
 
+def sentence(words: str) -> str:
+    return f"{words}{'' if words.endswith('.') else '.'}"
+
+
 def first_line(text: str | None) -> str:
     return ((text or "").strip().splitlines() or [""])[0]
 
@@ -625,6 +609,6 @@ def first_line(text: str | None) -> str:
 CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     # what explains the rest stands before it
     no_steps, reward_fails, unscored, truncated, no_gradient, hardly_moves, zero_variance, collapsed, reward_trend, reward_parts,
-    held_out, held_out_peak, ended_early, failed_groups, tools, lengths, stale_groups, off_policy, entropy, bad_updates, clipped,
+    held_out, held_out_peak, failed_groups, tools, lengths, stale_groups, off_policy, entropy, bad_updates, clipped,
     masked, far_from_reference,
 )  # fmt: skip

@@ -287,12 +287,6 @@ def test_a_run_without_a_step_says_how_it_ended() -> None:
     assert "the server died: out of memory" in found[0].text
 
 
-@pytest.mark.parametrize("status", ["failed", "stopped", "killed", "silent", "running", "unfinished"])
-def test_a_run_that_did_not_finish_says_so(status: str) -> None:
-    evidence = Evidence(metrics=steps(12), status=status, config={"training": {"max_steps": 40}})
-    assert "step 12 of 40" in _found(evidence)["ended-early"].what
-
-
 def test_the_worst_comes_first() -> None:
     levels = [finding.severity.rank for finding in find(Evidence(metrics=_flat(rollout__truncated=0.95, kl=9.0)))]
     assert levels == sorted(levels)

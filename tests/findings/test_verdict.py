@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import io
 import json
 import math
 import random
@@ -9,15 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 
 from grpo_async.findings import Evidence, Verdict, find, judge
 from grpo_async.findings.statistics import held_out_change, trend
+from grpo_async.launch.advising import AdvisedDisplays
+from grpo_async.launch.status import read_status
+from grpo_async.launch.summary import print_summary
 from grpo_async.records import RolloutGroup, ScoredGroup
 from grpo_async.rewards.errors import RewardError
 from grpo_async.rollout.no_signal import why_no_signal
 from grpo_async.rundir import RunDir
+from grpo_async.viewer.report.write import write_report
 from tests.support.records import make_completion, make_prompt
 
 ROLLOUTS = 64  # of a step
@@ -222,6 +230,30 @@ def test_a_labelled_run_is_judged_by_its_label_and_by_how_much(tmp_path: Path, n
 )
 def test_a_verdict_names_the_cause(tmp_path: Path, name: str, said: str) -> None:
     assert said in _judged(name, tmp_path)[1].text
+
+
+@pytest.mark.parametrize(
+    "name", ["learns", "only the most frequent answer", "all rewards 1", "collapses, no evaluation"]
+)
+def test_every_surface_gives_the_same_verdict(tmp_path: Path, name: str) -> None:
+    _, verdict = _judged(name, tmp_path)
+    run_dir = RunDir(tmp_path / "run")
+    learning = read_status(run_dir).as_json()["learning"]
+    assert (learning["key"], learning["is_learning"], learning["text"]) == (
+        verdict.key,
+        verdict.is_learning,
+        verdict.text,
+    )
+    page = write_report([run_dir]).read_text()
+    assert f'data-verdict="{verdict.key}"' in page
+    assert verdict.text in html.unescape(page)
+    told: list[Verdict] = []
+    displays = AdvisedDisplays([Mock(learning=told.append)], setup=Mock(), every_steps=0, run_dir=run_dir)
+    displays.evaluation("after", {})
+    assert told == [verdict]
+    console = Console(file=io.StringIO(), width=10_000)
+    print_summary(console, {"status": "finished", "steps": 1, "learning": verdict.as_dict()}, tmp_path)
+    assert verdict.text in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_interval_holds_the_true_change_in_nineteen_runs_of_twenty() -> None:

@@ -59,7 +59,7 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert run.report.is_file()
     assert "The run finished after 20 of 20 steps in 2:05." in text
     assert "0.1 → 0.9 always the most frequent answer: 0.2" in text
-    assert "Yes: the reward on held-out prompts rose from 0.1 to 0.9: +0.800" in text
+    assert "from 0.1 to 0.9: +0.800" in text
     assert "step 0, before training" in text
     assert "Most improved prompts" in text
     assert "Reward 0.5 → 1" in text
@@ -108,7 +108,7 @@ def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> Non
     text = _text(_page(run))
     assert "The run failed after 0 of 5 steps." in text
     assert "CUDA out of memory see logs" in text
-    assert "Cannot be told: no optimizer step was finished." in text
+    assert "Cannot be told. No optimizer step was finished." in text
     assert "There are no metrics" in text
     assert "holds no rollouts yet" in text
     assert "There was no evaluation" in text
@@ -127,7 +127,6 @@ def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     os.utime(block, (1.0, 1.0))  # what was written just now may still be going on
     text = _text(_page(run))
     assert "The run was killed after 8 of 8 steps" in text
-    assert "The run was killed at step 8" in text
     assert "torn" in text
     assert "2 rollouts in 1 groups" in text
 
