@@ -2,7 +2,7 @@
 
     trainer -> launcher   {"kind": "phase" | "preflight" | "step" | "evaluation" | "summary" | "failed", ...}
                           {"kind": "servers", "servers": [{"index": 0, "state": "serving", ...}]}   see server_news
-                          {"kind": "warning", "text": "..."}
+                          {"kind": "note" | "warning", "text": "..."}
                           {"kind": "server_serving", "index": 0, "life": 1}
                           {"kind": "restart_server", "index": 0, "reason": "it hangs", "life": 1}
     launcher -> trainer   {"kind": "stop", "reason": "SIGINT"}

@@ -124,7 +124,7 @@ def split_memory(
         gpu_bytes: of the smallest GPU; None: unknown.
 
     Raises:
-        ConfigError: it cannot be planned, or there is too little.
+        ConfigError: it cannot be planned.
     """
     shares = share_gpus(config, engine, gpus)
     if engine.engine != "vllm" or not shares.shared:
@@ -142,12 +142,13 @@ def split_memory(
             "not known before the start, so the split cannot be planned; set the share of vLLM, such as 0.4"
         )
     servers = shares.most_servers_on_a_gpu
-    fraction = math.floor(shared_gpu_fraction(config, number, gpu_bytes) * 100 / servers) / 100
+    share, advice = shared_gpu_fraction(config, number, gpu_bytes)
+    fraction = math.floor(share * 100 / servers) / 100
     trainer = estimate_trainer(config, number)
     each = f"each of the {servers} servers on it" if servers > 1 else "vLLM"
     text = (
         f"{each} {fraction:g} of {format_bytes(gpu_bytes)}; the trainer needs about {format_bytes(trainer.total)}: "
-        f"{trainer.describe()}{asleep}"
+        f"{trainer.describe()}{asleep}{'' if advice is None else f'; {advice}'}"
     )
     return MemorySplit(server_fraction=fraction, text=text)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.connections import is_lost, open_fleet
 from grpo_async.launch.control import ControlClient
 from grpo_async.launch.evaluations import Listeners, RunEvaluations
+from grpo_async.launch.memory import describe_peak, estimate_trainer
 from grpo_async.launch.preflight import Check, run_preflight
 from grpo_async.launch.preflight_context import PreflightContext
 from grpo_async.launch.rollout_side import RolloutSide, build_rollout_side
@@ -203,6 +205,10 @@ class _Leader:
             log.write(step, metrics)
             trackers.log(step, metrics)
             self._control.send("step", step=step, max_steps=config.training.max_steps, metrics=metrics)
+            if step == start + 1:
+                words = f"memory of the trainer's ranks after step {step}: {describe_peak(**self._memory())}"
+                logger.info(words)
+                self._control.send("note", text=words)
 
         return LeaderLoop(
             workplace,
@@ -380,6 +386,14 @@ class _Leader:
             generated_tokens=counters.generated_tokens - self._evaluations.num_tokens,
         )
 
+    def _memory(self) -> dict[str, Any]:
+        """What each rank has taken at most by the end of its first step, and what was expected."""
+        workplace = self._workplace
+        on_gpu = workplace.device.type == "cuda"
+        number = sum(math.prod(spec.shape) for spec in workplace.parameters.specs)
+        estimated = estimate_trainer(self._config, number, on_gpu=on_gpu).total
+        return {"peaks": list(workplace.peaks or ()), "estimated": estimated, "on_gpu": on_gpu}
+
     def _write_summary(self, side: RolloutSide, meter: PipelineMeter, steps: int) -> None:
         summary = run_summary(
             self._place,
@@ -392,6 +406,7 @@ class _Leader:
             evaluation=self._evaluations.summary(),
             learning=judge(Evidence.read(self._place.rundir)),
             ledger=side.source.ledger_snapshot(),
+            memory=self._memory(),
         )
         write_atomically(self._place.rundir.summary, json.dumps(summary, indent=2))
         self._control.send("summary", summary=summary)

@@ -11,12 +11,12 @@ saves for the backward pass; take the sums as good to about a fifth.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.errors import ConfigError
 from grpo_async.launch.model_files import read_shapes, text_config, weight_files
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -169,21 +169,23 @@ def guess_shape(num_parameters: int) -> ModelShape:
     )
 
 
-def estimate_trainer(config: ExperimentConfig, num_parameters: int, shape: ModelShape | None = None) -> MemoryEstimate:
+def estimate_trainer(
+    config: ExperimentConfig, num_parameters: int, shape: ModelShape | None = None, *, on_gpu: bool = True
+) -> MemoryEstimate:
     """Memory of one trainer rank at its peak, in bytes.
 
     With N parameters sharded over R ranks (hybrid sharding: those of one machine), T of them trained (all, or the adapters), m
-    bytes an element of `model.dtype` (adapters: 4), c of the compute dtype, w of the wire, t tokens of a micro-batch
-    (`training.micro_batch_tokens`):
+    bytes an element of `model.dtype` (adapters: 4), c of the compute dtype, w of the wire, t tokens of a micro-batch:
 
         weights      N m / R (layers in nf4: N 0.5625 / R) + adapters, and gathered by FSDP: embedding, head and two layers, in c
                      (all layers with reshard_after_forward: false)
         reference    N c / R for a second model
-        gradients    4 T: FSDP keeps them whole and in float32 until the last micro-batch of a step (for R = 1 they are the shard)
-        optimizer    adamw: 2 T m / R, and as much again by half while it steps. adamw_8bit: 2.1 T / R, and 16 bytes an element of
-                     the largest parameter. muon: T m / R and the same for embedding and head, and 12 bytes an element of a matrix
-        activations  t x what the backward pass needs of a token, per layer: see `activation_bytes`; with checkpointing
-                     t x hidden x c per layer (selective: and the results of matrix products and attention), and one layer in full
+        gradients    4 T / R, reduced and scattered after each micro-batch, and the largest whole one before that, in c (embedding
+                     or layer); on a CPU 4 T: there they travel once, after the last micro-batch
+        optimizer    per trained element, over R: adamw 3 m (two moments, and half as much again while it steps), adamw_8bit 2.1,
+                     muon 2 m
+        activations  t x `activation_bytes` per layer; with full checkpointing t x hidden x c per layer and one layer in full
+                     (selective: about half of what none takes)
         logits       `training.logprob_chunk_tokens` x vocabulary x 5 float32
         staging      two buckets (`weights.bucket_mb`, or the embedding where that is larger) in w, and the embedding in m
 
@@ -193,45 +195,49 @@ def estimate_trainer(config: ExperimentConfig, num_parameters: int, shape: Model
         num_parameters: see `count_parameters`.
         shape: None reads `model.path`, or guesses from the number of parameters where that is a hub name.
 
-    Worked example: N = 600e6 in float32 on one rank -> weights 2.4e9 + gathered, gradients 2.4e9, optimizer 4.8e9 + 2.4e9.
+    Worked example: N = 600e6 in float32 on one rank -> weights 2.4e9 + gathered, gradients 2.4e9 + 0.3e9, optimizer 7.2e9.
     """
     shape = shape or read_shape(config.model.path) or guess_shape(num_parameters)
     ranks = shard_ranks(config)
+    training, lora = config.training, config.model.lora
     master = _ITEM_BYTES[config.model.dtype]
     compute = _ITEM_BYTES[config.model.compute_dtype or config.model.dtype]
-    wire = _ITEM_BYTES[config.inference.dtype]
-    training, lora = config.training, config.model.lora
     in_layers = max(0, num_parameters - shape.root_parameters)
+    layer = in_layers // shape.num_layers
+    largest = min(shape.largest_parameter, num_parameters)
     adapters = adapter_parameters(config, shape)
     trained = num_parameters if lora is None else adapters
-    packs = lora is not None and lora.quantization is not None
-    kept = int(in_layers * _NF4_BYTES) + shape.root_parameters * master if packs else num_parameters * master
-    layer = in_layers // shape.num_layers
+    kept = num_parameters * master
+    if lora is not None and lora.quantization is not None:
+        kept = int(in_layers * _NF4_BYTES) + shape.root_parameters * master
     num_gathered = 2 if training.reshard_after_forward else shape.num_layers
     gathered = min(num_parameters, shape.root_parameters + num_gathered * layer) * compute
-    if packs:  # packed, and one matrix at a time in the compute dtype
-        matrix = shape.hidden_size * shape.intermediate_size
-        gathered = shape.root_parameters * compute + int(num_gathered * layer * _NF4_BYTES) + matrix * compute
     has_reference = config.loss.beta > 0 and not (lora is not None and config.loss.reference == "initial")
+    trained_item = 4 if lora is not None else master
+    moments = {"adamw": 3.0 * trained_item, "adamw_8bit": 2.1, "muon": 2.0 * trained_item}[config.optimizer.type]
     per_layer = activation_bytes(shape, item_bytes=compute)
-    tokens = training.micro_batch_tokens
-    recomputing = config.model.activation_checkpointing
-    if recomputing == "none":
-        activations = tokens * shape.num_layers * per_layer
-    else:
-        products = _product_elements(shape) * compute if recomputing == "selective" else 0
-        activations = tokens * (shape.num_layers * (shape.hidden_size * compute + products) + per_layer)
-    largest = min(shape.largest_parameter, num_parameters)
+    recomputes = config.model.activation_checkpointing != "none"
+    of_layers = shape.num_layers * {
+        "none": per_layer, "selective": per_layer // 2, "full": shape.hidden_size * compute,
+    }[config.model.activation_checkpointing]  # fmt: skip
     on_device = 0 if training.cpu_offload else 1
     return MemoryEstimate(
         weights=on_device * (kept + adapters * 4) // ranks + gathered,
         reference=on_device * num_parameters * compute // ranks if has_reference else 0,
-        gradients=4 * trained,
-        optimizer=on_device * _optimizer_bytes(config, trained, shape, ranks, 4 if lora is not None else master),
-        activations=activations,
-        logits=min(training.logprob_chunk_tokens, tokens) * shape.vocab_size * 4 * _LOGIT_COPIES,
-        staging=2 * max(config.weights.bucket_mb << 20, largest * wire) + largest * master,
+        gradients=4 * trained // ranks + min(max(largest, layer), trained) * compute if on_gpu else 4 * trained,
+        optimizer=on_device * int(moments * trained) // ranks,
+        activations=training.micro_batch_tokens * (of_layers + (per_layer if recomputes else 0)),
+        logits=min(training.logprob_chunk_tokens, training.micro_batch_tokens) * shape.vocab_size * 4 * _LOGIT_COPIES,
+        staging=2 * max(config.weights.bucket_mb << 20, largest * _ITEM_BYTES[config.inference.dtype])
+        + largest * master,
     )
+
+
+def describe_peak(peaks: Sequence[float], estimated: float, *, on_gpu: bool) -> str:
+    """What was measured on each rank, beside what was expected: "0.9, 0.8 GiB (GPU memory; 1.0 GiB by estimate)"."""
+    measured = ", ".join(format_bytes(peak) for peak in peaks)
+    kind = "GPU memory" if on_gpu else "resident memory, the interpreter and its libraries included"
+    return f"{measured} ({kind}; {format_bytes(estimated)} by estimate)"
 
 
 def shard_ranks(config: ExperimentConfig) -> int:
@@ -256,25 +262,6 @@ def adapter_parameters(config: ExperimentConfig, shape: ModelShape) -> int:
     }  # fmt: skip
     targets = sizes if lora.target_modules == "all-linear" else lora.target_modules
     return shape.num_layers * lora.rank * sum(sizes.get(target.rpartition(".")[2], 0) for target in targets)
-
-
-def _optimizer_bytes(config: ExperimentConfig, trained: int, shape: ModelShape, ranks: int, master: int) -> int:
-    largest = min(shape.largest_parameter if config.model.lora is None else shape.intermediate_size * 64, trained)
-    match config.optimizer.type:
-        case "adamw":
-            return 3 * trained * master // ranks
-        case "adamw_8bit":
-            return int(2.1 * trained) // ranks + 16 * largest // ranks
-        case "muon":
-            root = shape.root_parameters if config.model.lora is None else 0
-            matrix = min(shape.hidden_size * shape.intermediate_size, trained)
-            return (trained + root) * master // ranks + 12 * matrix
-
-
-def _product_elements(shape: ModelShape) -> int:
-    """What matrix products and attention of one layer give for one token: q, k, v, attention, o, gate, up, down."""
-    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return 2 * heads + 2 * kv_heads + 2 * shape.hidden_size + 2 * shape.intermediate_size
 
 
 def activation_bytes(shape: ModelShape, *, item_bytes: int) -> int:
@@ -327,19 +314,18 @@ def estimate_server(
 
 def shared_gpu_fraction(
     config: ExperimentConfig, num_parameters: int, gpu_bytes: int, shape: ModelShape | None = None
-) -> float:
-    """Share of a GPU that vLLM may take where a trainer rank needs the same GPU, rounded down to 0.01.
+) -> tuple[float, str | None]:
+    """Share of a GPU that vLLM may take where a trainer rank needs the same GPU, and what to change where the two do not fit by
+    this estimate; None: they do.
 
-        (gpu_bytes - 1.15 x trainer - 2 GiB - staging of the server) / gpu_bytes, at most 0.9
+        (gpu_bytes - 1.15 x trainer - 2 GiB - staging of the server) / gpu_bytes, rounded down to 0.01, at most 0.9, and at least
+        what the served weights and the keys and values of one sequence take: an estimate refuses nothing
 
     The 2 GiB are the CUDA contexts of both processes; what the server stages is outside of vLLM's own account. With
     `inference.vllm.sleep_while_training` the server gives its memory back before a step, so of the trainer only its weights,
     the moments and the staging are counted.
 
     Worked example: an 80 GiB GPU, a trainer of 20 GiB, 1.2 GiB staged -> (80 - 23 - 2 - 1.2) / 80 = 0.67.
-
-    Raises:
-        ConfigError: what is left cannot hold the served weights and the keys and values of one sequence.
     """
     trainer = estimate_trainer(config, num_parameters, shape)
     server = estimate_server(config, num_parameters, shape, on_gpu=True)
@@ -347,15 +333,14 @@ def shared_gpu_fraction(
     if config.inference.vllm.sleep_while_training:
         beside = trainer.weights + trainer.reference + trainer.optimizer + trainer.staging
     left = gpu_bytes - _MARGIN * beside - 2 * _CONTEXT_BYTES - server.staging
-    fraction = min(0.9, math.floor(left / gpu_bytes * 100) / 100)
     needed = server.weights + server.kv_cache + _VLLM_WORK_BYTES
-    if fraction * gpu_bytes < needed:
-        raise ConfigError(
-            f"a GPU of {format_bytes(gpu_bytes)} is too small for trainer and server together: the trainer needs about "
-            f"{format_bytes(beside)} [{trainer.describe()}], vLLM at least {format_bytes(needed + server.staging)} (weights "
-            f"{format_bytes(server.weights)}, the same staged, one sequence of inference.max_model_len, graphs); set "
-            "model.activation_checkpointing: full, lower training.micro_batch_tokens, use bfloat16 (inference.dtype, "
-            "model.compute_dtype), train adapters (model.lora), set optimizer.type: adamw_8bit or training.cpu_offload: true, or "
-            "give them a GPU each"
-        )
-    return fraction
+    fraction = min(0.9, math.floor(left / gpu_bytes * 100) / 100)
+    if fraction * gpu_bytes >= needed:
+        return fraction, None
+    advice = (
+        f"by estimate too little for both: the trainer needs about {format_bytes(beside)}, vLLM at least "
+        f"{format_bytes(needed + server.staging)}. If memory runs out, set model.activation_checkpointing: full, lower "
+        "training.micro_batch_tokens, use bfloat16 (inference.dtype, model.compute_dtype), train adapters (model.lora), set "
+        "optimizer.type: adamw_8bit or training.cpu_offload: true, or give them a GPU each"
+    )
+    return min(0.9, math.ceil(needed / gpu_bytes * 100) / 100), advice

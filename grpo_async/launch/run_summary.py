@@ -24,6 +24,7 @@ def run_summary(
     evaluation: Mapping[str, Any] | None,
     learning: Verdict,
     ledger: dict[str, dict[str, int]],
+    memory: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Of a run that ends after `steps` finished steps.
 
@@ -32,6 +33,7 @@ def run_summary(
         evaluation: RunEvaluations.summary.
         learning: whether it did.
         ledger: Ledger.snapshot.
+        memory: bytes: peaks of the ranks after their first step (none where there was no step), estimated.
     """
     is_finished = steps == config.training.max_steps
     return {
@@ -49,4 +51,5 @@ def run_summary(
         "evaluation": evaluation,
         "ledger": ledger,
         "ledger_closed": is_closed(ledger),
+        "memory": {"peaks": memory["peaks"], "estimated": memory["estimated"]},
     }

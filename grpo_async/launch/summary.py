@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.launch.evaluation_table import print_evaluation
+from grpo_async.launch.memory import describe_peak
 from grpo_async.launch.progress import LEDGER_STATES, duration
 from grpo_async.launch.wording import plain
 
@@ -52,6 +53,7 @@ def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]
     if mean is not None and most is not None:
         yield "staleness", f"mean {mean:.2f}, max {most:.0f} steps"
     yield from _ledger(summary)
+    yield from _memory(summary)
     yield from _server_failures(summary.get("server_failures"))
     yield "directory", str(run_dir)
     if summary.get("model"):
@@ -92,6 +94,14 @@ def _ledger(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     parts = [f"{groups[state]} {state.replace('_', ' ')}" for state in LEDGER_STATES if groups.get(state)]
     closed = "closed" if summary.get("ledger_closed") else "NOT CLOSED: groups are missing, please report this"
     yield "groups", f"{groups.get('started', '?')} started = {' + '.join(parts) or '0'} ({closed})"
+
+
+def _memory(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    memory = summary.get("memory")
+    if isinstance(memory, Mapping) and memory.get("peaks"):
+        on_gpu = bool(summary.get("on_gpu"))
+        words = describe_peak(memory["peaks"], memory.get("estimated", math.nan), on_gpu=on_gpu)
+        yield "memory", f"after its first step a rank had taken {words}"
 
 
 def _server_failures(failures: Any) -> Iterator[tuple[str, str]]:

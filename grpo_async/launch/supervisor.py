@@ -330,6 +330,8 @@ class Supervisor:
                 self._display.preflight(self._checks)
             case {"kind": "servers", "servers": list(servers)}:
                 self._display.servers([server for server in servers if isinstance(server, dict)])
+            case {"kind": "note", "text": str(text)}:
+                self._display.note(text)
             case {"kind": "warning", "text": str(text)}:
                 self._display.warning(text)
             case {"kind": "server_serving", "index": int(index)}:

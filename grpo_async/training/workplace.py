@@ -18,6 +18,7 @@ from grpo_async.training.checkpoint_write import CheckpointWriter
 from grpo_async.training.export import export_model
 from grpo_async.training.objective import Objective
 from grpo_async.training.parameters import AdapterParameters, ShardedParameters
+from grpo_async.training.peak_memory import peak_bytes
 from grpo_async.training.policy import Policy
 from grpo_async.training.ranks import (
     CommandChannel,
@@ -53,6 +54,8 @@ class Workplace:
     device: torch.device
     num_ranks: int
     clock: StepClock = NO_CLOCK
+    peaks: Sequence[int] | None = None
+    """Most memory that each rank had taken when its first step was done, in bytes; known to rank 0, empty on the others."""
 
     @property
     def obstacle_to_shared_prompts(self) -> str | None:
@@ -86,6 +89,9 @@ class Workplace:
             tokens=tokens,
             clock=self.clock,
         )
+        if self.peaks is None:
+            peaks = self.channel.gather(torch.tensor([peak_bytes(self.device)]))
+            self.peaks = [int(peak) for peak in peaks or ()]
         return result if tokens is None else replace(result, token_figures=self.channel.gather(tokens.on_host()))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -129,7 +129,10 @@ def test_the_trainer_of_one_rank_is_what_the_formula_says(tmp_path: Path) -> Non
     # float32: 4 N; gathered in bfloat16: the embedding and two layers of (N - embedding) / 28
     layer = (NUMBER - 151_936 * 1024) // 28
     assert estimate.weights == 4 * NUMBER + 2 * (151_936 * 1024 + 2 * layer)
-    assert estimate.gradients == 4 * NUMBER
+    assert (
+        estimate.gradients == 4 * NUMBER + 2 * 151_936 * 1024
+    )  # the shard, and the embedding's before it is scattered
+    assert estimate_trainer(_config(tmp_path), NUMBER, SHAPE, on_gpu=False).gradients == 4 * NUMBER
     assert estimate.optimizer == 12 * NUMBER
     # 2 bytes x (8 x 1024 + 8 x 2048 + 3 x 1024 + 4 x 3072) = 79,872 a token and layer
     assert estimate.activations == 4096 * 28 * 79_872
@@ -145,12 +148,28 @@ def test_a_push_counts_where_it_needs_more_than_a_step() -> None:
     assert MemoryEstimate(weights=1, gradients=2, staging=50, kv_cache=7).total == 1 + 50 + 7
 
 
-def test_ranks_share_weights_and_moments_and_not_the_rest(tmp_path: Path) -> None:
+def test_ranks_share_weights_moments_and_gradients_and_not_the_rest(tmp_path: Path) -> None:
     one = estimate_trainer(_config(tmp_path), NUMBER, SHAPE)
     four = estimate_trainer(_config(tmp_path, launch={"num_trainer_ranks": 4}), NUMBER, SHAPE)
     assert one.optimizer == pytest.approx(4 * four.optimizer)
     assert one.weights - four.weights == 3 * NUMBER  # 4 N - 4 N / 4
-    assert (one.activations, one.logits, one.gradients) == (four.activations, four.logits, four.gradients)
+    assert one.gradients - four.gradients == 3 * NUMBER  # they are scattered after each micro-batch
+    assert (one.activations, one.logits) == (four.activations, four.logits)
+    on_cpu = [
+        estimate_trainer(_config(tmp_path, launch={"num_trainer_ranks": ranks}), NUMBER, SHAPE, on_gpu=False).gradients
+        for ranks in (1, 4)
+    ]
+    assert on_cpu == [4 * NUMBER] * 2  # there they travel once, after the last one
+
+
+def test_32_billion_parameters_on_16_gpus_of_80_gib_fit(tmp_path: Path) -> None:
+    """Qwen3-32B; whole gradients on each rank would be 122 GiB that do not exist."""
+    shape = ModelShape(
+        num_layers=64, hidden_size=5120, intermediate_size=25_600, num_heads=64, num_kv_heads=8, head_dim=128,
+        vocab_size=151_936, is_tied=False,
+    )  # fmt: skip
+    config = _config(tmp_path, launch={"num_trainer_ranks": 16}, model={"activation_checkpointing": "full"})
+    assert estimate_trainer(config, 32_762_123_264, shape).total < 80 * GIB
 
 
 def test_checkpointing_leaves_one_vector_per_layer_and_one_whole_layer(tmp_path: Path) -> None:
@@ -179,10 +198,11 @@ def test_vllm_gets_what_the_trainer_leaves_rounded_down(tmp_path: Path) -> None:
     trainer = estimate_trainer(config, NUMBER, SHAPE).total
     for gib in (48, 80, 81, 96, 141):  # rounding up would take more than is left, in some of them
         left = gib * GIB - 1.15 * trainer - 2 * GIB - 2 * NUMBER
-        fraction = shared_gpu_fraction(config, NUMBER, gib * GIB, SHAPE)
+        fraction, advice = shared_gpu_fraction(config, NUMBER, gib * GIB, SHAPE)
+        assert advice is None
         assert 0 <= left - fraction * gib * GIB < 0.01 * gib * GIB
         assert 0.2 < fraction < 0.9
-    assert shared_gpu_fraction(config, NUMBER, 10_000 * GIB, SHAPE) == 0.9  # never all of it
+    assert shared_gpu_fraction(config, NUMBER, 10_000 * GIB, SHAPE)[0] == 0.9  # never all of it
 
 
 def test_a_sleeping_server_leaves_the_trainer_its_memory_so_it_may_take_more(tmp_path: Path) -> None:
@@ -191,27 +211,21 @@ def test_a_sleeping_server_leaves_the_trainer_its_memory_so_it_may_take_more(tmp
         inference={"vllm": {"sleep_while_training": True}},
         rollout={"max_staleness": 0, "max_completion_tokens": 8},
     )
-    awake = shared_gpu_fraction(_config(tmp_path), NUMBER, 40 * GIB, SHAPE)
-    assert shared_gpu_fraction(sleeps, NUMBER, 40 * GIB, SHAPE) > awake + 0.1
+    awake, _ = shared_gpu_fraction(_config(tmp_path), NUMBER, 40 * GIB, SHAPE)
+    assert shared_gpu_fraction(sleeps, NUMBER, 40 * GIB, SHAPE)[0] > awake + 0.1
 
 
-def test_a_gpu_that_is_too_small_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        shared_gpu_fraction(_config(tmp_path), NUMBER, 16 * GIB, SHAPE)
-    message = str(caught.value)
-    assert "a GPU of 16.0 GiB is too small" in message
-    assert "gradients 2.2 GiB" in message
-    assert "model.activation_checkpointing" in message
-
-
-def test_a_share_that_holds_the_weights_and_no_more_is_refused_too(tmp_path: Path) -> None:
+def test_a_gpu_that_seems_too_small_gives_the_server_what_it_needs_and_a_warning(tmp_path: Path) -> None:
     config = _config(tmp_path)
     trainer, server = estimate_trainer(config, NUMBER, SHAPE), estimate_server(config, NUMBER, SHAPE, on_gpu=True)
-    left = server.weights + server.kv_cache + GIB // 2  # vLLM's own work needs 1.5 GiB more
-    gpu_bytes = int(1.15 * trainer.total + 2 * GIB + server.staging + left)
-    with pytest.raises(ConfigError, match="too small for trainer and server together"):
-        shared_gpu_fraction(config, NUMBER, gpu_bytes, SHAPE)
-    assert shared_gpu_fraction(config, NUMBER, gpu_bytes + 2 * GIB, SHAPE) > 0
+    needed = server.weights + server.kv_cache + 3 * GIB // 2  # vLLM's own work
+    just_enough = int(1.15 * trainer.total + 2 * GIB + server.staging + 1.05 * needed)
+    assert shared_gpu_fraction(config, NUMBER, just_enough, SHAPE)[1] is None
+    for gpu_bytes in (just_enough - 3 * GIB, 16 * GIB):
+        fraction, advice = shared_gpu_fraction(config, NUMBER, gpu_bytes, SHAPE)
+        assert 0 <= fraction * gpu_bytes - needed < 0.01 * gpu_bytes
+        assert advice is not None
+        assert "model.activation_checkpointing" in advice
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -274,10 +288,10 @@ def test_adapters_need_gradients_and_moments_of_their_own_only(tmp_path: Path) -
     plain, lora = _trainer(tmp_path), _trainer(tmp_path, model={"lora": {"rank": 16}})
     # q 3072, k and v 2048 each, o 3072, gate, up, down 4096 each: 22,528 x 16 x 28
     adapters = 10_092_544
-    assert (lora.gradients, lora.optimizer) == (4 * adapters, 12 * adapters)
+    assert (lora.gradients, lora.optimizer) == (6 * adapters, 12 * adapters)
     assert lora.weights == plain.weights + 4 * adapters
     only_q = _trainer(tmp_path, model={"lora": {"rank": 16, "target_modules": ["q_proj"]}})
-    assert only_q.gradients == 4 * 1_376_256
+    assert only_q.gradients == 6 * 1_376_256
     packed = _trainer(tmp_path, model={"lora": {"rank": 16, "quantization": "nf4"}})
     layers = NUMBER - 151_936 * 1024
     assert lora.weights - packed.weights > 3.4 * layers  # 4 bytes become 0.5625
@@ -298,10 +312,7 @@ def test_optimizers_differ_in_their_state(tmp_path: Path) -> None:
     adamw, eight, muon = (
         _trainer(tmp_path, optimizer={"type": kind}).optimizer for kind in ("adamw", "adamw_8bit", "muon")
     )
-    embedding = 151_936 * 1024
-    assert adamw == 12 * NUMBER
-    assert eight == int(2.1 * NUMBER) + 16 * embedding
-    assert muon == 4 * (NUMBER + embedding) + 12 * 1024 * 3072
+    assert (adamw, eight, muon) == (12 * NUMBER, int(2.1 * NUMBER), 8 * NUMBER)
 
 
 def test_offloaded_shards_are_not_on_the_device(tmp_path: Path) -> None:
@@ -320,8 +331,6 @@ def test_selective_checkpointing_lies_between_none_and_full(tmp_path: Path) -> N
         _trainer(tmp_path, model={"activation_checkpointing": mode}).activations
         for mode in ("none", "selective", "full")
     )
-    # q 2048, attention 2048, k and v 1024 each, o and down 1024 each, gate and up 3072 each: 14,336 in bfloat16
-    assert selective - full == 4096 * 28 * 2 * 14_336
     assert full < selective < none
 
 

@@ -140,13 +140,13 @@ def test_what_counts_as_loopback() -> None:
 # Memory and disk.
 
 
-@pytest.mark.parametrize(("share", "status"), [(2.0, "pass"), (1.05, "warn"), (0.9, "warn"), (0.6, "fail")])
+@pytest.mark.parametrize(("share", "status"), [(2.0, "pass"), (1.05, "warn"), (0.9, "warn"), (0.1, "warn")])
 def test_memory_that_training_will_still_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, status: str
 ) -> None:
-    """Available = share x what is to come: more than 1 / 0.9 passes, less than 1 / 1.5 cannot work."""
+    """Available = share x what is to come: more than 1 / 0.9 passes; an estimate never refuses."""
     context = _context(tmp_path, sections={"launch": {"num_trainer_ranks": 2}})
-    estimate = estimate_trainer(context.config, NUMBER)
+    estimate = estimate_trainer(context.config, NUMBER, on_gpu=False)
     coming = 2 * (estimate.total - estimate.weights)
     monkeypatch.setattr(
         preflight_machine, "machine_memory", lambda: Memory(total=1 << 40, available=int(share * coming))
@@ -163,7 +163,7 @@ def test_the_cache_of_embedded_servers_is_counted(tmp_path: Path, monkeypatch: p
     slots = {"inference": {"engine": "embedded", "embedded": {"max_slots": 100_000}}}
     assert check_memory(_context(tmp_path, servers=[_server()]))[0].status == "pass"
     (check,) = check_memory(_context(tmp_path, servers=[_server()], sections=slots))
-    assert check.status == "fail"
+    assert check.status == "warn"
     assert "1 server(s): weights" in check.detail
 
 
