@@ -12,8 +12,10 @@ the loop's tasks are cancelled (the end of `asyncio.run`, the end of a run), so 
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import inspect
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,7 @@ from grpo_async.rewards.http_formats import FORMATS, Call, Request, requests_for
 
 _CONNECT_TIMEOUT_S = 10.0
 # Silence is no connection error: a hung server would be waited for many times over.
+_LONGEST_WAIT_S = 60.0  # that a server can ask for with Retry-After
 _RETRIABLE = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 
 
@@ -40,6 +43,12 @@ class _Endpoint:
     token: str | None
     max_concurrency: int
     request_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TryAgain:
+    problem: str
+    wait_s: float = 0.0  # at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +126,8 @@ async def remote_reward(
         batch_size: completions in one request.
         max_concurrency: requests at once, over all calls.
         request_timeout_s: longest silence of the server within one request; not retried.
-        max_retries: retries of one request after connection errors and answers >= 500; 4xx is never retried.
+        max_retries: retries of one request after connection errors, answers >= 500 and 429 (too many requests), after which
+            the server's Retry-After is waited for, up to a minute; any other 4xx is never retried.
         **others: the columns of the data.
 
     Raises:
@@ -165,18 +175,18 @@ async def _scores(endpoint: _Endpoint, request: Request, policy: RetryPolicy) ->
     async with connection.slots:  # waits: for requests that have limits
         attempt = 0
         while True:
-            problem = await _attempt(connection.client, endpoint, request)
-            if not isinstance(problem, str):
+            response = await _attempt(connection.client, endpoint, request)
+            if isinstance(response, httpx.Response):
                 break
             if attempt >= policy.max_retries:
-                raise RemoteRewardError(f"{endpoint.url} failed {attempt + 1} times; the last time: {problem}")
-            await asyncio.sleep(policy.delay_s(attempt))  # waits: back-off between tries
+                raise RemoteRewardError(f"{endpoint.url} failed {attempt + 1} times; the last time: {response.problem}")
+            await asyncio.sleep(max(policy.delay_s(attempt), response.wait_s))  # waits: back-off between tries
             attempt += 1
     try:
-        answer = problem.json()
+        answer = response.json()
     except ValueError as error:
         raise RemoteRewardError(
-            f"{endpoint.url} answered something that is no JSON: {problem.content[:200]!r}"
+            f"{endpoint.url} answered something that is no JSON: {response.content[:200]!r}"
         ) from error
     try:
         return request.scores(answer)
@@ -184,12 +194,24 @@ async def _scores(endpoint: _Endpoint, request: Request, policy: RetryPolicy) ->
         raise RemoteRewardError(f"{endpoint.url}: {error}") from error
 
 
-async def _attempt(client: httpx.AsyncClient, endpoint: _Endpoint, request: Request) -> httpx.Response | str:
+def _seconds(retry_after: str) -> float:
+    """Of a Retry-After, which is a number of seconds or a date: "3" -> 3.0; 0.0 where it says nothing."""
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return min(seconds, _LONGEST_WAIT_S) if seconds > 0 else 0.0  # NaN is not
+
+
+async def _attempt(client: httpx.AsyncClient, endpoint: _Endpoint, request: Request) -> httpx.Response | _TryAgain:
     """An answer of 200 to 299, or what went wrong if it may go away by itself."""
     try:
         response = await client.post(endpoint.url, content=request.body)  # waits: the client's request_timeout_s
     except _RETRIABLE as error:
-        return f"{type(error).__name__}: {error}"
+        return _TryAgain(problem=f"{type(error).__name__}: {error}")
     except httpx.TimeoutException as error:
         raise RemoteRewardError(
             f"{endpoint.url} was silent for {endpoint.request_timeout_s:g} s; raise `request_timeout_s` if this is expected"
@@ -199,8 +221,8 @@ async def _attempt(client: httpx.AsyncClient, endpoint: _Endpoint, request: Requ
     if response.is_success:
         return response
     message = f"it answered {response.status_code}: {server_message(response.content)}"
-    if response.status_code >= 500:
-        return message
+    if response.status_code >= 500 or response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+        return _TryAgain(problem=message, wait_s=_seconds(response.headers.get("retry-after", "")))
     if response.has_redirect_location:
         message = f"it answered {response.status_code} and points to {response.headers['location']}; use that as `url`"
     raise RemoteRewardError(f"{endpoint.url} refused the request: {message}")

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_async.errors import RunError
 from grpo_async.store.block_checks import bounds, check_schema, problem_of
-from grpo_async.store.blocks import Block, find_blocks, open_name
+from grpo_async.store.blocks import Block, find_blocks, open_name, sql_path
 from grpo_async.store.branches import read_branches
 from grpo_async.store.query_sql import Sql
 from grpo_async.store.schema import COLUMN_NAMES
 from grpo_async.store.tables import ROW_KEY, Tables, VersionError, reading
+from grpo_async.store.time_limit import interrupting
 from grpo_async.store.writer_lock import has_writer
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Index:
         names = ", ".join(f'"{name}"' for name in COLUMN_NAMES)
         with self._lock:
             return [
-                Sql(f"(SELECT {names} FROM read_parquet(?))", ([str(block.path)],))
+                Sql(f"(SELECT {names} FROM read_parquet(?))", ([sql_path(block.path)],))
                 if block.is_sealed
                 else Sql(f"(SELECT {names} FROM loose WHERE seq BETWEEN ? AND ?)", (block.first, block.last_seq))
                 for _, block in sorted(self._blocks.items())
@@ -166,7 +167,7 @@ class Index:
         if not files:
             return Sql(f"({loose}{'' if with_loose else ' LIMIT 0'})")
         sealed = f"SELECT {names} FROM read_parquet(?)"
-        parameters = ([str(path) for path in files],)
+        parameters = ([sql_path(path) for path in files],)
         return Sql(f"({sealed} UNION ALL {loose})" if with_loose else f"({sealed})", parameters)
 
     def lookup(self, condition: Sql) -> Sql:
@@ -204,11 +205,12 @@ class Index:
 
     @contextlib.contextmanager
     def _cursor(self) -> Iterator[DuckDBPyConnection]:
-        """Of its own: those of several threads do not wait for each other."""
+        """Of its own: those of several threads do not wait for each other. Ends at the deadline of `time_limit`."""
         with self._lock:
             cursor = self._tables.cursor()
         try:
-            yield cursor
+            with interrupting(cursor):
+                yield cursor
         finally:
             cursor.close()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.errors import RunError
+from grpo_async.store.blocks import sql_path
 from grpo_async.store.branches import Branch
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, SCHEMA, select_from_lines
 
@@ -112,7 +113,7 @@ class Tables:
         Raises:
             VersionError: a block is of another version. RunError: one cannot be read. FileNotFoundError: one has gone.
         """
-        names = [str(path) for path in paths]
+        names = [sql_path(path) for path in paths]
         try:
             with reading(self._folder):
                 versions = self._connection.execute(_VERSIONS, (names,)).fetchall()
@@ -142,7 +143,7 @@ class Tables:
         file.write_bytes(chunk)
         with reading(self._folder):
             select = select_from_lines(longest)
-            self._connection.execute(f"CREATE OR REPLACE TABLE new_lines AS {select}", ([str(file)],))
+            self._connection.execute(f"CREATE OR REPLACE TABLE new_lines AS {select}", ([sql_path(file)],))
             self._connection.execute(f"CREATE OR REPLACE TABLE staged AS SELECT {self._indexed()} FROM new_lines")
         found = self._connection.execute("SELECT count(DISTINCT seq), coalesce(max(seq), -1) FROM staged").fetchone()
         assert found is not None
@@ -216,6 +217,8 @@ def reading(folder: Path) -> Iterator[None]:
 
     try:
         yield
+    except duckdb.InterruptException:
+        raise  # see `time_limit`
     except duckdb.Error as error:
         first_line = str(error).split("\n", 1)[0]
         raise RunError(f"cannot read the rollouts in {folder}: {first_line}") from error
@@ -240,7 +243,9 @@ def _connect(
         },
     )
     connection.execute("SET parquet_metadata_cache = true")  # sealed blocks never change
-    readable = ", ".join(_literal(f"{each.absolute()}/") for each in folders)
+    paths = [each.absolute() for each in folders]
+    # A pattern is checked as it stands, and then the files that it names.
+    readable = ", ".join(_literal(f"{name}/") for path in paths for name in dict.fromkeys((str(path), sql_path(path))))
     connection.execute(f"SET allowed_directories = [{readable}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")

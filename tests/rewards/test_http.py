@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import email.utils
 import gc
 import json
 import time
@@ -15,6 +17,7 @@ import pytest
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.rewards import RewardError, RewardFunction, load_rewards
+from grpo_async.rewards.http import _seconds
 from tests.rewards.helpers import score
 from tests.rewards.reward_server import HANG, RewardServer, lengths, reward_server
 
@@ -99,6 +102,29 @@ def test_two_server_errors_are_retried_and_the_third_answer_counts(server: Rewar
     server.script = [lambda body: (500, b"oops"), lambda body: (503, b"busy")]
     assert _values(server, ["abc"]) == [3.0]
     assert len(server.bodies) == 3
+
+
+def test_too_many_requests_are_asked_again_when_the_server_says(server: RewardServer) -> None:
+    soon = email.utils.format_datetime(datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=1))
+    server.script = [
+        lambda body: (429, b"slow down", {"retry-after": "0.5"}),
+        lambda body: (429, b"slow down", {"retry-after": soon}),
+        lambda body: (429, b"slow down", {"retry-after": "whenever"}),
+    ]
+    began = time.monotonic()
+    assert _values(server, ["abc"]) == [3.0]
+    assert len(server.bodies) == 4
+    assert time.monotonic() - began > 0.5
+
+
+def test_no_server_can_ask_for_an_hour() -> None:
+    assert (_seconds("3600"), _seconds("-1"), _seconds("nan"), _seconds("inf"), _seconds("")) == (
+        60.0,
+        0.0,
+        0.0,
+        60.0,
+        0.0,
+    )
 
 
 def test_retries_are_bounded_and_the_last_error_is_told(server: RewardServer) -> None:

@@ -23,6 +23,7 @@ from tests.store.builders import (
     build_rollout,
     build_sample,
     build_tool_rollout,
+    small_blocks,
 )
 
 REWARDS = {0: (0.0, 0.5), 1: (0.25, 0.25), 2: (0.0, 1.0), 3: (1.0, 1.0)}
@@ -39,6 +40,19 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutTable]:
         store.append(build_group(4, [build_tool_rollout("4-0")]), [], GroupStatus.CANCELLED, None)
     with RolloutTable.open(folder) as opened:
         yield opened
+
+
+@pytest.mark.parametrize("pattern", ["a[1]", "a?", "a*"])
+def test_a_store_in_a_folder_that_looks_like_a_pattern_is_read(tmp_path: Path, pattern: str) -> None:
+    """It would be read from `a1`, which holds something else."""
+    for name, group_id in (("a1", 7), (pattern, 0)):
+        with RolloutStore(tmp_path / name / "rollouts", settings=small_blocks()) as store:
+            for number in range(3):
+                append_simple(store, group_id + number, step=1, text="the same")
+    with RolloutTable.open(tmp_path / pattern / "rollouts") as opened:
+        assert (opened.damage, [each.group_id for each in opened.group_page(sort="seq")]) == ([], [0, 1, 2])
+        assert opened.count(parse_query('"the same"')).rollouts == 6
+        assert opened.rollout("1-0") is not None
 
 
 def test_a_page_is_a_window_of_the_sorted_rollouts(table: RolloutTable) -> None:

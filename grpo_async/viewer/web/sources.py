@@ -1,6 +1,7 @@
 """The runs that the page shows, each with its table, its token texts and its files; and the threads that ask them.
 
-Nothing of this runs on the event loop: a query is at most one of `_MAX_THREADS` at a time, each with a deadline.
+Nothing of this runs on the event loop: a query is at most one of `_MAX_THREADS` at a time, each with a deadline at which it
+is interrupted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TypeVar
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.rundir import RunDir
 from grpo_async.store.table import RolloutTable
+from grpo_async.store.time_limit import time_limit
 from grpo_async.threads import ThreadRunner
 from grpo_async.viewer.runs import EvaluationDir
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
@@ -123,13 +125,16 @@ class Library:
             Exception: what `work` raises.
         """
 
+        seconds = DEADLINE_S
+
         def guarded() -> Outcome:
             try:
-                return Outcome(value=work())
+                with time_limit(seconds):
+                    return Outcome(value=work())
             except Exception as error:  # noqa: BLE001 - raised again below, in the event loop
                 return Outcome(error=error)
 
-        outcome = await self._threads.run(guarded, DEADLINE_S)
+        outcome = await self._threads.run(guarded, seconds)
         if outcome.error is not None:
             raise outcome.error
         return outcome.value  # type: ignore[return-value]

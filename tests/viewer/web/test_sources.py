@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.rundir import RunDir
+from grpo_async.store.index import Index
+from grpo_async.store.query_sql import Sql
 from grpo_async.viewer.web import sources
 from grpo_async.viewer.web.answers import error_answer
 from grpo_async.viewer.web.sources import Library
@@ -24,6 +27,30 @@ def test_what_takes_longer_than_its_deadline_is_504(tmp_path: Path, monkeypatch:
     finally:
         stop.set()
     assert error_answer(caught.value).status_code == 504
+
+
+def test_slow_queries_are_ended_and_leave_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four that went on for good would have taken all threads: 10^14 rows are more than anybody waits for."""
+    library, index = Library([RunDir(tmp_path)]), Index(tmp_path)
+    slow = Sql("SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b")
+
+    async def ask() -> object:
+        monkeypatch.setattr(sources, "DEADLINE_S", 0.2)
+        for each in await asyncio.gather(
+            *(library.ask(lambda: index.fetch(slow)) for _ in range(4)), return_exceptions=True
+        ):
+            assert isinstance(each, TimeoutError)
+        monkeypatch.setattr(sources, "DEADLINE_S", 20.0)
+        deadline = time.monotonic() + 20
+        while library._threads.num_abandoned:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        return await library.ask(lambda: index.fetch(Sql("SELECT 1")))
+
+    try:
+        assert asyncio.run(ask()) == [(1,)]
+    finally:
+        index.close()
 
 
 def test_an_error_of_a_thread_comes_back_with_its_type(tmp_path: Path) -> None:

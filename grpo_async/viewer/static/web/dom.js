@@ -53,7 +53,7 @@ export function visible(text) {
       }
       return code === 0x7f ? "\u2421" : `\\x${code.toString(16)}`;
     })
-    .replace(/[\u202a-\u202e\u2066-\u2069]/g, (found) => `\\u${found.charCodeAt(0).toString(16)}`);
+    .replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (found) => `\\u${found.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 
 /** Text of unknown origin, on as many lines as it has. */
