@@ -27,6 +27,8 @@ from grpo_async.tools.tool import Tool
 
 logger = logging.getLogger(__name__)
 
+MAX_RESET_CHARS = 1_000_000
+"""Of the text that `reset` returns. Far above every context, and far below what takes minutes to tokenize."""
 COLUMN = "environment"  # of the data: which environment a row uses
 
 
@@ -227,14 +229,18 @@ class _BadResultError(Exception):
 
 
 def _reset_text(raw: Any) -> str | None:
-    if raw is None or isinstance(raw, str):
-        return None if raw is None else encodable(str(raw))
+    if raw is None:
+        return None
     try:
-        text = joined_parts(raw)
+        text = str(raw) if isinstance(raw, str) else joined_parts(raw)
     except ToolError as error:
         raise _BadResultError(f"something unusable: {error}") from error
     if text is None:
         raise _BadResultError(f"{_short(raw)}; it must return text, a list of text parts, or None")
+    if len(text) > MAX_RESET_CHARS:
+        raise _BadResultError(
+            f"{len(text):,} characters; a prompt holds at most {MAX_RESET_CHARS:,} of them: return less, or cut it"
+        )
     return encodable(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,34 +30,22 @@ def last_boxed(text: str) -> str | None:
 
     Example: r"\boxed{1} so \boxed{\frac{1}{2}}" -> r"\frac{1}{2}".
     """
-    end = len(text)
-    while True:
-        start = max(text.rfind(r"\boxed{", 0, end), text.rfind(r"\fbox{", 0, end))
-        if start < 0:
-            return None
-        opening = text.index("{", start)
-        closing = _closing_brace(text, opening)
-        if closing is not None:
-            return text[opening + 1 : closing].strip()
-        end = start  # cut off before its closing brace: look for an earlier one
+    found: tuple[int, int] | None = None  # where the content of the last one begins and ends
+    openings: list[int | None] = []  # of the braces that are open: where the content begins, None for other braces
+    for token in _BOXES_AND_BRACES.finditer(text):
+        kind = token[0]
+        if kind == "}":
+            if openings and (start := openings.pop()) is not None and (found is None or start > found[0]):
+                found = start, token.start()
+        elif kind == "{":
+            openings.append(None)
+        elif len(kind) > 2:
+            openings.append(token.end())
+    return text[slice(*found)].strip() if found else None
 
 
-def _closing_brace(text: str, opening: int) -> int | None:
-    depth = 0
-    for position in range(opening, len(text)):
-        character = text[position]
-        if character in "{}" and not _is_escaped(text, position):
-            depth += 1 if character == "{" else -1
-            if depth == 0:
-                return position
-    return None
-
-
-def _is_escaped(text: str, position: int) -> bool:
-    backslashes = 0
-    while position > backslashes and text[position - backslashes - 1] == "\\":
-        backslashes += 1
-    return backslashes % 2 == 1
+# One pass, however many are cut off. A backslash takes what follows it: the brace of `\{` is a character like others.
+_BOXES_AND_BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)\{|\\.|[{}]", re.DOTALL)
 
 
 def _content_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:

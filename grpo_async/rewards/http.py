@@ -166,7 +166,8 @@ async def remote_reward(
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(_scores(endpoint, request, policy)) for request in requests]
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        raise first from first.__cause__  # without the group, and with what it came from
     return [score for task in running for score in task.result()]
 
 

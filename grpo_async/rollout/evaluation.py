@@ -95,7 +95,8 @@ class Evaluator:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(one(number)) for number in range(len(self._prompts))]
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            first = errors.exceptions[0]
+            raise first from first.__cause__  # without the group, and with what it came from
         made = [each.result() for each in running]
         self._check_failures([failure for each in made for failure in each.failures])
         prompts = [PromptOutcomes(outcomes=m.outcomes, group=g) for m, g in zip(made, self._groups, strict=True)]

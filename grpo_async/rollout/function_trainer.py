@@ -166,7 +166,8 @@ class FunctionTrainer:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._one(prompt, overrides)) for prompt in prompts]
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            first = errors.exceptions[0]
+            raise first from first.__cause__  # without the group, and with what it came from
         finally:
             self._asking.discard(task)
         return [one.result() for one in running]

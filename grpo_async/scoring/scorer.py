@@ -135,7 +135,8 @@ class Scorer:
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(score(reward)) for reward in self._rewards]
             except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+                first = errors.exceptions[0]
+                raise first from first.__cause__  # without the group, and with what it came from
         outcomes = {reward.name: task.result() for reward, task in zip(self._rewards, running, strict=True)}
         parts: list[dict[str, float | None]] = [
             {name: outcome.values[index] for name, outcome in outcomes.items()}

@@ -120,6 +120,6 @@ class Tool:
             raise ToolError(str(error)) from error
         if not isinstance(result, Raised):
             return result
-        self._failures.write(self.name, type(result.error).__name__, result.trace.rstrip())
+        self._failures.write(self.name, type(result.error).__name__, f"{result.summary}\n{result.trace.rstrip()}")
         told = str(result.error) if isinstance(result.error, ToolError) else result.summary
         raise ToolError(told) from result.error

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_async.envs import Environment, EnvironmentCallError, EnvironmentPool
+from grpo_async.envs.environment import MAX_RESET_CHARS
 from grpo_async.tools.schema import ToolSpec, build_spec
 from tests.envs import sample_environments as samples
 from tests.envs.helpers import call, pool_of, with_one
@@ -155,6 +156,7 @@ def test_reset_returns_text_text_parts_or_nothing(returned: Any, text: str | Non
     ("returned", "problem"),
     [
         (3, "`reset` returned 3 (int); it must return text, a list of text parts, or None"),
+        ("x" * (MAX_RESET_CHARS + 1), "`reset` returned 1,000,001 characters; "),
         ([], "`reset` returned [] (list); it must"),
         (["a"], "`reset` returned ['a'] (list); it must"),
         ([{"type": "image", "image": 1}], "`reset` returned something unusable: the result holds a part of type image"),

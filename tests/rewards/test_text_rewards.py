@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from fractions import Fraction
 from typing import Any
 
@@ -38,12 +39,23 @@ def test_after_thinking_is_what_follows_the_last_tag() -> None:
         (r"\boxed{5} and then \boxed{cut o", "5"),
         (r"\boxed{never closed", None),
         (r"\boxed{a \\} b", r"a \\"),  # an escaped backslash does not escape the brace
+        (r"\\boxed{6}", "6"),  # written twice as escaped as it should be
+        (r"\boxed{1} \boxed{2 \boxed{3}", "3"),
+        (r"\{ } \boxed{\boxed{}", ""),
         ("nothing", None),
         ("", None),
     ],
 )
 def test_last_boxed_balances_braces(text: str, content: str | None) -> None:
     assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize("part", [r"\boxed{", "\\", "{", r"\boxed{a}"])
+def test_last_boxed_takes_time_in_proportion_to_the_text(part: str) -> None:
+    """10 s for 4,000 boxes that were cut off; now some 0.03 s for 100,000."""
+    began = time.process_time()
+    last_boxed(part * 100_000)
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

@@ -160,8 +160,11 @@ def test_a_reward_or_a_rollout_function_that_fails_for_one_prompt_fails_that_pro
     assert len(rows) == 20
     assert rows[7].status == "failed"
     assert _run(_evaluator(_Producer(broken=ValueError("x")), 20)).metrics["num_failed"] == 1.0
-    with pytest.raises(RolloutContractError):
-        _run(_evaluator(_Producer(broken=RolloutContractError("no logprobs")), 20))
+    error = RolloutContractError("no logprobs")
+    error.__cause__ = cause = KeyError("logprobs")  # of the user's function, with its line
+    with pytest.raises(RolloutContractError) as caught:
+        _run(_evaluator(_Producer(broken=error), 20))
+    assert caught.value.__cause__ is cause
 
 
 def test_rows_are_stored_with_step_rewards_and_versions(tmp_path: Path) -> None:

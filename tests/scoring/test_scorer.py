@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.records import RolloutCompletion, RolloutGroup, ScoredGroup
-from grpo_async.rewards import RewardFunction
+from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.scoring.scorer import Scorer
 from tests.support.records import make_completion, make_prompt
 
@@ -31,6 +32,16 @@ def _score(
 
 def _zero(completions: list[Any]) -> list[float]:
     return [0.0] * len(completions)
+
+
+def test_a_reward_that_raises_is_told_with_its_file_and_line() -> None:
+    def broken(completions: list[Any]) -> list[float]:
+        raise KeyError("answer")
+
+    with pytest.raises(RewardError) as caught:
+        _score([make_completion("r0")], RewardFunction(broken), RewardFunction(_zero, name="zero"))
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert f'{__file__}", line' in "".join(traceback.format_exception(caught.value))
 
 
 def test_environment_rewards_stand_beside_the_functions_and_count_by_their_weight() -> None:
