@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
-from math import hypot
+from math import hypot, inf
 from statistics import median
 
 from grpo_async.findings.evidence import Evaluation, Evidence
@@ -24,15 +25,12 @@ _NEAR_TOP = 0.02  # of the range of rewards: nothing left to gain
 _LEAST_PART_STEPS = 5
 _MANY_TRUNCATED = 0.3
 _GROWN, _SHRUNK = 2.0, 0.35  # times the length at the beginning
-_MANY_PARSE_ERRORS, _MANY_TOOL_FAILURES = 0.1, 0.5
-_MANY_FAILED, _MANY_STALE = 0.05, 0.2  # of the groups
+_MANY_FAILED = 0.05  # of the groups
 _OFF_POLICY, _FAR_OFF_POLICY = 1.1, 1.5  # mean importance ratio, or 1 / it
 _MISMATCH, _LARGE_MISMATCH = 0.1, 0.3  # mean |trainer - sampler| log-probability, nats
 _LOW_ESS = 0.5
 _COLLAPSED, _SMALL_ENTROPY, _EXPLODED = 0.1, 0.1, 2.0  # of the entropy at the beginning; nats; times the beginning
-_MUCH_CLIPPED, _MUCH_MASKED = 0.2, 0.5
 _SPIKE = 50.0  # times the median gradient norm
-_FAR_FROM_REFERENCE = 5.0  # nats
 _STILL = 0.02  # between the smallest and the largest importance ratio of all tokens
 _SOME_STALENESS, _FEW_STEPS = 0.3, 5  # from here on an update between sampling and training would show
 _LEAST_MOVE = 1e-6  # of the learning rates of all steps together: about what a weight moves by in all of them
@@ -47,6 +45,8 @@ _REWARD = re.compile(r"reward `[^`]+`: [^\n]+")  # of rewards.errors
 def no_steps(evidence: Evidence) -> Finding | None:
     if evidence.metrics:
         return None
+    if evidence.status == "running":
+        return Finding(key="no-steps", severity=NOTE, what="No optimizer step has ended yet")
     how = f" It ended with: {first_line(evidence.error)}" if evidence.error and evidence.error.strip() else ""
     return Finding(
         key="no-steps", severity=ERROR, what="No optimizer step was finished",
@@ -152,9 +152,9 @@ def zero_variance(evidence: Evidence) -> Finding | None:
     value = equal_rewards(evidence)
     if value is not None:
         rest = (
-            "it is solved (harder prompts or a stricter reward leave something to learn)"
+            "the prompts are solved (harder ones or a stricter reward leave something to learn), or the function pays for all"
             if value > 0.0
-            else "it cannot be earned by this policy (easier prompts, a reward with partial credit), or the function is wrong"
+            else "this policy cannot earn it (take easier prompts, or a reward with partial credit), or the function is wrong"
         )
         return Finding(
             key="zero-variance", severity=ERROR, what=f"All rewards are {figure(value)}", numbers={"reward": value},
@@ -220,7 +220,7 @@ def collapsed(evidence: Evidence) -> Finding | None:
 
 
 def reward_trend(evidence: Evidence) -> Finding | None:
-    values, change = evidence.values("reward"), evidence.trend("reward")
+    values, change, top = evidence.values("reward"), evidence.trend("reward"), evidence.top
     if not values or equal_rewards(evidence) is not None:
         return None
     if change is None:
@@ -228,35 +228,22 @@ def reward_trend(evidence: Evidence) -> Finding | None:
             key="reward-trend", severity=NOTE, what=f"There are only {len(values)} steps with a reward",
             text=f"A trend needs at least 6. The reward went from {figure(values[0])} to {figure(values[-1])}.", plot="reward",
         )  # fmt: skip
-    moved = f"The line through the steps goes {moved_by(change)}"
+    severity, what, do, is_shown = WARNING, "The reward is flat", (
+        "The other findings may say why; else give it more steps, a higher optimizer.lr or a larger rollout.group_size."
+    ), True  # fmt: skip
     if change.has_risen:
-        return Finding(
-            key="reward-trend",
-            severity=GOOD,
-            what="The reward rose",
-            text=f"{moved}.",
-            numbers=change_numbers(change),
-            plot="reward",
-        )
-    if change.has_fallen:
-        return Finding(
-            key="reward-trend", severity=ERROR, what="The reward fell", text=f"{moved}.", numbers=change_numbers(change),
-            do="Often the steps are too large (a lower optimizer.lr) or the samples too far off policy (see the importance "
-            "ratio and the staleness); or one part of the reward works against another (see the parts).",
-            query="", sort="reward", plot="reward",
+        severity, what, do, is_shown = GOOD, "The reward rose", "", False
+    elif change.has_fallen:
+        severity, what, do = ERROR, "The reward fell", (
+            "Often the steps are too large (a lower optimizer.lr) or the samples too far off policy (see the importance ratio and "
+            "the staleness); or one part of the reward works against another (see the parts)."
         )  # fmt: skip
-    top = evidence.top
-    if top is not None and change.first >= top - _NEAR_TOP * max(abs(top), 1.0):
-        return Finding(
-            key="reward-trend", severity=WARNING, what="The reward was at its top from the first step on",
-            text=f"It is {figure(change.last)}, and the highest reward of any rollout is {figure(top)}: there is nothing to gain.",
-            do="Harder prompts or a stricter reward would leave something to learn.", plot="reward",
-        )  # fmt: skip
+    elif top is not None and change.first >= top - _NEAR_TOP * max(abs(top), 1.0):
+        what, is_shown = "The reward was at its top from the first step on", False
+        do = f"No rollout got more than {figure(top)}. Harder prompts or a stricter reward would leave something to learn."
     return Finding(
-        key="reward-trend", severity=WARNING, what="The reward is flat", text=f"{moved}.", numbers=change_numbers(change),
-        do="The other findings may say why; if there is none, give it more steps, a higher optimizer.lr or a larger "
-        "rollout.group_size.",
-        sort="reward", query="", plot="reward",
+        key="reward-trend", severity=severity, what=what, text=f"The line through the steps goes {moved_by(change)}.", do=do,
+        numbers=change_numbers(change), query="" if is_shown else None, sort="reward" if is_shown else None, plot="reward",
     )  # fmt: skip
 
 
@@ -392,72 +379,36 @@ def failed_groups(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def tools(evidence: Evidence) -> Finding | None:
-    """Calls that cannot be read, fail, or are not made at all."""
-
-    def found(severity: Severity, what: str, text: str, do: str, query: str, sort: str | None = None) -> Finding:
-        return Finding(
-            key="tools", severity=severity, what=what, text=text, do=do, query=query, sort=sort, plot="tools"
-        )
-
-    errors = evidence.recent("tools/parse_error_frequency")
-    if errors is not None and errors >= _MANY_PARSE_ERRORS:
-        text = f"In {percent(errors)} of the turns the text could not be searched for calls."
-        do = "tool_calling.parser may not be that of the model, or the policy writes calls that its template does not know."
-        return found(ERROR if errors >= 0.5 else WARNING, "Tool calls cannot be read", text, do, "tool_calls=0")
-    failures = evidence.recent("tools/failure_frequency")
-    if failures is not None and failures >= _MANY_TOOL_FAILURES:
-        text = f"{percent(failures)} of the calls of a rollout failed, in the mean of the last third of the steps."
-        return found(WARNING, "Most tool calls fail", text, "", "failed_tool_calls>0", "-step")
+def no_tool_calls(evidence: Evidence) -> Finding | None:
     calls = evidence.recent("tools/call_frequency")
-    if calls is not None and calls < 0.01:
-        text = (
-            f"There are {figure(calls)} calls in a completion. A policy that never calls a tool cannot learn to use it."
-        )
-        do = "Say in the system prompt (data.train.system_prompt) how, or begin with a model that does."
-        return found(WARNING, "The tools are hardly ever called", text, do, "tool_calls=0")
-    return None
+    if calls is None or calls >= 0.01:
+        return None
+    return Finding(
+        key="tools", severity=WARNING, what="The tools are hardly ever called", query="tool_calls=0", plot="tools",
+        text=f"There are {figure(calls)} calls in a completion. A policy that never calls a tool cannot learn to use it.",
+        do="Say in the system prompt (data.train.system_prompt) how, or begin with a model that does.",
+    )  # fmt: skip
 
 
 def lengths(evidence: Evidence) -> Finding | None:
     ends, change = evidence.ends("completions/mean_length"), evidence.trend("completions/mean_length")
     if ends is None or change is None or ends[0] <= 0.0:
         return None
-    ratio, learns = ends[1] / ends[0], evidence.has_risen
-    moved = f"The mean length went from {figure(ends[0])} to {figure(ends[1])} tokens"
+    ratio, learns, cut = ends[1] / ends[0], evidence.has_risen, evidence.recent("rollout/truncated") or 0.0
+    text = f"The mean length went from {figure(ends[0])} to {figure(ends[1])} tokens ({ratio:.2g} times)"
     if ratio >= _GROWN and change.has_risen:
-        cut = evidence.recent("rollout/truncated") or 0.0
-        return Finding(
-            key="lengths", severity=NOTE if learns and cut < _MANY_TRUNCATED else WARNING, what="Completions grew long",
-            text=f"{moved} ({ratio:.1f} times); {percent(cut)} of them are truncated by now. "
-            + ("The reward rose with it: longer answers may be what it takes."
-               if learns
-               else "The reward did not rise with it: it may pay for length itself, or the policy has stopped ending its answers."),
-            query="", sort="-length", plot="lengths",
-        )  # fmt: skip
-    if ratio <= _SHRUNK and change.has_fallen:
-        return Finding(
-            key="lengths", severity=NOTE if learns else WARNING, what="Completions grew short",
-            text=f"{moved}. "
-            + ("The reward rose with it."
-               if learns
-               else "The reward did not rise: the policy may have given up thinking, or short answers may get away with a reward."),
-            query="", sort="length", plot="lengths",
-        )  # fmt: skip
-    return None
-
-
-def stale_groups(evidence: Evidence) -> Finding | None:
-    share = _share_of_groups(evidence, "stale")
-    if share is None or share < _MANY_STALE:
+        what, sort, is_fine = "Completions grew long", "-length", learns and cut < _MANY_TRUNCATED
+        text += f"; {percent(cut)} of them are truncated by now"
+        why = "it may pay for length itself, or the policy has stopped ending its answers"
+    elif ratio <= _SHRUNK and change.has_fallen:
+        what, sort, is_fine = "Completions grew short", "length", learns
+        why = "the policy may have given up thinking, or short answers may get away with a reward"
+    else:
         return None
+    text += f". The reward {'rose' if learns else 'did not rise'} with it{'' if learns else f': {why}'}."
     return Finding(
-        key="stale-groups", severity=WARNING, what="Much of what is generated is too old to train on", numbers={"share": share},
-        text=f"{percent(share)} of the groups were dropped as stale. Generation runs too far ahead, or single rollouts "
-        "take many steps.",
-        do="Lower rollout.max_in_flight, or raise rollout.max_staleness.",
-        query="group.status=stale", sort="-duration", plot="ledger",
-    )  # fmt: skip
+        key="lengths", severity=NOTE if is_fine else WARNING, what=what, text=text, query="", sort=sort, plot="lengths"
+    )
 
 
 def off_policy(evidence: Evidence) -> Finding | None:
@@ -533,40 +484,52 @@ def bad_updates(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def clipped(evidence: Evidence) -> Finding | None:
-    share = evidence.recent("clip_ratio/region_mean")
-    if share is None or share < _MUCH_CLIPPED:
-        return None
-    return Finding(
-        key="clipped", severity=WARNING, what="Many tokens are clipped", numbers={"share": share},
-        text=f"The clip took {percent(share)} of the tokens in the last third of the steps, so they do not move the policy.",
-        do="The steps are too large (optimizer.lr, training.minibatches), or the samples too old (rollout.max_staleness).",
-        query="clipped", sort="-clipped_share", plot="clip",
-    )  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    """A finding where the mean of a metric over the last third of the steps reaches `warns`, or `fails`. `text` takes the value."""
+
+    key: str
+    metric: str
+    warns: float
+    fails: float = inf
+    what: str
+    text: str
+    do: str = ""
+    query: str
+    sort: str | None = None
+    plot: str
+    form: Callable[[float], str] = percent
+
+    def __call__(self, evidence: Evidence) -> Finding | None:
+        value = evidence.recent(self.metric)
+        if value is None or value < self.warns:
+            return None
+        return Finding(
+            key=self.key, severity=ERROR if value >= self.fails else WARNING, what=self.what, do=self.do, query=self.query,
+            text=f"{_LATE} {self.text.format(self.form(value))}.", numbers={self.metric: value}, sort=self.sort, plot=self.plot,
+        )  # fmt: skip
 
 
-def masked(evidence: Evidence) -> Finding | None:
-    settings = {"masked/correction": "loss.correction", "masked/off_policy": "loss.off_policy_mask"}
-    share, setting = max((evidence.recent(name) or 0.0, setting) for name, setting in settings.items())
-    if share < _MUCH_MASKED:
-        return None
-    return Finding(
-        key="masked", severity=ERROR if share > _MOSTLY else WARNING, what="Most tokens are left out of the loss",
-        text=f"{setting} leaves out {percent(share)} of the tokens in the last third of the steps.", numbers={"share": share},
-        do="Widen it, or find out why the samples are so far off policy.", setting=setting,
-        query="masked", sort="-masked_share", plot="masked",
-    )  # fmt: skip
-
-
-def far_from_reference(evidence: Evidence) -> Finding | None:
-    kl = evidence.recent("kl")
-    if kl is None or kl < _FAR_FROM_REFERENCE:
-        return None
-    return Finding(
-        key="kl", severity=WARNING, what="The policy is far from the reference", numbers={"kl": kl},
-        text=f"The KL divergence is {figure(kl)} nats a token in the last third of the steps.",
-        do="A higher loss.beta or a lower optimizer.lr holds it.", query="", sort="-step", plot="kl",
-    )  # fmt: skip
+_LEFT_OUT = "leaves {} of the tokens out of the loss"
+_WIDEN = "Widen it, or find out why the samples are so far off policy."
+_LIMITS = (
+    _Limit(key="tools", metric="tools/parse_error_frequency", warns=0.1, fails=0.5, what="Tool calls cannot be read",
+           text="{} of the turns could not be searched for calls", query="tool_calls=0", plot="tools",
+           do="tool_calling.parser may not be that of the model, or the policy writes calls that its template does not know."),
+    _Limit(key="tools", metric="tools/failure_frequency", warns=0.5, what="Most tool calls fail",
+           text="{} of the calls of a rollout failed", query="failed_tool_calls>0", sort="-step", plot="tools"),
+    _Limit(key="clipped", metric="clip_ratio/region_mean", warns=0.2, what="Many tokens are clipped",
+           text="the clip took {} of the tokens, so they do not move the policy", query="clipped", plot="clip",
+           sort="-clipped_share",
+           do="The steps are too large (optimizer.lr, training.minibatches), or the samples too old (rollout.max_staleness)."),
+    _Limit(key="masked", metric="masked/correction", warns=0.5, fails=0.9, what="Most tokens are left out of the loss",
+           text=f"loss.correction {_LEFT_OUT}", do=_WIDEN, query="masked", sort="-masked_share", plot="masked"),
+    _Limit(key="masked", metric="masked/off_policy", warns=0.5, fails=0.9, what="Most tokens are left out of the loss",
+           text=f"loss.off_policy_mask {_LEFT_OUT}", do=_WIDEN, query="masked", sort="-masked_share", plot="masked"),
+    _Limit(key="kl", metric="kl", warns=5.0, what="The policy is far from the reference", form=figure,
+           text="the KL divergence is {} nats a token", do="A higher loss.beta or a lower optimizer.lr holds it.",
+           query="", sort="-step", plot="kl"),
+)  # fmt: skip
 
 
 def _share_of_groups(evidence: Evidence, state: str) -> float | None:
@@ -609,6 +572,5 @@ def first_line(text: str | None) -> str:
 CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     # what explains the rest stands before it
     no_steps, reward_fails, unscored, truncated, no_gradient, hardly_moves, zero_variance, collapsed, reward_trend, reward_parts,
-    held_out, held_out_peak, failed_groups, tools, lengths, stale_groups, off_policy, entropy, bad_updates, clipped,
-    masked, far_from_reference,
+    held_out, held_out_peak, failed_groups, no_tool_calls, lengths, off_policy, entropy, bad_updates, *_LIMITS,
 )  # fmt: skip

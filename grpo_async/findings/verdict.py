@@ -68,7 +68,12 @@ def judge(evidence: Evidence, found: Sequence[Finding] | None = None) -> Verdict
     if causes:
         return _verdict(False, causes[0].key, "No", causes[0])
     if "no-steps" in by_key:
-        return _verdict(None, "no-steps", "Cannot be told", by_key["no-steps"])
+        return _verdict(
+            None,
+            "no-steps",
+            "Cannot be told yet" if evidence.status == "running" else "Cannot be told",
+            by_key["no-steps"],
+        )
     trend = by_key.get("reward-trend")
     if sampled is None or trend is None:
         return _verdict(None, "too-early", "Cannot be told yet", trend)
@@ -91,6 +96,6 @@ def _verdict(is_learning: bool | None, key: str, answer: str, *findings: Finding
     """The answer in a few words, then the findings that it comes from, with their figures; of what keeps it from learning also what
     to do."""
     known = [finding for finding in findings if finding is not None]
-    words = [f"{answer}.", *(f"{sentence(each.what)} {each.text}" for each in known)]
+    words = [f"{answer}.", *(f"{sentence(each.what)} {each.text}".strip() for each in known)]
     words += [known[0].do] if key in _BLOCKING and known[0].do else []
     return Verdict(is_learning=is_learning, key=key, text=" ".join(words), numbers=known[0].numbers if known else {})

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from grpo_async.findings import Evidence, judge
+from grpo_async.findings import Evidence, Verdict, judge
 from grpo_async.findings.pipeline_figures import PipelineSetup, figures_of
 from grpo_async.findings.speed import advise
 from grpo_async.launch.display import Display, Displays
@@ -43,6 +43,7 @@ class AdvisedDisplays(Displays):
         self._log = log = run_dir.advice
         self._steps: deque[Mapping[str, float]] = deque(maxlen=max(_LEAST_STEPS, every_steps))
         self._warned = False
+        self._verdict: Verdict | None = None
         if log.exists():
             with self._warning():
                 _drop_later(log, resume_step or 0)
@@ -65,7 +66,11 @@ class AdvisedDisplays(Displays):
         self._judge()
 
     def _judge(self) -> None:
-        self.learning(judge(Evidence.read(self._run_dir)))
+        """Say it when it is another than before."""
+        verdict = judge(Evidence.read(self._run_dir))
+        if verdict != self._verdict:
+            self._verdict = verdict
+            self.learning(verdict)
 
     @contextmanager
     def _warning(self) -> Iterator[None]:

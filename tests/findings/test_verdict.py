@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from grpo_async.viewer.report.write import write_report
 from tests.support.records import make_completion, make_prompt
 
 ROLLOUTS = 64  # of a step
+ELSEWHERE = {"host": "another", "updated_at": time.time()}  # a launcher that has just written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class Run:
         dice, run_dir = random.Random(seed), RunDir(folder / "run")
         run_dir.create()
         run_dir.config.write_text(json.dumps({"training": {"max_steps": self.num_steps}, **self.config}))
-        run_dir.status.write_text(json.dumps({"version": 1, "state": self.state, "error": self.error}))
+        run_dir.status.write_text(json.dumps({"version": 1, "state": self.state, "error": self.error, **ELSEWHERE}))
         lines = [self._step(step, dice) for step in range(1, self.num_steps + 1)] if self.reward is not None else []
         run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
         hard = [dice.gauss(0.0, 1.5) for _ in range(self.num_prompts)]  # some prompts are harder, in every evaluation
@@ -188,6 +190,7 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
     ),
     "no reward": (Run(reward=line(0.5, 0.5), metrics={"reward": math.nan, "reward_min": math.nan, "reward_max": math.nan}),
                   "unscored", False),
+    "before its first step": (Run(state="running", held_out={0: 0.3}), "no-steps", None),
     "ended before its first step": (Run(state="failed", error="the server ended with status 1"), "no-steps", None),
 }  # fmt: skip
 
@@ -224,6 +227,7 @@ def test_a_labelled_run_is_judged_by_its_label_and_by_how_much(tmp_path: Path, n
         ("a reward raises in the first evaluation", RAISES),
         ("truncated", "rollout.max_completion_tokens is 16"),
         ("learning rate 1e-9, synchronous", "optimizer.lr"),
+        ("before its first step", "No optimizer step has ended yet"),
         ("ended before its first step", "the server ended with status 1"),
         ("learns, the last evaluation failed", "The evaluation failed"),
     ],
