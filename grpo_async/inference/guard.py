@@ -1,4 +1,6 @@
-"""ASGI middleware: asks every path but GET /health for the run's bearer token. vLLM's own --api-key guards /v1 only."""
+"""ASGI middleware: asks every path but GET /health for the run's bearer token. vLLM's own --api-key guards /v1 only.
+
+Who does not show it gets one answer for each connection: see `strangers`."""
 
 from __future__ import annotations
 
@@ -29,12 +31,14 @@ class TokenGuard:
         self._expected = f"Bearer {token}".encode() if token else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._expected is None or self._is_open(scope):
+        if scope["type"] == "lifespan" or self._expected is None:
             return await self._app(scope, receive, send)
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         # exactly one: of several, a proxy before us may have looked at another than we would
         if len(given) == 1 and hmac.compare_digest(given[0], self._expected):
             return await self._app(scope, receive, send)
+        if self._is_open(scope):
+            return await self._app(scope, receive, _closing(send))
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
         headers = [
@@ -42,9 +46,21 @@ class TokenGuard:
             (b"content-length", str(len(_BODY)).encode()),
             (b"www-authenticate", b"Bearer"),
         ]
+        send = _closing(send)
         await send({"type": "http.response.start", "status": 401, "headers": headers})
         return await send({"type": "http.response.body", "body": _BODY})
 
     @staticmethod
     def _is_open(scope: Scope) -> bool:
         return (scope["type"], scope.get("method"), scope["path"]) == ("http", "GET", "/health")
+
+
+def _closing(send: Send) -> Send:
+    """The server ends the connection after the answer."""
+
+    async def send_and_close(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return send_and_close

@@ -10,6 +10,7 @@ generation, dtypes), `preflight_chat` (template, tokenizer), `preflight_machine`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from grpo_async.errors import GrpoAsyncError
@@ -17,6 +18,7 @@ from grpo_async.launch import preflight_chat, preflight_machine, preflight_serve
 from grpo_async.launch.preflight_context import PreflightContext
 from grpo_async.launch.preflight_report import Check, as_json, failed, print_checks, run_check, worst_status
 from grpo_async.rundir import write_atomically
+from grpo_async.weights.verify import coarsest_dtype
 
 __all__ = ["Check", "PreflightContext", "print_checks", "run_preflight", "worst_status"]
 
@@ -28,6 +30,7 @@ _Part = Callable[[PreflightContext], Check | Sequence[Check]]
 
 # name -> check, and whether it asks servers
 _CHECKS: tuple[tuple[str, _Part, bool], ...] = (
+    ("logprobs", preflight_servers.check_logprobs, True),
     ("weights", preflight_servers.check_weights, False),
     ("generation", preflight_servers.check_generation, True),
     ("tokenizer", preflight_chat.check_tokenizer, True),
@@ -47,24 +50,15 @@ def run_preflight(context: PreflightContext) -> list[Check]:
     A check that breaks or takes too long is a failed check; the others go on.
     """
     config = context.config
-    checks = _check_logprobs(context)
+    checks: list[Check] = []
+    try:
+        rounding = coarsest_dtype(config, [server.info.dtype for server in context.servers if server.info])
+        context = replace(context, trainer_scores=context.score_on_trainer(context.probes, rounding))
+    except GrpoAsyncError as error:
+        checks.append(failed("logprobs", f"the trainer could not score the probes: {error}"))
     for name, check, asks_servers in _CHECKS:
         limit_s = config.weights.timeout_s if asks_servers else _LOCAL_LIMIT_S
         setting = "weights.timeout_s" if asks_servers else None
         checks += run_check(name, partial(check, context), limit_s=limit_s, setting=setting)
     write_atomically(context.rundir.preflight, as_json(checks))
     return checks
-
-
-def _check_logprobs(context: PreflightContext) -> list[Check]:
-    name = "logprobs"
-    try:
-        expected = context.score_on_trainer(context.probes)
-    except GrpoAsyncError as error:
-        return [failed(name, f"the trainer could not score the probes: {error}")]
-    return run_check(
-        name,
-        lambda: preflight_servers.check_logprobs(context, expected),
-        limit_s=context.config.weights.timeout_s,
-        setting="weights.timeout_s",
-    )

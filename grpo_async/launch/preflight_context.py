@@ -13,6 +13,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.inference.surface import ScoreAnswer, ServerInfo
 from grpo_async.records import Prompt
 from grpo_async.rundir import RunDir
+from grpo_async.weights.verify import TrainerScores
 
 
 class ScoringControl(Protocol):
@@ -50,8 +51,9 @@ class PreflightContext:
     """A few of data.train."""
     probes: Sequence[Sequence[int]]
     """See weights.verify.probe_sequences."""
-    score_on_trainer: Callable[[Sequence[Sequence[int]]], list[list[float]]]
-    """Log-probabilities of whole sequences under the trainer's weights; a collective, called once, on the calling thread."""
+    score_on_trainer: Callable[[Sequence[Sequence[int]], str], TrainerScores]
+    """Log-probabilities of whole sequences under the trainer's weights, at the rounding of a dtype; a collective, called once, on
+    the calling thread."""
     parameter_problems: Sequence[str]
     """What weights.names.check_names found between trainer and servers."""
     parameter_shapes: Mapping[str, Sequence[int]]
@@ -66,6 +68,8 @@ class PreflightContext:
     device: str
     """Where the trainer runs: "cpu" or "cuda"."""
     token: str | None
+    trainer_scores: TrainerScores | None = None
+    """Of the probes; None: the trainer could not score them."""
     tool_sets: Sequence[Sequence[Mapping[str, Any]]] = field(default=())
     """Sets of tools (JSON schemas) that rollouts may be offered."""
 

@@ -9,7 +9,7 @@ from grpo_async.launch.memory import format_bytes
 from grpo_async.launch.preflight_context import CheckedServer, PreflightContext
 from grpo_async.launch.preflight_http import Completion, ProbeClient
 from grpo_async.launch.preflight_report import Check, failed, passed, warned
-from grpo_async.weights.verify import Difference, compare_logprobs, verify_limit
+from grpo_async.weights.verify import Difference, TrainerScores, compare_logprobs, verify_limit
 
 _MOST_NAMED = 5
 _OTHER_WEIGHTS = 0.5  # nats: rounding never differs by so much in the mean
@@ -17,17 +17,15 @@ _NUM_TOKENS = 8  # of the completion that is tried
 _MIN_CONTEXT = 16
 
 
-def check_logprobs(context: PreflightContext, expected: Sequence[Sequence[float]]) -> list[Check]:
-    """Trainer and each server give the same log-probabilities to the probes, token by token.
-
-    Args:
-        expected: the trainer's, one list per probe.
-    """
-    return [_logprobs_of(context, server, expected) for server in context.servers]
+def check_logprobs(context: PreflightContext) -> list[Check]:
+    """Trainer and each server give the same log-probabilities to the probes, token by token."""
+    if context.trainer_scores is None:
+        return []  # said already
+    return [_logprobs_of(context, server, context.trainer_scores) for server in context.servers]
 
 
-def _logprobs_of(context: PreflightContext, server: CheckedServer, expected: Sequence[Sequence[float]]) -> Check:
-    name = "logprobs"
+def _logprobs_of(context: PreflightContext, server: CheckedServer, trainer: TrainerScores) -> Check:
+    name, expected = "logprobs", trainer.logprobs
     answers = [server.control.score(probe) for probe in context.probes]
     versions = sorted({answer.policy_version for answer in answers})
     if versions != [context.policy_version]:
@@ -44,10 +42,11 @@ def _logprobs_of(context: PreflightContext, server: CheckedServer, expected: Seq
                 f"{server.name} gave {len(got)} log-probabilities for a probe of {len(probe)} tokens, not {len(wanted)}",
             )
     difference = compare_logprobs(expected, scores)
-    limit = _limit(context, server)
+    limit = _limit(context)
     figures = (
-        f"{server.name}: mean |d| {difference.mean:.2g}, max {difference.max:.2g}, k3 {difference.k3:.2g} over "
-        f"{difference.num_tokens} tokens (limit of the mean {limit:g})"
+        f"{server.name}: mean |d| {difference.mean:.2g}, p99 {difference.p99:.2g}, max {difference.max:.2g}, k3 "
+        f"{difference.k3:.2g} over {difference.num_tokens} tokens (limit of the mean {limit:.2g}; rounding alone moves the "
+        f"trainer's own by {trainer.rounding.mean:.2g})"
     )
     if difference.mean <= limit:
         return passed(name, figures)
@@ -117,8 +116,8 @@ def _generation_of(context: PreflightContext, server: CheckedServer) -> Check:
         return failed(name, f"{server.name}: {problem}; look into the server's log")
     scored = server.control.score([*prompt, *completion.token_ids]).logprobs[len(prompt) - 1 :]
     difference = compare_logprobs([completion.logprobs], [scored])
-    limit = _limit(context, server)
-    figures = f"{server.name}: {count} greedy tokens, mean |d| {difference.mean:.2g} against its own scoring (limit {limit:g})"
+    limit = _limit(context)
+    figures = f"{server.name}: {count} greedy tokens, mean |d| {difference.mean:.2g} against its own scoring (limit {limit:.2g})"
     if difference.mean <= limit:
         return passed(name, figures)
     return failed(
@@ -212,8 +211,9 @@ def _served(server: CheckedServer) -> ServerInfo:
     return server.info
 
 
-def _limit(context: PreflightContext, server: CheckedServer) -> float:
-    return verify_limit(context.config, [_served(server).dtype])
+def _limit(context: PreflightContext) -> float:
+    scores = context.trainer_scores
+    return _OTHER_WEIGHTS if scores is None else verify_limit(context.config, scores)
 
 
 def _dtypes(context: PreflightContext) -> str:

@@ -22,14 +22,14 @@ from grpo_async.timeline import NO_TIMELINE, Timeline
 from grpo_async.weights.blame import is_answer
 from grpo_async.weights.push import LANE, GatheredParameters, PushFailedError, PushSettings, push_weights
 from grpo_async.weights.transport import WeightTransport
-from grpo_async.weights.verify import compare_logprobs, verify_limit
+from grpo_async.weights.verify import Difference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS_WITHOUT_BLAME = 3
 """Pushes that fail in a row although no server failed: then the fault is not with the servers."""
 
-Score = Callable[[Sequence[Sequence[int]]], list[list[float]]]
+Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
 
 
 class CheckedParameters(GatheredParameters, Protocol):
@@ -238,10 +238,13 @@ class FleetSync:
         if not self._verify_now or not self._probes:
             return {}
         self._verify_now = False
-        expected = score(self._probes)
-        worst_mean = worst = worst_k3 = 0.0
-        num_compared = 0
-        for server in self._fleet.serving():
+        servers = self._fleet.serving()
+        expected = score(
+            self._probes, coarsest_dtype(self._config, [server.info.dtype for server in servers if server.info])
+        )
+        limit = verify_limit(self._config, expected)
+        found: list[Difference] = []
+        for server in servers:
             try:
                 answers = [server.control.score(probe) for probe in self._probes]
             except RequestRejectedError:
@@ -250,25 +253,25 @@ class FleetSync:
                 logger.warning("%s could not be compared with the trainer: %s", server.name, error)
                 self._fleet.suspect(server.index)
                 continue
-            assert server.info is not None
-            limit = verify_limit(self._config, [server.info.dtype])
             versions = {answer.policy_version for answer in answers}
-            difference = compare_logprobs(expected, [answer.logprobs for answer in answers])
+            difference = compare_logprobs(expected.logprobs, [answer.logprobs for answer in answers])
             if versions != {self._version} or not difference.mean <= limit:
                 if self._is_another_life(server):
                     continue
                 raise RunError(
                     f"{server.name} does not serve the trainer's weights after the push of version {self._version}: it says "
                     f"version {sorted(versions)}, and log-probabilities of fixed sequences differ by {difference.mean:.3g} nats "
-                    f"in the mean (at most {difference.max:.3g}; allowed {limit:g}, weights.verify_tolerance)"
+                    f"in the mean (at most {difference.max:.3g}; allowed {limit:.3g}, weights.verify_tolerance); rounding alone "
+                    f"moves the trainer's own by {expected.rounding.mean:.3g}"
                 )
-            num_compared += 1
-            worst_mean, worst = max(worst_mean, difference.mean), max(worst, difference.max)
-            worst_k3 = max(worst_k3, difference.k3)
-        if not num_compared:
+            found.append(difference)
+        if not found:
             self._verify_now = True
             return {}
-        return {"sync/verify_mean": worst_mean, "sync/verify_max": worst, "sync/verify_k3": worst_k3}
+        worst = {name: max(getattr(each, name) for each in found) for name in ("mean", "p99", "max", "k3")}
+        return {f"sync/verify_{name}": value for name, value in worst.items()} | {
+            "sync/verify_rounding": expected.rounding.mean
+        }
 
     def rest(self) -> None:
         """See WeightSync: with `inference.vllm.sleep_while_training` the servers sleep until the next push."""

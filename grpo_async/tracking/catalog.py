@@ -186,6 +186,8 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("sync/held", "1: an evaluation held the push back", reduction=_SUM),
     _metric("sync/skipped", "1: no server was up to take the push", reduction=_SUM, better=_LOWER),
     _metric("sync/verify_mean", "mean |server - trainer| log-probability on the probes", "nats", better=_LOWER),
+    _metric("sync/verify_p99", "99 of 100 of these differences are not larger", "nats", _MAX, _LOWER),
+    _metric("sync/verify_rounding", "the same mean of the trainer against itself, rounded anew", "nats"),
     _metric("sync/verify_max", "largest of them", "nats", _MAX, _LOWER),
     _metric("sync/verify_k3", "KL divergence of server and trainer on the probes, k3 estimator", "nats", better=_LOWER),
     _metric("sync/pause_ms", "milliseconds of the push until every server had paused", "ms", better=_LOWER),

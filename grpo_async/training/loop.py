@@ -42,6 +42,7 @@ from grpo_async.training.stopwatch import Stopwatch
 from grpo_async.training.token_figures import FigurePlan
 from grpo_async.training.watchdog import Activity
 from grpo_async.training.workplace import Workplace
+from grpo_async.weights.verify import TrainerScores
 
 logger = logging.getLogger(__name__)
 
@@ -153,10 +154,10 @@ class LeaderLoop:
         if joins or (self._push_is_held and not self._evaluations.holds_push):
             self.push(self._version)
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
         """Log-probabilities of token sequences under the current weights, on all ranks; see training.score."""
-        self._command_all(ScoreCommand(sequences=sequences))
-        return self._place.score(sequences)
+        self._command_all(ScoreCommand(sequences=sequences, rounding=rounding))
+        return self._place.score(sequences, rounding)
 
     def run(self, *, first_step: int) -> int:
         """Train to `training.max_steps` or until the source says stop; returns the number of finished steps.

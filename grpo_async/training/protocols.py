@@ -7,6 +7,7 @@ from typing import Protocol
 
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.records import GroupStatus, ScoredGroup, TokenFigures
+from grpo_async.weights.verify import TrainerScores
 
 
 class RolloutSource(Protocol):
@@ -65,8 +66,9 @@ class WeightSync(Protocol):
         Calls `before_gather` before each pass over the parameters: the other ranks have to take part in it.
         """
 
-    def verify(self, score: Callable[[Sequence[Sequence[int]]], list[list[float]]]) -> dict[str, float]:
-        """Where it is due, compare the servers with `score`, the trainer's own log-probabilities; returns metrics.
+    def verify(self, score: Callable[[Sequence[Sequence[int]], str], TrainerScores]) -> dict[str, float]:
+        """Where it is due, compare the servers with `score`, which gives the trainer's own log-probabilities of sequences at the
+        rounding of a dtype; returns metrics.
 
         Raises:
             RunError: a server serves other weights than the trainer has.

@@ -50,6 +50,8 @@ class ScoreCommand:
     """Take part in computing the log-probabilities of these token sequences."""
 
     sequences: Sequence[Sequence[int]]
+    rounding: str
+    """Dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.training.policy import Policy, PolicyOutput
 from grpo_async.training.shard import reshard
+from grpo_async.weights.verify import TrainerScores
 
 
 def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, device: torch.device) -> list[list[float]]:
@@ -29,6 +31,46 @@ def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, devic
             scores.append(output.logprobs.tolist())
     reshard(policy)
     return scores
+
+
+def score_twice(
+    policy: Policy,
+    sequences: Sequence[Sequence[int]],
+    *,
+    device: torch.device,
+    compute: torch.dtype,
+    rounding: torch.dtype,
+) -> TrainerScores:
+    """`score_sequences`, and once more with every rounding made anew: what `weights.verify` judges a server by.
+
+    Args:
+        compute: dtype of the forward pass.
+        rounding: dtype whose rounding the second scores are to show; not finer than `compute`.
+    """
+    logprobs = score_sequences(policy, sequences, device=device)
+    with _rounded_anew(policy, rounding, device=device, is_coarser=rounding != compute):
+        return TrainerScores(logprobs=logprobs, rounded_anew=score_sequences(policy, sequences, device=device))
+
+
+@contextmanager
+def _rounded_anew(policy: Policy, dtype: torch.dtype, *, device: torch.device, is_coarser: bool) -> Iterator[None]:
+    """Embeddings are moved by a unit in their last place at most, as another rounding would have done. All that is computed from
+    them is then other numbers, whose roundings have nothing to do with those of the undisturbed pass. Where `dtype` is coarser than
+    what the policy computes in, autocast brings its rounding."""
+    generator = torch.Generator(device).manual_seed(0)
+    unit = torch.finfo(dtype).eps
+
+    def move(_: torch.nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(output.shape, generator=generator, device=output.device)
+        return (output * (1.0 + unit * (2.0 * noise - 1.0))).to(output.dtype)
+
+    hook = policy.model.get_input_embeddings().register_forward_hook(move)
+    try:
+        # without the cache, which would hold weights that FSDP takes back
+        with torch.autocast(device.type, dtype, enabled=is_coarser, cache_enabled=False):
+            yield
+    finally:
+        hook.remove()
 
 
 def _one_row(sequence: Sequence[int]) -> MicroBatch:

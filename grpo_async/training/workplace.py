@@ -31,10 +31,11 @@ from grpo_async.training.ranks import (
     WaitCommand,
 )
 from grpo_async.training.reference import Reference
-from grpo_async.training.score import score_sequences
+from grpo_async.training.score import score_twice
 from grpo_async.training.step import StepResult, train_step
 from grpo_async.training.step_clock import NO_CLOCK, StepClock
 from grpo_async.training.token_figures import FigureOrder, TokenCollector
+from grpo_async.weights.verify import TrainerScores
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,8 +95,16 @@ class Workplace:
             self.peaks = [int(peak) for peak in peaks or ()]
         return result if tokens is None else replace(result, token_figures=self.channel.gather(tokens.on_host()))
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return score_sequences(self.policy, sequences, device=self.device)
+    def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
+        """See score_twice; `rounding` is the name of a dtype. A collective."""
+        model = self.config.model
+        return score_twice(
+            self.policy,
+            sequences,
+            device=self.device,
+            compute=getattr(torch, model.compute_dtype or model.dtype),
+            rounding=getattr(torch, rounding),
+        )
 
 
 def follow(place: Workplace) -> None:
@@ -111,7 +120,7 @@ def follow(place: Workplace) -> None:
                 for _ in place.parameters.buckets(command.bucket_bytes):
                     pass  # only rank 0 sends
             case ScoreCommand():
-                place.score(command.sequences)
+                place.score(command.sequences, command.rounding)
             case SaveCommand():
                 place.checkpoints.begin(command.step, place.policy, place.optimizer, None)
             case ExportCommand():

@@ -1,15 +1,25 @@
 """Do trainer and server hold the same weights? Compares the log-probabilities that both give to the same tokens. Pure.
 
-probes = probe_sequences(prompts, vocab_size=..., max_model_len=...)
-difference = compare_logprobs(trainer's scores of probes, server's scores of probes)
-same = difference.mean <= verify_limit(config)
+    probes = probe_sequences(prompts, vocab_size=..., max_model_len=...)
+    trainer = score_twice(policy, probes, ..., rounding=coarsest_dtype(config, served))     a TrainerScores
+    difference = compare_logprobs(trainer.logprobs, server's scores of probes)
+    same = difference.mean <= verify_limit(config, trainer)
+
+With the same weights both differ by their rounding alone, and how much that is depends on depth, width, dtype and tokens, so it is
+measured: the trainer computes the same tokens twice, t and t', where every rounding of t' falls out anew (training.score). With e
+for the rounding errors of each, of size E|e| ~ r for the trainer's and k r for the server's, independent of each other,
+
+    E|t - t'| ~ sqrt(2) r        E|t - s| ~ sqrt(1 + k^2) r        ratio = sqrt((1 + k^2) / 2)
+
+which is 1 where both round alike. The limit of the ratio is 2, that is k = 2.6. Wrong weights that move log-probabilities by D
+independently of the rounding add D^2 under the root: they are found when D exceeds about 1.7 E|t - t'|.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from grpo_async.config.experiment import ExperimentConfig
@@ -20,8 +30,10 @@ _LENGTHS = (
     300,
 )  # within a block of the server's cache, and over the border of two (vLLM: 16 tokens, on CPU 128)
 _PROMPT_SHARE = 0.5
-_FLOAT32_LIMIT = 1e-3
-_ROUNDED_LIMIT = 0.05
+_MOST_RATIO = 2.0
+_LEAST_LIMIT = 1e-3  # of mean |d|: what kernels of float32 may do otherwise, such as sum in another order
+_MOST_LIMIT = 0.5  # no rounding that could be trained with differs by so much in the mean
+_DTYPES = ("float32", "float16", "bfloat16")  # from the finest to the coarsest
 _LARGEST_EXPONENT = 700.0  # math.exp overflows a little later
 
 
@@ -31,6 +43,8 @@ class Difference:
 
     mean: float
     """Mean of |d|."""
+    p99: float
+    """99 of 100 |d| are not larger."""
     max: float
     """Largest |d|."""
     k3: float
@@ -40,10 +54,23 @@ class Difference:
     """Sequence and entry of the largest |d|."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerScores:
+    """The trainer's log-probabilities of the probes, one list per sequence; and once more, with every rounding made anew."""
+
+    logprobs: list[list[float]]
+    rounded_anew: list[list[float]]
+
+    @property
+    def rounding(self) -> Difference:
+        """What rounding alone does."""
+        return compare_logprobs(self.logprobs, self.rounded_anew)
+
+
 def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequence[float]]) -> Difference:
     """Token by token; NaN on either side makes every figure NaN, which is within no limit.
 
-    Worked example: trainer [[-1.0, -2.0]], server [[-1.0, -2.5]] -> d = [0, 0.5]: mean 0.25, max 0.5,
+    Worked example: trainer [[-1.0, -2.0]], server [[-1.0, -2.5]] -> d = [0, 0.5]: mean 0.25, p99 and max 0.5,
     k3 = (0 + exp(0.5) - 0.5 - 1) / 2 = 0.0744, worst (0, 1).
 
     Args:
@@ -67,11 +94,12 @@ def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequen
     for difference, place in differences:
         if math.isnan(difference):
             nan = math.nan
-            return Difference(mean=nan, max=nan, k3=nan, num_tokens=len(differences), worst=place)
+            return Difference(mean=nan, p99=nan, max=nan, k3=nan, num_tokens=len(differences), worst=place)
     count = len(differences)
     largest, worst = max(differences, key=lambda pair: abs(pair[0]))
     return Difference(
         mean=math.fsum(abs(difference) for difference, _ in differences) / count,
+        p99=sorted(abs(difference) for difference, _ in differences)[math.ceil(0.99 * count) - 1],
         max=abs(largest),
         k3=math.fsum(_k3(difference) for difference, _ in differences) / count,
         num_tokens=count,
@@ -79,22 +107,22 @@ def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequen
     )
 
 
-def verify_limit(config: ExperimentConfig, served_dtypes: Collection[str] = ()) -> float:
-    """Largest mean |d| that passes, in nats: `weights.verify_tolerance`, else 1e-3 where master weights, compute and served
-    weights are float32, else 0.05 (bfloat16 rounds to 8 bits: 0.01 is usual).
-
-    Args:
-        served_dtypes: what servers say they serve, beside `inference.dtype`.
-    """
+def verify_limit(config: ExperimentConfig, trainer: TrainerScores) -> float:
+    """Largest mean |d| that passes, in nats: `weights.verify_tolerance`, else twice what rounding does to the trainer's own scores,
+    at least 1e-3 and at most 0.5. See the module's docstring."""
     if config.weights.verify_tolerance is not None:
         return config.weights.verify_tolerance
-    dtypes = {
-        config.model.dtype,
-        config.model.compute_dtype or config.model.dtype,
-        config.inference.dtype,
-        *served_dtypes,
-    }
-    return _FLOAT32_LIMIT if dtypes == {"float32"} else _ROUNDED_LIMIT
+    return min(max(_MOST_RATIO * trainer.rounding.mean, _LEAST_LIMIT), _MOST_LIMIT)
+
+
+def coarsest_dtype(config: ExperimentConfig, served: Iterable[str]) -> str:
+    """The dtype whose rounding decides how far trainer and servers may be apart.
+
+    Args:
+        served: what servers say they serve, beside `inference.dtype`.
+    """
+    compute = config.model.compute_dtype or config.model.dtype
+    return max((compute, config.inference.dtype, *served), key=_DTYPES.index)
 
 
 def probe_sequences(

@@ -24,8 +24,8 @@ from grpo_async.launch.renderer import load_renderer
 from grpo_async.records import Origin, Prompt, TaggedMessage
 from grpo_async.rundir import RunDir
 from grpo_async.training.load import load_policy
-from grpo_async.training.score import score_sequences
-from grpo_async.weights.verify import probe_sequences
+from grpo_async.training.score import score_twice
+from grpo_async.weights.verify import TrainerScores, probe_sequences
 from tests.launch.support import make_config
 from tests.servers.embedded_support import Live, live, load, perturbed
 
@@ -79,8 +79,14 @@ def _context(folder: Path, model: Path, url: str, **changes: Any) -> PreflightCo
     info = control.info().model_copy(update={"vocab_size": rows, **said})
     prompts = [_prompt("what is one and one?"), _prompt("hello world")]
 
-    def score(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return score_sequences(policy, sequences, device=torch.device("cpu"))
+    def score(sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
+        return score_twice(
+            policy,
+            sequences,
+            device=torch.device("cpu"),
+            compute=torch.float32,
+            rounding=getattr(torch, rounding),
+        )
 
     fields: dict[str, Any] = {
         "config": config,
@@ -277,7 +283,7 @@ def test_a_check_that_fails_or_hangs_does_not_keep_the_others(tmp_path: Path, ti
 
 
 def test_a_trainer_that_cannot_score_fails_that_check_alone(tmp_path: Path, tiny_model: Path, server: Live) -> None:
-    def broken(_: Sequence[Sequence[int]]) -> list[list[float]]:
+    def broken(_: Sequence[Sequence[int]], __: str) -> TrainerScores:
         raise RunError("rank 3 is gone")
 
     checks = _run(_context(tmp_path, tiny_model, server.url, score_on_trainer=broken))

@@ -22,6 +22,7 @@ from grpo_async.launch.preflight_context import PreflightContext
 from grpo_async.launch.preflight_report import Check
 from grpo_async.records import Origin, Prompt, TaggedMessage
 from grpo_async.rundir import RunDir
+from grpo_async.weights.verify import TrainerScores
 from tests.launch.support import make_config
 from tests.support.chat_families import family
 
@@ -47,7 +48,7 @@ def _context(folder: Path, tokenizer: Any, **changes: Any) -> PreflightContext:
         "servers": [],
         "prompts": [Prompt(prompt_id=0, messages=[message])],
         "probes": [],
-        "score_on_trainer": lambda sequences: [],
+        "score_on_trainer": lambda *_: TrainerScores(logprobs=[], rounded_anew=[]),
         "parameter_problems": [],
         "parameter_shapes": {},
         "num_embeddings": len(tokenizer),

@@ -33,6 +33,7 @@ from grpo_async.launch.preflight_report import (
 )
 from grpo_async.loopback import is_loopback
 from grpo_async.rundir import RunDir
+from grpo_async.weights.verify import TrainerScores
 from tests.launch.support import make_config
 
 SHAPES = {"a": (1000, 1000), "b": (500,)}  # 1,000,500 parameters
@@ -50,7 +51,7 @@ def _context(folder: Path, **changes: Any) -> PreflightContext:
         "servers": [],
         "prompts": [],
         "probes": [],
-        "score_on_trainer": lambda sequences: [],
+        "score_on_trainer": lambda *_: TrainerScores(logprobs=[], rounded_anew=[]),
         "parameter_problems": [],
         "parameter_shapes": SHAPES,
         "num_embeddings": 10,

@@ -21,6 +21,7 @@ from grpo_async.launch.weight_sync import FleetSync
 from grpo_async.weights.buckets import ParameterSpec
 from grpo_async.weights.names import check_names
 from grpo_async.weights.push import PushFailedError
+from grpo_async.weights.verify import TrainerScores
 from tests.launch.support import make_config
 
 SPEC = ParameterSpec(name="w", dtype_name="float32", shape=(2, 3))
@@ -199,8 +200,11 @@ def _failed(phase: str = "send", **failures: Exception) -> PushFailedError:
 def _nothing() -> None: ...
 
 
-def _score(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    return [[-1.0] * (len(sequence) - 1) for sequence in sequences]
+def _score(sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
+    """Rounding moves the trainer's own by 0.01 in bfloat16, by 1e-6 in float32."""
+    moved = -1.0 - {"bfloat16": 0.01, "float32": 1e-6}[rounding]
+    lengths = [len(sequence) - 1 for sequence in sequences]
+    return TrainerScores(logprobs=[[-1.0] * n for n in lengths], rounded_anew=[[moved] * n for n in lengths])
 
 
 def test_a_push_goes_to_every_server_that_is_up_in_one_group_that_lasts(world: Any) -> None:
@@ -396,6 +400,22 @@ def test_never_compared_when_it_is_off(world: Any) -> None:
     for version in range(30):
         w.sync.push(version, before_gather=_nothing)
     assert w.sync.verify(_score) == {}
+
+
+@pytest.mark.parametrize(("dtype", "logprob", "passes"), [
+    ("float32", -1.0009, True), ("float32", -1.0011, False), ("bfloat16", -1.019, True), ("bfloat16", -1.021, False),
+])  # fmt: skip
+def test_a_server_may_be_as_far_from_the_trainer_as_twice_its_rounding(
+    world: Any, dtype: str, logprob: float, passes: bool
+) -> None:
+    w = world(_server(0, info={"dtype": dtype}, logprob=logprob), weights={"verify_every_pushes": 1})
+    w.sync.push(0, before_gather=_nothing)
+    w.sync.push(1, before_gather=_nothing)
+    if passes:
+        assert w.sync.verify(_score)["sync/verify_p99"] == pytest.approx(abs(1.0 + logprob))
+    else:
+        with pytest.raises(RunError, match="allowed"):
+            w.sync.verify(_score)
 
 
 @pytest.mark.parametrize(("logprob", "version"), [(-1.5, None), (-1.0, 9), (float("nan"), None)])

@@ -75,6 +75,12 @@ def test_top_p_acts_on_what_top_k_left() -> None:
     assert torch.allclose(kept, torch.tensor([1.0, 0.0, 0.0, 0.0]))  # 0.625 of the two reaches 0.62
 
 
+@pytest.mark.parametrize("smallest", [{"top_p": 5e-324}, {"min_p": 1.0}, {"top_k": 1}])
+def test_the_narrowest_filter_leaves_the_most_likely_token(smallest: dict[str, float]) -> None:
+    kept = filter_logits(PROBABILITIES.log()[None], _batch(smallest)).softmax(-1)[0]
+    assert kept.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
 def test_a_filtered_token_is_never_drawn_and_logprobs_are_of_the_filtered_distribution() -> None:
     num_draws = 4000
     batch = _batch(*[{"seed": seed, "top_k": 3, "top_p": 0.8} for seed in range(num_draws)])

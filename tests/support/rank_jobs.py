@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from grpo_async.training.optimizers import make_optimizer
 from grpo_async.training.parameters import ShardedParameters
 from grpo_async.training.policy import Policy
 from grpo_async.training.reference import FrozenPolicy, Reference
-from grpo_async.training.score import score_sequences
+from grpo_async.training.score import score_twice
 from grpo_async.training.shard import shard_policy
 from grpo_async.training.step import StepResult, train_step
 from tests.support.records import make_sample
@@ -177,8 +178,9 @@ def train_fewer_samples_than_ranks(model: str) -> dict[str, Any]:
 
 def score_between_steps(model: str, sequences: list[list[int]]) -> dict[str, Any]:
     policy, optimizer = build(model)
-    scores = [score_sequences(policy, sequences, device=torch.device("cpu"))]
+    how = {"device": torch.device("cpu"), "compute": torch.float32, "rounding": torch.bfloat16}
+    scores = [score_twice(policy, sequences, **how)]
     one_step(policy, optimizer, random_samples())
-    scores.append(score_sequences(policy, sequences, device=torch.device("cpu")))
+    scores.append(score_twice(policy, sequences, **how))
     result = one_step(policy, optimizer, random_samples(seed=1))
-    return {"scores": scores, "loss": result.loss, "weights": fingerprint(policy)}
+    return {"scores": [asdict(each) for each in scores], "loss": result.loss, "weights": fingerprint(policy)}

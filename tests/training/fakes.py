@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from grpo_async.weights.verify import TrainerScores
+
 
 class FakeSync:
     """training.loop.WeightSync without servers. `up`: whether a server is there; `pushed`: the versions that reached it."""
@@ -25,7 +27,7 @@ class FakeSync:
         self.events.append(f"push {version}")
         return {"sync/total_s": 0.1}
 
-    def verify(self, score: Callable[[Sequence[Sequence[int]]], list[list[float]]]) -> dict[str, float]:
+    def verify(self, score: Callable[[Sequence[Sequence[int]], str], TrainerScores]) -> dict[str, float]:
         return {}
 
     def rest(self) -> None:

@@ -17,6 +17,7 @@ from grpo_async.training.meter import PipelineMeter, Reading
 from grpo_async.training.protocols import Evaluations
 from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand
 from grpo_async.training.step import StepResult
+from grpo_async.weights.verify import TrainerScores
 from tests.support.records import make_scored
 from tests.training.fakes import FakeSync
 
@@ -78,7 +79,9 @@ def _run(
         channel=SimpleNamespace(send=lambda sent: commands.append(sent[0])),
         step=lambda micro_batches, lr, figures: result,
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
-        score=lambda sequences: [[-1.0] * (len(sequence) - 1) for sequence in sequences],
+        score=lambda sequences, rounding: TrainerScores(
+            logprobs=[[-1.0] * (len(sequence) - 1) for sequence in sequences], rounded_anew=[]
+        ),
     )
 
     def read() -> Reading:
@@ -97,8 +100,8 @@ def _run(
         evaluations=evaluations,
     )
     loop.run(first_step=1)
-    assert loop.score([[1, 2, 3]]) == [[-1.0, -1.0]]
-    assert commands[-1] == ScoreCommand(sequences=[[1, 2, 3]])
+    assert loop.score([[1, 2, 3]], "float32").logprobs == [[-1.0, -1.0]]
+    assert commands[-1] == ScoreCommand(sequences=[[1, 2, 3]], rounding="float32")
     return lines, commands
 
 
@@ -163,8 +166,8 @@ def test_a_change_without_joiners_pushes_nothing() -> None:
 
 def test_the_weights_are_compared_with_the_trainers_own_scores_after_a_push() -> None:
     class Verifying(FakeSync):
-        def verify(self, score: Callable[[Sequence[Sequence[int]]], list[list[float]]]) -> dict[str, float]:
-            return {"sync/verify_mean": sum(score([[4, 5]])[0])}
+        def verify(self, score: Callable[[Sequence[Sequence[int]], str], TrainerScores]) -> dict[str, float]:
+            return {"sync/verify_mean": sum(score([[4, 5]], "float32").logprobs[0])}
 
     lines, commands = _run(Verifying(), _Source({}), steps=1)
     assert lines[0]["sync/verify_mean"] == pytest.approx(-1.0)

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.weights.verify import compare_logprobs, probe_sequences, verify_limit
+from grpo_async.weights.verify import (
+    TrainerScores,
+    coarsest_dtype,
+    compare_logprobs,
+    probe_sequences,
+    verify_limit,
+)
 from tests.launch.support import make_config
 
 
@@ -15,7 +21,7 @@ def test_the_figures_are_those_of_the_formulas() -> None:
     # d = 0, 0.5, -1: |d| mean 0.5, max 1; k3 = (0 + (e^0.5 - 1.5) + e^-1) / 3
     found = compare_logprobs([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-2.0]])
     assert found.mean == pytest.approx(0.5)
-    assert found.max == pytest.approx(1.0)
+    assert (found.p99, found.max) == pytest.approx((1.0, 1.0))
     assert found.k3 == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1.0)) / 3)
     assert (found.num_tokens, found.worst) == (3, (1, 0))
 
@@ -57,18 +63,24 @@ def test_nothing_to_compare_is_refused() -> None:
         compare_logprobs([[]], [[]])
 
 
-def test_the_limit_is_tight_only_where_everything_is_float32(tmp_path: Path) -> None:
-    assert verify_limit(make_config(tmp_path)) == 1e-3
-    assert verify_limit(make_config(tmp_path), ["float32"]) == 1e-3
-    assert verify_limit(make_config(tmp_path), ["float32", "float16"]) == 0.05
-    assert verify_limit(make_config(tmp_path, inference={"engine": "embedded", "dtype": "bfloat16"})) == 0.05
-    assert verify_limit(make_config(tmp_path, model={"dtype": "bfloat16"})) == 0.05
-    assert verify_limit(make_config(tmp_path, model={"compute_dtype": "bfloat16"})) == 0.05
+def test_the_coarsest_dtype_decides_what_is_rounding(tmp_path: Path) -> None:
+    assert coarsest_dtype(make_config(tmp_path), []) == "float32"
+    assert coarsest_dtype(make_config(tmp_path), ["float32", "float16"]) == "float16"
+    served = make_config(tmp_path, inference={"engine": "embedded", "dtype": "bfloat16"})
+    assert coarsest_dtype(served, ["float16"]) == "bfloat16"
+    assert coarsest_dtype(make_config(tmp_path, model={"dtype": "bfloat16"}), []) == "bfloat16"
+    mixed = make_config(tmp_path, model={"dtype": "bfloat16", "compute_dtype": "float32"})
+    assert coarsest_dtype(mixed, []) == "float32"
 
 
-def test_the_tolerance_of_the_config_goes_before_all_dtypes(tmp_path: Path) -> None:
-    config = make_config(tmp_path, weights={"verify_tolerance": 0.2}, inference={"dtype": "bfloat16"})
-    assert verify_limit(config, ["bfloat16"]) == 0.2
+@pytest.mark.parametrize(("moved", "limit"), [(1e-6, 1e-3), (0.04, 0.08), (0.2, 0.4), (3.0, 0.5)])
+def test_the_limit_follows_from_what_rounding_does_to_the_trainers_own(
+    tmp_path: Path, moved: float, limit: float
+) -> None:
+    scores = TrainerScores(logprobs=[[-1.0, -2.0]], rounded_anew=[[-1.0 - moved, -2.0 + moved]])
+    assert verify_limit(make_config(tmp_path), scores) == pytest.approx(limit)
+    tolerant = make_config(tmp_path, weights={"verify_tolerance": 0.2})
+    assert verify_limit(tolerant, scores) == 0.2
 
 
 def test_probes_begin_with_the_prompts_and_have_three_lengths() -> None:

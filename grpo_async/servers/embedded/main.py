@@ -98,6 +98,7 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
     import transformers
     import uvicorn
 
+    from grpo_async.inference.strangers import StrangersProtocol
     from grpo_async.servers.embedded.service import EmbeddedService
 
     failed = False
@@ -133,6 +134,7 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
     server = Server(
         uvicorn.Config(
             service.app,
+            http=StrangersProtocol,
             log_level="warning",
             access_log=False,
             lifespan="off",

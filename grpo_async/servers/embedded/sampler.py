@@ -52,7 +52,7 @@ class SamplingBatch:
     greedy: torch.Tensor | None  # [n] bool
     sampled: bool  # some row is not greedy
     top_k: torch.Tensor | None  # [n, 1]; vocabulary size where off
-    top_p: torch.Tensor | None  # [n, 1]
+    top_p: torch.Tensor | None  # [n, 1] double: in single, 1e-320 is 0, which removes every token
     min_p: torch.Tensor | None  # [n, 1]
 
     @classmethod
@@ -74,7 +74,7 @@ class SamplingBatch:
             top_k=column(
                 [min(request.top_k or vocab_size, vocab_size) for request in requests], vocab_size, torch.int64
             ),
-            top_p=column([request.top_p for request in requests], 1.0, torch.float32),
+            top_p=column([request.top_p for request in requests], 1.0, torch.float64),
             min_p=column([request.min_p for request in requests], 0.0, torch.float32),
         )
 
