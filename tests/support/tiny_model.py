@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -10,8 +11,9 @@ CHATML = (
 )
 
 
-def build_tiny_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = True) -> Path:
-    """Write model and tokenizer to `folder` and return it. head_dim is 32: vLLM's CPU attention refuses 16."""
+def build_tiny_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = True, **shape: Any) -> Path:
+    """Write model and tokenizer to `folder` and return it. head_dim is 32: vLLM's CPU attention refuses 16. `shape`: of the config
+    of a model that is not so tiny."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -32,17 +34,13 @@ def build_tiny_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool =
         tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
     )
     torch.manual_seed(seed)
+    tiny = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "initializer_range": 0.08}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        intermediate_size=128,
+        **{**tiny, **heads, **shape},
         max_position_embeddings=2048,
         tie_word_embeddings=tie_word_embeddings,
-        initializer_range=0.08,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,

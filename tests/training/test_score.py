@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_async.config.model_sections import ModelSection
+from grpo_async.servers.embedded.scoring import score_tokens
 from grpo_async.training.load import load_policy
-from grpo_async.training.score import score_sequences
+from grpo_async.training.score import score_sequences, score_twice
+from grpo_async.weights.verify import coarsest_dtype, compare_logprobs, probe_sequences, verify_limit
+from tests.launch.support import make_config
 from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import build_tiny_model
 
 SEQUENCES = [[5, 9, 3, 200, 7], [8, 4], list(range(10, 60))]
 
@@ -28,6 +33,56 @@ def test_scores_are_those_of_a_plain_forward_at_temperature_one(tiny_model: Path
             logits = model(torch.tensor([sequence])).logits[0, :-1].float()
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(sequence[1:])[:, None])[:, 0]
         assert score == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def _exchange(model: torch.nn.Module, first: str, second: str) -> None:
+    one, other = model.get_parameter(first), model.get_parameter(second)
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+MISTAKES: dict[str, Callable[[torch.nn.Module], object]] = {
+    "a tensor in the place of another": lambda model: _exchange(
+        model, "model.layers.2.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"
+    ),
+    "rows in another order": lambda model: model.get_parameter("model.layers.2.mlp.down_proj.weight").copy_(
+        model.get_parameter("model.layers.2.mlp.down_proj.weight").flip(0)
+    ),
+    "a norm that was not loaded": lambda model: model.get_parameter("model.layers.2.input_layernorm.weight").zero_(),
+}
+
+
+@pytest.mark.parametrize("served", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_server_that_rounds_otherwise_is_within_the_limit_and_one_with_a_wrong_tensor_is_not(
+    tmp_path: Path, compute: str, served: str
+) -> None:
+    """Six layers of 128, the trainer in one dtype, transformers in another."""
+    from transformers import AutoModelForCausalLM
+
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "initializer_range": 0.2}
+    model_path = build_tiny_model(tmp_path / "deep", **shape)
+    policy = load_policy(
+        ModelSection(path=str(model_path), dtype=compute), temperature=1.0, chunk_tokens=64, max_model_len=512
+    )
+    probes = probe_sequences([], vocab_size=200, max_model_len=512)
+    config = make_config(tmp_path, model={"dtype": compute}, inference={"engine": "embedded", "dtype": served})
+    rounding = getattr(torch, coarsest_dtype(config, []))
+    how = {"device": torch.device("cpu"), "compute": getattr(torch, compute), "rounding": rounding}
+    trainer = score_twice(policy, probes, **how)
+    limit = verify_limit(config, trainer)
+
+    def difference(mistake: Callable[[torch.nn.Module], object]) -> float:
+        server = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, served)).eval()
+        with torch.no_grad():
+            mistake(server)
+        return compare_logprobs(trainer.logprobs, [score_tokens(server, probe) for probe in probes]).mean
+
+    right = difference(lambda _: None) / limit
+    assert right < 1.0
+    found = {name: difference(mistake) / limit for name, mistake in MISTAKES.items()}
+    assert min(found.values()) > 1.0, found
 
 
 @pytest.mark.slow

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.model_sections import ModelSection
 from grpo_async.inference.surface import GENERATE_PATH, PARAMETERS_PATH, SCORE_PATH, ServedParameters
+from grpo_async.training.load import load_policy
+from grpo_async.training.score import score_twice
+from grpo_async.weights.verify import compare_logprobs, probe_sequences, verify_limit
+from tests.support.tiny_model import build_tiny_model
 from tests.vllm.reference import TOLERANCE, Reference, largest_difference
-from tests.vllm.server import MAX_MODEL_LEN, VllmServer, request_body
+from tests.vllm.server import MAX_MODEL_LEN, VllmServer, experiment, request_body, running_server
 
 pytestmark = pytest.mark.vllm
 
@@ -90,3 +98,35 @@ def _prefix_cache_hits(server: VllmServer) -> float:
     """Tokens that vLLM took from its prefix cache since it started."""
     lines = server.client.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total{"))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_healthy_model_of_200_million_parameters_is_within_the_limit_and_a_wrong_one_is_not(
+    needs_vllm: None, tmp_path: Path, dtype: str
+) -> None:
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "initializer_range": 0.04}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+    path = build_tiny_model(tmp_path / "large", **shape, **heads)
+    section = ModelSection.model_validate({"path": str(path), "dtype": dtype})
+    policy = load_policy(section, temperature=1.0, chunk_tokens=64, max_model_len=512)
+    assert sum(parameter.numel() for parameter in policy.parameters()) > 200e6
+    config = experiment(str(path))
+    config["model"]["dtype"] = config["inference"]["dtype"] = dtype
+    probes = probe_sequences([], vocab_size=300, max_model_len=512)
+    with running_server(config, tmp_path) as server:
+        served = [server.score(probe).logprobs for probe in probes]
+    how = {"device": torch.device("cpu"), "compute": getattr(torch, dtype), "rounding": getattr(torch, dtype)}
+    right = score_twice(policy, probes, **how)
+    with torch.no_grad():
+        rows = policy.model.get_parameter("model.layers.8.mlp.down_proj.weight")
+        rows.copy_(rows.flip(0))
+    wrong = score_twice(policy, probes, **how)
+    found = {}
+    for name, trainer in (("right", right), ("wrong", wrong)):
+        difference = compare_logprobs(trainer.logprobs, served)
+        limit = verify_limit(ExperimentConfig.model_validate(config), trainer)
+        found[name] = difference.mean / limit
+        print(f"{dtype} {name}: mean {difference.mean:.2g}, p99 {difference.p99:.2g}, limit {limit:.2g}")
+    assert found["right"] < 1.0 < found["wrong"]
