@@ -19,7 +19,7 @@ runs/NAME/
 |- checkpoints/step_N/      written beside and renamed, so a name that exists is whole
 |- model/                   final Hugging Face export, with a model card
 |- adapter/                 with LoRA: the adapter alone, as peft loads it
-`- logs/attempt_N/          trainer.log, server.log, slurm_job; logs/latest points at the newest
+`- logs/attempt_N/          config.yaml, trainer.log, server.log, slurm_job; logs/latest points at the newest
 """
 
 from __future__ import annotations
@@ -162,15 +162,23 @@ class RunDir:
             self.token.unlink(missing_ok=True)
 
     def new_attempt(self) -> Path:
-        """Make logs/attempt_N for the next N and point logs/latest at it."""
+        """Make logs/attempt_N for the next N and point logs/latest at it. It gets a copy of config.yaml, which every process of the
+        attempt reads (attempt_config): whoever edits config.yaml for a resume changes nothing for a server that restarts now."""
         numbers = [int(p.name.removeprefix("attempt_")) for p in self.logs.glob("attempt_*")]
         attempt = self.logs / f"attempt_{max(numbers, default=0) + 1}"
         attempt.mkdir()
+        if self.config.is_file():
+            write_atomically(attempt_config(attempt), self.config.read_text(encoding="utf-8"))
         pointer = self.logs / "latest.tmp"
         pointer.unlink(missing_ok=True)
         pointer.symlink_to(attempt.name)
         os.replace(pointer, self.latest_logs)
         return attempt
+
+
+def attempt_config(attempt: Path) -> Path:
+    """The configuration of one attempt."""
+    return attempt / "config.yaml"
 
 
 def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:

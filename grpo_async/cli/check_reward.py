@@ -12,6 +12,7 @@ import typer
 
 from grpo_async.cli.errors import FAILURE
 from grpo_async.cli.options import ConfigArgument, SetOption
+from grpo_async.viewer.console import stdout_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from grpo_async.rewards import RewardFunction
     from grpo_async.rewards.audit_report import RewardReport, Scores
 
-_WIDTH_OF_A_PIPE = 160
 _MOST_NAMED = 4
 _COLORS = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
@@ -153,7 +153,7 @@ def _as_json(reports: Sequence[RewardReport], notes: Sequence[str]) -> dict[str,
 def _print(reports: Sequence[RewardReport], notes: Sequence[str]) -> None:
     from rich.text import Text
 
-    console = _console()
+    console = stdout_console()
     for report in reports:
         _print_report(console, report)
     for note in notes:
@@ -223,10 +223,3 @@ def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_OF_A_PIPE)

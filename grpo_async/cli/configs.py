@@ -13,8 +13,8 @@ from grpo_async.cli.options import ConfigArgument, SetOption
 def validate(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Check a configuration: print it with every default, and the processes that a run would start.
 
-    Starts nothing and looks at none of the files that the configuration names; `train --dry-run` does. The YAML comes
-    first, the plan follows as comments, so the output is itself a configuration.
+    Starts nothing and looks at none of the files that the configuration names; `train --dry-run` does. The plan comes
+    first, as comments, so the output is itself a configuration. Its notes stand on stderr once more, last.
 
     \b
     Examples:
@@ -22,11 +22,14 @@ def validate(config: ConfigArgument, overrides: SetOption = None) -> None:
       grpo-async validate configs/quickstart.yaml --set launch.num_trainer_ranks=2 > resolved.yaml
     """
     from grpo_async.config.loader import dump_config, load_config
-    from grpo_async.launch.dry_run import describe_plan
+    from grpo_async.launch.dry_run import plan_only
 
     resolved = load_config(config, overrides or ())
-    typer.echo(dump_config(resolved))
-    typer.echo("".join(f"# {line}".rstrip() + "\n" for line in describe_plan(resolved).splitlines()), nl=False)
+    plan = plan_only(resolved)
+    typer.echo("".join(f"# {line}".rstrip() + "\n" for line in plan.describe().splitlines()))
+    typer.echo(dump_config(resolved), nl=False)
+    for note in plan.notes:
+        typer.echo(f"note: {note}", err=True)
 
 
 def schema(

@@ -25,12 +25,13 @@ def doctor(
     """
     from grpo_async.launch.doctor import run_doctor
     from grpo_async.launch.preflight_report import as_json as to_json
-    from grpo_async.launch.preflight_report import print_checks, terminal_console, worst_status
+    from grpo_async.launch.preflight_report import print_checks, worst_status
+    from grpo_async.viewer.console import stdout_console
 
     checks = run_doctor(full=full)
     if as_json:
         typer.echo(to_json(checks))
     else:
-        print_checks(terminal_console(), checks, title="This machine")
+        print_checks(stdout_console(), checks, title="This machine")
     if worst_status(checks) == "fail":
         raise typer.Exit(FAILURE)

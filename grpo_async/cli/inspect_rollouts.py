@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from grpo_async.viewer.plain.show import Selection
 
 _TABLE_LIMIT = 40
-_WIDTH_OF_A_PIPE = 200  # wide enough for grep; rich would take 80
+_WIDTH_OF_A_PIPE = 200  # tables cut texts to it
 _LOOPBACK = "127.0.0.1"
 
 
@@ -300,7 +300,6 @@ def _print(run: RunDir, selection: Selection, *, as_json: bool) -> None:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from grpo_async.viewer.console import stdout_console
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_OF_A_PIPE)
+    return stdout_console(width_of_a_pipe=_WIDTH_OF_A_PIPE)

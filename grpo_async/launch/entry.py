@@ -13,11 +13,12 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
-from grpo_async.launch.failures import write_failure
+from grpo_async.launch.failures import words_of, write_failure
 from grpo_async.launch.heartbeat import Heartbeat
 from grpo_async.launch.lasting_stream import LastingStream
 from grpo_async.launch.warnings_forward import forwarding_warnings
 from grpo_async.processes import die_with_parent
+from grpo_async.rundir import attempt_config
 
 logger = logging.getLogger("grpo_async")
 
@@ -43,11 +44,11 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
     code = 0
     try:
         with forwarding_warnings(lambda text: control.send("warning", text=text)):
-            work(place, load_config(place.rundir.config), control)
+            work(place, load_config(attempt_config(place.attempt_dir)), control)
     except BaseException as error:
         code = 1
         # first what needs no disk: it may be full
-        words, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        words, text = words_of(error), "".join(traceback.format_exception(error))
         heartbeat.failed(place.rank, words, text)
         control.send("failed", rank=place.rank, error=words, traceback=text)
         write_failure(place.attempt_dir, place.rank, error)

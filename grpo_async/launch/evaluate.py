@@ -152,8 +152,8 @@ def _dumped(config: ExperimentConfig) -> str:
 def _run(
     config: ExperimentConfig, engine: EngineChoice, run_dir: RunDir, output: Output, *, notes: list[str]
 ) -> Outcome:
-    attempt = run_dir.new_attempt()
     write_atomically(run_dir.config, _dumped(config))
+    attempt = run_dir.new_attempt()
     ports = () if config.inference.urls else machine_module.free_ports(config.inference.host, config.inference.replicas)
     with _token(engine, run_dir) as token, machine_module.private_folder() as private:
         places = Places(run_dir=run_dir, attempt=attempt, private=private, ports=ports)

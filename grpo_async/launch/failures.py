@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from grpo_async.errors import GrpoAsyncError
 from grpo_async.launch.wording import describe_exit, plain
 from grpo_async.rundir import write_atomically
 
@@ -29,7 +30,7 @@ _NOTICE_S = 5.0  # the agent notices a death within this; it kills ranks that ou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """One rank's own words. `time` is seconds since the epoch; `error` is "Type: message"."""
+    """One rank's own words. `time` is seconds since the epoch; `error`: see words_of."""
 
     rank: int
     time: float
@@ -53,12 +54,17 @@ class RankExit:
     exit_code: int
 
 
+def words_of(error: BaseException) -> str:
+    """What people read of an error: what was raised on purpose says it all, anything else needs its type."""
+    return str(error) if isinstance(error, GrpoAsyncError) else f"{type(error).__name__}: {error}"
+
+
 def write_failure(folder: Path, rank: int, error: BaseException) -> Path | None:
     """Write failure_rank{rank}.json; None when that is impossible (disk full), so that `error` itself is not masked."""
     failure = RankFailure(
         rank=rank,
         time=time.time(),
-        error=f"{type(error).__name__}: {error}",
+        error=words_of(error),
         traceback="".join(traceback.format_exception(error)),
     )
     path = _failure_path(folder, rank)

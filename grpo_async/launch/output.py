@@ -19,6 +19,7 @@ from grpo_async.launch.lasting_stream import LastingStream
 from grpo_async.launch.live_display import LiveDisplay
 from grpo_async.launch.wording import plain
 from grpo_async.rundir import RunDir
+from grpo_async.viewer.console import stdout_console
 
 
 class OutputMode(StrEnum):
@@ -40,7 +41,7 @@ class Output:
     def __init__(self, mode: OutputMode = OutputMode.FULL, console: Console | None = None) -> None:
         self.mode = mode
         stdout = cast(TextIO, LastingStream(sys.stdout, "standard output", self._lose))
-        self.console = console or Console(highlight=False, file=stdout)
+        self.console = console or stdout_console(stdout)
         stderr = cast(TextIO, LastingStream(sys.stderr, "standard error", self._lose))
         self._errors = Console(highlight=False, file=stderr)
         self._log = JsonLog(stdout)

@@ -28,6 +28,7 @@ from grpo_async.launch.trainer_plan import (
     trainer_spec,
     visible_gpus,
 )
+from grpo_async.rundir import attempt_config
 
 _FOLLOWS = "node 0 looks after the servers"
 _ALONE = NodePlace()
@@ -235,7 +236,7 @@ def _server(
     return ProcessSpec(
         name="inference server" if is_alone else f"inference server {index}",
         command=(
-            *(machine.python, "-m", "grpo_async", command, str(places.run_dir.config)),
+            *(machine.python, "-m", "grpo_async", command, str(attempt_config(places.attempt))),
             *("--port", str(places.ports[index])),
             *split,
         ),

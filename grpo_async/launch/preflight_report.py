@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 Status = Literal["pass", "warn", "fail"]
 
-_WIDTH_OF_A_PIPE = 160
 _ORDER: tuple[Status, ...] = ("pass", "warn", "fail")
 _COLORS: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -109,19 +108,21 @@ def from_json(text: str) -> list[Check]:
         raise ValueError(f"not the result of checks: {error!r}") from error
 
 
-def terminal_console() -> Console:
-    """stdout; in a pipe lines are wide, for nobody sees them wrapped."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_OF_A_PIPE)
-
-
 def print_checks(console: Console, checks: Sequence[Check], *, title: str) -> None:
-    """The table, and one line with the counts."""
+    """A table, in a pipe a line for each check, and one line with the counts."""
     from rich.table import Table
     from rich.text import Text
 
+    counts = {status: sum(check.status == status for check in checks) for status in _ORDER}
+    total = f"{counts['pass']} passed, {counts['warn']} warned, {counts['fail']} failed"
+    if not console.is_terminal:
+        lines = [
+            title,
+            *(f"{check.status:4} {check.name}: {' '.join(check.detail.split())}" for check in checks),
+            total,
+        ]
+        console.print(Text("\n".join(lines)), soft_wrap=True)
+        return
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
     table.add_column("status", no_wrap=True)
     table.add_column("name", no_wrap=True)
@@ -130,5 +131,4 @@ def print_checks(console: Console, checks: Sequence[Check], *, title: str) -> No
         # details quote servers and models: as text, never as markup
         table.add_row(Text(check.status, style=_COLORS[check.status]), Text(check.name), Text(check.detail))
     console.print(table)
-    counts = {status: sum(check.status == status for check in checks) for status in _ORDER}
-    console.print(f"{counts['pass']} passed, {counts['warn']} warned, {counts['fail']} failed")
+    console.print(total)

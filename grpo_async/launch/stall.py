@@ -23,7 +23,7 @@ from grpo_async.errors import RunError
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.launch.assignment import Assignment
 from grpo_async.launch.control import ControlClient
-from grpo_async.launch.failures import write_failure
+from grpo_async.launch.failures import words_of, write_failure
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.watchdog import StallWatchdog
@@ -133,7 +133,7 @@ class StallGuard:
     def _report(self, error: RunError) -> None:
         write_failure(self._place.attempt_dir, self._place.rank, error)
         logger.error("%s", error)
-        self._control.send("failed", rank=self._place.rank, error=f"{type(error).__name__}: {error}", traceback="")
+        self._control.send("failed", rank=self._place.rank, error=words_of(error), traceback="")
         self._control.close()
         logging.shutdown()
 

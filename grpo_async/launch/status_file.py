@@ -19,6 +19,7 @@ from typing import Any, Self
 import psutil
 
 from grpo_async.launch.display import ProgressDisplay
+from grpo_async.launch.failures import words_of
 from grpo_async.launch.json_log import finite
 from grpo_async.launch.progress import Progress
 from grpo_async.rundir import RunDir, write_atomically
@@ -99,7 +100,7 @@ class StatusFile(ProgressDisplay):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.end("failed", exit_code=1, error=f"{type(error).__name__}: {error}")
+            self.end("failed", exit_code=1, error=words_of(error))
         self._ended.set()
         self._changed.set()
         self._thread.join(_END_S)

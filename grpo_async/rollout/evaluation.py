@@ -11,6 +11,7 @@ training.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,7 +29,9 @@ from grpo_async.scoring.answers import read_answer
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 
-_MAX_FAILED_SHARE = 0.05
+logger = logging.getLogger(__name__)
+
+_NOTED_SHARE, _MAX_FAILED_SHARE = 0.05, 0.5
 _MOST_GROUPS = 64
 """Values of `evaluation.group_by`: each has a dozen metrics of its own."""
 
@@ -81,7 +84,8 @@ class Evaluator:
         """Evaluate once. Runs to its end beside whatever else the loop does; cancel it to break it off.
 
         Raises:
-            RunError: more than 5% of the rollouts failed (a reward that fails counts too): the rest would not compare.
+            RunError: more than half of the rollouts failed (a reward that fails counts too). From 5% on it warns: the numbers are
+                those of the others, and compare less.
             RolloutContractError: the rollout function returned something unusable.
         """
         began = time.monotonic()
@@ -106,8 +110,11 @@ class Evaluator:
 
     def _check_failures(self, failures: Sequence[str]) -> None:
         total = len(self._prompts) * self._samples
-        if len(failures) > _MAX_FAILED_SHARE * total:
-            raise RunError(f"{len(failures)} of {total} rollouts of the evaluation failed; the first, {failures[0]}")
+        if len(failures) > _NOTED_SHARE * total:
+            said = f"{len(failures)} of {total} rollouts of the evaluation failed; the first, {failures[0]}"
+            if len(failures) > _MAX_FAILED_SHARE * total:
+                raise RunError(said)
+            logger.warning("%s; its numbers are those of the others", said)
 
     async def _make(self, task: EvaluationTask, number: int) -> _Made:
         """The completions of one prompt. A failure is theirs alone."""

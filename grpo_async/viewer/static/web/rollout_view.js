@@ -39,6 +39,7 @@ export async function rolloutView({ app, main, parameters, signal }) {
 
   function drawBody() {
     const isTokens = state.show === "tokens";
+    tokens.hide(); // the token that it is about goes
     fill(
       colours,
       h(
