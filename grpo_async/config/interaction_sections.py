@@ -71,6 +71,8 @@ class RewardSection(StrictModel):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of every call."""
     run_in: Literal["thread", "process"] = "thread"
-    """process: in a pool of worker processes that are killed on time-out. For CPU-heavy functions and those that use signals."""
+    """process: in a pool of worker processes that are killed on time-out. For CPU-heavy functions, patterns that may backtrack, and
+    functions that use signals. thread, because it may share objects with environments, tools and its own earlier calls (as in TRL),
+    and loads a model once; one that holds the interpreter there ends the run after launch.heartbeat_timeout_s."""
     timeout_s: Seconds = 60.0
     """Time limit of one call; then the group fails."""

@@ -24,7 +24,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 INTERVAL_S = 1.0
 AGENT = "torchrun"
 """Name of the process that has the ranks as its children."""
-_LONGEST_WORDS = 20_000  # characters; a datagram has its limit
+_LONGEST_WORDS = 8_000  # characters; a datagram has its limit
 _FAILED_TIMEOUT_S = 2.0
 
 

@@ -211,7 +211,7 @@ def _lead(
     workplace: Any = SimpleNamespace(
         config=config, rundir=rundir, policy=SimpleNamespace(model=model), optimizer=None, tokenizer=None,
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
-        parameters=SimpleNamespace(specs=[], base=None, device=cpu), num_ranks=1, device=cpu,
+        parameters=SimpleNamespace(specs=[], base=None, device=cpu), num_ranks=1, device=cpu, peaks=[1 << 30],
         channel=SimpleNamespace(send=lambda commands: told.append(type(commands[0]).__name__)),
     )  # fmt: skip
     renderer: Any = SimpleNamespace(tokenizer=range(7))

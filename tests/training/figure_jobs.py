@@ -150,6 +150,9 @@ def train(
         parts = split_groups(groups, minibatches)
         result, figures = loop._train(parts, TRAINER_VERSION + 1)
         loop.stop_followers()
+        assert place.peaks is not None
+        assert len(place.peaks) == dist.get_world_size()
+        assert min(place.peaks) > 50 << 20, "a process with torch takes more"
         results[name] = {"figures": as_lists(figures), "metrics": result.metrics, "updates": result.updates}
     return results
 
