@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import sys
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import pytest
 from grpo_async.errors import ConfigError
 from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, capabilities, probe, startup_notes
 from grpo_async.sandbox.execution import MechanismError
+from grpo_async.sandbox.inside import seccomp
 from grpo_async.sandbox.probe import Findings
 from grpo_async.sandbox.walls import NAMES
 
@@ -136,3 +138,59 @@ def test_where_nothing_runs_at_all_it_is_an_error(monkeypatch: pytest.MonkeyPatc
 def test_the_notes_of_a_start_refuse_what_a_section_requires_and_the_machine_lacks() -> None:
     with pytest.raises(ConfigError, match=r"`require` names \['telepathy'\], which do not exist"):
         startup_notes(require=["telepathy"])
+
+
+def _verdict(program: bytes, machine: int, number: int, argument: int = 0) -> int:
+    """Runs the filter as the kernel does: 0 = allowed, else the errno."""
+    data = struct.pack("<IIQQ", number, machine, 0, argument)
+    lines, at, value = list(struct.iter_unpack("HBBI", program)), 0, 0
+    while True:
+        code, if_true, if_false, operand = lines[at]
+        at += 1
+        if code == 0x06:
+            return 0 if operand == 0x7FFF0000 else operand & 0xFFFF
+        if code == 0x20:
+            (value,) = struct.unpack_from("<I", data, operand)
+        else:
+            holds = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[code]
+            at += if_true if holds else if_false
+
+
+@pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
+@pytest.mark.parametrize("with_namespaces", [True, False])
+def test_the_filter_allows_what_it_lists_on_either_machine(machine: str, column: int, with_namespaces: bool) -> None:
+    audit = seccomp._AUDIT[machine]
+    program = seccomp._program(machine, with_namespaces=with_namespaces, with_threads=False)
+
+    def verdict(x86: int, arm: int, argument: int = 0) -> int:
+        return _verdict(program, audit, (x86, arm)[column], argument)
+
+    allowed = [
+        (1, 64),
+        (9, 222),
+        (257, 56),
+        (59, 221),
+        (231, 94),
+        (262, 79),
+    ]  # write mmap openat execve exit_group newfstatat
+    assert [verdict(*numbers) for numbers in allowed] == [0] * len(allowed)
+    denied = [
+        (41, 198),
+        (101, 117),
+        (319, 279),
+        (272, 97),
+        (425, 425),
+        (442, 442),
+    ]  # socket ptrace memfd unshare io_uring mount
+    assert [verdict(*numbers) for numbers in denied] == [1] * len(denied)
+    assert (verdict(435, 435), verdict(463, 463), verdict(1000, 1000)) == (
+        38,
+        38,
+        38,
+    )  # clone3, and newer than the list
+    assert (verdict(53, 199, 1), verdict(53, 199, 2)) == (0, 1)  # socketpair: unix, internet
+    assert (verdict(302, 261, 0), verdict(302, 261, 1)) == (0, 1)  # prlimit: of itself, of another
+    others = [verdict(188, 5), verdict(91, 52), verdict(62, 129, 1), verdict(56, 220, 17)]  # setxattr fchmod kill fork
+    assert others == [0 if with_namespaces else 1] * 4
+    assert _verdict(program, 0x40000003, 1) == 1  # 32 bits
+    assert (_verdict(program, audit, 0x40000001) == 0) is False  # x32
