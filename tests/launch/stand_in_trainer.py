@@ -5,9 +5,11 @@ It leaves FOLDER/NAME.pid, written atomically, so that a test can see who has st
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.launch.control import ControlClient
+from grpo_async.launch.entry import run_process
 from grpo_async.launch.failures import write_failure
 from grpo_async.launch.heartbeat import Heartbeat
 from grpo_async.processes import die_with_parent
@@ -91,6 +94,12 @@ def holds_the_interpreter() -> None:
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 
+def fails_on_a_full_disk(*_: object) -> None:
+    """Neither the log nor the file of the failure can be written."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+
 def preflight_checks(mode: str) -> list[dict[str, str]]:
     status = "fail" if mode == "preflight-fail" else "warn"
     return [
@@ -106,6 +115,8 @@ def main(mode: str, folder: Path) -> int:
         helper = subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True)
         leave_pid(folder, "helper", helper.pid)
     leave_pid(folder, f"rank{rank}")
+    if mode == "full-disk" and rank == 1:
+        run_process("trainer rank", fails_on_a_full_disk)
     Heartbeat(f"trainer rank {rank}")
     if mode == "never-connect":
         threading.Event().wait(LIMIT_S)

@@ -31,6 +31,13 @@ def test_a_rank_that_raises_is_shown_with_its_error(tmp_path: Path) -> None:
         assert list(Path(launcher.temporary).iterdir()) == []  # torchrun makes a folder there by itself
 
 
+def test_a_rank_that_can_write_nowhere_is_shown_with_its_error(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="full-disk", torchrun=True) as launcher:
+        assert launcher.end() == 1, launcher.output
+        assert "trainer rank 1 failed: OSError: [Errno 28] No space left on device: 'metrics.jsonl'" in launcher.output
+        assert launcher.left() == {}
+
+
 def test_a_torchrun_that_was_stopped_is_named_and_its_ranks_save(tmp_path: Path) -> None:
     options = {"launch": {"heartbeat_timeout_s": 4.0}}
     with LauncherProcess(tmp_path, trainer="obey-stop", torchrun=True, **options) as launcher:
