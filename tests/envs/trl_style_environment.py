@@ -3,6 +3,8 @@
 import asyncio
 import random
 
+from tests.tools.sample_tools import async_add, multiply  # noqa: F401 - tools that are named with these environments
+
 
 class FakeClient:
     """Stands for the client of an environment's server."""
@@ -125,34 +127,6 @@ class JudgedEnv:
     async def get_reward(self) -> float:
         await asyncio.sleep(0)
         return float(any(self.topic in note for note in self.notes))
-
-
-def multiply(a: int, b: int) -> int:
-    """
-    Multiplies two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-
-    Returns:
-        The product of the two integers.
-    """
-    return a * b
-
-
-async def async_add(a: int, b: int) -> int:
-    """
-    Asynchronously adds two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-
-    Returns:
-        The sum of the two integers.
-    """
-    return a + b
 
 
 def reward_func(environments, **kwargs) -> list[float]:

@@ -2,7 +2,57 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.training.loop import LeaderLoop
+from grpo_async.training.meter import PipelineMeter, Reading
+
+
+class FakeSource:
+    """training.protocols.RolloutSource without `take`: it stores every group and has nothing to tell."""
+
+    def stores(self, group_id: int) -> bool:
+        return True
+
+    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, **_: Any) -> None: ...
+
+    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        return {}
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def advance(self, version: int) -> None: ...
+
+
+def make_loop(
+    place: Any,
+    source: Any,
+    lines: list[dict[str, float]],
+    *,
+    sync: FakeSync | None = None,
+    on_read: Callable[[], object] = lambda: None,
+    **more: Any,
+) -> LeaderLoop:
+    """A loop whose metrics go to `lines`, beside a generation that does nothing; `on_read` runs whenever that is looked at."""
+
+    def read() -> Reading:
+        on_read()
+        return Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
+
+    return LeaderLoop(
+        place,
+        source=source,
+        sync=sync or FakeSync(),
+        read=read,
+        on_step=lambda step, metrics: lines.append(metrics),
+        meter=PipelineMeter(read()),
+        **{"progress": {}, **more},
+    )
+
 
 from grpo_async.weights.verify import TrainerScores
 

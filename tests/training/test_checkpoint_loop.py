@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,18 @@ import pytest
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import CheckpointError
-from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.records import ScoredGroup
 from grpo_async.rundir import RunDir
 from grpo_async.training import loop as loop_module
 from grpo_async.training.checkpoint import TrainerState
 from grpo_async.training.loop import LeaderLoop
-from grpo_async.training.meter import PipelineMeter, Reading
 from grpo_async.training.ranks import SaveCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored
-from tests.training.fakes import FakeSync
+from tests.training.fakes import FakeSource, make_loop
 
 
-class _World:
+class _World(FakeSource):
     """Source, writer and channel in one; `events` says who was asked for what, in order."""
 
     def __init__(self, *, steps: int = 4, every: int = 2) -> None:
@@ -46,17 +44,7 @@ class _World:
         self.obstacle_to_shared_prompts = None
 
     def loop(self, **arguments: Any) -> LeaderLoop:
-        reading = Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
-        return LeaderLoop(
-            self,  # type: ignore[arg-type]
-            source=self,  # type: ignore[arg-type]
-            sync=FakeSync(),
-            read=lambda: reading,
-            on_step=lambda step, metrics: self.lines.append(metrics),
-            meter=PipelineMeter(reading),
-            progress={"mine": {"a": 1}},
-            **arguments,
-        )
+        return make_loop(self, self, self.lines, progress={"mine": {"a": 1}}, **arguments)
 
     def step(self, *_: Any) -> StepResult:
         return StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
@@ -68,19 +56,6 @@ class _World:
     def take(self, *_: Any, **__: Any) -> list[ScoredGroup]:
         self._num_taken += 1
         return [make_scored(self._num_taken)]
-
-    def stores(self, group_id: int) -> bool:
-        return True
-
-    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, **_: Any) -> None: ...
-
-    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        return {}
-
-    def gauges(self) -> dict[str, float]:
-        return {}
-
-    def advance(self, version: int) -> None: ...
 
     def resume_state(self) -> ResumeState:
         self.events.append("state")

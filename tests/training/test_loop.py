@@ -11,18 +11,17 @@ import pytest
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import WeightPushError
-from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.records import ScoredGroup
 from grpo_async.training.loop import LeaderLoop
-from grpo_async.training.meter import PipelineMeter, Reading
 from grpo_async.training.protocols import Evaluations
 from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand
 from grpo_async.training.step import StepResult
 from grpo_async.weights.verify import TrainerScores
 from tests.support.records import make_scored
-from tests.training.fakes import FakeSync
+from tests.training.fakes import FakeSource, FakeSync, make_loop
 
 
-class _Source:
+class _Source(FakeSource):
     """Hands out one group per step; `before[n]` is what happens while the n-th `take` waits."""
 
     def __init__(self, before: dict[int, Callable[[], None]]) -> None:
@@ -38,17 +37,6 @@ class _Source:
             self.before[self.num_taken]()
             attend()
         return [make_scored(self.num_taken)]
-
-    def stores(self, group_id: int) -> bool:
-        return True
-
-    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, **_: Any) -> None: ...
-
-    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        return {}
-
-    def gauges(self) -> dict[str, float]:
-        return {}
 
     def advance(self, version: int) -> None:
         self.versions.append(version)
@@ -84,21 +72,8 @@ def _run(
         ),
     )
 
-    def read() -> Reading:
-        on_read()
-        return Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
-
     lines: list[dict[str, float]] = []
-    loop = LeaderLoop(
-        place,
-        source=source,  # type: ignore[arg-type]
-        sync=sync,
-        read=read,
-        on_step=lambda step, metrics: lines.append(metrics),
-        meter=PipelineMeter(read()),
-        progress={},
-        evaluations=evaluations,
-    )
+    loop = make_loop(place, source, lines, sync=sync, on_read=on_read, evaluations=evaluations)
     loop.run(first_step=1)
     assert loop.score([[1, 2, 3]], "float32").logprobs == [[-1.0, -1.0]]
     assert commands[-1] == ScoreCommand(sequences=[[1, 2, 3]], rounding="float32")

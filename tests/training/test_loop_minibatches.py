@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,13 +12,11 @@ import torch
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.records import GroupStatus, ScoredGroup, TokenFigures, TokenMark
-from grpo_async.training.loop import LeaderLoop
-from grpo_async.training.meter import PipelineMeter, Reading
 from grpo_async.training.ranks import StepCommand
 from grpo_async.training.step import StepResult
 from grpo_async.training.token_figures import FigureOrder
 from tests.support.records import make_scored
-from tests.training.fakes import FakeSync
+from tests.training.fakes import FakeSource, make_loop
 
 
 def _with_own_ids(group: ScoredGroup) -> ScoredGroup:
@@ -27,7 +24,7 @@ def _with_own_ids(group: ScoredGroup) -> ScoredGroup:
     return replace(group, samples=named)
 
 
-class _Source:
+class _Source(FakeSource):
     """Four groups, of which the second has nothing to train. `cut`: the last has one completion that was scored and is masked."""
 
     def __init__(self, *, cut: bool, kept: Container[int] = range(4)) -> None:
@@ -49,19 +46,12 @@ class _Source:
         status: GroupStatus,
         *,
         step: int,
-        figures: Mapping[str, TokenFigures],
+        figures: Mapping[str, TokenFigures] | None = None,
     ) -> None:
         assert step == 1
         self.settled.append(([group.group.group_id for group in groups], status))
-        self.figures.append(figures)
-
-    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        return {}
-
-    def gauges(self) -> dict[str, float]:
-        return {}
-
-    def advance(self, version: int) -> None: ...
+        if figures is not None:
+            self.figures.append(figures)
 
 
 def _one_step(
@@ -97,20 +87,9 @@ def _one_step(
         score=lambda sequences: [],
     )
 
-    def read() -> Reading:
-        return Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
-
     source = _Source(cut=cut, kept=kept)
     lines: list[dict[str, float]] = []
-    loop = LeaderLoop(
-        place,
-        source=source,  # type: ignore[arg-type]
-        sync=FakeSync(),
-        read=read,
-        on_step=lambda step, line: lines.append(line),
-        meter=PipelineMeter(read()),
-        progress={},
-    )
+    loop = make_loop(place, source, lines)
     assert loop.run(first_step=1) == 1
     (commands,) = [parts for parts in sent if isinstance(parts[0], StepCommand)]
     return source, commands, lines[0]
@@ -145,7 +124,7 @@ def test_the_groups_of_a_skipped_update_are_failed_and_the_others_trained(
     updates: tuple[bool, ...], settled: list[tuple[list[int], GroupStatus]]
 ) -> None:
     source, _, line = _one_step(updates)
-    assert source.settled == settled
+    assert source.settled == [([1], GroupStatus.FILTERED), *settled]
     assert line["training/skipped_updates"] == updates.count(False)
 
 

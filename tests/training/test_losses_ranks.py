@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -40,12 +39,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     },
 }
 BNPO = {"bnpo": {"type": "bnpo", **_SUM, "correction": _TOKENS}}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: build_tiny_model(folder / name, seed=seed) for seed, name in enumerate(("model", "reference"))}
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ from grpo_async.training.step_metrics import UpdateFigures
 from grpo_async.training.token_figures import FigureOrder, FigurePlan, TokenCollector
 from tests.support.ranks import run_on_ranks
 from tests.support.records import make_sample
-from tests.support.tiny_model import build_tiny_model
 from tests.training.figure_jobs import MODULE, TRAINER_VERSION, figure_groups
 
 CPU = torch.device("cpu")
@@ -457,12 +456,6 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "dapo": {"type": "dapo", **_EVERY, "correction": _SEQUENCES},
     "cispo": {"type": "cispo", "epsilon_high": 1.1},
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: build_tiny_model(folder / name, seed=seed) for seed, name in enumerate(("model", "reference"))}
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +13,11 @@ import pytest
 from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
 from grpo_async.config import ExperimentConfig
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.meter import PipelineMeter, Reading
 from grpo_async.training.ranks import Command, WaitCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored
-from tests.training.fakes import FakeSync
+from tests.training.fakes import FakeSource, make_loop
 
 
 def _config() -> ExperimentConfig:
@@ -32,7 +30,7 @@ def _config() -> ExperimentConfig:
     )  # fmt: skip
 
 
-class _Source:
+class _Source(FakeSource):
     """A real buffer, asked again every 20 ms; everything else is nothing."""
 
     def __init__(self) -> None:
@@ -45,19 +43,6 @@ class _Source:
         self.on_take()
         watch = Watch(timeout_s=30.0, setting="s", progress=lambda: 0, heartbeat=heartbeat, heartbeat_s=0.02)
         return self.buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
-
-    def stores(self, group_id: int) -> bool:
-        return True
-
-    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, **_: Any) -> None: ...
-
-    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        return {}
-
-    def gauges(self) -> dict[str, float]:
-        return {}
-
-    def advance(self, version: int) -> None: ...
 
 
 def _ignore(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None: ...
@@ -76,19 +61,8 @@ def _train_one_step(source: _Source) -> tuple[dict[str, float], list[Command]]:
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
     )
 
-    def read() -> Reading:
-        return Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
-
     steps: list[dict[str, float]] = []
-    loop = LeaderLoop(
-        place,
-        source=source,  # type: ignore[arg-type]
-        sync=FakeSync(),
-        read=read,
-        on_step=lambda step, metrics: steps.append(metrics),
-        meter=PipelineMeter(read()),
-        progress={},
-    )
+    loop = make_loop(place, source, steps)
     assert loop.run(first_step=1) == 1
     return steps[0], commands
 
