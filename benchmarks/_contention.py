@@ -97,7 +97,7 @@ class _Child:
             selector.register(pipe, selectors.EVENT_READ)
             if not selector.select(timeout=timeout_s):
                 raise TimeoutError(f"the {self._kind} loop said nothing for {timeout_s:.0f} s")
-        return float(pipe.readline())  # waits: a line that has begun, above
+        return float(pipe.readline())
 
     def end(self) -> None:
         self._process.kill()
@@ -133,7 +133,7 @@ def _child(kind: str, shape: Shape) -> None:
     work = _work(kind, shape)
     work()
     print(0.0, flush=True)
-    for line in sys.stdin:  # waits: the parent closes the pipe, or ends
+    for line in sys.stdin:
         began, count, seconds = time.perf_counter(), 0, float(line)
         while (elapsed := time.perf_counter() - began) < seconds:
             work()

@@ -111,7 +111,7 @@ def _best_s(work: Any, device: str, times: int = 5) -> float:
         began = time.perf_counter()
         work()
         if device == "cuda":
-            torch.cuda.synchronize()  # waits: for one product or copy
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     return min(seconds[1:])  # the first warms up
 

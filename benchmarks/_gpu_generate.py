@@ -119,7 +119,7 @@ async def _rounds(url: str, size: ModelSize, options: argparse.Namespace) -> dic
 
 
 async def _lengths(client: object, requests: Sequence[object]) -> list[int]:
-    made = await asyncio.gather(*(client.generate(each) for each in requests))  # type: ignore[attr-defined]  # waits: the caller's deadline
+    made = await asyncio.gather(*(client.generate(each) for each in requests))  # type: ignore[attr-defined]
     return [len(each.token_ids) for each in made]
 
 
@@ -133,7 +133,7 @@ async def _until_it_serves(url: str) -> None:
     async with httpx.AsyncClient(timeout=5.0, headers=headers) as asking:
         while True:
             try:
-                answer = await asking.get(f"{url}/health")  # waits: the client's own timeout
+                answer = await asking.get(f"{url}/health")
                 if answer.status_code == 200:
                     return
             except httpx.TransportError:
@@ -142,4 +142,4 @@ async def _until_it_serves(url: str) -> None:
                 raise RuntimeError("the server has ended")
             if time.monotonic() > ends_at:
                 raise RuntimeError(f"the server does not answer within {server.START_TIMEOUT_S:g} s")
-            await asyncio.sleep(0.1)  # waits: back-off, within START_TIMEOUT_S
+            await asyncio.sleep(0.1)

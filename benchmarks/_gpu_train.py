@@ -55,7 +55,7 @@ def _measure(options: argparse.Namespace, device: Any, side_class: Any, make_sam
         began = time.perf_counter()
         outcome = side.step(samples)
         if device.type == "cuda":
-            torch.cuda.synchronize()  # waits: for the kernels of a step
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
         tokens.append(outcome.computed_tokens)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None

@@ -137,11 +137,11 @@ class _Connection(asyncio.Protocol):
         while left:
             count = min(left, per_chunk)
             if rate > 0.0:
-                await asyncio.sleep(count / rate)  # waits: back-off that stands for the time of a generation
-            while not server.flowing.is_set():  # waits: for /resume, or the end of the connection
-                await server.flowing.wait()  # waits: for /resume, or the end of the connection
+                await asyncio.sleep(count / rate)
+            while not server.flowing.is_set():
+                await server.flowing.wait()
                 # what stood still does not come all at once
-                await asyncio.sleep(random.random() * count / rate if rate > 0.0 else 0.0)  # waits: back-off, as above
+                await asyncio.sleep(random.random() * count / rate if rate > 0.0 else 0.0)
             self._transport.write(server.line(start, count, ends=left == count) + (_LAST if left == count else b""))
             start, left = start + count, left - count
 
@@ -150,14 +150,14 @@ async def _serve(settings: ServerSettings) -> None:
     server = _Server(settings)
     loop = asyncio.get_running_loop()
     made = loop.create_server(lambda: _Connection(server), "127.0.0.1", 0, backlog=4096)
-    listener = await made  # waits: the kernel alone, on loopback
+    listener = await made
     print(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", flush=True)
-    async with listener:  # waits: until its parent has gone
-        await listener.serve_forever()  # waits: until its parent has gone
+    async with listener:
+        await listener.serve_forever()
 
 
 def _end_with_parent() -> None:
-    sys.stdin.read()  # waits: until the parent closes it, or ends
+    sys.stdin.read()
     os._exit(0)
 
 

@@ -58,12 +58,10 @@ class Load:
 def rollout_server(settings: ServerSettings) -> Iterator[str]:
     """The address of a server in a process of its own."""
     command = [sys.executable, "-m", "benchmarks._rollout_server", json.dumps(asdict(settings))]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:  # waits: it is killed at the end
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            url = server.stdout.readline().strip()  # waits: it prints or ends
+            url = server.stdout.readline().strip()
             if not url:
                 raise RuntimeError("the benchmark's server did not start; its error is above")
             yield url

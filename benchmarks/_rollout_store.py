@@ -32,7 +32,7 @@ def make_store(folder: Path, *, rollouts: int, tokens: int, seed: int = 0, threa
     per_block = max(BLOCK_BYTES // (GROUP_SIZE * (BYTES_PER_TOKEN * tokens + 3000)), 1)
     made = ",\n".join(f"({_EXPRESSIONS[column.name]})::{column.type} AS {column.name}" for column in COLUMNS)
     config: dict[str, str | bool | int | float | list[str]] = {"threads": threads or cores(), "temp_directory": ""}
-    with duckdb.connect(config=config) as connection:  # waits: nobody, it is in memory
+    with duckdb.connect(config=config) as connection:
         connection.execute("CREATE TABLE words AS SELECT ?::VARCHAR[] AS words", (WORDS,))
         connection.execute("CREATE MACRO share(a, b, c) AS (hash(a, b, c) % 1000003) / 1000003.0")
         connection.execute(

@@ -106,7 +106,7 @@ class SimulatedServer:
             heapq.heappush(self._rows, row)
             self._plan()
             try:
-                await row.done  # waits: the server's timer, or cancelled
+                await row.done
             except asyncio.CancelledError:
                 self._catch_up()
                 on_cut(int(self._steps - row.began_at))
@@ -124,7 +124,7 @@ class SimulatedServer:
         place = self._loop.create_future()
         self._waiting.append((next(self._numbers), place))
         try:
-            await place  # waits: a row that ends, or cancelled
+            await place
         except asyncio.CancelledError:
             self._loop.call_soon(self._changed)  # the slot may have been given to it already
             raise
@@ -281,7 +281,7 @@ class TellingBuffer(SampleBuffer):
         self._virtual_loop = loop
 
     async def put(self, scored: ScoredGroup) -> None:
-        await super().put(scored)  # waits: room in the queue, in virtual time
+        await super().put(scored)
         self._virtual_loop.give_back()
 
     def fail(self, error: BaseException) -> None:

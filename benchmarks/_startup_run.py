@@ -140,7 +140,7 @@ class Watch:
                     self._lines.append(f"no end within {timeout_s:g} s")
                     return
                 for key, _ in selector.select(timeout=LOOK_S):
-                    data = os.read(key.fd, 1 << 16)  # waits: nothing, select found it readable
+                    data = os.read(key.fd, 1 << 16)
                     *lines, rest[key.fileobj] = (rest[key.fileobj] + data).split(b"\n")  # type: ignore[index]
                     for line in lines:
                         self._take(line.decode(errors="replace"))

@@ -45,7 +45,7 @@ class PartClock:
 
     def _now(self) -> float:
         if self._device.type == "cuda":
-            torch.cuda.synchronize()  # waits: for the kernels of a part
+            torch.cuda.synchronize()
         return time.perf_counter()
 
 

@@ -68,7 +68,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.stop()
 
     def _run(self) -> None:
-        self.run_forever()  # waits: run_for's timer or give_back ends it
+        self.run_forever()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure.get("exception") or RuntimeError(failure["message"])

@@ -245,7 +245,7 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
             if process.poll() is not None or time.monotonic() > ends_at:
                 tail = log.read_bytes()[-4000:].decode(errors="replace")
                 raise SystemExit(f"the server did not start; the end of its log:\n{tail}") from None
-        time.sleep(0.2)  # waits: back-off until the server answers or START_TIMEOUT_S is over
+        time.sleep(0.2)
 
 
 def _child_environment(setting: Setting) -> dict[str, str]:

@@ -97,7 +97,7 @@ def measure(load: Load, *, rollouts: int, seconds: float, profile: str | bool = 
     """Cost of `rollouts` rollouts, or of `seconds` seconds where they are streamed, after as many as are in flight."""
     with tempfile.TemporaryDirectory(prefix="bench-client-") as folder, rollout_side(Path(folder), load) as side:
         warm = load.in_flight if load.rate else max(64, load.in_flight // 2)
-        while side.rollouts < warm:  # waits: the deadline of take
+        while side.rollouts < warm:
             side.step()
         if profile:
             with profiled(side.source, title=str(profile)):

@@ -154,10 +154,10 @@ def _turns(
     stop = threading.Event()
 
     def take() -> None:
-        while not stop.is_set():  # waits: main sets it; a step has the deadline of take
+        while not stop.is_set():
             side.step()
 
-    while side.rollouts < side.load.in_flight:  # waits: the deadline of take
+    while side.rollouts < side.load.in_flight:
         side.step()
     taker = threading.Thread(target=take, name="taker", daemon=True)
     taker.start()
@@ -211,15 +211,13 @@ def _seconds_of(train: Callable[[], None]) -> float:
 def _apart(load: Load) -> Iterator[Callable[[str], None]]:
     """The same rollout side in a process of its own, paused; tell it to `resume` and to `pause`."""
     command = [sys.executable, "-m", "benchmarks.client_gil", "--child", json.dumps(asdict(load))]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:  # waits: it is killed at the end
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         pipes: Any = child
 
         def say(word: str) -> None:
             pipes.stdin.write(word + "\n")
             pipes.stdin.flush()
-            if not pipes.stdout.readline():  # waits: it answers or ends
+            if not pipes.stdout.readline():
                 raise RuntimeError("the rollout side in a process of its own has ended; its error is above")
 
         try:
@@ -236,11 +234,11 @@ def _generate_apart(load: Load) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-gil-") as folder, rollout_side(Path(folder), load) as side:
 
         def take() -> None:
-            while True:  # waits: a step has the deadline of take, and the process is ended
+            while True:
                 side.step()
 
         threading.Thread(target=take, daemon=True).start()
-        for word in sys.stdin:  # waits: the parent closes it, or ends
+        for word in sys.stdin:
             (side.pause if word.strip() == "pause" else side.resume)()
             print("done", flush=True)
 

@@ -116,7 +116,7 @@ async def measure(
                 rollout_id=f"r{number}", prompt_ids=prompt_ids, seed=seed + number, affinity=f"g{number}/0",
                 tools=ToolExecutor([tool], max_result_chars=8192), tool_names=[tool.name],
             )  # fmt: skip
-            completion = await Conversation(client, renderer, settings).run(start)  # waits: TIMEOUT_S of each request
+            completion = await Conversation(client, renderer, settings).run(start)
             if len(completion.turns) != turns + 1 or any(not turn.tool_calls for turn in completion.turns[:-1]):
                 raise SystemExit("a turn did not call the tool: the tokenizer's template or parser does not fit")
             context = len(prompt_ids) + len(completion.completion_ids)

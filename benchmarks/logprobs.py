@@ -157,14 +157,14 @@ class _CudaPeak:
     def start(self) -> None:
         import torch
 
-        torch.cuda.synchronize()  # waits: for kernels of this process alone
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         self._before = torch.cuda.memory_allocated()
 
     def peak_bytes(self) -> int:
         import torch
 
-        torch.cuda.synchronize()  # waits: for kernels of this process alone
+        torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - self._before
 
 

@@ -143,7 +143,7 @@ def simulate(setup: Setup) -> Outcome:
         progress={},
     )
     trainer.push(0)
-    running = loop.create_task(worker.run())  # waits: cancelled below, in virtual time
+    running = loop.create_task(worker.run())
     try:
         trainer.run(first_step=1)
         assert is_closed(ledger.snapshot()), ledger.snapshot()

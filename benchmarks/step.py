@@ -183,7 +183,7 @@ def _timed(side: OurSide | PlainSide, samples: list[RolloutSample], device: torc
     began = time.perf_counter()
     side.step(samples)
     if device.type == "cuda":
-        torch.cuda.synchronize()  # waits: for the kernels of a step
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 

@@ -218,7 +218,7 @@ class _Bench:
         import torch
 
         if self._device.type == "cuda":
-            torch.cuda.synchronize()  # waits: for the kernels of a step
+            torch.cuda.synchronize()
 
 
 class _Timer:

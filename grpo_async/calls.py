@@ -72,7 +72,7 @@ class UserCall(Generic[Result]):
     async def attempt_async(self) -> Result | Raised:
         """Call on the running loop. Raises only CancelledError, when this task is cancelled."""
         try:
-            return self.finish(await self.function(**self.arguments))  # waits: TimedCaller cancels it
+            return self.finish(await self.function(**self.arguments))  # TimedCaller cancels it
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -132,4 +132,4 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable  # waits: its thread is given up after the limit
+    return await awaitable  # its thread is given up after the limit

@@ -46,6 +46,6 @@ def die_with_parent(parent: int | None = None) -> None:
 
 def _exit_when_parent_changes(parent: int) -> None:
     never = threading.Event()
-    while os.getppid() == parent:  # waits: ends with the process
+    while os.getppid() == parent:  # ends with the process
         never.wait(1.0)  # macOS has no parent-death signal that Python can reach
     os._exit(1)

@@ -61,7 +61,7 @@ class ThreadRunner:
             ThreadsExhaustedError: too many abandoned threads are still running.
         """
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_threads))
-        await slots.acquire()  # waits: the calls that hold them have limits
+        await slots.acquire()  # the calls that hold them have limits
         keeps_slot = False
         try:
             abandoned = self.num_abandoned
@@ -131,7 +131,7 @@ def call_when_set(event: threading.Event, function: Callable[[], None]) -> None:
     """Call `function`, in a thread of its own, as soon as the event is set."""
 
     def wait() -> None:
-        event.wait()  # waits: as long as the process, in a daemon thread
+        event.wait()  # as long as the process, in a daemon thread
         function()
 
     threading.Thread(target=wait, name="stop-watch", daemon=True).start()

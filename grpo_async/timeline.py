@@ -117,7 +117,7 @@ class Timeline:
         self.close()
 
     def _write_on(self) -> None:
-        while not self._closing.wait(timeout=_INTERVAL_S):  # waits: close ends it, or the process
+        while not self._closing.wait(timeout=_INTERVAL_S):  # close ends it, or the process
             self._write()
         self._write()
         self._file.close()

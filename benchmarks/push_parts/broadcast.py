@@ -34,7 +34,7 @@ def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callab
             group.broadcast(buffer, timeout_s=timeout_s)
         if not ours.poll(timeout_s):
             raise SystemExit("the bare broadcast did not end")
-        ours.recv()  # waits: poll said it is there
+        ours.recv()
         return time.perf_counter() - began
 
     try:
@@ -51,7 +51,7 @@ def _receive(pipe: Connection, port: int, sizes: list[int], timeout_s: float) ->
 
     torch.set_num_threads(1)
     group = WeightGroup.join("127.0.0.1", port, rank=1, world_size=2, key="bare", timeout_s=timeout_s)
-    while pipe.recv() == "go":  # waits: a daemon, ends with the benchmark
+    while pipe.recv() == "go":
         kept = []  # fresh memory for all, as a server that stages
         for size in sizes:
             buffer = torch.empty(size, dtype=torch.uint8)

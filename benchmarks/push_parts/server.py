@@ -151,5 +151,5 @@ def wait_for_load_time(log: Path, seen: int) -> float:
     while len(times := load_times(log)) <= seen:
         if time.monotonic() > ends_at:
             raise SystemExit(f"the server's log has no load time: {log}")
-        time.sleep(0.01)  # waits: back-off; another process writes the line
+        time.sleep(0.01)
     return max(times[seen:])

@@ -93,7 +93,7 @@ def _when(
             raise RuntimeError(f"it ended with {process.returncode} before its steps were made")
         if time.monotonic() > ends_at:
             raise RuntimeError("its steps took too long")
-        time.sleep(POLL_S)  # waits: back-off until the step is there or `ends_at` is past
+        time.sleep(POLL_S)
     return read()
 
 

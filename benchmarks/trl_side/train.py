@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
 
     torch.set_num_threads(setting.threads)
     trainer = build_trainer(setting)
-    trainer.train()  # waits: max_steps, and the benchmark that started this process
+    trainer.train()
     return 0
 
 

@@ -54,7 +54,7 @@ class Admission:
                 if self._capacity() > 0:
                     self._admitted += 1
                     return
-            await self._changed.wait()  # waits: cancelled with the run
+            await self._changed.wait()  # cancelled with the run
 
     def occupy(self, num_groups: int) -> None:
         """Take places without waiting, for groups that a resume puts back into the queue: they had them before."""

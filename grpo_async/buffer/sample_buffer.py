@@ -115,7 +115,7 @@ class SampleBuffer:
                 if self._room is None or self._room.is_set():
                     self._room = asyncio.Event()
                 room = self._room
-            await room.wait()  # waits: cancelled with the run
+            await room.wait()  # cancelled with the run
 
     def restore(self, groups: Sequence[ScoredGroup]) -> None:
         """Queue groups of a checkpoint, before anything is taken or put."""

@@ -41,4 +41,4 @@ class Construction:
         for instance in self._made:
             close = getattr(instance, "close", None)
             if callable(close) and inspect.isawaitable(closing := close()):
-                await closing  # waits: nobody; the thread is a daemon
+                await closing  # the thread is a daemon

@@ -134,7 +134,7 @@ class Environment:
             EnvironmentCallError: the instance was broken before.
         """
         # Cancelled here, nothing was started.
-        await self._lock.acquire()  # waits: the call before has a limit
+        await self._lock.acquire()  # the call before has a limit
         if self.broken is not None:
             self._lock.release()
             self._refuse_if_broken()
@@ -142,7 +142,7 @@ class Environment:
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._ran)
-        return await asyncio.shield(task)  # waits: the call has a limit
+        return await asyncio.shield(task)  # the call has a limit
 
     async def wait_idle(self) -> None:
         """Wait for the call that runs, if any; its own time limit bounds this."""

@@ -63,6 +63,6 @@ async def result_within(future: Future[Result], timeout_s: float) -> Result:
 
 def _work(queue: SimpleQueue[Callable[[], Any] | None]) -> None:
     # A function without `self`: the thread must not keep its owner alive.
-    while (work := queue.get()) is not None:  # waits: stop() posts the None
+    while (work := queue.get()) is not None:  # stop() posts the None
         work()
         del work  # it holds the call's arguments; the next may be long in coming

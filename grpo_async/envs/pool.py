@@ -129,8 +129,8 @@ class EnvironmentPool:
         self._waiters.append(waiter)
         started = time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s):  # waits: with None, for rollouts that have limits
-                await waiter.granted  # waits: the line above
+            async with asyncio.timeout(timeout_s):  # None: until rollouts end, which have limits
+                await waiter.granted
         except BaseException as error:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)

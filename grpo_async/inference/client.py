@@ -155,7 +155,7 @@ class InferenceClient:
         """Close every connection."""
         for route in list(self._connections):
             self._close_connections(route)
-        await asyncio.gather(*self._closing)  # waits: closing asks nobody anything
+        await asyncio.gather(*self._closing)
 
     def _connections_to(self, route: Route) -> ServerConnections:
         connections = self._connections.get(route)
@@ -166,7 +166,7 @@ class InferenceClient:
     def _close_connections(self, route: Route) -> None:
         connections = self._connections.pop(route, None)
         if connections is not None:
-            task = asyncio.get_running_loop().create_task(connections.aclose())  # waits: closing asks nobody anything
+            task = asyncio.get_running_loop().create_task(connections.aclose())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
@@ -238,7 +238,7 @@ class InferenceClient:
                         f"request {request.request_id} failed {attempt + 1} times in a row; the last error was "
                         f"{type(error).__name__}: {error}"
                     ) from error
-                await asyncio.sleep(self._retry.delay_s(attempt))  # waits: back-off between attempts
+                await asyncio.sleep(self._retry.delay_s(attempt))
                 attempt += 1
         generation.duration_s = time.monotonic() - began
         return generation
@@ -260,8 +260,8 @@ class InferenceClient:
     ) -> None:
         async with self._connections_to(route).post(request.model_dump_json().encode()) as answer:
             if answer.status >= 400:
-                raise error_for_status(answer.status, await answer.read())  # waits: request_timeout_s of the session
-            async for line in answer.lines():  # waits: request_timeout_s of the session
+                raise error_for_status(answer.status, await answer.read())  # within the session's request_timeout_s
+            async for line in answer.lines():  # within the session's request_timeout_s
                 chunk = _parse_chunk(line)
                 generation.add(chunk)
                 if on_tokens is not None and chunk.token_ids:

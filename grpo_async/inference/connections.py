@@ -39,12 +39,12 @@ class Answer:
 
     async def read(self) -> bytes:
         """All of it."""
-        return await self._response.read()  # waits: request_timeout_s of the session
+        return await self._response.read()  # within the session's request_timeout_s
 
     async def lines(self) -> AsyncIterator[bytes]:
         """The lines that are not empty, as they arrive, without their ends."""
         rest = b""
-        async for data in self._response.content.iter_any():  # waits: request_timeout_s of the session
+        async for data in self._response.content.iter_any():  # within the session's request_timeout_s
             *whole, rest = (rest + data).split(b"\n") if rest else data.split(b"\n")
             for line in whole:
                 if line:
@@ -86,7 +86,7 @@ class Connections:
             BrokenConnectionError: also for what breaks within the `with` block.
         """
         try:
-            async with await self._begin(body) as response:  # waits: request_timeout_s of the session
+            async with await self._begin(body) as response:  # within the session's request_timeout_s
                 yield Answer(response)
         except aiohttp.SocketTimeoutError as error:
             raise BrokenConnectionError(f"{self._url} was silent for {self._request_timeout_s:g} s") from error
@@ -107,4 +107,4 @@ class Connections:
 
     async def aclose(self) -> None:
         """Close every connection."""
-        await self._session.close()  # waits: closing asks nobody anything
+        await self._session.close()

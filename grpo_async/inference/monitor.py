@@ -147,14 +147,14 @@ class Monitor:
         self._loop = asyncio.get_running_loop()
         self._started.set()
         tasks = [asyncio.create_task(self._watch(index)) for index in range(len(self._probes))]
-        await self._ending.wait()  # waits: for `close`, or as long as the process
+        await self._ending.wait()  # for `close`, or as long as the process
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=_END_S / 2)
 
     async def _watch(self, index: int) -> None:
         async with self._probes[index]:
-            while self._watched.server(index).state is not ServerState.GONE:  # waits: `close` cancels it
+            while self._watched.server(index).state is not ServerState.GONE:  # `close` cancels it
                 self._nudged[index].clear()
                 try:
                     await self._look_at(self._watched.server(index))

@@ -20,12 +20,12 @@ class Probe:
     was kept open may have been closed meanwhile), and InferenceError for an answer that says no."""
 
     def __init__(self, url: str, *, token: str | None, authority: Path | None) -> None:
-        self._http = httpx.AsyncClient(  # waits: the caller limits every question
+        self._http = httpx.AsyncClient(  # the caller limits every question
             base_url=url,
             headers=authorization(token),
             verify=trusted_certificates(authority),
             limits=httpx.Limits(max_connections=None),
-            timeout=None,  # waits: the caller limits every question
+            timeout=None,  # the caller limits every question
             trust_env=False,
         )
 
@@ -55,9 +55,9 @@ class Probe:
 
     async def _get(self, path: str) -> httpx.Response:
         try:
-            response = await self._http.get(path)  # waits: the caller limits every question
+            response = await self._http.get(path)  # the caller limits every question
         except httpx.TransportError:
-            response = await self._http.get(path)  # waits: the caller limits every question
+            response = await self._http.get(path)  # the caller limits every question
         if response.status_code >= 400:
             raise error_for_status(response.status_code, response.content)
         return response

@@ -149,7 +149,7 @@ class Router:
         request = asyncio.timeout(None)
         route.requests.add(request)
         try:
-            async with request:  # waits: ended by the fence
+            async with request:  # ended by the fence
                 yield route
         except TimeoutError as error:
             if not request.expired():

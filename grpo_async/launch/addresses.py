@@ -37,7 +37,7 @@ def own_address_towards(address: str, port: int, setting: str) -> str:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, port))  # waits: not at all, a datagram socket only notes the address
+            probe.connect((address, port))  # a datagram socket only notes the address
         except OSError as error:
             raise ConfigError(f"{setting}: no route of this machine leads to {address} ({error})") from error
         return str(probe.getsockname()[0])

@@ -59,7 +59,7 @@ class Child:
         self.name = spec.name
         self.log = log
         self._process = process
-        exit_ = asyncio.ensure_future(process.wait())  # waits: whoever awaits the task bounds it
+        exit_ = asyncio.ensure_future(process.wait())  # whoever awaits the task bounds it
         self.exited: asyncio.Task[int] = exit_
 
     @classmethod

@@ -121,7 +121,7 @@ class ControlClient:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(_CONNECT_TIMEOUT_S)
         try:
-            connection.connect(str(path))  # waits: _CONNECT_TIMEOUT_S, set above
+            connection.connect(str(path))  # within _CONNECT_TIMEOUT_S, set above
         except OSError:
             connection.close()
             self._request_stop(LAUNCHER_GONE)
@@ -137,7 +137,7 @@ class ControlClient:
     def _read(self, connection: socket.socket) -> None:
         try:
             with connection.makefile("rb") as lines:
-                for line in lines:  # waits: the end of the connection; a daemon thread
+                for line in lines:  # until the connection ends; a daemon thread
                     message = json.loads(line)
                     if message.get("kind") == "stop":
                         self._request_stop(str(message.get("reason", "stop")))
@@ -163,9 +163,9 @@ class ControlClient:
             logger.exception("the news of a server could not be handled: %s", dict(message))
 
     def _write(self, connection: socket.socket) -> None:
-        while (line := self._outbox.get()) is not None:  # waits: `close` ends it; a daemon thread
+        while (line := self._outbox.get()) is not None:  # `close` ends it; a daemon thread
             try:
-                connection.sendall(line)  # waits: in a daemon thread, for which `close` has a deadline
+                connection.sendall(line)  # in a daemon thread, for which `close` has a deadline
             except OSError:
                 self._request_stop(LAUNCHER_GONE)
                 return
@@ -214,7 +214,7 @@ class ControlServer:
         self._accepting.cancel()
         for reader in self._readers:
             reader.cancel()
-        await asyncio.gather(self._accepting, *self._readers, return_exceptions=True)  # waits: they were cancelled
+        await asyncio.gather(self._accepting, *self._readers, return_exceptions=True)
         self._listener.close()
         for writer in self._writers:
             writer.close()
@@ -240,20 +240,20 @@ class ControlServer:
                 # connections are accepted in order: when this one is heard, every earlier one has its reader
                 _, writer = await asyncio.open_unix_connection(self._path)
                 writer.write(_PROBE)
-                await self._probed.wait()  # waits: timeout_s at most
+                await self._probed.wait()  # timeout_s at most
                 writer.close()
                 while self._readers:
-                    await asyncio.wait(self._readers)  # waits: timeout_s at most
+                    await asyncio.wait(self._readers)  # timeout_s at most
 
     async def _accept(self) -> None:
         """Neither asyncio's server nor `sock_accept`: when the launcher leaves as a trainer connects, both may keep that connection
         open, and the trainer would wait for a launcher that is gone. Here nothing holds one across a turn of the loop."""
         is_told = False
         while True:
-            await self._due.wait()  # waits: cancelled with the run
+            await self._due.wait()  # cancelled with the run
             self._due.clear()
             try:
-                connection, _ = self._listener.accept()  # waits: not at all, it does not block
+                connection, _ = self._listener.accept()  # does not block
             except (BlockingIOError, ConnectionAbortedError):
                 continue  # it has gone again
             except OSError as error:  # no descriptor is free: the kernel holds the connection until one is
@@ -263,13 +263,13 @@ class ControlServer:
                 await self._rest_from_listening()
                 continue
             connection.setblocking(False)
-            streams = await asyncio.open_connection(sock=connection, limit=_LINE_LIMIT)  # waits: a turn of the loop
+            streams = await asyncio.open_connection(sock=connection, limit=_LINE_LIMIT)
             self._greet(*streams)
 
     async def _rest_from_listening(self) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener)
-        await asyncio.sleep(_RETRY_S)  # waits: back-off until a descriptor is free
+        await asyncio.sleep(_RETRY_S)  # back-off until a descriptor is free
         loop.add_reader(self._listener, self._due.set)
 
     def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -284,7 +284,7 @@ class ControlServer:
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while line := await reader.readline():  # waits: until the trainer hangs up, or cancelled with the run
+            while line := await reader.readline():  # until the trainer hangs up, or cancelled with the run
                 self._handle(line)
         except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit
             self._on_broken_line(f"the control channel broke: {error}")

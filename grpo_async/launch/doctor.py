@@ -47,7 +47,7 @@ def run_doctor(*, full: bool = False) -> list[Check]:
     checks = list(_CHECKS)
     if full:
         checks.append(("vllm import", doctor_software.check_vllm_import))
-    with ThreadPoolExecutor(max_workers=4) as pool:  # waits: run_check leaves each check after its limit
+    with ThreadPoolExecutor(max_workers=4) as pool:  # run_check leaves each check after its limit
         limit_s = _FULL_LIMIT_S if full else _LIMIT_S
         results = pool.map(lambda entry: run_check(entry[0], entry[1], limit_s=limit_s), checks)
         return [check for found in results for check in found]

@@ -36,10 +36,10 @@ def check_loopback() -> list[Check]:
         try:
             client = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S))
             servers[0].settimeout(_TIMEOUT_S)
-            accepted = held.enter_context(servers[0].accept()[0])  # waits: the listener's time limit, set above
+            accepted = held.enter_context(servers[0].accept()[0])  # within the listener's time limit, set above
             accepted.settimeout(_TIMEOUT_S)
-            client.sendall(b"x")  # waits: the time limit it was connected with
-            if accepted.recv(1) != b"x":  # waits: its time limit, set above
+            client.sendall(b"x")  # within the time limit it was connected with
+            if accepted.recv(1) != b"x":  # within its time limit, set above
                 raise OSError("another answer came back")
         except OSError as error:
             return [

@@ -131,7 +131,7 @@ def _run(
         running = asyncio.ensure_future(side.evaluator.run(task))
         _cancel_when_set(control.stop_requested, asyncio.get_running_loop(), running)
         try:
-            result = await running  # waits: each of its rollouts has a deadline
+            result = await running
         except asyncio.CancelledError:
             return None
         finally:
@@ -145,7 +145,7 @@ def _run(
 
 def _cancel_when_set(event: threading.Event, loop: asyncio.AbstractEventLoop, task: asyncio.Future[Any]) -> None:
     def wait() -> None:
-        event.wait()  # waits: as long as the process, in a daemon thread
+        event.wait()  # as long as the process, in a daemon thread
         if not loop.is_closed():
             loop.call_soon_threadsafe(task.cancel)
 

@@ -67,7 +67,7 @@ class Follower:
                 run_dir=self._run_dir,
                 interrupted=self._signals.arrived,
                 on_wait=lambda: self._say(f"waiting for node 0 at {self._config.launch.rdzv}"),
-            )  # waits: launch.rdzv_timeout_s
+            )  # within launch.rdzv_timeout_s
             if link is None:
                 return self._stopped("before node 0 had come")
             try:

@@ -44,11 +44,9 @@ def guarded(launcher: int, folder: Path) -> Iterator[None]:
 def main(launcher: int, folder: Path) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of a scheduler, to everything: the launcher decides
         signal.signal(number, signal.SIG_IGN)
-    if sys.stdin.buffer.read() == _DONE:  # waits: the end of the launcher, however it comes
+    if sys.stdin.buffer.read() == _DONE:  # until the launcher ends, however it does
         return 0
-    while left := _left(
-        f"{launcher}:"
-    ):  # waits: every round ends what it finds; what is found again has been started since
+    while left := _left(f"{launcher}:"):  # every round ends what it finds; what is found again has been started since
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -49,7 +49,7 @@ class Heartbeat:
         self._stacks = stacks_file(Path(path), os.getpid()).open("w", encoding="utf-8")  # open as long as the process
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.connect(path)  # waits: not at all, a datagram socket only keeps the address
+        self._socket.connect(path)  # a datagram socket only keeps the address
         threading.Thread(target=self._beat, args=(self._socket,), name="heartbeat", daemon=True).start()
 
     def failed(self, rank: int, error: str, trace: str) -> None:
@@ -65,7 +65,7 @@ class Heartbeat:
 
     def _beat(self, connection: socket.socket) -> None:
         never = threading.Event()
-        while True:  # waits: ends with the process
+        while True:  # ends with the process
             with contextlib.suppress(BlockingIOError, InterruptedError):  # the launcher has not read the last ones yet
                 try:
                     connection.send(self._message(), socket.MSG_DONTWAIT)

@@ -100,7 +100,7 @@ class LiveDisplay(ProgressDisplay):
             )
 
     def _draw(self) -> None:
-        while not self._ended.is_set():  # waits: leaving the context ends it; a daemon thread
+        while not self._ended.is_set():  # leaving the context ends it; a daemon thread
             self._changed.clear()
             if self._run_dir is not None:
                 with self.lock:

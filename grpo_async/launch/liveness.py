@@ -102,7 +102,7 @@ class Liveness:
 
     async def __aexit__(self, *_: object) -> None:
         self._watching.cancel()
-        await asyncio.gather(self._watching, return_exceptions=True)  # waits: it was cancelled
+        await asyncio.gather(self._watching, return_exceptions=True)
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
 
@@ -117,7 +117,7 @@ class Liveness:
     def _hear(self) -> None:
         while True:
             try:
-                message = json.loads(self._socket.recv(_MAX_DATAGRAM))  # waits: not at all, it does not block
+                message = json.loads(self._socket.recv(_MAX_DATAGRAM))  # does not block
             except BlockingIOError:
                 return
             life = self._lives.setdefault(message["pid"], _Life(message["name"], message["pid"], 0.0))
@@ -128,7 +128,7 @@ class Liveness:
     async def _watch(self) -> None:
         looked_at = time.monotonic()
         while not self.frozen.is_set():
-            await asyncio.sleep(INTERVAL_S)  # waits: back-off until the next look; cancelled with the run
+            await asyncio.sleep(INTERVAL_S)  # back-off until the next look; cancelled with the run
             self._hear()
             now = time.monotonic()
             if now - looked_at > INTERVAL_S + _OWN_PAUSE_S:
@@ -189,7 +189,7 @@ class Liveness:
             ends_at, size = time.monotonic() + _STACKS_S, -1
             while time.monotonic() < ends_at and (size <= 0 or file.stat().st_size != size):
                 size = file.stat().st_size
-                await asyncio.sleep(_BUSY_SAMPLE_S)  # waits: back-off, _STACKS_S at most
+                await asyncio.sleep(_BUSY_SAMPLE_S)  # back-off, _STACKS_S at most
             return file.read_text(encoding="utf-8", errors="replace") or None
         except (OSError, psutil.Error):
             return None
@@ -210,7 +210,7 @@ async def _busiest_thread(pid: int) -> int:
     """The thread that has computed most in half a second: one that waits for the interpreter computes next to nothing."""
     process = psutil.Process(pid)
     before = _thread_times(process)
-    await asyncio.sleep(_BUSY_SAMPLE_S)  # waits: back-off, a sample
+    await asyncio.sleep(_BUSY_SAMPLE_S)
     spent = {thread: seconds - before.get(thread, 0.0) for thread, seconds in _thread_times(process).items()}
     return max(spent, key=lambda thread: spent[thread], default=pid)
 

@@ -96,7 +96,7 @@ class NodeChannel:
         searched = 0
         while (end := self._unread.find(b"\n", searched)) < 0 and len(self._unread) <= limit:
             searched = len(self._unread)
-            chunk = await self._reader.read(_CHUNK)  # waits: `receive` has a deadline, `close` ends it
+            chunk = await self._reader.read(_CHUNK)  # `receive` has a deadline, `close` ends it
             if not chunk:
                 raise LostError("the connection has ended")
             self._unread += chunk
@@ -127,7 +127,7 @@ class NodeChannel:
         while not self._closed.is_set():
             try:
                 async with asyncio.timeout(BEAT_S):
-                    await self._closed.wait()  # waits: BEAT_S; `close` ends the loop
+                    await self._closed.wait()  # `close` ends the loop
             except TimeoutError:
                 self.send("beat")
 

@@ -80,7 +80,7 @@ class NodeHub:
     async def __aenter__(self) -> Self:
         where = f"launch.rdzv: {self._address}:{self._port}"
         try:
-            self._server = await open_server(self._serve, self._address, self._port)  # waits: not at all, it binds
+            self._server = await open_server(self._serve, self._address, self._port)
         except OSError as error:
             raise ConfigError(
                 f"{where} cannot be bound on this machine, which is node 0 ({error}); name an address of this machine, and a "
@@ -125,7 +125,7 @@ class NodeHub:
         self._is_over = True
         for node in self._nodes.values():
             node.channel.send("end", exit_code=exit_code, error=error)
-        await asyncio.gather(*(node.channel.flush(_FLUSH_S) for node in self._nodes.values()))  # waits: _FLUSH_S
+        await asyncio.gather(*(node.channel.flush(_FLUSH_S) for node in self._nodes.values()))  # within _FLUSH_S
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -144,7 +144,7 @@ class NodeHub:
 
     async def _admit(self, channel: NodeChannel) -> _Node | None:
         try:
-            rank, host = await admit(channel, self._token, self._offer, refuse=self._refuse)  # waits: HANDSHAKE_S
+            rank, host = await admit(channel, self._token, self._offer, refuse=self._refuse)  # within HANDSHAKE_S
         except LostError as error:
             self._listener.note(f"{channel.peer} wanted to join the run and may not: {plain(str(error))}")
             return None

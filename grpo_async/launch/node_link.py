@@ -133,7 +133,7 @@ class NodeLink:
         if channel is None:
             return None
         try:
-            answer = await apply(channel, token, rank=rank, host=socket.gethostname())  # waits: HANDSHAKE_S
+            answer = await apply(channel, token, rank=rank, host=socket.gethostname())  # within HANDSHAKE_S
             offer = Offer.from_json(answer)
             reason = objection(offer, config, run_dir)
             if reason is not None:
@@ -174,7 +174,7 @@ class NodeLink:
                 has_waited = True
             try:
                 async with asyncio.timeout(min(_RETRY_S, max(0.0, ends_at - loop.time()))):
-                    await interrupted.wait()  # waits: _RETRY_S, and the loop launch.rdzv_timeout_s
+                    await interrupted.wait()  # for _RETRY_S; the loop ends after launch.rdzv_timeout_s
                     return None
             except TimeoutError:
                 continue
@@ -199,7 +199,7 @@ class NodeLink:
         self._channel.close()
         if self._listening is not None:
             self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)  # waits: it was cancelled
+            await asyncio.gather(self._listening, return_exceptions=True)
 
     async def _listen(self) -> None:
         while not self.ended.is_set():

@@ -41,7 +41,7 @@ class PlaceWatch:
         return not os.path.lexists(self._root)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        while not self._ended.wait(timeout=_INTERVAL_S):  # waits: leaving the context ends it; a daemon thread
+        while not self._ended.wait(timeout=_INTERVAL_S):  # leaving the context ends it; a daemon thread
             if not self._is_there():
                 loop.call_soon_threadsafe(self.lost.set)
                 return

@@ -112,7 +112,7 @@ class _Keeper:
         self._down_since: float | None = None
 
     async def start(self) -> None:
-        self.child = await self._all.spawn(self._spec, self._life)  # waits: for a fork, not for readiness
+        self.child = await self._all.spawn(self._spec, self._life)  # for a fork, not for readiness
 
     def serves(self, life: int | None) -> None:
         if self._is_about_another_life(life):
@@ -169,11 +169,11 @@ class _Keeper:
     async def _wait_for_end(self) -> _End | None:
         """None: the run stops."""
         assert self.child is not None
-        asked = asyncio.ensure_future(self._asked.wait())  # waits: cancelled a few lines below
-        stopping = asyncio.ensure_future(self._stopping.wait())  # waits: cancelled a few lines below
+        asked = asyncio.ensure_future(self._asked.wait())
+        stopping = asyncio.ensure_future(self._stopping.wait())
         events = {self.child.exited, asked, stopping}
         try:
-            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)  # waits: until the server ends, or `stop`
+            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)  # until the server ends, or `stop`
         finally:
             asked.cancel()
             stopping.cancel()
@@ -201,7 +201,7 @@ class _Keeper:
         """None: it runs."""
         self._life += 1
         try:
-            self.child = await self._all.spawn(self._spec, self._life)  # waits: for a fork, not for readiness
+            self.child = await self._all.spawn(self._spec, self._life)  # for a fork, not for readiness
         except RunError as error:
             return _End(how=f"could not be started: {error}", asked=False)
         self._all.news.server_event(self._index, "starting", f"restart {self._restarts.in_a_row}", self._life)
@@ -332,7 +332,7 @@ async def _within(event: asyncio.Event, timeout_s: float) -> bool:
     """Whether `event` is set within `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
-            await event.wait()  # waits: timeout_s at most
+            await event.wait()  # timeout_s at most
     except TimeoutError:
         return False
     return True

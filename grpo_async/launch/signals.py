@@ -80,11 +80,11 @@ async def first_of(
     """Until one of the children ends, one of `events` is set or a signal arrives. Without `timeout_s` as long as the run takes:
     the trainer has deadlines for everything that it waits for, and a run has no other natural bound."""
     events = [signals.arrived, *events]
-    waits = [asyncio.ensure_future(event.wait()) for event in events]  # waits: cancelled a few lines below
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
     exits = [child.exited for child in children]
     try:
         first = asyncio.FIRST_COMPLETED
-        await asyncio.wait([*waits, *exits], timeout=timeout_s, return_when=first)  # waits: until the run ends
+        await asyncio.wait([*waits, *exits], timeout=timeout_s, return_when=first)
     finally:
         for wait in waits:
             wait.cancel()

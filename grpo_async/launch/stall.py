@@ -120,7 +120,7 @@ class StallGuard:
         main = threading.main_thread()
         saved_by = time.monotonic() + self._loop.longest_save_s
         begun = -1
-        while main.is_alive():  # waits: a main thread that begins nothing ends it
+        while main.is_alive():  # ends when the main thread begins nothing
             saves = self._loop.is_saving and time.monotonic() < saved_by
             if begun == self._loop.activity.num_begun and not saves:
                 break

@@ -160,7 +160,7 @@ class StatusFile(ProgressDisplay):
             }
 
     def _keep(self) -> None:
-        while not self._ended.is_set():  # waits: leaving the context ends it; a daemon thread
+        while not self._ended.is_set():  # leaving the context ends it; a daemon thread
             self._changed.wait(INTERVAL_S)
             self._changed.clear()
             self._write()

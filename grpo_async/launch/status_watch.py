@@ -61,7 +61,7 @@ def _watch_live(run_dir: RunDir, console: Console) -> RunStatus:
     status = read_status(run_dir)
     with Live(console=console, screen=True, auto_refresh=False, transient=True) as live:
         try:
-            while True:  # waits: the end of the run, or Ctrl-C
+            while True:  # until the run ends, or Ctrl-C
                 status = read_status(run_dir)
                 tail.read()
                 live.update(_picture(status, tail, console), refresh=True)
@@ -92,7 +92,7 @@ def _watch_lines(run_dir: RunDir, console: Console) -> RunStatus:
     pause, told = threading.Event(), (-1, "")
     status = read_status(run_dir)
     try:
-        while True:  # waits: the end of the run, or Ctrl-C
+        while True:  # until the run ends, or Ctrl-C
             status = read_status(run_dir)
             progress = progress_of(status.content)
             if (progress.step, progress.phase) != told:

@@ -110,7 +110,7 @@ class Supervisor:
         """`_supervise`, and what comes of it is told to the other machines, if there are any."""
         if self._hub is None:
             return await self._supervise(control)
-        async with self._hub as hub:  # waits: not at all, it binds
+        async with self._hub as hub:
             outcome = Outcome(exit_code=1, error="its launcher failed")
             try:
                 outcome = await self._supervise(control)

@@ -129,7 +129,7 @@ async def wait_gone(processes: Sequence[psutil.Process], timeout_s: float) -> No
     if sys.platform == "linux":
         await asyncio.gather(
             *(_wait_by_descriptor(process, timeout_s) for process in processes)
-        )  # waits: each timeout_s at most
+        )  # each timeout_s at most
     else:
         await asyncio.to_thread(psutil.wait_procs, list(processes), timeout=timeout_s)
 

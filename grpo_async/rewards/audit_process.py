@@ -126,11 +126,11 @@ def main(descriptor: int, reference: str) -> None:
     die_with_parent()
     os.dup2(2, 1)
     with Connection(descriptor) as connection:
-        connection.send_bytes(READY)  # waits: the owner kills this process
-        order: _Order = pickle.loads(connection.recv_bytes())  # waits: as above, the owner
+        connection.send_bytes(READY)  # the owner kills this process
+        order: _Order = pickle.loads(connection.recv_bytes())
 
         def send(message: Any) -> None:
-            connection.send_bytes(pickle.dumps(message))  # waits: as above, the owner
+            connection.send_bytes(pickle.dumps(message))
 
         try:
             # one worker: `observe` makes one call at a time, and the start of a second would be taken for a slow call

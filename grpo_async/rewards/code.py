@@ -134,16 +134,16 @@ async def code_tests(
             raise ValueError(f"code_tests, completion {index}: {error}") from error
         if row is None:
             return None
-        async with slots:  # waits: for runs that have limits
+        async with slots:  # for runs that have limits
             return await judge.score(code_in(final_text(completion)), _first(row, max_tests))
 
     tasks = [asyncio.create_task(score(index, completion)) for index, completion in enumerate(completions)]
     try:
-        return await asyncio.gather(*tasks)  # waits: every run has limits
+        return await asyncio.gather(*tasks)
     finally:  # one failed, or the call was given up: nothing of it goes on
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # waits: cancelled just now
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 code_tests.startup_notes = startup_notes  # type: ignore[attr-defined]
@@ -191,17 +191,17 @@ class _Judge:
             work = json.dumps(_work(row))
             examiner = asyncio.create_task(self._run_peer(self._examiner, "run_examiner", ours, stdin=work))
             try:
-                await asyncio.wait(  # waits: both sandboxes have wall_s
+                await asyncio.wait(  # both sandboxes have wall_s
                     {candidate, examiner}, return_when=asyncio.FIRST_COMPLETED
                 )
                 if candidate.done():
                     candidate.result()  # raises what the sandbox raised
                     theirs.close()
-                told = await examiner  # waits: its sandbox has wall_s
+                told = await examiner  # its sandbox has wall_s
             finally:
                 for task in (candidate, examiner):
                     task.cancel()
-                await asyncio.wait({candidate, examiner})  # waits: cancelled just now
+                await asyncio.wait({candidate, examiner})
         return _verdict(told, row)
 
     @staticmethod

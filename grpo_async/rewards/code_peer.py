@@ -359,7 +359,7 @@ class Peer:
             raise PeerGone from error
 
     def _receive(self) -> Any:
-        line = self._input.readline(MAX_MESSAGE_BYTES) if not self.is_gone else b""  # waits: the sandbox has wall_s
+        line = self._input.readline(MAX_MESSAGE_BYTES) if not self.is_gone else b""  # the sandbox has wall_s
         if not line.endswith(b"\n"):
             self.is_gone = True  # it has ended, or sends more than any result needs
             raise PeerGone

@@ -173,7 +173,7 @@ async def remote_reward(
 
 async def _scores(endpoint: _Endpoint, request: Request, policy: RetryPolicy) -> list[float | None]:
     connection = _connection(endpoint)
-    async with connection.slots:  # waits: for requests that have limits
+    async with connection.slots:  # for requests that have limits
         attempt = 0
         while True:
             response = await _attempt(connection.client, endpoint, request)
@@ -181,7 +181,7 @@ async def _scores(endpoint: _Endpoint, request: Request, policy: RetryPolicy) ->
                 break
             if attempt >= policy.max_retries:
                 raise RemoteRewardError(f"{endpoint.url} failed {attempt + 1} times; the last time: {response.problem}")
-            await asyncio.sleep(max(policy.delay_s(attempt), response.wait_s))  # waits: back-off between tries
+            await asyncio.sleep(max(policy.delay_s(attempt), response.wait_s))
             attempt += 1
     try:
         answer = response.json()
@@ -210,7 +210,7 @@ def _seconds(retry_after: str) -> float:
 async def _attempt(client: httpx.AsyncClient, endpoint: _Endpoint, request: Request) -> httpx.Response | _TryAgain:
     """An answer of 200 to 299, or what went wrong if it may go away by itself."""
     try:
-        response = await client.post(endpoint.url, content=request.body)  # waits: the client's request_timeout_s
+        response = await client.post(endpoint.url, content=request.body)  # within the client's request_timeout_s
     except _RETRIABLE as error:
         return _TryAgain(problem=f"{type(error).__name__}: {error}")
     except httpx.TimeoutException as error:
@@ -257,9 +257,9 @@ def _connection(endpoint: _Endpoint) -> _Connection:
 
 async def _keep(client: httpx.AsyncClient) -> None:
     try:
-        await asyncio.get_running_loop().create_future()  # waits: cancelled with the loop
+        await asyncio.get_running_loop().create_future()  # cancelled with the loop
     finally:
-        await client.aclose()  # waits: for nobody, closes sockets
+        await client.aclose()
 
 
 def _chosen(data: dict[str, list[Any]], columns: list[str] | None) -> dict[str, list[Any]]:

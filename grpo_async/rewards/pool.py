@@ -48,7 +48,7 @@ class WorkerPool:
             raise self._closed_error()
         try:
             # Those before it have limits too.
-            answer = await asyncio.wrap_future(self._threads.submit(self._serve, call))  # waits: its own limit
+            answer = await asyncio.wrap_future(self._threads.submit(self._serve, call))
         except asyncio.CancelledError:
             call.cancel()
             task = asyncio.current_task()
@@ -68,7 +68,7 @@ class WorkerPool:
             workers, self._workers = self._workers, set()
         for worker in workers:
             worker.kill()
-        self._threads.shutdown(cancel_futures=True)  # waits: only for threads whose worker was just killed
+        self._threads.shutdown(cancel_futures=True)  # only for threads whose worker was just killed
         for worker in workers:
             worker.close()
 

@@ -62,7 +62,7 @@ class WorkerProcess:
         """Send one message. TimeoutError: the worker took nothing of it for so long, and must be killed; OSError: it died."""
         self._limit(socket.SO_SNDTIMEO, timeout_s)
         try:
-            self._connection.send_bytes(request)  # waits: SO_SNDTIMEO ends it
+            self._connection.send_bytes(request)  # SO_SNDTIMEO ends it
         except BlockingIOError as error:
             raise TimeoutError from error
 
@@ -72,7 +72,7 @@ class WorkerProcess:
             raise TimeoutError
         self._limit(socket.SO_RCVTIMEO, timeout_s)  # the rest of a message whose beginning is there
         try:
-            return self._connection.recv_bytes()  # waits: SO_RCVTIMEO ends it
+            return self._connection.recv_bytes()  # SO_RCVTIMEO ends it
         except BlockingIOError as error:
             raise TimeoutError from error
 

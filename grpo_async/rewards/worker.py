@@ -26,13 +26,13 @@ def main(descriptor: int, reference: str) -> None:
     connection = Connection(descriptor)
     with contextlib.suppress(Exception):  # the first call meets it again and reports it
         _load(reference)
-    connection.send_bytes(READY)  # waits: the owner kills this process
+    connection.send_bytes(READY)  # the owner kills this process
     while True:
         try:
-            request = connection.recv_bytes()  # waits: EOF when the owner hangs up
+            request = connection.recv_bytes()  # EOFError when the owner hangs up
         except EOFError:
             return
-        connection.send_bytes(_answer(reference, request))  # waits: the owner kills this process
+        connection.send_bytes(_answer(reference, request))  # the owner kills this process
 
 
 def _answer(reference: str, request: bytes) -> bytes:

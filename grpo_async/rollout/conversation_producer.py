@@ -105,7 +105,7 @@ class ConversationProducer:
         began, started_at = time.monotonic(), time.time()
         try:
             # Those in the slots have that limit too.
-            async with self._slots, asyncio.timeout(self._limits.rollout_timeout_s):  # waits: for rollouts with limits
+            async with self._slots, asyncio.timeout(self._limits.rollout_timeout_s):  # for rollouts with limits
                 began, started_at = time.monotonic(), time.time()
                 with self._lanes.span("rollout", rollout=rollout_id, group=group.request.name) as (track, span):
                     messages = None if environment is None else await _reset(environment, group.request.prompt, track)

@@ -92,7 +92,7 @@ class Evaluator:
         slots = asyncio.Semaphore(max(1, task.max_in_flight // self._samples))
 
         async def one(number: int) -> _Made:
-            async with slots:  # waits: for rollouts with limits
+            async with slots:  # for rollouts with limits
                 return await self._make(task, number)
 
         try:

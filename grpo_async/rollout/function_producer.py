@@ -87,7 +87,7 @@ class FunctionProducer:
         if not self._waiting:
             loop.call_soon(self._call_waiting)  # after every group that starts in this turn of the loop has joined
         self._waiting.append(waiting)
-        completions = await waiting.answer  # waits: the call has a limit
+        completions = await waiting.answer  # the call has a limit
         if request.on_tokens is not None:
             for index, completion in enumerate(completions):
                 if completion.oldest_version is not None:
@@ -107,7 +107,7 @@ class FunctionProducer:
     async def _call(self, groups: Sequence[_Waiting]) -> None:
         """One call of the function for some groups; its outcome goes to whoever waits for them."""
         try:
-            async with self._slots:  # waits: for calls that have limits
+            async with self._slots:  # for calls that have limits
                 groups = [group for group in groups if not group.answer.done()]  # cancelled while they waited
                 answers = await self._answers(groups) if groups else []
         except asyncio.CancelledError:

@@ -227,7 +227,7 @@ class AsyncRolloutSource:
         Raises:
             GrpoAsyncError: too many rollouts failed, or the run has (see `fail`).
         """
-        while not running.done():  # waits: each of its rollouts has a deadline
+        while not running.done():
             if not self._attention.wait(timeout=_HEARTBEAT_S):
                 heartbeat()
             elif not running.done():

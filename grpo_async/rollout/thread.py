@@ -37,7 +37,7 @@ class LoopThread:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()  # waits: stop() ends it
+        self._loop.run_forever()  # stop() ends it
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine on the loop; cancelling the future cancels it."""

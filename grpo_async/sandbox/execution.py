@@ -286,7 +286,7 @@ class _Pipes:
 
     def _read(self, descriptor: int, sink: _Stream | _Report) -> bool:
         try:
-            data = os.read(descriptor, _CHUNK)  # waits: never, the descriptor does not block
+            data = os.read(descriptor, _CHUNK)  # does not block
         except BlockingIOError:
             return False
         sink.feed(data)

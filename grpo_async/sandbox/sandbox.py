@@ -91,7 +91,7 @@ class Sandbox:
         threading.Thread(target=work, name="sandbox", daemon=True).start()
         waiter = asyncio.wrap_future(future)
         try:
-            return await asyncio.shield(waiter)  # waits: the run has wall_s
+            return await asyncio.shield(waiter)  # the run has wall_s
         except asyncio.CancelledError:
             run.cancel()
             await asyncio.wait({waiter}, timeout=2 * END_TIMEOUT_S)

@@ -78,7 +78,7 @@ def _sealed_rows(path: Path) -> Iterator[GroupRow]:
 
     try:
         options: dict[str, Any] = {"autoinstall_known_extensions": False, "autoload_known_extensions": False}
-        with duckdb.connect(config=options) as connection:  # waits: nobody, it is in memory
+        with duckdb.connect(config=options) as connection:
             _check_version(connection, path)
             found = connection.execute("SELECT * FROM read_parquet(?) ORDER BY seq, rollout_index", [sql_path(path)])
             names = [column[0] for column in found.description or ()]

@@ -273,7 +273,7 @@ class RolloutStore:
     def _write_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closed)  # waits: the next group, or close
+                self._changed.wait_for(lambda: self._queue or self._is_closed)  # until the next group, or close
                 if not self._queue:
                     break
                 entry = self._queue.popleft()
@@ -323,7 +323,7 @@ class RolloutStore:
             except OSError as error:
                 if not self._may_get_room(error):
                     raise
-                time.sleep(_ROOM_RETRY_S)  # waits: back-off, _ROOM_TIMEOUT_S in all
+                time.sleep(_ROOM_RETRY_S)  # back-off, _ROOM_TIMEOUT_S in all
             else:
                 self._full_since = None
                 return

@@ -32,7 +32,7 @@ def seal_block(path: Path, *, compression_level: int) -> Path:
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     options = {"autoinstall_known_extensions": False, "autoload_known_extensions": False, "threads": 1}
     try:
-        with duckdb.connect(config={**options, "temp_directory": ""}) as connection:  # waits: nobody, it is in memory
+        with duckdb.connect(config={**options, "temp_directory": ""}) as connection:
             connection.execute(
                 f"COPY ({select_from_lines(num_bytes)}) TO {_quoted(temporary)} (FORMAT parquet, COMPRESSION zstd, "
                 f"COMPRESSION_LEVEL {int(compression_level)}, ROW_GROUP_SIZE {ROWS_PER_GROUP}, "

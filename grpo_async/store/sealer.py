@@ -80,7 +80,7 @@ class Sealer:
 
     def _take(self) -> list[Path]:
         """What is to be sealed by one child: starting it costs as much as a block. Empty: no more will come."""
-        path = self._blocks.get()  # waits: the next full block, or close; a daemon thread
+        path = self._blocks.get()  # until the next full block, or close; a daemon thread
         found = []
         while path is not None:
             found.append(path)

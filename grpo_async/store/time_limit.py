@@ -61,4 +61,4 @@ def interrupting(connection: DuckDBPyConnection) -> Iterator[None]:
         raise TimeoutError("the deadline of the question has passed") from error
     finally:
         is_over.set()
-        watcher.join()  # waits: for an interruption under way, which must not meet a closed connection
+        watcher.join()  # for an interruption under way, which must not meet a closed connection

@@ -24,7 +24,7 @@ class WriterLock:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH)  # waits: a reader that looks, for a moment
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)  # a reader that looks holds it for a moment
 
     def release(self) -> None:
         os.close(self._descriptor)

@@ -94,7 +94,7 @@ class _Caller:
             self._warn("it did not end in time; what it has not taken is left out")
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:  # waits: `begin_close`, or the process's end
+        while (call := self._calls.get()) is not None:  # until `begin_close`, or the process's end
             self._try(call)
         self._try(partial(self._tracker.close, failed=self._failed))
 

@@ -137,7 +137,7 @@ def _in_thread(work: Callable[[], None], heartbeat: Callable[[], None]) -> None:
             done.set_exception(error)
 
     threading.Thread(target=run, name="export", daemon=True).start()
-    while not wait([done], timeout=_SLICE_S).done:  # waits: the stall watchdog, if the disk hangs
+    while not wait([done], timeout=_SLICE_S).done:  # the stall watchdog ends it if the disk hangs
         heartbeat()
     done.result(timeout=0.0)
 

@@ -26,10 +26,8 @@ def make_mesh(
     Worked example: 4 ranks on 2 nodes, hybrid -> [[0, 1], [2, 3]], sharded within a row and replicated over rows.
     """
     if sharding == "full" or num_nodes == 1:
-        return init_device_mesh(device_type, (world_size,))  # waits: the process group has its timeout
-    return init_device_mesh(  # waits: the process group has its timeout
-        device_type, (num_nodes, world_size // num_nodes), mesh_dim_names=("replicate", "shard")
-    )
+        return init_device_mesh(device_type, (world_size,))
+    return init_device_mesh(device_type, (num_nodes, world_size // num_nodes), mesh_dim_names=("replicate", "shard"))
 
 
 def shard_policy(

@@ -86,7 +86,7 @@ class TokenCollector:
         that in the stream, so there is nothing left to wait for."""
         assert self._host is not None
         if self._copied is not None:
-            self._copied.synchronize()  # waits: for a copy that the transfer before has waited for
+            self._copied.synchronize()  # for a copy that the transfer before has waited for
         return self._host
 
 

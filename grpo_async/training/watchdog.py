@@ -83,7 +83,7 @@ class StallWatchdog:
     def _watch(self) -> None:
         seen: object = None
         changed_at = slept_at = time.monotonic()
-        while not self._ended.wait(timeout=self._interval_s):  # waits: `stop`, and it is a daemon thread
+        while not self._ended.wait(timeout=self._interval_s):  # until `stop`; a daemon thread
             was_frozen = time.monotonic() - slept_at > self._interval_s + self._timeout_s / 2  # SIGSTOP: it is no stall
             progress = self._look()
             now = slept_at = time.monotonic()

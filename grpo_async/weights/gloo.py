@@ -39,9 +39,7 @@ class WeightGroup:
         self.world_size = world_size
         self._store: dist.Store | None = store  # the group keeps no reference of its own
         prefixed = dist.PrefixStore("gloo", store)
-        self._group: Any = dist.ProcessGroupGloo(
-            prefixed, rank, world_size, options
-        )  # waits: the deadline in its options
+        self._group: Any = dist.ProcessGroupGloo(prefixed, rank, world_size, options)  # its options have the deadline
 
     @classmethod
     def host(cls, listener: socket.socket, *, world_size: int, key: str, timeout_s: float) -> WeightGroup:
@@ -51,7 +49,7 @@ class WeightGroup:
             RuntimeError: the other ranks did not join within `timeout_s`.
         """
         meeting = Meeting(listener, world_size=world_size, key=key, timeout_s=timeout_s)
-        meeting.wait("cpu")  # waits: timeout_s of the meeting
+        meeting.wait("cpu")  # within timeout_s of the meeting
         meeting.begin()
         return cls(meeting.store, rank=0, world_size=world_size, address=meeting.address, timeout_s=timeout_s)
 
@@ -78,7 +76,7 @@ class WeightGroup:
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=timeout_s)
-        self._open().broadcast([buffer], options).wait()  # waits: the deadline in its options
+        self._open().broadcast([buffer], options).wait()  # its options have the deadline
 
     def broadcast_bytes(self, data: bytes | None, *, timeout_s: float, max_bytes: int) -> bytes:
         """Send a short message (rank 0), or receive one (others, `data` None).
@@ -105,7 +103,7 @@ class WeightGroup:
         """
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=timeout_s)
-        self._open().allreduce([torch.ones(1, dtype=torch.int32)], options).wait()  # waits: the deadline in its options
+        self._open().allreduce([torch.ones(1, dtype=torch.int32)], options).wait()  # its options have the deadline
 
     def close(self) -> None:
         """Close the connections, which ends the other members' waiting. May be called more than once.
@@ -151,5 +149,5 @@ class GlooCarrier:
 def own_address_towards(host: str, port: int) -> str:
     """The address of this machine that `host` can reach; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # waits: not at all, a datagram socket only notes the address
+        probe.connect((host, port))  # a datagram socket only notes the address
         return str(probe.getsockname()[0])

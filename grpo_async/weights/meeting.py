@@ -100,7 +100,7 @@ def attend(
     store = dist.PrefixStore(key, tcp)
     store.set(_member(rank), device)
     try:
-        reason = store.get(_BEGIN).decode()  # waits: `timeout` of the store
+        reason = store.get(_BEGIN).decode()  # within the store's `timeout`
     except RuntimeError as error:
         raise RuntimeError(f"{NOT_FORMED}: no word of the trainer within {timeout_s:.0f} s: {error}") from error
     if reason:

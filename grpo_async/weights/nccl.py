@@ -53,7 +53,7 @@ class CudaQueue:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 work()
-            self._stream.synchronize()  # waits: NcclCarrier aborts the communicator at its deadline
+            self._stream.synchronize()  # NcclCarrier aborts the communicator at its deadline
 
 
 class NcclCarrier:
@@ -122,7 +122,7 @@ class NcclCarrier:
         options.rootTensor = 0
 
         def broadcast() -> None:
-            group.broadcast([tensor], options).wait()  # waits: the abort below
+            group.broadcast([tensor], options).wait()
 
         done = start(lambda: self._queue.run(broadcast), name="weights nccl")
         try:
@@ -146,7 +146,7 @@ def make_nccl_group(
         prefixed = dist.PrefixStore("nccl", store)
         group: BroadcastGroup = dist.ProcessGroupNCCL(
             prefixed, rank, world_size, options
-        )  # waits: the deadline in its options
+        )  # its options have the deadline
         return group
 
 

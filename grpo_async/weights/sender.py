@@ -95,12 +95,12 @@ class BucketSender:
         assert self._thread is not None  # it brings about every event
         until = time.monotonic() + self._timeout_s + GRACE_S
         while not event.done() and not self._thread.done() and time.monotonic() < until:
-            if any(answer.done() and answer.exception() for answer in self._answers.values()):  # waits: it is done
+            if any(answer.done() and answer.exception() for answer in self._answers.values()):
                 self._has_closed = True
                 self._transport.close()  # a server is out: the send cannot end well, and ends now where the carrier can
             watched: list[Future[Any]] = [event, *(answer for answer in self._answers.values() if not answer.done())]
             wait([*watched, self._thread], timeout=until - time.monotonic(), return_when=FIRST_COMPLETED)
-        if self._thread.done() and (error := self._thread.exception()) is not None:  # waits: it is done
+        if self._thread.done() and (error := self._thread.exception()) is not None:
             raise error
         if not event.done():
             self.failure = self.failure or DeadlineError(
@@ -108,7 +108,7 @@ class BucketSender:
             )
 
     def _run(self) -> None:
-        while (handed_over := self._handed_over.get()) is not None:  # waits: `wait` or `abandon` puts None
+        while (handed_over := self._handed_over.get()) is not None:  # `wait` or `abandon` puts None
             buffer, begun = handed_over
             if self.failure is None:
                 self._look_for_early_answers()
@@ -131,7 +131,7 @@ class BucketSender:
         for name, answer in self._answers.items():
             if not answer.done():
                 continue
-            error = answer.exception()  # waits: it is done
+            error = answer.exception()
             if error is None:
                 error = WeightPushError("it ended the update before all parameters were sent")
                 self.early[name] = error

@@ -48,7 +48,7 @@ class Staging:
         kept = self.allocate(bucket.numel())
         kept.copy_(bucket)
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # waits: a copy that is already running
+            torch.cuda.current_stream(self._device).synchronize()
         return kept
 
 

@@ -163,7 +163,7 @@ class WeightTransport:
         into = None if in_place else carrier.buffer(sum(tensor.nbytes for tensor in tensors))
         buffer = tensors[0].reshape(-1).view(torch.uint8) if into is None else pack(tensors, into=into)
         if self._own_device.type == "cuda":
-            torch.cuda.current_stream(self._own_device).synchronize()  # waits: copies that are already running
+            torch.cuda.current_stream(self._own_device).synchronize()
         return buffer
 
     def send(self, buffer: torch.Tensor) -> None:

@@ -278,7 +278,7 @@ def _lock() -> Iterator[None]:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("waiting for another installation in this checkout")
-            fcntl.flock(folder, fcntl.LOCK_EX)  # waits: Ctrl-C ends it
+            fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
         os.close(folder)

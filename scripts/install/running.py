@@ -51,7 +51,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
     started = time.monotonic()
-    while True:  # waits: pip and uv have time-outs of their own
+    while True:
         try:
             return process.wait(timeout=_TICK_S)
         except subprocess.TimeoutExpired:

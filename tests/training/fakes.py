@@ -9,6 +9,7 @@ from typing import Any
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.meter import PipelineMeter, Reading
+from grpo_async.weights.verify import TrainerScores
 
 
 class FakeSource:
@@ -52,9 +53,6 @@ def make_loop(
         meter=PipelineMeter(read()),
         **{"progress": {}, **more},
     )
-
-
-from grpo_async.weights.verify import TrainerScores
 
 
 class FakeSync:

@@ -164,7 +164,7 @@ def _wait_or_kill(child: int, plan: Plan, kill: Callable[[int, int], None]) -> t
             with contextlib.suppress(OSError):
                 os.killpg(child, signal.SIGKILL)  # what it left behind in its process group
             return status, usage.ru_utime + usage.ru_stime
-        if signal.sigwait(_AWAITED) != signal.SIGCHLD:  # waits: the timer above ends it
+        if signal.sigwait(_AWAITED) != signal.SIGCHLD:  # the timer above ends it
             for end in (kill, os.kill):  # it may not have its process group yet
                 with contextlib.suppress(OSError):
                     end(child, signal.SIGKILL)

@@ -54,7 +54,7 @@ def _map_by_helper(id_map: str) -> None:
         code = 1
         try:
             os.close(tell)
-            if os.read(ready, 1):  # waits: the pipe closes with the launcher
+            if os.read(ready, 1):  # the pipe closes with the launcher
                 _write(f"/proc/{launcher}/uid_map", id_map)
                 _write(f"/proc/{launcher}/gid_map", id_map)
                 code = 0
@@ -66,7 +66,7 @@ def _map_by_helper(id_map: str) -> None:
         os.write(tell, b"1")
     finally:
         os.close(tell)  # also the helper's sign that there is nothing to do
-        _, status = os.waitpid(helper, 0)  # waits: the helper writes two files
+        _, status = os.waitpid(helper, 0)
     if status != 0:
         raise OSError("the id map of the user namespace cannot be written")
 

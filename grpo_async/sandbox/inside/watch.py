@@ -32,7 +32,7 @@ def wait_for(child: int, *, memory_mb: int | None, reap_others: bool) -> tuple[i
             if pid == 0:
                 break
         if memory_mb is None:
-            signal.sigwait({signal.SIGCHLD})  # waits: the launcher kills the code after wall_s
+            signal.sigwait({signal.SIGCHLD})  # the launcher kills the code after wall_s
         elif signal.sigtimedwait({signal.SIGCHLD}, _LOOK_EVERY_S) is None and _exceeds(memory_mb * 1024):
             return 0, 0.0, True
 

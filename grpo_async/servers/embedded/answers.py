@@ -34,7 +34,7 @@ class Rejected(HTTPException):
 
 async def read(kind: type[Body], request: Request) -> Body:
     """The body of a request. Raises Rejected."""
-    body = await request.body()  # waits: the client sends it, or the connection ends
+    body = await request.body()  # the client sends it, or the connection ends
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -123,13 +123,13 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             start_listening(listener)
             service.start()
-            await super().startup(sockets)  # waits: nothing but the loop
+            await super().startup(sockets)
             address = _address(*listener.getsockname()[:2])
             print(f"serving {Path(config.model.path).name} on {inference.scheme}://{address}", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             await service.stop(timeout_s=_STOP_TIMEOUT_S)  # ends the open answers, which uvicorn then waits for
-            await super().shutdown(sockets)  # waits: timeout_graceful_shutdown
+            await super().shutdown(sockets)  # within timeout_graceful_shutdown
 
     server = Server(
         uvicorn.Config(

@@ -149,7 +149,7 @@ class WeightReceiver:
                 raise
             raise UpdateFailedError(f"the update failed, the old weights stay: {error}") from error
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # waits: kernels that are in the queue already
+            torch.cuda.synchronize(self._device)
         with self._lock:
             if job != self._job:
                 raise UpdateSupersededError("another weight update began in the meantime")

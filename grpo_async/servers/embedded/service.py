@@ -116,7 +116,7 @@ class EmbeddedService:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _NDJSON})
             while not ended:
-                chunk = await chunks.get()  # waits: the engine ends it, or the abort that follows a disconnect
+                chunk = await chunks.get()  # the engine ends it, or the abort that follows a disconnect
                 ended = chunk.finish_reason is not None or chunk.error is not None
                 line = chunk.model_dump_json().encode() + b"\n"
                 await send({"type": "http.response.body", "body": line, "more_body": not ended})
@@ -140,7 +140,7 @@ class EmbeddedService:
 
     def _report_lost(self, added: Future[None], chunks: asyncio.Queue[GenerateChunk]) -> None:
         """The engine ended before it took the request, so nobody else will answer."""
-        error = added.exception()  # waits: it is done, this is its callback
+        error = added.exception()
         if error is not None:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(chunks.put_nowait, GenerateChunk(error=str(error)))
@@ -165,7 +165,7 @@ class _Endpoint:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)  # waits: one of our own handlers
+        await self._app(scope, receive, send)
 
 
 def _hand_out(chunks: Chunks) -> None:
@@ -174,5 +174,5 @@ def _hand_out(chunks: Chunks) -> None:
 
 
 async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":  # waits: cancelled when the answer is complete
+    while (await receive())["type"] != "http.disconnect":  # cancelled when the answer is complete
         pass

@@ -200,7 +200,7 @@ class EngineWorker:
     def _take_commands(self) -> None:
         with self._wake:
             while not (self._commands or self._stopping or self._has_work()):
-                self._wake.wait()  # waits: for a command, as long as the server lives; `stop` ends it
+                self._wake.wait()
             commands, self._commands = self._commands, []
         for command, future in commands:
             if not future.set_running_or_notify_cancel():

@@ -31,7 +31,7 @@ async def read_body(receive: Receive) -> bytes:
     """The whole request body. Raises DisconnectedError."""
     body = bytearray()
     while True:
-        message = await receive()  # waits: bytes of the client, or its disconnect
+        message = await receive()
         if message["type"] == "http.disconnect":
             raise DisconnectedError
         body += message.get("body", b"")
@@ -48,18 +48,18 @@ async def unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receiv
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)  # waits: the client may leave
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise DisconnectedError
         return working.result()
     finally:
         leaving.cancel()
         if working.cancel():
-            await asyncio.wait({working})  # waits: it was cancelled; its own cleaning up comes first
+            await asyncio.wait({working})
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":  # waits: bytes of the client, or its disconnect
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 

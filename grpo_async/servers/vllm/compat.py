@@ -136,7 +136,7 @@ def load_weights(model: Any, model_config: Any, weights: Sequence[tuple[str, tor
             finalize_layerwise_reload(model, model_config)
         _repack_tied_heads(model)
     if torch.accelerator.is_available():
-        torch.accelerator.synchronize()  # waits: copies of what is freed after this
+        torch.accelerator.synchronize()
 
 
 def _repack_tied_heads(model: Any) -> None:
@@ -170,7 +170,7 @@ def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
 
     async def add_request_async(request: Any) -> None:
         request.cache_salt = f"{salt()}/{request.cache_salt or ''}"
-        await send(request)  # waits: the engine core, which heartbeats watch
+        await send(request)
 
     client.add_request_async = add_request_async
 
@@ -243,7 +243,7 @@ async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) 
 
 
 async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: Callable[[Any], None]) -> RunningRequest:
-    queue = await engine.add_request(request_id, prompt, params)  # waits: the engine core, which heartbeats watch
+    queue = await engine.add_request(request_id, prompt, params)
     # From here the output task calls us instead of filling the queue, so each token is seen at the moment it arrives,
     # whatever the HTTP client does. What came before this line waits in the queue.
     early = queue.output
@@ -324,9 +324,7 @@ def vocabulary_size(engine: Any) -> int:
 async def served_parameters(engine: Any) -> ServedParameters:
     """What the workers' models were loaded from, all workers together: with expert parallelism each reads some experts."""
     shapes: dict[str, list[int]] = {}
-    for recorded in await engine.collective_rpc(
-        "recorded_parameters"
-    ):  # waits: the engine core, which heartbeats watch
+    for recorded in await engine.collective_rpc("recorded_parameters"):
         shapes |= recorded
     # some old checkpoints hold rotary tables, which are not parameters
     shapes = {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
@@ -343,10 +341,8 @@ async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:
     What AsyncLLM.pause_generation does, less its sleep of 20 ms at the end, in which tokens are to arrive that this process has
     already: `wait_until_outputs_are_handed_out` waits for those, as long as it takes."""
     if not keep_cache:
-        await engine.renderer.clear_mm_cache_async()  # waits: a thread of this process that only clears a cache
-    await engine.engine_core.pause_scheduler_async(
-        mode="abort" if abort else "keep", clear_cache=not keep_cache
-    )  # waits: the engine core, which heartbeats watch
+        await engine.renderer.clear_mm_cache_async()
+    await engine.engine_core.pause_scheduler_async(mode="abort" if abort else "keep", clear_cache=not keep_cache)
 
 
 def can_sleep(engine: Any) -> bool:
@@ -355,25 +351,21 @@ def can_sleep(engine: Any) -> bool:
 
 async def put_to_sleep(engine: Any) -> None:
     """Level 1: weights go to host memory and come back, so a trainer that dies meanwhile costs nothing."""
-    await engine.sleep(level=1, mode="keep")  # waits: no back-off, but the engine core, which heartbeats watch
+    await engine.sleep(level=1, mode="keep")  # the engine core, which heartbeats watch
 
 
 async def join_weight_group(engine: Any, info: WeightInitInfo, report_to: str) -> None:
-    await engine.collective_rpc(
-        "join_weight_group", args=(info.model_dump(), report_to)
-    )  # waits: the engine core, which heartbeats watch
+    await engine.collective_rpc("join_weight_group", args=(info.model_dump(), report_to))
 
 
 async def drop_staged_weights(engine: Any) -> None:
-    await engine.collective_rpc("drop_staged_weights")  # waits: the engine core, which heartbeats watch
+    await engine.collective_rpc("drop_staged_weights")
 
 
 async def stage_weights(engine: Any, info: WeightUpdateInfo, report_to: str) -> None:
-    await engine.collective_rpc(
-        "stage_weights", args=(info.model_dump(), report_to)
-    )  # waits: the engine core, which heartbeats watch
+    await engine.collective_rpc("stage_weights", args=(info.model_dump(), report_to))
 
 
 async def apply_staged_weights(engine: Any) -> None:
     """One call of the engine core: no step runs between its first and its last parameter."""
-    await engine.collective_rpc("apply_staged_weights")  # waits: the engine core, which heartbeats watch
+    await engine.collective_rpc("apply_staged_weights")

@@ -2,6 +2,7 @@
 
 vLLM has routes of the same names. Ours take their place because a policy version must change at an exact point of the
 token stream, errors must be `{"error": "..."}`, and an update that a dead trainer left must change nothing.
+What asks the engine core waits as long as that lives, which heartbeats watch.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Control:
         try:
             if wanted.mode == "drain":
                 await self._drained(engine, timeout_s=wanted.timeout_s)
-            async with self._lock:  # waits: a short call of the engine core, which heartbeats watch
+            async with self._lock:
                 self._state.gate.close()  # a /resume may have come before this got the lock
                 await compat.pause(engine, abort=wanted.mode == "abort", keep_cache=wanted.keep_cache)
                 self._state.set_paused(True)
@@ -74,9 +75,9 @@ class Control:
         Raises:
             RefusedError: 504, not within `timeout_s`; 409, another /pause or /resume came.
         """
-        async with self._lock:  # waits: a short call of the engine core, which heartbeats watch
+        async with self._lock:
             if self._state.paused:  # by a trainer that is gone: frozen requests would never end
-                await engine.resume_generation()  # waits: the engine core, which heartbeats watch
+                await engine.resume_generation()
                 self._state.set_paused(False)
         self._drain = drain = asyncio.create_task(self._state.in_flight.wait_until_empty())
         await asyncio.wait({drain}, timeout=timeout_s)
@@ -102,32 +103,32 @@ class Control:
         if self._asleep:
             raise RefusedError(409, "the server sleeps: POST /wake_up first")
         self._supersede()
-        async with self._lock:  # waits: a short call of the engine core, which heartbeats watch
-            await engine.resume_generation()  # waits: the engine core, which heartbeats watch
+        async with self._lock:
+            await engine.resume_generation()
             self._state.set_paused(False)
             self._state.gate.open()
         return {"status": "resumed"}
 
     async def _is_paused(self, engine: Any, query: Mapping[str, str], body: bytes) -> dict[str, Any]:
-        return {"is_paused": await engine.is_paused()}  # waits: the engine core, which heartbeats watch
+        return {"is_paused": await engine.is_paused()}
 
     async def _sleep(self, engine: Any, query: Mapping[str, str], body: bytes) -> dict[str, Any]:
         """Give the GPU's memory back: weights move to host memory, the cache goes, requests in flight freeze."""
         if not compat.can_sleep(engine):
             raise RefusedError(409, "this server cannot sleep: it needs inference.vllm.sleep_while_training and a GPU")
         self._supersede()
-        async with self._lock:  # waits: a short call of the engine core, which heartbeats watch
+        async with self._lock:
             self._state.gate.close()
             self._asleep = True
-            await compat.put_to_sleep(engine)  # waits: the engine core, which heartbeats watch
+            await compat.put_to_sleep(engine)
             self._state.set_paused(True)
         return {"status": "asleep"}
 
     async def _wake_up(self, engine: Any, query: Mapping[str, str], body: bytes) -> dict[str, Any]:
         """Undo /sleep; also resumes. Always allowed."""
-        async with self._lock:  # waits: a short call of the engine core, which heartbeats watch
+        async with self._lock:
             if self._asleep:
-                await engine.wake_up()  # waits: the engine core, which heartbeats watch
+                await engine.wake_up()
             self._asleep = False
         return await self._resume(engine, query, body)
 
@@ -145,7 +146,7 @@ class Control:
 
     async def _finish(self, engine: Any, query: Mapping[str, str], body: bytes) -> dict[str, Any]:
         version = int(FinishBody.model_validate_json(body).weight_version)
-        async with self._lock:  # waits: a short call of the engine core, which heartbeats watch
+        async with self._lock:
             if not self._updates.is_staged:
                 if version == self._state.version:
                     return {"status": "finished"}  # the client lost our answer and asks again
@@ -153,7 +154,7 @@ class Control:
                     409,
                     f"there is no staged update to serve as version {version}: POST /start_weight_update and /update_weights",
                 )
-            if self._asleep or not await engine.is_paused():  # waits: the engine core, which heartbeats watch
+            if self._asleep or not await engine.is_paused():
                 raise RefusedError(
                     409, "/finish_weight_update needs a server that is paused and awake: POST /pause first"
                 )
@@ -172,7 +173,7 @@ class Control:
 async def _refusing(work: Any) -> None:
     """Failures of a weight group in their own words, without a traceback of ours in the log."""
     try:
-        await work  # waits: the deadlines of Updates
+        await work  # Updates has the deadlines
     except SupersededError as error:
         raise RefusedError(409, str(error)) from error
     except GrpoAsyncError as error:

@@ -23,7 +23,7 @@ def mark_asking(get_output: GetOutput) -> GetOutput:
     async def get_output_async(client: Any) -> Any:
         asked: asyncio.Event = client.__dict__.setdefault(_ASKED, asyncio.Event())
         asked.set()
-        outputs = await get_output(client)  # waits: the engine's next output, for as long as it runs
+        outputs = await get_output(client)  # the engine's next output, for as long as it runs
         asked.clear()  # nothing else runs between the batch leaving the queue and this line, so "asked and empty" holds
         return outputs
 

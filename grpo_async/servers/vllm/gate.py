@@ -41,6 +41,6 @@ class Gate:
             GateBrokenError: the engine died.
         """
         while not self._opened.is_set():
-            await self._opened.wait()  # waits: ended by /resume, the end of the engine, or the client's disconnect
+            await self._opened.wait()  # ended by /resume, the end of the engine, or the client's disconnect
         if self._failure is not None:
             raise GateBrokenError(self._failure)

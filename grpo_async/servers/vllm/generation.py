@@ -49,7 +49,7 @@ class Generation:
         """Errors from before the answer began."""
         try:
             with self._state.answering():
-                await answer  # waits: ended by the client's disconnect
+                await answer  # ended by the client's disconnect
         except DisconnectedError:
             pass  # nobody reads
         except (RefusedError, ValidationError) as error:
@@ -117,7 +117,7 @@ class Generation:
             try:
                 with self._state.in_flight.holding(in_flight):
                     await in_flight.enter()
-                    output, version = await result  # waits: the engine's answer or end, or the client's disconnect
+                    output, version = await result  # the engine's answer or end, or the client's disconnect
             finally:
                 await in_flight.leave()
             if output.finish_reason != "abort":

@@ -58,9 +58,7 @@ class InFlight:
         entry = self._entry
         self._entered.clear()
         try:
-            self._running = await self._submit(
-                lambda output: self._deliver(entry, output)
-            )  # waits: a send to the engine core
+            self._running = await self._submit(lambda output: self._deliver(entry, output))
         finally:
             self._entered.set()
         if self._left:  # while it was entering
@@ -127,7 +125,7 @@ class InFlightRequests:
 
     async def wait_until_empty(self) -> None:
         """Return when the engine has ended all of them. The caller brings the deadline."""
-        await self._empty.wait()  # waits: every caller has a timeout around it
+        await self._empty.wait()  # every caller has a timeout around it
 
     async def renew(self) -> None:
         """Let all that have no token yet enter again, in their order."""

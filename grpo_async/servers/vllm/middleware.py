@@ -50,7 +50,7 @@ class RolloutMiddleware:
         self._load = EngineLoad()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._guarded(scope, receive, send)  # waits: the handlers below
+        await self._guarded(scope, receive, send)
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -73,9 +73,7 @@ class RolloutMiddleware:
                 work = handler(engine, query, await read_body(receive))
                 # A probe ends with its client, so that those of a hung engine do not pile up. What changes something goes on
                 # to its end: half of it would leave the server in a state that nobody knows.
-                answer = await (
-                    unless_disconnected(work, receive) if route[0] == "GET" else work
-                )  # waits: the client, or what the handler says
+                answer = await (unless_disconnected(work, receive) if route[0] == "GET" else work)
             else:
                 raise RefusedError(405, f"{route[1]} does not take {route[0]}")
         except DisconnectedError:

@@ -136,7 +136,7 @@ class WeightReceiver:
                 staged, shapes=self._served, optional=(), dtype=getattr(torch, info.base.dtype_name)
             )
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # waits: copies that are already running
+            torch.cuda.synchronize(self._device)
         return staged
 
     def _start(self, job: Callable[[], None], reporter: Reporter, name: str) -> None:

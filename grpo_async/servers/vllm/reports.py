@@ -74,7 +74,7 @@ class WorkerReports:
         self._arrived.put_nowait(reason)
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = await reader.read()  # waits: `wait`, whose end closes the socket
+        line = await reader.read()  # until `wait` ends, which closes the socket
         writer.close()
         if line:
             self._arrived.put_nowait(Report(**json.loads(line)))
@@ -111,11 +111,11 @@ class Reporter:
         self._rank = rank
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(_CONNECT_TIMEOUT_S)
-        self._socket.connect(address)  # waits: at most _CONNECT_TIMEOUT_S
+        self._socket.connect(address)  # at most _CONNECT_TIMEOUT_S
 
     def send(self, error: str = "") -> None:
         """Report the end of the job. Raises OSError when nobody listens any more: the job was given up."""
         with self._socket:
             self._socket.sendall(
                 json.dumps({"rank": self._rank, "error": error}).encode()
-            )  # waits: at most _CONNECT_TIMEOUT_S
+            )  # at most _CONNECT_TIMEOUT_S

@@ -74,8 +74,8 @@ class TokenStream:
         """
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
-        while True:  # waits: the request's end, or the client's disconnect
-            await self._any.wait()  # waits: the request's end, or the client's disconnect
+        while True:
+            await self._any.wait()
             try:
                 async with asyncio.timeout_at(sent_at + self._flush_interval_s):
                     await self._now.wait()

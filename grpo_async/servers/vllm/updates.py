@@ -122,7 +122,7 @@ class Updates:
         async with collect_reports() as reports:
             self._waiting = reports
             try:
-                await begin(reports.address)  # waits: the engine core, which heartbeats watch
+                await begin(reports.address)
                 await reports.wait(
                     compat.describe(engine).num_workers,
                     timeout_s=timeout_s + _REPORT_MARGIN_S,

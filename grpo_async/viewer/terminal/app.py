@@ -63,4 +63,4 @@ class Inspector(App[None]):
 
 def run_inspector(session: Session, *, text: str = "", sort: str = "") -> None:
     """Show the inspector until it is left."""
-    Inspector(session, text=text, sort=sort).run()  # waits: until the user leaves it
+    Inspector(session, text=text, sort=sort).run()

@@ -63,7 +63,7 @@ class InspectorScreen(Screen[None]):
     async def ask(self, question: Callable[[RolloutTable], Answer]) -> Answer | None:
         """What the store answers; None after an error, which is shown."""
         try:
-            return await self.session.ask(question)  # waits: for one query, in a thread
+            return await self.session.ask(question)
         except GrpoAsyncError as error:
             self.complain(str(error))
             return None

@@ -114,7 +114,7 @@ class BrowseScreen(InspectorScreen):
         """Show the rows of a query, up to the newest of now. A wrong one is refused under the filter line; what is shown stays."""
         try:
             parse_query(text)
-            newest = await self.session.ask(self._newest)  # waits: for one query, in a thread
+            newest = await self.session.ask(self._newest)
             query = _until(newest, text)
             sort, view = self.sorts[self.view] or "-seq", self.view
             superseded = self.session.with_superseded

@@ -232,7 +232,7 @@ class PagedTable(ScrollView, Generic[Row], can_focus=True):
         epoch = self._epoch
         self._wanted.add(page)
         try:
-            rows = await self._load(page * PAGE, PAGE)  # waits: for one read of the store, in a thread
+            rows = await self._load(page * PAGE, PAGE)
         except GrpoAsyncError as error:
             self.app.notify(str(error), severity="error", markup=False, timeout=10)
             return

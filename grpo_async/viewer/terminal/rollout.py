@@ -171,7 +171,7 @@ class RolloutScreen(InspectorScreen):
         self.run_worker(self._go(by), exclusive=True, group="load")
 
     async def _go(self, by: int) -> None:
-        following = await self._walk(by)  # waits: for one read of the store at most
+        following = await self._walk(by)
         if following is None:
             self.notify("that was the last one" if by > 0 else "that was the first one")
             return

@@ -33,7 +33,7 @@ class Session:
             QueryError: the query or the sort order is wrong.
             RunError: the store cannot be read, or has no such row.
         """
-        return await asyncio.to_thread(question, self.table)  # waits: for one query; DuckDB answers or raises
+        return await asyncio.to_thread(question, self.table)
 
     @property
     def title(self) -> str:

@@ -30,7 +30,7 @@ class EventIndex:
         `timeline_data.Drawing.as_dict` has it; also `num_left_out`: shorter events that did not fit.
         {"spans": None} without events.
         """
-        with self._lock:  # waits: another reading of a file that is there
+        with self._lock:
             self._read_on()
             if not self._starts:
                 return {"spans": None}
@@ -47,7 +47,7 @@ class EventIndex:
     def usage(self, start: float | None, end: float | None) -> dict[str, Any]:
         """Who waited for whom in a window: the fields of `timeline_usage.Usage` but its `names`; {"wall_s": None} without a span
         in it, {"wall_s": None, "num_events": n} where it has more than can be looked at."""
-        with self._lock:  # waits: another reading of a file that is there
+        with self._lock:
             self._read_on()
             if not self._starts:
                 return {"wall_s": None}

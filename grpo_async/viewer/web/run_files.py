@@ -41,7 +41,7 @@ class MetricLog:
         return {"steps": steps, "series": {name: [_finite(rows[step].get(name)) for step in steps] for name in names}}
 
     def _read(self) -> dict[int, dict[str, float]]:
-        with self._lock:  # waits: another reading of a file that is there
+        with self._lock:
             for _, line in self._file.new_lines():
                 row = _object(line)
                 if row is not None and isinstance(row.get("step"), int):

@@ -61,7 +61,7 @@ class Source:
         Raises:
             RunError: the store cannot be read.
         """
-        with self._lock:  # waits: an opening or a refresh, which read blocks that are there
+        with self._lock:
             now = time.monotonic()
             if self._table is None:
                 self._table = RolloutTable.open(self.run.rollouts)
