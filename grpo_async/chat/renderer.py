@@ -95,8 +95,10 @@ class ChatRenderer:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path: cannot load a tokenizer from {model_path!r}: {error}") from error
+        except Exception as error:  # whatever transformers makes of a broken file
+            raise ConfigError(
+                f"model.path: cannot load a tokenizer from {model_path!r}: {type(error).__name__}: {error}"
+            ) from error
         template = None
         if chat_template is not None:
             try:
@@ -208,7 +210,7 @@ def _generation_config_ends(model_path: str) -> list[int]:
             return []
         try:
             ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"model.path: cannot read {file}: {error}") from error
     else:
         from transformers import GenerationConfig

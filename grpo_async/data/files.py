@@ -28,6 +28,8 @@ def read_jsonl(source: JsonlSource) -> PlacedRows:
             ) from error
         except RecursionError as error:
             raise ConfigError(f"{place}: the JSON of this line is nested too deeply to be read") from error
+        except ValueError as error:
+            raise ConfigError(f"{place}: a number of this line cannot be read ({error}); put it in quotes") from error
         if not isinstance(row, dict):
             raise ConfigError(
                 f'{place}: expected a JSON object such as {{"prompt": "..."}}, got {kind(row)}; '

@@ -105,10 +105,8 @@ def _tool_call(call: Any, where: str) -> Row:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"{where}: its `arguments` are text that is not valid JSON ({error.msg} at column {error.colno})"
-            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: its `arguments` are text that is not valid JSON ({error})") from error
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):

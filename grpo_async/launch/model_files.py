@@ -44,7 +44,7 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"model.path: {index} is broken: {error!r}; copy the model again") from error
         return [folder / str(name) for name in names]
     return sorted(folder.glob("*.safetensors"))
@@ -94,4 +94,10 @@ def text_config(folder: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"model.path: {file} is no mapping; copy the model again")
     inner = config.get("text_config")
-    return {**config, **inner} if isinstance(inner, dict) else config
+    text = {**config, **inner} if isinstance(inner, dict) else config
+    for key, kind in (("model_type", str), ("layer_types", list), ("vocab_size", int)):
+        if not isinstance(text.get(key), kind | None):
+            raise ConfigError(f"model.path: {file} has {key}: {text[key]!r}; copy the model again")
+    if not all(isinstance(name, str) for name in text.get("layer_types") or ()):
+        raise ConfigError(f"model.path: {file} has layer_types: {text['layer_types']!r}; copy the model again")
+    return text

@@ -73,8 +73,12 @@ def build_policy(
             if "drop" in name and isinstance(value, float):
                 setattr(config, name, 0.0)
         model = _build_model(section, config)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: cannot load a causal language model from {section.path!r}: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever transformers makes of a broken config.json
+        raise ConfigError(
+            f"model.path: cannot load a causal language model from {section.path!r}: {type(error).__name__}: {error}"
+        ) from error
     if section.lora is not None:
         if section.lora.quantization is not None:
             quantize_layers(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from grpo_async.config.base import StrictModel
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.loader import load_config
+from grpo_async.config.loader import dump_config, load_config
 from grpo_async.config.problems import report, to_plain
 from grpo_async.config.shape import Shape
 from grpo_async.config.suggestions import _FOREIGN
@@ -380,3 +382,22 @@ def test_a_shortest_prompt_above_the_longest_is_refused(tmp_path: Path) -> None:
     text = MINIMAL + "evaluation: {data: {path: e.jsonl, min_prompt_chars: 9, max_prompt_chars: 3}}\n"
     (problem,) = _problems(tmp_path, text)
     assert "evaluation.data: min_prompt_chars: 9 is more than max_prompt_chars: 3" in problem
+
+
+def test_mutated_configurations_are_read_or_refused_and_nothing_else(tmp_path: Path) -> None:
+    """60 of the thousands that were tried: slips of the shipped files and values that belong nowhere."""
+    shipped = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    keys = list(Shape.of(ExperimentConfig).dotted_paths())
+    values = ["", "-1", "1e308", "99999999999999999999", "~/x", '"\\0"', ".nan", "[[[]]]", "*x", "{a: 1}", "${X", "a:b"]
+    chance, file = random.Random(0), tmp_path / "x.yaml"
+    for _ in range(60):
+        content = bytearray(chance.choice(shipped).read_bytes())
+        for _ in range(chance.randint(0, 3)):
+            begin = chance.randrange(len(content))
+            content[begin : begin + chance.randint(0, 9)] = chance.choice([*values, "\xff"]).encode("latin-1")
+        file.write_bytes(content)
+        overrides = [f"{chance.choice(keys)}={chance.choice(values)}" for _ in range(chance.randint(0, 2))]
+        with contextlib.suppress(ConfigError):
+            config = load_config(file, overrides)
+            file.write_text(dump_config(config), encoding="utf-8")
+            assert load_config(file) == config

@@ -256,3 +256,23 @@ def test_a_dry_run_measures_prompts_with_the_tokenizer(
     else:
         with pytest.raises(ConfigError, match=re.escape(told)):
             check_inputs(config, engine=EMBEDDED, deep=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("train.jsonl", '{"prompt": "1 + 1", "answer": %s}' % ("9" * 5000), "train.jsonl:1: a number of this line"),
+        ("model/model.safetensors.index.json", "null", "model.safetensors.index.json is broken"),
+        ("model/config.json", '{"layer_types": [[1]]}', "config.json has layer_types: [[1]]"),
+        ("model/config.json", '{"vocab_size": "7"}', "config.json has vocab_size: '7'"),
+        ("model/config.json", "[]", "config.json is no mapping"),
+        ("model/model.safetensors", "", "is no whole safetensors file"),
+        ("model/tokenizer.json", "{}", "cannot load a tokenizer"),
+        ("model/tokenizer.json", "[" * 5000, "cannot load a tokenizer"),
+    ],
+)
+def test_a_broken_file_is_named_and_no_traceback(tmp_path: Path, name: str, content: str, told: str) -> None:
+    config = make_config(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        check_inputs(config, engine=EMBEDDED, deep=True)

@@ -56,7 +56,6 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     """
     began = time.perf_counter()
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -77,9 +76,9 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
             attn_implementation="sdpa",
             trust_remote_code=config.model.trust_remote_code,
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:  # whatever transformers makes of a broken file, or of a family that it does not know
         raise ConfigError(
-            f"model.path: {config.model.path} cannot be loaded by the embedded engine: {error}\n"
+            f"model.path: {config.model.path} cannot be loaded by the embedded engine: {type(error).__name__}: {error}\n"
             "copy the model again if a file is broken; set inference.engine: vllm if its family is none of this engine's"
         ) from error
     model = model.to(inference.embedded.device).eval().requires_grad_(False)
