@@ -8,7 +8,7 @@ Everything here is pure but `Evidence.read`; who shows it only renders. The audi
 same records.
 """
 
-from grpo_async.findings.evidence import Evaluation, Evidence, Row, StepCounts
+from grpo_async.findings.evidence import Evaluation, Evidence, Row
 from grpo_async.findings.finding import Finding, Severity, figure, percent
 from grpo_async.findings.verdict import Verdict, find, judge
 
@@ -18,7 +18,6 @@ __all__ = [
     "Finding",
     "Row",
     "Severity",
-    "StepCounts",
     "Verdict",
     "figure",
     "find",

@@ -68,8 +68,7 @@ def reward_fails(evidence: Evidence) -> Finding | None:
 
 
 def unscored(evidence: Evidence) -> Finding | None:
-    total = sum(step.num_rollouts - step.num_failed for step in evidence.steps)
-    missing = sum(max(0, step.num_unscored - step.num_failed) for step in evidence.steps)
+    total, missing = evidence.num_sampled, evidence.num_unscored
     has_no_reward = bool(evidence.metrics) and not evidence.values("reward")
     if total and missing / total >= _MANY_UNSCORED:
         what = f"{percent(missing / total)} of the rollouts ({missing} of {total}) have no reward"

@@ -40,27 +40,19 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCounts:
-    """The stored rollouts of one step: how many, and how many have no reward or failed."""
-
-    step: int
-    num_rollouts: int
-    num_unscored: int
-    num_failed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """One run's figures, ascending by step.
 
     Args:
-        steps, errors: of the rollout store, where it was read: counts, and messages of failed rollouts, the most frequent first.
+        num_sampled, num_unscored, errors: of the rollout store, where it was read: rollouts with a token that a step saw and that
+            did not fail, those of them without a reward, and messages of those that failed, the most frequent first.
         status: a word of run_state.STATES, or "unfinished". error: why the run failed.
     """
 
     metrics: Sequence[Row] = ()
     evaluations: Sequence[Evaluation] = ()
-    steps: Sequence[StepCounts] = ()
+    num_sampled: int = 0
+    num_unscored: int = 0
     errors: Sequence[tuple[str, int]] = ()
     config: Mapping[str, object] = field(default_factory=dict)
     status: str = "finished"

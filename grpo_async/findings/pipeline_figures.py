@@ -32,8 +32,6 @@ class PipelineFigures:
     """Requests that wait inside the servers."""
     kv_usage: float | None = None
     """Of the servers' key/value caches, 0 to 1."""
-    queued_groups: float | None = None
-    """Scored groups that wait for the trainer, at the end of a step."""
     stale_share: float | None = None
     """Of the groups that were settled in these steps, those that were dropped for their age."""
     filtered_share: float | None = None
@@ -150,7 +148,6 @@ def figures_of(metrics: Sequence[Mapping[str, float | None]]) -> PipelineFigures
         running=_mean(metrics, "servers/running"),
         waiting=_mean(metrics, "servers/waiting"),
         kv_usage=_mean(metrics, "servers/kv_usage"),
-        queued_groups=_mean(metrics, "buffer/queued_groups"),
         stale_share=settled["stale"] / num_settled if num_settled else None,
         filtered_share=settled["filtered"] / num_settled if num_settled else None,
         tool_share=None if tool_s is None or not rollout_s else min(1.0, tool_s / rollout_s),

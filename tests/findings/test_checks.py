@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.findings import Evaluation, Evidence, Finding, Severity, StepCounts, find
+from grpo_async.findings import Evaluation, Evidence, Finding, Severity, find
 from grpo_async.findings.checks import CHECKS
 from grpo_async.store.query import parse_query
 from grpo_async.viewer.report.chapters import CHAPTERS
@@ -75,16 +75,10 @@ def test_groups_without_variance_at_the_top_are_solved() -> None:
 
 def test_rewards_that_are_all_none_are_bad() -> None:
     metrics = [{name: value for name, value in row.items() if name != "reward"} for row in steps(10)]
-    counts = [StepCounts(step=1, num_rollouts=8, num_unscored=8, num_failed=0)]
-    finding = _found(Evidence(metrics=metrics, steps=counts))["unscored"]
+    finding = _found(Evidence(metrics=metrics, num_sampled=8, num_unscored=8))["unscored"]
     assert finding.severity is Severity.ERROR
     assert "100% of the rollouts (8 of 8)" in finding.text
     assert finding.query == "unscored"
-
-
-def test_failed_rollouts_do_not_count_as_unscored() -> None:
-    counts = [StepCounts(step=1, num_rollouts=10, num_unscored=4, num_failed=4)]
-    assert "unscored" not in _found(Evidence(metrics=steps(10), steps=counts))
 
 
 @pytest.mark.parametrize(("share", "level"), [(0.29, None), (0.5, Severity.WARNING), (0.97, Severity.ERROR)])

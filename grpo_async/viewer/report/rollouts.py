@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.errors import RunError
-from grpo_async.findings import StepCounts
 from grpo_async.records import TaggedMessage
 
 if TYPE_CHECKING:
     from grpo_async.store.rows import GroupRow, RolloutRow
-    from grpo_async.store.summaries import GroupSummary, Histogram, RolloutSummary, StepSummary
+    from grpo_async.store.summaries import GroupSummary, Histogram, RolloutSummary
     from grpo_async.store.table import RolloutTable
 
 _NUM_EXTREMES = 4
+_SAMPLED = "step>=0 and length>0 and not failed"
 _MOST_LISTED = 12  # messages of errors, names of tools
 _LONGEST_TEXT = 6_000  # characters of a prompt or a completion; more is cut in the middle
 _LONGEST_ERROR = 160
@@ -71,7 +71,8 @@ class RolloutFacts:
 
     num_rollouts: int = 0
     num_groups: int = 0
-    steps: Sequence[StepCounts] = ()
+    num_sampled: int = 0  # with a token, seen by a step, not failed
+    num_unscored: int = 0  # of them, those without a reward
     best: Sequence[Example] = ()
     worst: Sequence[Example] = ()
     improved: Sequence[Change] = ()
@@ -110,7 +111,8 @@ def _read(table: RolloutTable) -> RolloutFacts:
     return RolloutFacts(
         num_rollouts=counts.rollouts,
         num_groups=counts.groups,
-        steps=[each for step in table.by_step(everything) if (each := _step_counts(step)) is not None],
+        num_sampled=table.count(parse_query(_SAMPLED)).rollouts,
+        num_unscored=table.count(parse_query(f"{_SAMPLED} and unscored")).rollouts,
         best=[texts.example(summary) for summary in extremes.best],
         worst=[texts.example(summary) for summary in extremes.worst],
         improved=[texts.change(change.prompt_hash, change.first, change.last) for change in extremes.improved],
@@ -120,15 +122,6 @@ def _read(table: RolloutTable) -> RolloutFacts:
         tools=table.facets("tool", everything, limit=_MOST_LISTED),
         errors=_errors(table.facets("error", parse_query("status=failed"), limit=_MOST_LISTED)),
         notes=tuple(table.notes),
-    )
-
-
-def _step_counts(step: StepSummary) -> StepCounts | None:
-    if step.step is None:
-        return None
-    num_failed = round(step.failed_share * step.num_rollouts)
-    return StepCounts(
-        step=step.step, num_rollouts=step.num_rollouts, num_unscored=step.num_unscored, num_failed=num_failed
     )
 
 

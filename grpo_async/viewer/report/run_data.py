@@ -50,7 +50,8 @@ class RunData:
         return Evidence(
             metrics=self.metrics,
             evaluations=self.evaluations,
-            steps=self.rollouts.steps,
+            num_sampled=self.rollouts.num_sampled,
+            num_unscored=self.rollouts.num_unscored,
             errors=self.rollouts.errors,
             config=self.config or {},
             status=self.ending.status,

@@ -18,6 +18,7 @@ from grpo_async.cli.app import app
 from grpo_async.errors import ConfigError
 from grpo_async.records import GroupStatus
 from grpo_async.rundir import RunDir
+from grpo_async.viewer.report.rollouts import read_rollouts
 from grpo_async.viewer.report.run_data import read_run
 from grpo_async.viewer.report.timeline_section import timeline_part
 from grpo_async.viewer.report.write import write_report
@@ -113,6 +114,16 @@ def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> Non
     assert "holds no rollouts yet" in text
     assert "There was no evaluation" in text
     assert "There is no timeline" in text
+
+
+def test_failed_rollouts_and_those_that_no_step_saw_are_not_called_unscored(tmp_path: Path) -> None:
+    groups = [
+        Group(rewards=[1.0, None]),
+        Group(rewards=[None, None], is_failed=True, status=GroupStatus.FAILED),
+        Group(rewards=[None], step=None, status=GroupStatus.CANCELLED),
+    ]
+    facts = read_rollouts(write_run(tmp_path, groups=groups).rollouts)
+    assert (facts.num_rollouts, facts.num_sampled, facts.num_unscored) == (5, 2, 1)
 
 
 def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
