@@ -1,4 +1,4 @@
-"""What the advisor goes by: what was measured over some steps, and the settings that advice is about. Pure."""
+"""What `speed` goes by: what was measured over some steps, and the settings that advice is about. Pure."""
 
 from __future__ import annotations
 
