@@ -76,6 +76,7 @@ class AsyncRolloutSource:
         self._closing_on_loop = (*closing_on_loop, client.aclose)
         self._noted: list[ScoredGroup] = []
         self._stopping = False
+        self._has_started = False
         self._is_closed = False
         self._usual_switch_interval_s = sys.getswitchinterval()
         self._failure: BaseException | None = None
@@ -89,6 +90,7 @@ class AsyncRolloutSource:
         sight: it lives as long as the run, and to look it over stops every thread for a third of a second. Until `close` threads
         take the interpreter from each other sooner than by default.
         """
+        self._has_started = True
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -270,10 +272,11 @@ class AsyncRolloutSource:
                     )
                 except DeadlineError as error:
                     logger.warning("%s", error)  # the run is over: what does not close ends with the process
-        try:
-            self._settle_queued()  # a run that ends by an error has not: its last groups may say why
-        except RunError as error:
-            logger.warning("%s", error)
+        if self._has_started:  # a start that fails leaves the run's files as they are
+            try:
+                self._settle_queued()  # a run that ends by an error has not: its last groups may say why
+            except RunError as error:
+                logger.warning("%s", error)
         self._thread.stop(timeout_s=timeout_s)
         for close_now in self._closing:
             close_now()

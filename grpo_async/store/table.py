@@ -237,7 +237,8 @@ class RolloutTable:
         return self._reading(lambda: most_frequent(self._index, field, where, limit))
 
     def by_step(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> list[StepSummary]:
-        """Ascending by step; those that no step saw last. Steps without a matching rollout or group are left out."""
+        """Ascending by step; those that no step saw last. Steps without a matching rollout or group are left out, and without
+        `with_superseded` also the one that is not done yet."""
         where = self._where(query, with_superseded)
         rewards: dict[int | None, dict[str, float]] = defaultdict(dict)
         for step, name, mean in self._index.fetch(table_sql.step_rewards_sql(where)):
@@ -247,7 +248,7 @@ class RolloutTable:
             statuses[step][status] = groups
         return [
             table_sql.step_summary(row, dict(sorted(rewards[row[0]].items())), statuses[row[0]])
-            for row in self._index.fetch(table_sql.step_sql(where))
+            for row in self._index.fetch(table_sql.step_sql(where, with_unfinished=with_superseded))
         ]
 
     def same_prompt(self, prompt_hash: str, *, with_superseded: bool = False) -> list[GroupSummary]:

@@ -81,13 +81,15 @@ def group_page_sql(where: Sql, sort: str, offset: int, limit: int) -> Sql:
     return select + group_order(sort) + _window(offset, limit)
 
 
-def step_sql(where: Sql) -> Sql:
-    """Of the steps that are done: what was filtered or dropped for the next one alone would tell a false mean."""
+def step_sql(where: Sql, *, with_unfinished: bool) -> Sql:
+    """Without `with_unfinished`: what was filtered or dropped for a step that is not done would tell a false mean."""
+    is_done = Sql("" if with_unfinished else f" AND (r.step IS NULL OR r.step <= {LAST_STEP})")
     values = ", ".join(f"{expression} AS {name}" for name, expression in _STEP.items())
     return (
         Sql(f"SELECT r.step AS step, {values} FROM {JOINED} WHERE ")
         + where
-        + f" AND (r.step IS NULL OR r.step <= {LAST_STEP}) GROUP BY r.step ORDER BY r.step ASC NULLS LAST"
+        + is_done
+        + " GROUP BY r.step ORDER BY r.step ASC NULLS LAST"
     )
 
 

@@ -10,7 +10,9 @@ from typing import Any
 from unittest.mock import Mock
 
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.records import GroupStatus
 from grpo_async.rollout.source import AsyncRolloutSource
+from tests.support.records import make_scored
 
 
 def _config() -> ExperimentConfig:
@@ -51,6 +53,19 @@ def test_while_it_generates_threads_wait_less_than_a_tenth_of_a_millisecond_for_
     source.close()
     assert while_generating < 1e-4 < usual
     assert sys.getswitchinterval() == usual
+
+
+def test_groups_that_are_queued_at_the_end_are_settled_unless_the_start_failed() -> None:
+    for starts in (False, True):
+        source, group = _source(), make_scored(0, has_samples=False)
+        source._buffer.drain.return_value = [group]
+        source._worker.settle = Mock()
+        if starts:
+            source.start()
+        source.close()
+        assert [call.args for call in source._worker.settle.call_args_list] == (
+            [(group.group, GroupStatus.FILTERED)] if starts else []
+        )
 
 
 def test_what_was_loaded_before_is_out_of_the_garbage_collectors_sight_until_the_end() -> None:

@@ -115,6 +115,19 @@ def test_a_group_in_a_table_is_its_rollouts_together(table: RolloutTable) -> Non
     assert (by_id[4].num_tool_calls, by_id[4].num_failed_tool_calls, by_id[4].reward_mean) == (1, 1, None)
 
 
+def test_a_step_counts_from_when_it_is_done(open_store: OpenStore, tmp_path: Path) -> None:
+    """Of step 3 one group is filtered already; its mean alone would look like a collapse."""
+    with open_store(tmp_path) as store:
+        append_simple(store, 0, step=2, rewards=(0.0, 1.0))
+        append_simple(store, 1, step=2, rewards=(1.0, 1.0), status=GroupStatus.FILTERED)
+        append_simple(store, 2, step=3, rewards=(0.0, 0.0), status=GroupStatus.FILTERED)
+    with RolloutTable.open(tmp_path) as table:
+        assert [(step.step, step.reward_mean) for step in table.by_step()] == [(2, 0.75)]
+        assert [step.step for step in table.by_step(with_superseded=True)] == [2, 3]
+        assert table.count(parse_query("step=last and group.status=filtered,stale")).groups == 1
+        assert table.count(parse_query("step=3")).groups == 1, "it can be looked at"
+
+
 def test_a_page_of_groups_counts_the_rollouts_that_match(table: RolloutTable) -> None:
     found = table.group_page(parse_query("reward>=0.5"), sort="-matching,seq")
     assert [(group.group_id, group.num_matching, group.size) for group in found] == [(3, 2, 2), (0, 1, 2), (2, 1, 2)]
