@@ -101,7 +101,10 @@ def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pu
 
     torch.set_num_threads(1)  # as the ranks of a run
     settings = FleetSettings(
-        heartbeat_interval_s=5.0, heartbeat_timeout_s=120.0, startup_timeout_s=server.START_TIMEOUT_S
+        heartbeat_interval_s=5.0,
+        heartbeat_timeout_s=120.0,
+        startup_timeout_s=server.START_TIMEOUT_S,
+        longest_startup_s=server.START_TIMEOUT_S,
     )
     fleet = Fleet([url], token=os.environ["GRPO_ASYNC_TOKEN"], settings=settings, control_timeout_s=STEP_TIMEOUT_S)
     transport = WeightTransport(

@@ -74,7 +74,8 @@ class InferenceSection(StrictModel):
     threads: Processes = 1
     """CPU threads of a server's compute."""
     startup_timeout_s: Seconds = 300.0
-    """Time a server has until it answers /health, also after a restart."""
+    """Longest time without a sign of work of a server that does not answer /health yet, also after a restart. One that this run
+    starts is left alone while it loads or compiles, six times as long at most; of others nothing is seen before they answer."""
     request_timeout_s: Seconds = 300.0
     """Longest silence of the server within one request."""
     max_retries: int = Field(default=5, ge=0)
@@ -103,7 +104,12 @@ class InferenceSection(StrictModel):
     @property
     def longest_outage_s(self) -> float:
         """Until the only server either serves again or is given up: every restart with its longest delay and start."""
-        return (self.max_restarts + 1) * (self.startup_timeout_s + 60.0)
+        return max((self.max_restarts + 1) * (self.startup_timeout_s + 60.0), self.longest_startup_s)
+
+    @property
+    def longest_startup_s(self) -> float:
+        """Of a server that is seen to work all the while."""
+        return self.startup_timeout_s if self.urls else 6.0 * self.startup_timeout_s
 
     @property
     def scheme(self) -> str:

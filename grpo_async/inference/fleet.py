@@ -89,6 +89,7 @@ class Fleet:
         self._load_listeners: list[Callable[[], None]] = []
         self._heard: dict[int, ServerInfo] = {}  # the last words of each server
         self._loads: dict[int, list[ServerInfo]] = {}  # and all since `metrics` was called last
+        self._worked_at: dict[int, float] = {}  # when a server that starts was last seen to work
         self._num_events = 0
         self._num_applying = 0
         self._num_applied = 0
@@ -290,10 +291,10 @@ class Fleet:
         self._monitor.nudge(index)
 
     def on_launcher_message(self, message: Mapping[str, Any]) -> None:
-        """{"kind": "server", "index": 0, "event": "exited" | "starting" | "given_up", "detail": "..."}
+        """{"kind": "server", "index": 0, "event": "exited" | "starting" | "working" | "given_up", "detail": "..."}
 
         Only "starting" and "given_up" change what is known by themselves. "exited" makes the monitor look at once: the server may
-        have ended and be up again before the message is read.
+        have ended and be up again before the message is read. "working" gives a server that starts more time.
         """
         index, event, detail = int(message["index"]), message["event"], str(message.get("detail", ""))
         if event == "given_up":
@@ -302,6 +303,9 @@ class Fleet:
             with self._lock:
                 self._lives.exited(index, detail or "its process ended")
             self.suspect(index)
+        elif event == "working":
+            with self._lock:
+                self._worked_at[index] = time.monotonic()
         elif event == "starting":
             with self._changing() as changed:
                 self._lives.starting(index)
@@ -310,7 +314,7 @@ class Fleet:
                     self._set(current, changed, state=ServerState.STARTING, info=None, instance_id="")
             self.suspect(index)
         else:
-            raise ValueError(f"the launcher said {event!r} of a server; known are exited, starting, given_up")
+            raise ValueError(f"the launcher said {event!r} of a server; known are exited, starting, working, given_up")
 
     # What the monitor finds. A record that is not the current one any more is ignored.
 
@@ -341,16 +345,19 @@ class Fleet:
         self._hear(server.index, info)
 
     def not_found(self, server: Server, reason: str) -> None:
-        age_s = time.monotonic() - server.since
+        now, limit_s = time.monotonic(), self._settings.startup_timeout_s
+        age_s = now - server.since
         with self._lock:
             if server is not self._servers[server.index]:
                 return
             self._lives.heard(server.index, reason)
+            idle_s = now - max(server.since, self._worked_at.get(server.index, 0.0))
         if server.state is ServerState.STARTING:
-            if age_s > self._settings.startup_timeout_s:
-                limit = f"inference.startup_timeout_s = {self._settings.startup_timeout_s:g} s"
-                self.lost(server, f"it is not up within {limit}: {reason}")
-        elif age_s > self._settings.startup_timeout_s + _LONGEST_RESTART_DELAY_S:
+            if idle_s > limit_s or age_s > self._settings.longest_startup_s:
+                limit = f"inference.startup_timeout_s = {limit_s:g} s"
+                works = "" if idle_s > limit_s else f", although it works: it has had {age_s:.0f} s"
+                self.lost(server, f"it is not up within {limit}{works}: {reason}")
+        elif age_s > limit_s + _LONGEST_RESTART_DELAY_S:
             self._ask_again(server, reason)
 
     def _ask_again(self, server: Server, reason: str) -> None:

@@ -53,8 +53,10 @@ class ServerFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
-    """`inference.heartbeat_interval_s`, `inference.heartbeat_timeout_s`, `inference.startup_timeout_s`, in seconds."""
+    """`inference.heartbeat_interval_s`, `inference.heartbeat_timeout_s`, `inference.startup_timeout_s`, in seconds.
+    `longest_startup_s`: of a server that is seen to work all the while."""
 
     heartbeat_interval_s: float
     heartbeat_timeout_s: float
     startup_timeout_s: float
+    longest_startup_s: float

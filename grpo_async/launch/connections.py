@@ -31,6 +31,7 @@ def open_fleet(config: ExperimentConfig, urls: Sequence[str], control: ControlCl
             heartbeat_interval_s=inference.heartbeat_interval_s,
             heartbeat_timeout_s=inference.heartbeat_timeout_s,
             startup_timeout_s=inference.startup_timeout_s,
+            longest_startup_s=inference.longest_startup_s,
         ),
         control_timeout_s=config.weights.timeout_s,
         authority=inference.tls.trusted if inference.tls else None,

@@ -34,7 +34,7 @@ def evaluate(place: Assignment, config: ExperimentConfig, control: ControlClient
         _take_servers(config, fleet, control)
         fleet.start()
         is_ready = fleet.wait_for_members(
-            deadline_s=config.inference.startup_timeout_s,
+            deadline_s=config.inference.longest_startup_s,
             setting="inference.startup_timeout_s",
             stop=control.stop_requested,
         )

@@ -5,16 +5,21 @@
       '- ended before it ever served: the run ends           too many restarts in a row '- given up; without another: the run ends
 
 The waits before a restart are `inference.restart_delay_s`, doubled for each further one in a row, a minute at most. A row
-ends when a server has served for ten minutes. The trainer hears of each end, start and giving up; a server keeps its URL.
+ends when a server has served for ten minutes. The trainer hears of each end, start and giving up; a server keeps its URL. Until a
+server serves, the trainer also hears whether it works: the first start of vLLM on a machine compiles for minutes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+import psutil
 
 from grpo_async.errors import RunError
 from grpo_async.launch.child import Child, mark_of
@@ -23,11 +28,16 @@ from grpo_async.launch.tree import ProcessTree
 from grpo_async.launch.wording import describe_exit
 
 Clock = Callable[[], float]
-ServerEvent = Literal["exited", "starting", "given_up"]
+Work = Mapping[int, tuple[float, float]]
+"""Of processes, by pid: seconds of CPU, bytes read."""
+ServerEvent = Literal["exited", "starting", "working", "given_up"]
 
 _MAX_DELAY_S = 60.0
 _SERVED_WELL_S = 600.0  # after so long, an end is no longer one of a row
 _KILL_TIMEOUT_S = 10.0  # for SIGKILL to take effect
+_WORK_INTERVAL_S = 5.0
+_LEAST_CPU_SHARE = 0.05  # of one core; a process that waits takes less
+_LEAST_BYTES_PER_S = 1e5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +120,7 @@ class _Keeper:
         self._asked = asyncio.Event()
         self._asked_reason = ""
         self._down_since: float | None = None
+        self._serving_life: int | None = None
 
     async def start(self) -> None:
         self.child = await self._all.spawn(self._spec, self._life)  # for a fork, not for readiness
@@ -118,6 +129,7 @@ class _Keeper:
         if self._is_about_another_life(life):
             return
         self.has_served = True
+        self._serving_life = self._life
         self._restarts.serves()
         if self._down_since is not None:
             took_s = self._all.clock() - self._down_since
@@ -165,6 +177,18 @@ class _Keeper:
                 if await _within(self._stopping, delay_s):
                     return
                 end = await self._restart()
+
+    async def watch_start(self) -> None:
+        """Tell the trainer while a server that does not serve yet computes or reads; waits for: `stopping`."""
+        before: Work = {}
+        while not await _within(self._stopping, _WORK_INTERVAL_S):
+            if self.child is None or self._serving_life == self._life:
+                before = {}
+                continue
+            now = self._all.work(self.child, self._spec)
+            if has_worked(before, now, _WORK_INTERVAL_S):
+                self._all.news.server_event(self._index, "working", "", self._life)
+            before = now
 
     async def _wait_for_end(self) -> _End | None:
         """None: the run stops."""
@@ -256,9 +280,10 @@ class ServerKeepers:
         for keeper in self._keepers:
             await keeper.start()
         for keeper in self._keepers:
-            task = asyncio.create_task(keeper.keep(), name=f"keep the {keeper.name}")
-            task.add_done_callback(self._end_with_error)
-            self._tasks.append(task)
+            for work, name in ((keeper.keep(), "keep"), (keeper.watch_start(), "watch the start of")):
+                task = asyncio.create_task(work, name=f"{name} the {keeper.name}")
+                task.add_done_callback(self._end_with_error)
+                self._tasks.append(task)
 
     def serves(self, index: int, life: int | None = None) -> None:
         """The trainer has brought its weights to server `index`. `life`: which start of it the trainer means, if it says."""
@@ -316,6 +341,10 @@ class ServerKeepers:
         before = [reason for reason in given_up if reason != why]
         self.lost("\n".join([*before, why, f"the {last_words}"]))
 
+    def work(self, child: Child, spec: ProcessSpec) -> Work:
+        """What a server's processes have done so far."""
+        return work_of(self._tree.below(child.pid, mark_of(spec)))
+
     async def kill(self, child: Child, spec: ProcessSpec) -> None:
         """End a server at once, and everything that it started."""
         left = await self._tree.kill_below(child.pid, mark_of(spec), _KILL_TIMEOUT_S)
@@ -326,6 +355,27 @@ class ServerKeepers:
     def _end_with_error(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             self.lost_all.set()
+
+
+def work_of(processes: Iterable[psutil.Process]) -> Work:
+    """What these have done so far; one that has ended counts no more."""
+    work = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            times = process.cpu_times()
+            read = process.io_counters().read_chars if sys.platform == "linux" else 0
+            work[process.pid] = times.user + times.system, float(read)
+    return work
+
+
+def has_worked(before: Work, now: Work, interval_s: float) -> bool:
+    """Whether more was done in between than waiting takes.
+
+    Worked example: {7: (1.0, 0)} -> {7: (1.1, 0)} in 5 s is 2 % of a core: no. {7: (3.0, 0)}, 40 %: yes.
+    """
+    cpu_s = sum(cpu - before.get(pid, (0.0, 0.0))[0] for pid, (cpu, _) in now.items())
+    read = sum(size - before.get(pid, (0.0, 0.0))[1] for pid, (_, size) in now.items())
+    return cpu_s >= _LEAST_CPU_SHARE * interval_s or read >= _LEAST_BYTES_PER_S * interval_s
 
 
 async def _within(event: asyncio.Event, timeout_s: float) -> bool:

@@ -94,7 +94,7 @@ class StallGuard:
 
     def _is_excused(self) -> bool:
         """A server loads or is restarted: nobody else may be able to go on meanwhile. The fleet has limits for that."""
-        longest_s = self._config.inference.startup_timeout_s + _RESTART_DELAY_S
+        longest_s = self._config.inference.longest_startup_s + _RESTART_DELAY_S
         now = time.monotonic()
         return any(
             server.state in (ServerState.STARTING, ServerState.DOWN) and now - server.since < longest_s

@@ -96,7 +96,10 @@ def watched(
         urls,
         token=token,
         settings=FleetSettings(
-            heartbeat_interval_s=interval_s, heartbeat_timeout_s=timeout_s, startup_timeout_s=startup_timeout_s
+            heartbeat_interval_s=interval_s,
+            heartbeat_timeout_s=timeout_s,
+            startup_timeout_s=startup_timeout_s,
+            longest_startup_s=6 * startup_timeout_s,
         ),
         control_timeout_s=20.0,
         authority=authority,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from grpo_async.errors import DeadlineError, RequestRejectedError, RunError
-from grpo_async.inference import lives
-from grpo_async.inference.fleet import ServerState
+from grpo_async.inference import fleet, lives
+from grpo_async.inference.fleet import FleetSettings, ServerState
 from grpo_async.inference.monitor import _why_hopeless
 from tests.inference.fake_server import fake_server
 from tests.inference.fleet_support import watched
@@ -399,3 +400,35 @@ def test_a_server_that_cannot_take_part_is_not_looked_at_any_more() -> None:
         assert watch.fleet.members() == []
         server.wait_for(lambda: server.num_connections == 0, "its connections to be closed")
         assert watch.restarts == []
+
+
+def test_a_start_that_is_seen_to_work_has_six_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(fleet, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    asked: list[str] = []
+    settings = FleetSettings(
+        heartbeat_interval_s=1.0, heartbeat_timeout_s=1.0, startup_timeout_s=300.0, longest_startup_s=1800.0
+    )
+    servers = fleet.Fleet(
+        ["http://127.0.0.1:9"],
+        token=None,
+        settings=settings,
+        control_timeout_s=1.0,
+        ask_restart=lambda _, why: asked.append(why),
+    )
+
+    def wait(seconds: float, *, works: bool) -> ServerState:
+        now[0] += seconds
+        if works:
+            servers.on_launcher_message({"kind": "server", "index": 0, "event": "working"})
+        servers.not_found(servers.server(0), "refused")
+        return servers.server(0).state
+
+    assert [wait(200.0, works=True) for _ in range(8)] == [ServerState.STARTING] * 8
+    assert wait(199.0, works=True) is ServerState.STARTING
+    assert wait(2.0, works=True) is ServerState.DOWN
+    assert "although it works: it has had 1801 s" in asked[0]
+    servers.on_launcher_message({"kind": "server", "index": 0, "event": "starting"})
+    assert wait(299.0, works=False) is ServerState.STARTING
+    assert wait(2.0, works=False) is ServerState.DOWN
+    assert "works" not in asked[1]

@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from grpo_async.launch import server_keeper
 from grpo_async.launch.child import Child
-from grpo_async.launch.server_keeper import RestartCount, RestartRules, ServerEvent, ServerKeepers
+from grpo_async.launch.server_keeper import RestartCount, RestartRules, ServerEvent, ServerKeepers, Work, has_worked
 from grpo_async.launch.trainer_plan import ProcessSpec
 from grpo_async.launch.tree import ProcessTree
 from tests.launch.support import START_S, LauncherProcess
@@ -43,7 +44,9 @@ def _news(folder: Path) -> list[dict[str, Any]]:
 
 
 def _events(folder: Path, index: int = 0) -> list[str]:
-    return [message["event"] for message in _news(folder) if message["index"] == index]
+    """But for those that say that a slow start is at work."""
+    events = [message["event"] for message in _news(folder) if message["index"] == index]
+    return [event for event in events if event != "working"]
 
 
 def _await_events(folder: Path, *events: str, index: int = 0) -> None:
@@ -294,6 +297,49 @@ async def _keepers(
     finally:
         await keepers.abandon(START_S)
         await tree.kill(START_S)
+
+
+def test_a_start_that_computes_is_reported_until_the_server_serves_and_one_that_waits_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Work] = []
+
+    def has_worked_once_more(before: Work, now: Work, interval_s: float) -> bool:
+        looks.append(now)
+        return has_worked(before, now, interval_s)
+
+    monkeypatch.setattr(server_keeper, "_WORK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(server_keeper, "has_worked", has_worked_once_more)
+
+    async def main(*command: str) -> tuple[list[str], int]:
+        news, folder = News(), tmp_path / str(len(command[-1]))
+        folder.mkdir()
+        async with _keepers(news, folder, command=command) as keepers:
+            if "while" in command[-1]:
+                await news.wait_for("working", 0)
+            else:
+                while len(looks) < 20:  # 20 looks are 2 s, of which the start takes some
+                    await asyncio.sleep(0.1)
+                news.events.clear()
+                while len(looks) < 25:
+                    await asyncio.sleep(0.1)
+            keepers.serves(0, life=0)
+            num_looks = len(looks)
+            await asyncio.sleep(0.3)
+            return [event for event, _, _ in news.events], len(looks) - num_looks
+
+    events, later_looks = asyncio.run(main(sys.executable, "-c", "while True: pass"))
+    assert set(events) == {"working"}
+    assert later_looks == 0
+    looks.clear()
+    assert asyncio.run(main(*PAUSE)) == ([], 0)
+
+
+def test_less_than_a_twentieth_of_a_core_is_waiting() -> None:
+    assert not has_worked({7: (1.0, 0.0)}, {7: (1.2, 0.0)}, 5.0)
+    assert has_worked({7: (1.0, 0.0)}, {7: (1.3, 0.0)}, 5.0)
+    assert has_worked({7: (1.0, 0.0)}, {7: (1.0, 6e5)}, 5.0)  # it loads
+    assert has_worked({7: (9.0, 0.0)}, {8: (0.4, 0.0)}, 5.0)  # 7 has ended
 
 
 def test_a_request_that_crossed_a_restart_does_not_end_the_new_life(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ def server(tiny_model: Path) -> Iterator[Live]:
 
 
 def _fleet(server: Live) -> Fleet:
-    settings = FleetSettings(heartbeat_interval_s=0.05, heartbeat_timeout_s=30.0, startup_timeout_s=30.0)
+    settings = FleetSettings(
+        heartbeat_interval_s=0.05, heartbeat_timeout_s=30.0, startup_timeout_s=30.0, longest_startup_s=30.0
+    )
     return Fleet([server.url], token=None, settings=settings, control_timeout_s=10.0)
 
 

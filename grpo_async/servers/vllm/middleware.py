@@ -28,6 +28,7 @@ from grpo_async.servers.vllm.generation import Generation
 from grpo_async.servers.vllm.load import EngineLoad, is_idle, max_running_requests, watch_load
 from grpo_async.servers.vllm.state import ServerState
 from grpo_async.servers.vllm.updates import Updates
+from grpo_async.servers.vllm.warm_up import warm_up
 
 logger = logging.getLogger("vllm.grpo_async")
 
@@ -54,7 +55,7 @@ class RolloutMiddleware:
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            return await self._app(scope, receive, send)
+            return await self._start(scope, receive, send)
         engine = self._connected(scope["app"].state.engine_client)
         if scope["type"] != "http" or scope["path"] not in self._paths:
             return await self._pass_on(scope, receive, send)
@@ -85,6 +86,16 @@ class RolloutMiddleware:
             logger.exception("%s %s failed", *route)
             return await send_error(send, 503 if engine.errored else 500, f"{type(error).__name__}: {error}")
         return await send_json(send, 200, answer)
+
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The server listens when this has said that the start is complete."""
+        try:
+            await warm_up(self._connected(scope["app"].state.engine_client))
+        except Exception as error:
+            logger.exception("the first requests failed: ending this server")
+            await receive()  # waits: lifespan.startup, which is there
+            return await send({"type": "lifespan.startup.failed", "message": f"{type(error).__name__}: {error}"})
+        return await self._app(scope, receive, send)
 
     def _connected(self, engine: Any) -> Any:
         """The engine client, which is there from the first request on."""
