@@ -52,7 +52,7 @@ def test_a_process_whose_main_thread_hangs_is_ended_and_leaves_its_words(tmp_pat
 def _guard(state: ServerState, since: float) -> Any:
     server = SimpleNamespace(state=state, since=since, name="server 0")
     config: Any = SimpleNamespace(
-        training=SimpleNamespace(stall_timeout_s=10.0), inference=SimpleNamespace(startup_timeout_s=60.0)
+        training=SimpleNamespace(stall_timeout_s=10.0), inference=SimpleNamespace(longest_startup_s=60.0)
     )
     fleet: Any = SimpleNamespace(servers=lambda: [server])
     anything: Any = None
