@@ -318,6 +318,7 @@ def test_the_launcher_notes_its_job_as_soon_as_the_run_directory_is_its_own(
     noted = tmp_path / "runs" / "test" / "logs" / "latest" / "slurm_job"
     assert noted.read_text() == "42\n"
     monkeypatch.setenv("SLURM_JOB_ID", "43")
+    (tmp_path / "runs" / "test" / "metrics.jsonl").write_text('{"step": 1}\n')  # else it would begin there again
     with LauncherProcess(tmp_path, trainer="finish") as refused:
         assert refused.end() != 0
         assert "exists already" in refused.output
