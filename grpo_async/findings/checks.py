@@ -61,9 +61,9 @@ def reward_fails(evidence: Evidence) -> Finding | None:
     if found is None:
         return None
     return Finding(
-        key="reward-fails", severity=ERROR, what="A reward function fails", text=f"{found.rstrip('.')}.",
+        key="reward-fails", severity=WARNING if evidence.metrics else ERROR, what="A reward function fails",
+        text=f"{found.rstrip('.')}.", query="failed",
         do="Groups that it cannot score are not trained. Mend it, and try it: grpo-async check-reward.",
-        query="failed",
     )  # fmt: skip
 
 

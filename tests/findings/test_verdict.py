@@ -175,6 +175,9 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
             config=WITH_EVALUATION),
         "reward-fails", False,
     ),
+    "learns until a reward raises": (
+        Run(reward=line(0.2, 0.7), state="failed", error=f"16 failures in a row; the last one: {RAISES}"), "learns", True
+    ),
     "four steps": (Run(reward=line(0.2, 0.25), num_steps=4), "too-early", None),
     "eight noisy steps": (Run(reward=line(0.45, 0.5), num_steps=8), "unclear", None),
     "flat, no evaluation set": (Run(reward=line(0.3, 0.3)), "flat", False),

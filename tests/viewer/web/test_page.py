@@ -253,11 +253,11 @@ def test_the_difference_between_two_rollouts_is_marked(browser: Browser, inspect
         first, last = (
             next(each["reward"] for each in found if each["rollout_id"] == name) for name in ("g3-r0", "g3-r3")
         )
-        assert first < last
-        assert "worse" in (left.get_attribute("class") or "").split()
-        assert "better" in (right.get_attribute("class") or "").split(), "green is what has the higher reward"
+        assert first > last
+        assert "better" in (left.get_attribute("class") or "").split(), "green is what has the higher reward"
+        assert "worse" in (right.get_attribute("class") or "").split()
         page.click("button:has-text('Swap')")
-        page.wait_for_selector(".side:first-child .diff.better")
+        page.wait_for_selector(".side:first-child .diff.worse")
 
 
 def test_the_same_prompt_is_compared_between_steps_and_between_runs(browser: Browser, inspected: Inspector) -> None:
