@@ -61,4 +61,4 @@ def interrupting(connection: DuckDBPyConnection) -> Iterator[None]:
         raise TimeoutError("the deadline of the question has passed") from error
     finally:
         is_over.set()
-        watcher.join()  # for an interruption under way, which must not meet a closed connection
+        watcher.join(timeout=10.0)  # an interruption under way must not meet a closed connection
