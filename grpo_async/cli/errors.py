@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import typer
@@ -12,6 +14,9 @@ from grpo_async.errors import ConfigError, GrpoAsyncError
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
+_OF_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS)
+"""What is wrong with a path that somebody named, wherever it is first looked at."""
+_LONGEST_SHOWN = 200
 
 
 class ReportingGroup(TyperGroup):
@@ -25,5 +30,10 @@ class ReportingGroup(TyperGroup):
 
             typer.echo(visible(str(error)), err=True)  # it may quote what a model or a file says
             raise typer.Exit(USER_ERROR if isinstance(error, ConfigError) else FAILURE) from error
+        except OSError as error:
+            if error.errno not in _OF_A_PATH or not isinstance(error.filename, str | os.PathLike):
+                raise
+            typer.echo(f"{str(error.filename)[:_LONGEST_SHOWN]}: {error.strerror}", err=True)
+            raise typer.Exit(USER_ERROR) from error
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None

@@ -116,11 +116,9 @@ def print_checks(console: Console, checks: Sequence[Check], *, title: str) -> No
     counts = {status: sum(check.status == status for check in checks) for status in _ORDER}
     total = f"{counts['pass']} passed, {counts['warn']} warned, {counts['fail']} failed"
     if not console.is_terminal:
-        lines = [
-            title,
-            *(f"{check.status:4} {check.name}: {' '.join(check.detail.split())}" for check in checks),
-            total,
-        ]
+        width = max((len(check.name) for check in checks), default=0)
+        lines = [f"{check.status:4}  {check.name:{width}}  {' '.join(check.detail.split())}" for check in checks]
+        lines = [title, *lines, total]
         console.print(Text("\n".join(lines)), soft_wrap=True)
         return
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)

@@ -299,3 +299,11 @@ def test_prepare_quickstart_passes_its_options_on(monkeypatch: pytest.MonkeyPatc
     options = ("--task", "tool", "--out", "here", "--seed", "4", "--force")
     assert _invoke("prepare-quickstart", *options).exit_code == 0
     assert calls == [(None, "think", 0, False), (Path("here"), "tool", 4, True)]
+
+
+@pytest.mark.parametrize("command", ["status", "report", "export", "inspect-rollouts", "trace", "train"])
+def test_a_path_that_cannot_be_looked_at_is_named_and_no_traceback(command: str) -> None:
+    done = CliRunner().invoke(app, [command, "x" * 300])
+    assert done.exit_code == 2
+    assert "File name too long" in done.output
+    assert isinstance(done.exception, SystemExit)
