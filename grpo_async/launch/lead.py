@@ -176,8 +176,7 @@ class _Leader:
 
     def _build_loop(self, side: RolloutSide, meter: PipelineMeter, start: int) -> LeaderLoop:
         config, workplace = self._config, self._workplace
-        log = MetricsLog(self._place.rundir.metrics, first_step=start + 1)
-        self._stack.callback(log.close)
+        log = self._stack.enter_context(MetricsLog(self._place.rundir.metrics, first_step=start + 1))
         transport = WeightTransport(
             self._place.transport,
             host=weights_host(config),

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from grpo_async.errors import RunError
 
@@ -48,12 +48,24 @@ class MetricsLog:
         Raises:
             RunError: it cannot be written.
         """
-        if self._waiting:
-            self._failing_since = -math.inf  # there is no later try
-            self._write_waiting()
-        os.close(self._descriptor)
+        try:
+            if self._waiting:
+                self._write_waiting(is_last=True)
+        finally:
+            os.close(self._descriptor)
 
-    def _write_waiting(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except RunError as own:
+            if error is None:
+                raise
+            logger.error("%s", own)  # what ended the run is what the user has to know first
+
+    def _write_waiting(self, *, is_last: bool = False) -> None:
         size = os.fstat(self._descriptor).st_size
         rest = self._waiting
         try:
@@ -61,22 +73,23 @@ class MetricsLog:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError as error:
             os.ftruncate(self._descriptor, size)  # no reader ever sees half a line
-            self._note(error)
+            self._note(error, is_last=is_last)
             return
         self._waiting = b""
         if self._failing_since is not None:
             self._failing_since = None
             logger.warning("%s can be written again; no line is missing", self._path)
 
-    def _note(self, error: OSError) -> None:
+    def _note(self, error: OSError, *, is_last: bool) -> None:
         now = time.monotonic()
+        failing_s = 0.0 if self._failing_since is None else now - self._failing_since
+        if is_last or failing_s >= _PATIENCE_S:
+            raise RunError(
+                f"cannot write {self._path}: {error.strerror}, for {failing_s:.0f} s; free space, then go on with --resume"
+            ) from error
         if self._failing_since is None:
             self._failing_since = now
             logger.warning("cannot write %s: %s; its lines wait, and training goes on", self._path, error.strerror)
-        elif now - self._failing_since >= _PATIENCE_S:
-            raise RunError(
-                f"cannot write {self._path}: {error.strerror}, for {_PATIENCE_S:.0f} s; free space, then go on with --resume"
-            ) from error
 
     def _drop(self, first_step: int) -> None:
         content = self._path.read_bytes()

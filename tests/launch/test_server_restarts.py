@@ -170,7 +170,8 @@ def test_with_another_server_the_run_goes_on_and_ends_only_with_the_last(tmp_pat
         assert "inference server 0 was given up after 0 restarts" in error
         assert "was killed by SIGKILL" in error
         assert "server_0.log" in error
-    assert {path.name for path in _logs(tmp_path).iterdir()} == {"server_0.log", "server_1.log", "trainer.log"}
+    names = {"config.yaml", "server_0.log", "server_1.log", "trainer.log"}
+    assert {path.name for path in _logs(tmp_path).iterdir()} == names
 
 
 def test_a_replica_that_dies_before_it_ever_served_ends_the_run(tmp_path: Path) -> None:

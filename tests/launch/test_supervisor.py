@@ -26,7 +26,7 @@ def test_a_run_that_finishes_exits_0_ends_the_server_and_shows_the_summary(tmp_p
     run = tmp_path / "runs" / "test"
     assert (run / "plan.txt").read_text().startswith("run        test, from the beginning")
     assert (run / "config.yaml").is_file()
-    assert {path.name for path in (run / "logs" / "latest").iterdir()} == {"server.log", "trainer.log"}
+    assert {path.name for path in (run / "logs" / "latest").iterdir()} == {"config.yaml", "server.log", "trainer.log"}
 
 
 def test_a_server_that_ends_early_ends_the_trainer_and_is_named_with_its_last_lines(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ def test_lines_wait_for_room_on_a_full_disk_and_none_is_half_written(
     now[0] = 120.0
     with pytest.raises(RunError, match=r"metrics\.jsonl: No space left on device"):
         log.write(6, {"reward": 0.6})
+    with pytest.raises(ZeroDivisionError), log:  # an error that came before stays the cause
+        raise ZeroDivisionError
 
 
 def test_a_line_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
