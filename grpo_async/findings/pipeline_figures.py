@@ -16,32 +16,19 @@ class PipelineFigures:
 
     num_steps: int
     step_s: float | None = None
-    trainer_idle: float | None = None
-    """The trainer waits for samples."""
-    generator_idle: float | None = None
-    """No server generates; the mean over the servers."""
-    push_share: float | None = None
-    """The trainer pushes weights."""
-    push_s: float | None = None
-    """Seconds of one push."""
-    checkpoint_s: float | None = None
-    """Seconds that the trainer stands still for one checkpoint."""
-    running: float | None = None
-    """Requests that the servers generate for, all together."""
-    waiting: float | None = None
-    """Requests that wait inside the servers."""
-    kv_usage: float | None = None
-    """Of the servers' key/value caches, 0 to 1."""
-    stale_share: float | None = None
-    """Of the groups that were settled in these steps, those that were dropped for their age."""
-    filtered_share: float | None = None
-    """Of them, those whose rewards were all equal."""
-    tool_share: float | None = None
-    """Of a rollout's time, what its tools take."""
-    scoring_share: float | None = None
-    """Of a group's time from its first request on, what its rewards take."""
-    padding_share: float | None = None
-    """Of the tokens that are computed in training."""
+    trainer_idle: float | None = None  # the trainer waits for samples
+    generator_idle: float | None = None  # no server generates; the mean over the servers
+    push_share: float | None = None  # the trainer pushes weights
+    push_s: float | None = None  # seconds of one push
+    checkpoint_s: float | None = None  # seconds that the trainer stands still for one checkpoint
+    running: float | None = None  # requests that the servers generate for, all together
+    waiting: float | None = None  # requests that wait inside the servers
+    kv_usage: float | None = None  # of the servers' key/value caches, 0 to 1
+    stale_share: float | None = None  # of the groups settled in these steps, those that were dropped for their age
+    filtered_share: float | None = None  # of them, those whose rewards were all equal
+    tool_share: float | None = None  # of a rollout's time, what its tools take
+    scoring_share: float | None = None  # of a group's time from its first request on, what its rewards take
+    padding_share: float | None = None  # of the tokens that are computed in training
 
     @property
     def train_s(self) -> float:
@@ -65,20 +52,14 @@ class PipelineSetup:
     zero_variance: str = "skip"
     weight_sync_steps: int = 1
     checkpoint_every_steps: int = 50
-    num_trainer_ranks: int = 1
-    """Of each machine that trains."""
-    nodes: int = 1
-    """Machines that train."""
-    num_gpus: int | None = None
-    """Of the machine with the servers and the first trainer ranks; None: not known."""
+    num_trainer_ranks: int = 1  # of each machine that trains
+    nodes: int = 1  # machines that train
+    num_gpus: int | None = None  # of the machine with the servers and the first trainer ranks; None: not known
     replicas: int = 1
     tensor_parallel_size: int = 1
-    embedded_slots: int | None = None
-    """`inference.embedded.max_slots`; None with another engine."""
-    spawns_servers: bool = True
-    """False: others run them (`inference.urls`)."""
-    on_gpu: bool = True
-    """Whether processes have a GPU each; False: all share the cores of the machine."""
+    embedded_slots: int | None = None  # `inference.embedded.max_slots`; None with another engine
+    spawns_servers: bool = True  # False: others run them (`inference.urls`)
+    on_gpu: bool = True  # whether processes have a GPU each; False: all share the cores of the machine
     pack: bool = True
 
     @property
