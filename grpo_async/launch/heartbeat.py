@@ -50,6 +50,8 @@ class Heartbeat:
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.connect(path)  # a datagram socket only keeps the address
+        with contextlib.suppress(BlockingIOError):
+            self._socket.send(self._message(), socket.MSG_DONTWAIT)  # from here on it is known, and judged
         threading.Thread(target=self._beat, args=(self._socket,), name="heartbeat", daemon=True).start()
 
     def failed(self, rank: int, error: str, trace: str) -> None:

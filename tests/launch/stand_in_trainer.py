@@ -114,10 +114,11 @@ def main(mode: str, folder: Path) -> int:
     if mode == "start-helper":  # a process that outlives its parent, ignores SIGTERM and leaves the session
         helper = subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True)
         leave_pid(folder, "helper", helper.pid)
-    leave_pid(folder, f"rank{rank}")
     if mode == "full-disk" and rank == 1:
+        leave_pid(folder, "rank1")
         run_process("trainer rank", fails_on_a_full_disk)
     Heartbeat(f"trainer rank {rank}")
+    leave_pid(folder, f"rank{rank}")
     if mode == "never-connect":
         threading.Event().wait(LIMIT_S)
     control = ControlClient.from_environment() if rank == 0 else ControlClient(None)
