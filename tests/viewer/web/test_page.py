@@ -193,6 +193,9 @@ def test_a_token_shows_all_its_figures_on_hover_and_by_keyboard(browser: Browser
         page.keyboard.press("ArrowRight")
         page.wait_for_selector(".tip:visible")
         assert page.locator(".tip dd").first.inner_text() == "6"
+        page.keyboard.press("Escape")
+        page.hover("[data-token='1']")
+        page.wait_for_selector(".tip:visible")
         page.keyboard.press("m")  # tokens give way to messages, and what is told of one of them goes with it
         page.wait_for_selector(".tip", state="hidden")
 
