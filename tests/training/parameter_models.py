@@ -1,12 +1,7 @@
-"""Tiny models for the tests of parameters, built the same way on every rank; also the program of one rank.
-
-python -m tests.training.parameter_models KIND RANK WORLD_SIZE STORE RESULT
-"""
+"""Tiny models for the tests of parameters, built the same way on every rank, and what the ranks do with them."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,26 +62,14 @@ def collect(parameters: ShardedParameters, bucket_bytes: int = BUCKET_BYTES) -> 
     return dict(zip((spec.name for spec in parameters.specs), copies, strict=True))
 
 
-def main() -> None:
-    kind, rank, world_size, store, result = sys.argv[1:6]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, int(world_size)), rank=int(rank), world_size=int(world_size)
-    )
-    try:
-        model = build(kind)
-        mesh = init_device_mesh("cpu", (int(world_size),))
-        layers: Any = (model.get_base_model() if kind == "lora" else model).model.layers
-        for layer in layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        sent = collect(ShardedParameters(model, wire_dtype=torch.float32))
-        if rank == "0":
-            torch.save(sent, Path(result))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+def gather(kind: str, out: str) -> None:
+    """What a sharded model sends goes to `out`."""
+    model = build(kind)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layers: Any = (model.get_base_model() if kind == "lora" else model).model.layers
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sent = collect(ShardedParameters(model, wire_dtype=torch.float32))
+    if dist.get_rank() == 0:
+        torch.save(sent, out)

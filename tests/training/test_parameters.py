@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 
 from grpo_async.errors import ConfigError
 from grpo_async.training.parameters import ShardedParameters
+from tests.support.ranks import run_on_ranks
 from tests.training.parameter_models import build, collect, with_adapters
 
 
@@ -170,22 +168,9 @@ def test_adapters_that_cannot_be_merged_weight_by_weight_are_refused_by_name() -
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "moe", "lora"])
 def test_two_ranks_gather_what_one_has(kind: str, tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable, "-m", "tests.training.parameter_models",
-                kind, str(rank), "2", str(tmp_path / "store"), str(tmp_path / "sent.pt"),
-            ],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for process in ranks:
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output.decode()[-3000:]
-    sent = torch.load(tmp_path / "sent.pt", weights_only=True)
+    out = tmp_path / "sent.pt"
+    run_on_ranks("gather", 2, tmp_path, module="tests.training.parameter_models", kind=kind, out=out)
+    sent = torch.load(out, weights_only=True)
     expected = collect(ShardedParameters(build(kind), wire_dtype=torch.float32))
     assert list(sent) == list(expected)
     _equal(sent, expected, rtol=1e-6, atol=1e-7)
