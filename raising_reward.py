@@ -1,2 +1,0 @@
-def broken(completions, answer, **columns):
-    return [1.0 / (len(a) - len(a)) for a in answer]
