@@ -2,7 +2,7 @@
 
 What the function raises comes back as a value (`Raised`): a SystemExit or KeyboardInterrupt that is raised into an event loop
 ends the loop. Context variables of the caller are seen by the function. An async function that blocks (time.sleep) blocks
-the loop; nothing here can help that.
+its loop, which for rewards and tools is one of their own (`loop_thread`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
+
+from grpo_async.loop_thread import LoopThread
 
 Result = TypeVar("Result")
 
@@ -88,20 +90,24 @@ class TimedCaller:
     Args:
         threads: where plain functions run.
         timeout_s: limit of one call, in seconds.
+        loop: where async functions run; None: on the caller's loop, which they can block.
     """
 
-    def __init__(self, threads: Threads, timeout_s: float) -> None:
+    def __init__(self, threads: Threads, timeout_s: float, *, loop: LoopThread | None = None) -> None:
         self._threads = threads
+        self._loop = loop
         self.timeout_s = timeout_s
         self._abandoned: set[asyncio.Task[Any]] = set()
 
     async def run(self, call: UserCall[Result]) -> Result | Raised:
         """Raises:
-        TimeoutError: it took longer; a thread is abandoned, a coroutine cancelled.
+        TimeoutError: it took longer; a thread is abandoned, a coroutine cancelled. LoopHeldError: it blocks its own loop.
         ThreadsExhaustedError: too many abandoned threads are still running.
         """
         if not call.is_async:
             return await self._threads.run(call.attempt, self.timeout_s)
+        if self._loop is not None:
+            return await self._loop.run(call.attempt_async, self.timeout_s)
         task = asyncio.create_task(call.attempt_async())
         try:
             done, _ = await asyncio.wait({task}, timeout=self.timeout_s)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_async.calls import Raised, TimedCaller, is_async
+from grpo_async.loop_thread import LoopHeldError, LoopThread
 from grpo_async.rewards.call import (
     ENVIRONMENTS,
     Failure,
@@ -33,8 +34,8 @@ from grpo_async.threads import ThreadRunner, ThreadsExhaustedError
 class RewardFunction:
     """Calls one reward function.
 
-    An async function runs on the event loop, a plain one in a thread; `run_in="process"` puts either into worker
-    processes, which are killed on time-out.
+    An async function runs on an event loop of its own, so that one that blocks holds nobody else; a plain one in a thread;
+    `run_in="process"` puts either into worker processes, which are killed on time-out.
 
     Args:
         function: callable with TRL's signature `f(prompts, completions, completion_ids, **columns)`.
@@ -70,7 +71,8 @@ class RewardFunction:
         self._parameters = read_parameters(function)
         self._arguments = dict(arguments or {})
         self._setting = setting
-        self._caller = TimedCaller(ThreadRunner(f"reward-{self.name}"), timeout_s)
+        self._loop = LoopThread(f"reward-{self.name}")
+        self._caller = TimedCaller(ThreadRunner(f"reward-{self.name}"), timeout_s, loop=self._loop)
         self._pool: WorkerPool | None = None
         if run_in == "process":
             if reference is None:
@@ -160,6 +162,13 @@ class RewardFunction:
         )
         try:
             result = await self._run(request)
+        except LoopHeldError as error:
+            raise RewardTimeoutError(
+                self.name,
+                f"took longer than {self.timeout_s:g} s for {len(completions)} completions, and holds its event loop at "
+                f"{error.where}; an async function must `await` what takes time: write it as a plain `def`, or set "
+                f"`{self._setting}.run_in: process`",
+            ) from error
         except TimeoutError as error:
             raise RewardTimeoutError(
                 self.name,
@@ -175,7 +184,8 @@ class RewardFunction:
         return result
 
     def close(self) -> None:
-        """End the worker processes, if any. Safe to call twice."""
+        """End the worker processes and the event loop, if any. Safe to call twice."""
+        self._loop.close()
         if self._pool is not None:
             self._pool.close()
 

@@ -6,7 +6,7 @@
         arguments: {url: "http://judge:8000/classify", format: classify, token_env: JUDGE_TOKEN}
 
 Connections are kept per event loop and stay open between calls. A task of the loop holds them: it ends, and closes them, when
-the loop's tasks are cancelled (the end of `asyncio.run`, the end of a run), so they never outlive their loop.
+the loop's tasks are cancelled (the end of `asyncio.run`, of a run, of the reward), so they never outlive their loop.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from grpo_async.calls import Raised, Result, TimedCaller, UserCall
 from grpo_async.errors import GrpoAsyncError
+from grpo_async.loop_thread import LoopHeldError, LoopThread
 from grpo_async.threads import ThreadRunner
 from grpo_async.tools.arguments import check_arguments
 from grpo_async.tools.errors import ToolError, ToolTimeoutError
@@ -81,14 +82,15 @@ class Tool:
     def from_function(
         cls, function: Callable[..., Any], *, arguments: Mapping[str, Any] | None = None, timeout_s: float = 30.0
     ) -> Tool:
-        """A tool that stands alone: plain functions run in threads.
+        """A tool that stands alone: plain functions run in threads, async ones on a loop of its own.
 
         Raises:
             BadFunctionError: it cannot be described to a model.
         """
         spec = build_spec(function, hidden=set(arguments or {}))
         threads = ThreadRunner(f"tool-{spec.name}", max_threads=_MAX_THREADS, max_abandoned=_MAX_THREADS)
-        return cls(function, spec, TimedCaller(threads, timeout_s), fixed=arguments)
+        loop = LoopThread(f"tool-{spec.name}", max_abandoned=_MAX_THREADS)
+        return cls(function, spec, TimedCaller(threads, timeout_s, loop=loop), fixed=arguments)
 
     def __repr__(self) -> str:
         return f"Tool({self.name!r})"
@@ -113,7 +115,8 @@ class Tool:
             result = await self._caller.run(UserCall(self.function, {**checked, **self._fixed}, as_text))
         except TimeoutError as error:
             problem = f"no answer within {self._caller.timeout_s:g} s"
-            self._failures.write(self.name, "TimeoutError", problem)
+            held = f"; it holds its event loop at {error.where}" if isinstance(error, LoopHeldError) else ""
+            self._failures.write(self.name, "TimeoutError", f"{problem}{held}")
             raise ToolTimeoutError(problem) from error
         except GrpoAsyncError as error:
             self._failures.write(self.name, type(error).__name__, str(error))

@@ -13,6 +13,7 @@ import pytest
 
 from grpo_async.calls import TimedCaller
 from grpo_async.rewards import RewardError, RewardFunction
+from grpo_async.rewards.errors import RewardTimeoutError
 from grpo_async.threads import ThreadRunner
 from tests.rewards import faulty_rewards
 from tests.rewards.helpers import FAULTY, TRL, loaded, score
@@ -25,6 +26,39 @@ def released() -> Iterator[None]:
     faulty_rewards.release.clear()
     yield
     faulty_rewards.release.set()
+
+
+async def _blocks(completions: list[Any]) -> list[float]:
+    """As one that calls time.sleep or a plain HTTP client."""
+    if completions[0] == "block":
+        faulty_rewards.release.wait(30)
+    return [1.0] * len(completions)
+
+
+def test_an_async_function_that_blocks_misses_its_limit_and_is_named_with_its_line(released: None) -> None:
+    reward = RewardFunction(_blocks, timeout_s=0.2)
+
+    async def run() -> None:
+        started = time.monotonic()
+        with pytest.raises(RewardTimeoutError) as caught:
+            await score(reward, ["block"])
+        assert time.monotonic() - started < 10  # and not when it is released
+        line = _blocks.__code__.co_firstlineno + 3
+        assert f"{__file__}:{line} in _blocks > " in str(caught.value)
+        assert "`rewards.run_in: process`" in str(caught.value)
+        assert (await score(reward, ["x"])).values == [1.0]  # on a new loop
+        for _ in range(3):
+            with pytest.raises(RewardTimeoutError):
+                await score(reward, ["block"])
+        with pytest.raises(RewardError, match="4 of its event loops are still held"):
+            await score(reward, ["x"])
+        faulty_rewards.release.set()
+        await until(lambda: not any("reward-_blocks" in thread.name for thread in threading.enumerate()[1:]))
+        assert (await score(reward, ["x"])).values == [1.0]
+
+    asyncio.run(run())
+    reward.close()
+    assert not any("reward-_blocks" in thread.name for thread in threading.enumerate())
 
 
 def _returning(raw: Any, count: int) -> Any:
@@ -137,12 +171,12 @@ def test_a_plain_function_that_returns_a_coroutine_is_awaited() -> None:
     assert asyncio.run(score(reward, ["abc"])).values == [3.0]
 
 
-def test_an_async_call_is_awaited_on_the_callers_loop() -> None:
+def test_an_async_call_is_awaited_on_a_loop_of_its_own() -> None:
     """R1.11: an async `__call__` is awaited, inside a partial too."""
 
     class Judge:
         async def __call__(self, completions: list[str]) -> list[float]:
-            return [float(threading.current_thread() is threading.main_thread())]
+            return [float(threading.current_thread() is not threading.main_thread())]
 
     assert asyncio.run(score(RewardFunction(Judge()), ["a"])).values == [1.0]
     assert asyncio.run(score(RewardFunction(functools.partial(Judge())), ["a"])).values == [1.0]

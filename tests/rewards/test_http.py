@@ -20,6 +20,7 @@ from grpo_async.rewards import RewardError, RewardFunction, load_rewards
 from grpo_async.rewards.http import _seconds
 from tests.rewards.helpers import score
 from tests.rewards.reward_server import HANG, RewardServer, lengths, reward_server
+from tests.support.waiting import eventually
 
 REMOTE = "grpo_async.rewards.http:remote_reward"
 
@@ -44,7 +45,19 @@ def server(one_server: RewardServer) -> RewardServer:
 def _load(server: RewardServer, **arguments: Any) -> RewardFunction:
     section = RewardSection(function=REMOTE, name="judge", arguments={"url": server.url, **arguments}, timeout_s=20.0)
     (reward,) = load_rewards([section])
+    _loaded.append(reward)
     return reward
+
+
+_loaded: list[RewardFunction] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Ends what the test has loaded, and with it the connections."""
+    yield
+    while _loaded:
+        _loaded.pop().close()
 
 
 def _values(
@@ -221,17 +234,13 @@ def test_a_connection_is_used_again_by_the_next_call_and_closed_with_the_loop(se
     assert server.num_connections() == 0
 
 
-def test_cancelling_every_task_closes_connections_and_a_later_call_makes_new_ones(server: RewardServer) -> None:
-    async def run() -> None:
-        reward = _load(server)
-        await score(reward, ["a"])
-        keepers = [task for task in asyncio.all_tasks() if task.get_name() == "remote-reward-connections"]
-        assert len(keepers) == 1
-        keepers[0].cancel()
-        await asyncio.wait(keepers)
-        await score(reward, ["a"])
-
-    asyncio.run(run())
+def test_the_end_of_a_reward_closes_its_connections_and_a_later_call_makes_new_ones(server: RewardServer) -> None:
+    reward = _load(server)
+    asyncio.run(score(reward, ["a"]))
+    reward.close()
+    assert eventually(lambda: server.num_connections() == 0)
+    asyncio.run(score(reward, ["a"]))
+    reward.close()
     assert len(server.clients) == 2
 
 

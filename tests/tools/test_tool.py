@@ -74,16 +74,21 @@ def test_wrong_arguments_never_reach_the_function() -> None:
     assert calls == []
 
 
-def test_a_plain_tool_runs_in_another_thread_and_an_async_one_on_the_loop() -> None:
+def test_a_tool_runs_in_another_thread_and_an_async_one_always_on_the_same_loop() -> None:
+    loops = []
+
     def plain() -> bool:
         """Where it runs."""
         return threading.current_thread() is threading.main_thread()
 
     async def later() -> bool:
         """Where it runs."""
+        loops.append(asyncio.get_running_loop())  # what a client that stays open belongs to
         return plain()
 
-    assert (called(plain), called(later)) == ("false", "true")
+    tool = Tool.from_function(later)
+    assert [called(plain), *(asyncio.run(tool.call({})) for _ in range(2))] == ["false"] * 3
+    assert loops[0] is loops[1]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
