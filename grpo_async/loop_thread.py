@@ -81,6 +81,15 @@ class LoopThread:
             loop.stop()
             loop.thread.join(_CLOSES_WITHIN_S)
 
+    def soon(self, function: Callable[[], object]) -> None:
+        """Have `function` called on the loop; here, if there is none."""
+        with self._lock:
+            loop = self._current
+        if loop is None:
+            function()
+        else:
+            loop.soon(function)
+
     def _usable(self) -> _Loop:
         with self._lock:
             self._abandoned = [loop for loop in self._abandoned if loop.thread.is_alive()]
@@ -134,14 +143,14 @@ class _Loop:
 
         def give_up() -> None:
             future.cancel()  # before it began
-            self._soon(cancel)
+            self.soon(cancel)
 
-        self._soon(begin, contextvars.copy_context())
+        self.soon(begin, contextvars.copy_context())
         return future, give_up
 
     async def answers(self, timeout_s: float) -> bool:
         answer: Future[None] = Future()
-        self._soon(lambda: answer.set_result(None))
+        self.soon(lambda: answer.set_result(None))
         done, _ = await asyncio.wait({asyncio.wrap_future(answer)}, timeout=timeout_s)
         return bool(done)
 
@@ -155,9 +164,9 @@ class _Loop:
         return " > ".join(f"{each.filename}:{each.lineno} in {each.name}" for each in shown) or "a line unknown"
 
     def stop(self) -> None:
-        self._soon(self._loop.stop)
+        self.soon(self._loop.stop)
 
-    def _soon(self, function: Callable[[], object], context: contextvars.Context | None = None) -> None:
+    def soon(self, function: Callable[[], object], context: contextvars.Context | None = None) -> None:
         with contextlib.suppress(RuntimeError):  # it was closed meanwhile
             self._loop.call_soon_threadsafe(function, context=context)
 

@@ -201,11 +201,14 @@ class _Run:
         return outcome.values
 
     def _beat(self) -> None:
-        """Measures for how long the loop stands still: a timer that winds itself up."""
+        """Measures for how long the loop of the reward stands still: a timer that winds itself up."""
+        self._reward.on_its_loop(self._felt)
+        self._heart = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
+
+    def _felt(self) -> None:
         now = time.perf_counter()
         self._longest_gap = max(self._longest_gap, now - self._last_beat - _BEAT_S)
         self._last_beat = now
-        self._heart = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
 
 
 def _same(one: float | None, other: float | None, tolerance: float) -> bool:

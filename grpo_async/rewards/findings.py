@@ -291,7 +291,7 @@ def _times(singles: Sequence[Observation], subject: Subject) -> Iterable[Finding
     if blocking:
         worst = max(blocking, key=lambda one: one.blocked_s)
         inputs, rows = _where(blocking)
-        what = f"It blocks the event loop for {worst.blocked_s:.1f} s: while it does, no rollout goes on."
+        what = f"It blocks the event loop for {worst.blocked_s:.1f} s: while it does, none of its other calls goes on."
         do = "Await its I/O (an async HTTP client), or make it a plain `def`, which runs in a thread."
         yield Finding(key="slow", severity=Severity.WARNING, what=what, do=do, inputs=inputs, rows=rows)
 

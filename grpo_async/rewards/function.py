@@ -8,7 +8,7 @@ is a RewardError that names it, with the original error chained. `close()` ends 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_async.calls import Raised, TimedCaller, is_async
@@ -188,6 +188,10 @@ class RewardFunction:
         self._loop.close()
         if self._pool is not None:
             self._pool.close()
+
+    def on_its_loop(self, function: Callable[[], object]) -> None:
+        """Have `function` called soon on the event loop of the async function; now, if none runs yet."""
+        self._loop.soon(function)
 
     async def _run(self, request: RewardRequest) -> RewardOutcome | Failure:
         if self._pool is not None:
