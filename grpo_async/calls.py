@@ -2,7 +2,7 @@
 
 What the function raises comes back as a value (`Raised`): a SystemExit or KeyboardInterrupt that is raised into an event loop
 ends the loop. Context variables of the caller are seen by the function. An async function that blocks (time.sleep) blocks
-its loop, which for rewards and tools is one of their own (`loop_thread`).
+its loop, which for a reward, and for all tools, is one of their own (`loop_thread`).
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 # Every rollout in flight may call the same tool, and most tools wait for something. When that hangs, all calls that run pass
 # their limit together; the tool is refused once as many threads are stuck as may run.
 _MAX_THREADS = 64
+_LOOP = LoopThread("async tools")
+"""One for all of them: an HTTP client or a lock that two share belongs to one loop."""
 
 
 class Caller(Protocol):
@@ -82,15 +84,14 @@ class Tool:
     def from_function(
         cls, function: Callable[..., Any], *, arguments: Mapping[str, Any] | None = None, timeout_s: float = 30.0
     ) -> Tool:
-        """A tool that stands alone: plain functions run in threads, async ones on a loop of its own.
+        """A tool that stands alone: plain functions run in threads, async ones on the loop of the tools.
 
         Raises:
             BadFunctionError: it cannot be described to a model.
         """
         spec = build_spec(function, hidden=set(arguments or {}))
         threads = ThreadRunner(f"tool-{spec.name}", max_threads=_MAX_THREADS, max_abandoned=_MAX_THREADS)
-        loop = LoopThread(f"tool-{spec.name}", max_abandoned=_MAX_THREADS)
-        return cls(function, spec, TimedCaller(threads, timeout_s, loop=loop), fixed=arguments)
+        return cls(function, spec, TimedCaller(threads, timeout_s, loop=_LOOP), fixed=arguments)
 
     def __repr__(self) -> str:
         return f"Tool({self.name!r})"
