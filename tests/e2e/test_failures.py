@@ -126,6 +126,7 @@ def test_a_run_with_nothing_to_learn_stops_with_the_cause_and_a_checkpoint(tmp_p
     run.assert_nothing_is_left()
 
 
+@pytest.mark.nightly
 def test_a_stop_before_the_server_is_ready_is_no_failure(tmp_path: Path) -> None:
     """Nothing listens there: the trainer waits for it."""
     run = _run(tmp_path, "inference.urls=[http://127.0.0.1:9]")

@@ -27,7 +27,7 @@ ENDS = "model.end_of_turn_tokens=['</think>', '1', '2', '3', '4', '5', '6', '7',
 TRL = "tests.envs.trl_style_environment"
 
 
-def _write_rows(path: Path, count: int, begin: int = 0) -> Path:
+def _write_rows(path: Path, count: int) -> Path:
     rows = [
         {
             "prompt": [{"role": "user", "content": f"{number} + 1 + 1 + 1 = "}],
@@ -35,7 +35,7 @@ def _write_rows(path: Path, count: int, begin: int = 0) -> Path:
             "word": "crane",
             "target": 4,
         }
-        for number in range(begin, begin + count)
+        for number in range(count)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -44,7 +44,6 @@ def _write_rows(path: Path, count: int, begin: int = 0) -> Path:
 def test_environments_tools_and_rewards_written_for_trl_run_unchanged(tmp_path: Path) -> None:
     """R1.13, R3.3: two environments chosen by a column, a tool beside them, rewards that read `environments`."""
     train = _write_rows(tmp_path / "train.jsonl", 40)
-    held_out = _write_rows(tmp_path / "held_out.jsonl", 8, begin=100)
     run = make_run(
         tmp_path,
         "quickstart.yaml",
@@ -52,8 +51,7 @@ def test_environments_tools_and_rewards_written_for_trl_run_unchanged(tmp_path: 
             *SMALL,
             f"model.chat_template={REPOSITORY / 'tests/chat/templates/qwen2_5.jinja'}",
             f"data.train.path={train}",
-            f"evaluation.data.path={held_out}",
-            "evaluation.baseline_column=null",
+            "evaluation=null",
             ENDS,
             "optimizer.lr=1.0e-6",  # what it is rewarded for here is no use to it
             "tool_calling={parser: 'tests.e2e.user_code:parse'}",

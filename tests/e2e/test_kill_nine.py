@@ -2,7 +2,7 @@
 with the weights of a run that was never interrupted, bit by bit.
 
 Two chains, one synchronous and one asynchronous: a run is killed, resumed, killed again, twenty times in all, and then finished
-(`nightly`); and a short synchronous one of two kills. The moments are drawn from a seed: some seconds after the start, or after a
+(`nightly`); and a short synchronous one of one kill. The moments are drawn from a seed: some seconds after the start, or after a
 step that many further on was written to metrics.jsonl.
 """
 
@@ -24,7 +24,7 @@ from tests.e2e.support import Run, make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-SHORT = (2, 14)  # kills and steps: a life lasts for one to five steps, so that all kills are over before the run is
+SHORT = (1, 8)  # kills and steps: a life lasts for one to five steps, so that all kills are over before the run is
 LONG = (10, 60)
 MOST_STEPS = 5  # of a life
 SMALL = (

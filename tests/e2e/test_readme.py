@@ -83,19 +83,3 @@ def _has_a_test_of_the_default(module: Path) -> bool:
         n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test_")
     ]
     return any("pytest.mark.nightly" not in map(ast.unparse, test.decorator_list) for test in tests)
-
-
-@pytest.mark.slow
-def test_the_quickstart_script_trains_and_prints_its_summary(tmp_path: Path) -> None:
-    settings = [
-        f"run.dir={tmp_path}",
-        "training.max_steps=2",
-        "optimizer.warmup_steps=0",
-        "rollout.groups_per_step=4",
-        "rollout.group_size=4",
-        "evaluation.num_prompts=8",
-    ]
-    done = _run("./scripts/quickstart.sh", *(word for setting in settings for word in ("--set", setting)))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for word in ("reward", "held out", "tokens/s", "idle", "staleness", "closed", "inspect-rollouts"):
-        assert word in done.stdout, f"the summary does not show {word!r}:\n{done.stdout}"

@@ -11,7 +11,7 @@ import ssl
 import stat
 import subprocess
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -70,6 +70,7 @@ class Live:
     process: subprocess.Popen[str]
     token: str
     urls: list[str]
+    trust: ssl.SSLContext = field(default_factory=ssl.create_default_context)
 
     def tree(self) -> list[psutil.Process]:
         """The launcher and everything below it, and whatever carries the run's mark without being below it."""
@@ -98,8 +99,11 @@ def _live(run: Run, *, step: int, timeout_s: float = 180.0) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Two servers, two ranks, a reward in a process of its own. The last two tests kill what is in it."""
+    """Two servers that speak HTTPS, two ranks, a reward in a process of its own. The last two tests kill what is in it."""
+    folder = tmp_path_factory.mktemp("live")
+    made = make_certificates(folder / "tls")
     settings = (
+        *(f"inference.tls.{name}={getattr(made, name)}" for name in ("certificate", "key", "authority")),
         *ENDLESS,
         "inference.replicas=2",
         "inference.restart_delay_s=0.2",
@@ -107,8 +111,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         "weights.verify_every_pushes=1",
         "rewards=[{function: 'tests.e2e.soak_reward:by_place_in_no_hurry', run_in: process}]",
     )
-    run = make_run(tmp_path_factory.mktemp("live"), "quickstart.yaml", settings)
+    run = make_run(folder, "quickstart.yaml", settings)
     with _live(run, step=2) as live:
+        live.trust.load_verify_locations(made.authority)
         yield live
 
 
@@ -177,7 +182,7 @@ def test_no_unix_socket_of_a_run_can_be_opened_by_another_user(live: Live) -> No
 # -- HTTP
 
 
-def _status(url: str, method: str, target: str, authorization: str | None, *, body: bytes = b"") -> int:
+def _status(live: Live, url: str, method: str, target: str, authorization: str | None, *, body: bytes = b"") -> int:
     """The status of a request that is sent as it is written here; a client would tidy the path."""
     address = urlsplit(url)
     lines = [
@@ -188,7 +193,10 @@ def _status(url: str, method: str, target: str, authorization: str | None, *, bo
     ]
     if authorization is not None:
         lines.append(f"Authorization: {authorization}")
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=20.0) as connection:
+    with (
+        socket.create_connection((address.hostname or "", address.port or 0), timeout=20.0) as plain,
+        live.trust.wrap_socket(plain, server_hostname=address.hostname) as connection,
+    ):
         connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
         answer = connection.makefile("rb").readline()
     return int(answer.split()[1]) if answer else 0
@@ -209,17 +217,19 @@ def test_every_path_of_every_server_answers_401_without_the_token(live: Live) ->
     )
     asked, open_paths = 0, []
     for url in live.urls:
-        assert _status(url, "GET", "/health", None) == 200
+        assert _status(live, url, "GET", "/health", None) == 200
         for path in PATHS:
             for method in METHODS:
                 for given in none_of_them if method in ("GET", "POST") else none_of_them[:4:3]:
                     asked += 1
                     # 400: no request at all to the HTTP parser, so that it reaches no path
-                    if (status := _status(url, method, path, given)) != 401 and not ("#" in path and status == 400):
+                    if (status := _status(live, url, method, path, given)) != 401 and not (
+                        "#" in path and status == 400
+                    ):
                         open_paths.append((method, path, given and given.replace(token, "TOKEN"), status))
-        assert _status(url, "POST", "/health", None) == 401
-        assert _status(url, "GET", f"{INFO_PATH}?token={token}", None) == 401
-        assert _status(url, "GET", INFO_PATH, "Bearer wrong\r\nX-Authorization: Bearer " + token) == 401
+        assert _status(live, url, "POST", "/health", None) == 401
+        assert _status(live, url, "GET", f"{INFO_PATH}?token={token}", None) == 401
+        assert _status(live, url, "GET", INFO_PATH, "Bearer wrong\r\nX-Authorization: Bearer " + token) == 401
     assert open_paths == []
     assert asked > 1000
     print(f"{asked} requests, {len(PATHS)} paths, {len(METHODS)} methods: all answer 401")
@@ -228,9 +238,34 @@ def test_every_path_of_every_server_answers_401_without_the_token(live: Live) ->
 def test_the_token_of_the_run_opens_every_server(live: Live) -> None:
     right = f"Bearer {live.token}"
     for url in live.urls:
-        assert [_status(url, "GET", path, right) for path in READABLE] == [200, 200, 200]
-        assert _status(url, "GET", "/no_such_path", right) == 404
-        assert _status(url, "POST", GENERATE_PATH, right, body=b"{}") in (400, 422)
+        assert [_status(live, url, "GET", path, right) for path in READABLE] == [200, 200, 200]
+        assert _status(live, url, "GET", "/no_such_path", right) == 404
+        assert _status(live, url, "POST", GENERATE_PATH, right, body=b"{}") in (400, 422)
+
+
+def test_only_who_trusts_the_authority_believes_a_server_and_plain_http_gets_nothing(
+    live: Live, tmp_path: Path
+) -> None:
+    other = make_certificates(tmp_path / "other")
+    assert len(live.urls) == 2
+    bearer = {"authorization": f"Bearer {live.token}"}
+    for url in live.urls:
+        assert url.startswith("https://127.0.0.1:")
+        with httpx.Client(base_url=url, verify=live.trust, trust_env=False) as client:
+            assert client.get("/health").status_code == 200
+            assert client.get(INFO_PATH).status_code == 401
+            answer = client.get(INFO_PATH, headers=bearer)
+            assert answer.status_code == 200
+            assert answer.json()["policy_version"] >= 1  # weights were pushed to it
+        for authority in (other.authority, None):
+            context = ssl.create_default_context(cafile=authority)
+            with (
+                httpx.Client(base_url=url, verify=context, trust_env=False) as client,
+                pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),
+            ):
+                client.get("/health")
+        with httpx.Client(base_url=url.replace("https:", "http:")) as plain, pytest.raises(httpx.TransportError):
+            plain.get("/health", headers=bearer)
 
 
 # -- the token
@@ -319,36 +354,6 @@ def test_a_killed_rank_ends_the_run_with_its_number_and_afterwards_no_process_an
     assert live.token not in done.stdout
     assert _files_with(live.run.folder, live.token) == []
     assert not (live.run.folder / "token").exists()
-
-
-# -- HTTPS
-
-
-def test_a_run_whose_servers_speak_https(tmp_path: Path) -> None:
-    made, other = make_certificates(tmp_path / "tls"), make_certificates(tmp_path / "other")
-    tls = (f"inference.tls.{name}={getattr(made, name)}" for name in ("certificate", "key", "authority"))
-    run = make_run(tmp_path, "quickstart.yaml", (*ENDLESS, "inference.replicas=2", *tls))
-    with _live(run, step=2) as live:
-        assert len(live.urls) == 2
-        for url in live.urls:
-            assert url.startswith("https://127.0.0.1:")
-            trusting = ssl.create_default_context(cafile=made.authority)
-            with httpx.Client(base_url=url, verify=trusting, trust_env=False) as client:
-                assert client.get("/health").status_code == 200
-                assert client.get(INFO_PATH).status_code == 401
-                answer = client.get(INFO_PATH, headers={"authorization": f"Bearer {live.token}"})
-                assert answer.status_code == 200
-                assert answer.json()["policy_version"] >= 1  # weights were pushed to it
-            for authority in (other.authority, None):
-                context = ssl.create_default_context(cafile=authority)
-                with (
-                    httpx.Client(base_url=url, verify=context, trust_env=False) as client,
-                    pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),
-                ):
-                    client.get("/health")
-            with httpx.Client(base_url=url.replace("https:", "http:")) as plain, pytest.raises(httpx.TransportError):
-                plain.get("/health", headers={"authorization": f"Bearer {live.token}"})
-    assert run.summary()["ledger_closed"]
 
 
 @pytest.mark.nightly

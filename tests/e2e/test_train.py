@@ -13,7 +13,7 @@ import pytest
 
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.tracking.catalog import describe
-from tests.e2e.support import REPOSITORY, make_run
+from tests.e2e.support import REPOSITORY, Run, make_run
 
 pytestmark = pytest.mark.slow
 
@@ -27,9 +27,22 @@ SMALL = (
 
 
 @pytest.mark.timeout(1000)
-def test_the_quickstart_learns_and_leaves_a_model_that_loads(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", ["training.max_steps=25"])  # of 50: it has learned by then
-    summary, _ = run.complete(timeout_s=900.0)
+def test_the_quickstart_script_learns_and_leaves_a_summary_and_a_model_that_loads(tmp_path: Path) -> None:
+    """25 of its 50 steps: it has learned by then."""
+    done = subprocess.run(
+        ["./scripts/quickstart.sh", *("--set", "training.max_steps=25"), *("--set", f"run.dir={tmp_path}")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for word in ("reward", "held out", "tokens/s", "idle", "staleness", "closed", "inspect-rollouts"):
+        assert word in done.stdout, f"the summary does not show {word!r}:\n{done.stdout}"
+    (folder,) = tmp_path.iterdir()
+    run = Run(config=folder / "config.yaml", folder=folder)
+    summary = run.summary()
     assert summary["status"] == "finished"
     assert is_closed(summary["ledger"])
     assert summary["staleness_max"] <= 1

@@ -68,6 +68,7 @@ def test_two_workers_serve_pushed_weights_and_a_killed_server_leaves_no_process(
         assert [process.cmdline() for process in alive] == []
 
 
+@pytest.mark.nightly
 def test_a_dead_engine_ends_streams_with_an_error_and_then_the_server(
     needs_vllm: None, tiny_model: Path, tmp_path: Path
 ) -> None:
