@@ -30,6 +30,7 @@ SMALL = (
     "rollout.group_size=4",
     "evaluation.num_prompts=8",
     "optimizer.warmup_steps=0",
+    "record.advise_every_steps=3",
 )
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -61,10 +62,8 @@ def test_a_quiet_run_prints_its_summary_only(golden_run: GoldenRun) -> None:
 
 
 def test_status_tells_of_a_finished_run(golden_run: GoldenRun) -> None:
-    folder = golden_run.run.folder
-    code, status = status_of(folder)
+    code, status = status_of(golden_run.run.folder)
     assert (code, status["state"], status["step"], status["exit_code"]) == (0, "finished", 6, 0)
-    assert status["advice"] == json.loads((folder / "advice.jsonl").read_text().splitlines()[-1])
     assert status["checkpoint"]["step"] == 6
     # the report's advice goes by them, and by those of status.json where a run did not come to its end
     assert isinstance(status["on_gpu"], bool)
@@ -171,3 +170,4 @@ def test_a_terminal_shows_the_dashboard_in_its_own_size_and_ctrl_c_stops_the_run
     assert "stopping: finishing the step and saving a checkpoint" in after
     code, status = status_of(run.folder)
     assert (code, status["state"], status["exit_code"]) == (3, "stopped", 130)
+    assert status["advice"] == json.loads((run.folder / "advice.jsonl").read_text().splitlines()[-1])

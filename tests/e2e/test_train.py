@@ -13,6 +13,7 @@ import pytest
 
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.tracking.catalog import describe
+from scripts.install.stamp import digest, read_stamp
 from tests.e2e.support import REPOSITORY, Run, make_run
 
 pytestmark = pytest.mark.slow
@@ -29,6 +30,9 @@ SMALL = (
 @pytest.mark.timeout(1000)
 def test_the_quickstart_script_learns_and_leaves_a_summary_and_a_model_that_loads(tmp_path: Path) -> None:
     """25 of its 50 steps: it has learned by then."""
+    stamp = read_stamp(REPOSITORY / ".venv")
+    is_ready = stamp is not None and (stamp.checkout, stamp.inputs) == (str(REPOSITORY.resolve()), digest(REPOSITORY))
+    assert is_ready, "it would make .venv anew under all other tests; first: scripts/bootstrap.sh --with-tests"
     done = subprocess.run(
         ["./scripts/quickstart.sh", *("--set", "training.max_steps=25"), *("--set", f"run.dir={tmp_path}")],
         cwd=REPOSITORY,
