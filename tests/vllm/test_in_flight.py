@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from grpo_async.inference.surface import WeightInitInfo, WeightUpdateInfo
 from grpo_async.servers.vllm.gate import Gate, GateBrokenError
 from grpo_async.servers.vllm.in_flight import InFlight, InFlightRequests
 from grpo_async.servers.vllm.receiver import WeightReceiver
+from grpo_async.servers.vllm.rendezvous import _create_store_on_its_own_address
 from grpo_async.servers.vllm.reports import Reporter, WorkerFailedError, collect_reports
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.blame import NOT_ARRIVED
@@ -339,3 +341,14 @@ def test_an_update_that_breaks_off_leaves_nothing_and_ends_the_group(monkeypatch
 
 def _raise(*_: Any, **__: Any) -> torch.Tensor:
     raise RuntimeError("trainer vanished")
+
+
+def test_a_process_that_meets_nobody_opens_no_store() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = _create_store_on_its_own_address("127.0.0.1", port, 0, 1, timedelta(seconds=5))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 
 def bind_rendezvous_to_its_own_address() -> None:
-    """Make torch's tcp:// rendezvous listen on the address it was told; on its own it listens on every interface, where
-    anybody may read and write the store. (`import torch.distributed.rendezvous` as an attribute gives the function.)"""
+    """Make torch's tcp:// rendezvous listen on the address it was told; on its own it listens on every interface, where anybody may
+    read and write the store. One process alone meets nobody, and listens nowhere. (`import torch.distributed.rendezvous` as an
+    attribute gives the function.)"""
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     rendezvous._create_c10d_store = _create_store_on_its_own_address
 
@@ -21,6 +22,8 @@ def bind_rendezvous_to_its_own_address() -> None:
 def _create_store_on_its_own_address(
     hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
 ) -> dist.Store:
+    if world_size == 1:
+        return dist.HashStore()
     listener: dict[str, int] = {}
     if rank == 0:
         sock = socket.socket(socket.AF_INET6 if ":" in hostname else socket.AF_INET)
