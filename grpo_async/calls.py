@@ -2,7 +2,7 @@
 
 What the function raises comes back as a value (`Raised`): a SystemExit or KeyboardInterrupt that is raised into an event loop
 ends the loop. Context variables of the caller are seen by the function. An async function that blocks (time.sleep) blocks
-its loop, which for a reward, and for all tools, is one of their own (`loop_thread`).
+its loop, which is one of their own for rewards and one for tools and environments (`user_loop`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from grpo_async.loop_thread import LoopThread
+from grpo_async.user_loop import UserLoop
 
 Result = TypeVar("Result")
 
@@ -93,7 +93,7 @@ class TimedCaller:
         loop: where async functions run; None: on the caller's loop, which they can block.
     """
 
-    def __init__(self, threads: Threads, timeout_s: float, *, loop: LoopThread | None = None) -> None:
+    def __init__(self, threads: Threads, timeout_s: float, *, loop: UserLoop | None = None) -> None:
         self._threads = threads
         self._loop = loop
         self.timeout_s = timeout_s

@@ -350,6 +350,7 @@ def test_what_is_switched_off_records_nothing_and_makes_no_file(tmp_path: Path) 
     assert not path.exists() or _names(path) == []
 
 
+@pytest.mark.clock
 def test_a_span_costs_the_one_who_records_it_little(tmp_path: Path) -> None:
     """Far above what is measured (about 1.5 µs), so that a busy machine does not fail it; a write of its own would."""
     with _open(tmp_path / "events.jsonl", max_mb=64) as timeline:

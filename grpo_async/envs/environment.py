@@ -23,7 +23,8 @@ from grpo_async.envs.kind import EnvironmentKind
 from grpo_async.records import LARGEST_REWARD
 from grpo_async.tools.errors import ToolError
 from grpo_async.tools.results import encodable, joined_parts
-from grpo_async.tools.tool import Tool
+from grpo_async.tools.tool import ASYNC_LOOP, Tool
+from grpo_async.user_loop import LoopHeldError
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Environment:
         """Why the instance cannot be used any more."""
         self._kind = kind
         self._thread = thread
-        self._caller = TimedCaller(thread, kind.timeout_s)
+        self._caller = TimedCaller(thread, kind.timeout_s, loop=ASYNC_LOOP)
         self._is_done: Callable[[], Any] | None = instance.is_done if "is_done" in kind.methods else None
         self._running: set[asyncio.Task[Any]] = set()
         self._lock = asyncio.Lock()
@@ -202,10 +203,11 @@ class Environment:
     async def _run(self, call: UserCall[Result]) -> Result | Raised:
         try:
             return await self._caller.run(call)
-        except TimeoutError:
+        except TimeoutError as error:
             method = getattr(call.function, "__name__", "a call")
             hint = f"raise `{self._kind.setting}.timeout_s` if this is expected"
-            self.broken = f"`{method}` took longer than {self.timeout_s:g} s; {hint}"
+            held = f" ({error})" if isinstance(error, LoopHeldError) else ""
+            self.broken = f"`{method}` took longer than {self.timeout_s:g} s{held}; {hint}"
             raise
         except asyncio.CancelledError:  # the loop ends
             self.broken = self.broken or "a call was cut off"

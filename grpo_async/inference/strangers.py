@@ -1,8 +1,8 @@
 """Keeps connections that say nothing from taking all of a server's descriptors. A protocol for uvicorn.
 
-A connection is a stranger until the headers of its first request are there. It has 10 s for them, and where strangers hold half of
-the process's descriptors, the oldest goes for each new one. A request without the token ends its connection (guard), so nobody
-without it holds one for longer.
+A connection is a stranger until the headers of its first request are there. It has 10 s for them. Where strangers hold half of the
+descriptors that the rest of the process leaves, the oldest goes for each new one. A request without the token ends its connection
+(guard), so nobody without it holds one for longer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class StrangersProtocol(_Base):  # type: ignore[misc]
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._strangers[self] = self.loop.call_later(_HEADERS_TIMEOUT_S, transport.close)
-        if len(self._strangers) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+        descriptor = transport.get_extra_info(
+            "socket"
+        ).fileno()  # the lowest free one: as many are open, strangers included
+        if descriptor + len(self._strangers) > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
             oldest = next(iter(self._strangers))
             oldest._is_known()
             oldest.transport.close()

@@ -22,6 +22,9 @@ from grpo_async.rundir import attempt_config
 
 logger = logging.getLogger("grpo_async")
 
+_MAX_PRINTED_CHARS = 16 * 2**20
+"""Of what rewards, tools and environments print into the log of a process; our own log goes to standard error."""
+
 
 def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, ControlClient], None]) -> NoReturn:
     """Do `work` and end this process: exit code 0 when it returned, 1 when it raised, which is then in the log, in the attempt's
@@ -32,7 +35,8 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
     """
     die_with_parent()
     # the log may be on a full disk: what user code prints is no reason to fail
-    sys.stdout = cast(TextIO, LastingStream(sys.stdout, "standard output", lambda text: None))
+    prints = LastingStream(sys.stdout, "standard output", lambda text: None, max_chars=_MAX_PRINTED_CHARS)
+    sys.stdout = cast(TextIO, prints)
     sys.stderr = cast(TextIO, LastingStream(sys.stderr, "standard error", lambda text: None))
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
@@ -53,6 +57,10 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
         control.send("failed", rank=place.rank, error=words, traceback=text)
         write_failure(place.attempt_dir, place.rank, error)
         logger.exception("%s %d failed", name, place.rank)
+    if prints.num_dropped:
+        logger.warning(
+            "%s %d: %d characters of what was printed are not in this log", name, place.rank, prints.num_dropped
+        )
     control.close()
     logging.shutdown()
     sys.stdout.flush()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_async.calls import Raised, TimedCaller, is_async
-from grpo_async.loop_thread import LoopHeldError, LoopThread
 from grpo_async.rewards.call import (
     ENVIRONMENTS,
     Failure,
@@ -29,6 +28,7 @@ from grpo_async.rewards.call import (
 from grpo_async.rewards.errors import RewardError, RewardTimeoutError
 from grpo_async.rewards.pool import WorkerPool
 from grpo_async.threads import ThreadRunner, ThreadsExhaustedError
+from grpo_async.user_loop import LoopHeldError, UserLoop
 
 
 class RewardFunction:
@@ -47,6 +47,7 @@ class RewardFunction:
         reference: `module:attribute` of the function; needed for `run_in="process"`.
         setting: dotted path of its section in the config, for errors.
         num_workers: processes for `run_in="process"`; None = half the CPUs, 1 to 4.
+        loop: where an async function runs; None = one of its own. `close` ends it.
 
     Raises:
         TypeError: the function cannot be called as a reward.
@@ -64,6 +65,7 @@ class RewardFunction:
         reference: str | None = None,
         setting: str = "rewards",
         num_workers: int | None = None,
+        loop: UserLoop | None = None,
     ) -> None:
         self.name = name or own_name(function)
         self.weight = weight
@@ -71,7 +73,7 @@ class RewardFunction:
         self._parameters = read_parameters(function)
         self._arguments = dict(arguments or {})
         self._setting = setting
-        self._loop = LoopThread(f"reward-{self.name}")
+        self._loop = loop or UserLoop(f"reward-{self.name}")
         self._caller = TimedCaller(ThreadRunner(f"reward-{self.name}"), timeout_s, loop=self._loop)
         self._pool: WorkerPool | None = None
         if run_in == "process":

@@ -15,6 +15,7 @@ from grpo_async.references import resolve_function
 from grpo_async.rewards.arguments import CHECK, ArgumentCheck
 from grpo_async.rewards.call import ENVIRONMENTS, OFFERED, own_name, read_parameters
 from grpo_async.rewards.function import RewardFunction
+from grpo_async.user_loop import UserLoop
 
 
 def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
@@ -24,10 +25,11 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
         ConfigError: some cannot be found, imported or called as a reward; the message has one line for each.
     """
     rewards: list[RewardFunction] = []
+    loop = UserLoop("async rewards")  # one for all: an HTTP client or a lock that two of them share belongs to one loop
     problems: list[str] = []
     for index, section in enumerate(sections):
         try:
-            rewards.append(load_reward(section, f"rewards.{index}"))
+            rewards.append(load_reward(section, f"rewards.{index}", loop=loop))
         except ConfigError as error:
             problems.append(str(error))
     problems.extend(_names_used_twice(rewards))
@@ -36,8 +38,10 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
     return rewards
 
 
-def load_reward(section: RewardSection, path: str, *, num_workers: int | None = None) -> RewardFunction:
-    """Import and check one; `path` is that of its section (`rewards.0`), for errors. `num_workers`: see RewardFunction."""
+def load_reward(
+    section: RewardSection, path: str, *, num_workers: int | None = None, loop: UserLoop | None = None
+) -> RewardFunction:
+    """Import and check one; `path` is that of its section (`rewards.0`), for errors. The others: see RewardFunction."""
     where = f"{path}.function: {section.function}"
     function = resolve_function(section.function, where)
     try:
@@ -77,6 +81,7 @@ def load_reward(section: RewardSection, path: str, *, num_workers: int | None = 
         reference=section.function,
         setting=path,
         num_workers=num_workers,
+        loop=loop,
     )
 
 

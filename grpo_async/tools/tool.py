@@ -12,20 +12,20 @@ from typing import Any, Protocol
 
 from grpo_async.calls import Raised, Result, TimedCaller, UserCall
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.loop_thread import LoopHeldError, LoopThread
 from grpo_async.threads import ThreadRunner
 from grpo_async.tools.arguments import check_arguments
 from grpo_async.tools.errors import ToolError, ToolTimeoutError
 from grpo_async.tools.results import as_text
 from grpo_async.tools.schema import ToolSpec, build_spec
+from grpo_async.user_loop import LoopHeldError, UserLoop
 
 logger = logging.getLogger(__name__)
 
 # Every rollout in flight may call the same tool, and most tools wait for something. When that hangs, all calls that run pass
 # their limit together; the tool is refused once as many threads are stuck as may run.
 _MAX_THREADS = 64
-_LOOP = LoopThread("async tools")
-"""One for all of them: an HTTP client or a lock that two share belongs to one loop."""
+ASYNC_LOOP = UserLoop("async tools")
+"""One for all of them and for async methods of environments: an HTTP client or a lock that two share belongs to one loop."""
 
 
 class Caller(Protocol):
@@ -91,7 +91,7 @@ class Tool:
         """
         spec = build_spec(function, hidden=set(arguments or {}))
         threads = ThreadRunner(f"tool-{spec.name}", max_threads=_MAX_THREADS, max_abandoned=_MAX_THREADS)
-        return cls(function, spec, TimedCaller(threads, timeout_s, loop=_LOOP), fixed=arguments)
+        return cls(function, spec, TimedCaller(threads, timeout_s, loop=ASYNC_LOOP), fixed=arguments)
 
     def __repr__(self) -> str:
         return f"Tool({self.name!r})"

@@ -60,6 +60,6 @@ def test_a_real_run_is_looked_at_from_its_steps_down_to_its_tokens(golden_run: G
         await press(pilot, "Y")
         assert "--evaluation 6" in app.clipboard
         await press(pilot, "enter", "enter")
-        assert "turn 0" in shown(app)
+        assert "turn 1" in shown(app)
 
     drive_session(find_evaluation(folder, "last"), evaluation, texts=texts)

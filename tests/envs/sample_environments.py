@@ -178,6 +178,11 @@ class Asked:
         return who.get()
 
 
+class BlocksItsLoop:
+    async def reset(self) -> None:
+        gate.wait(10.0)
+
+
 class AsyncClose:
     def reset(self) -> None: ...
 

@@ -3,8 +3,6 @@
 import asyncio
 import random
 
-from tests.tools.sample_tools import async_add, multiply  # noqa: F401 - tools that are named with these environments
-
 
 class FakeClient:
     """Stands for the client of an environment's server."""
@@ -139,3 +137,31 @@ def only_wordle(environments, **kwargs) -> list[float | None]:
 
 def short_and_right(completions, environments, **kwargs):
     return [env.reward - 0.1 * len(completion) for completion, env in zip(completions, environments, strict=True)]
+
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiplies two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The product of the two integers.
+    """
+    return a * b
+
+
+async def async_add(a: int, b: int) -> int:
+    """
+    Asynchronously adds two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The sum of the two integers.
+    """
+    return a + b

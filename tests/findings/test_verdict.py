@@ -30,7 +30,10 @@ from grpo_async.viewer.report.write import write_report
 from tests.support.records import make_completion, make_prompt
 
 ROLLOUTS = 64  # of a step
-ELSEWHERE = {"host": "another", "updated_at": time.time()}  # a launcher that has just written
+ELSEWHERE = {
+    "host": "another",
+    "updated_at": time.time() + 86_400.0,
+}  # a launcher that has just written, however late the test comes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,10 @@ release = threading.Event()  # ends the threads that `blocks` left behind
 a_number = 3
 
 
+async def its_loop(completions: list[str]) -> list[float]:
+    return [float(id(asyncio.get_running_loop()) % 10**9)] * len(completions)
+
+
 class NotAnInstance:
     def __call__(self, completions: list[str]) -> list[float]:
         return [0.0] * len(completions)

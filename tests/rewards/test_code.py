@@ -297,13 +297,14 @@ def test_a_call_that_is_given_up_leaves_nothing_running() -> None:
         await code_tests(
             ["def add(a, b):\n    return a + b"], [TWO]
         )  # what the machine can do is found out at the first call
+        before = descendants()
         call = asyncio.create_task(code_tests(["def add(a, b):\n    while True: pass"], [TWO]))
-        while len(descendants()) < 2:
+        while len(descendants(before)) < 2:
             await asyncio.sleep(0.01)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert descendants() == []
+        assert descendants(before) == []
 
     asyncio.run(use())
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from grpo_async.calls import TimedCaller
-from grpo_async.rewards import RewardError, RewardFunction
+from grpo_async.config.interaction_sections import RewardSection
+from grpo_async.rewards import RewardError, RewardFunction, load_rewards
 from grpo_async.rewards.errors import RewardTimeoutError
 from grpo_async.threads import ThreadRunner
 from tests.rewards import faulty_rewards
@@ -180,6 +181,21 @@ def test_an_async_call_is_awaited_on_a_loop_of_its_own() -> None:
 
     assert asyncio.run(score(RewardFunction(Judge()), ["a"])).values == [1.0]
     assert asyncio.run(score(RewardFunction(functools.partial(Judge())), ["a"])).values == [1.0]
+
+
+def test_async_rewards_of_a_run_share_a_loop_as_in_trl() -> None:
+    """An HTTP client that two of them share belongs to one loop."""
+    sections = [RewardSection(function=f"{FAULTY}:its_loop", name=name) for name in "ab"]
+    first, second = load_rewards(sections)
+
+    async def run() -> None:
+        assert (await score(first, ["x"])).values == (await score(second, ["x"])).values
+
+    try:
+        asyncio.run(run())
+    finally:
+        first.close()
+        second.close()
 
 
 def test_a_plain_wrapper_of_an_async_function_runs_as_what_it_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 import psutil
@@ -29,8 +30,9 @@ def trial(action):
 """
 
 
-def descendants() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def descendants(before: Collection[psutil.Process] = ()) -> list[psutil.Process]:
+    """All processes below this one that were not there `before`: other tests keep servers here."""
+    return [process for process in psutil.Process().children(recursive=True) if process not in before]
 
 
 def marked(mark: str) -> list[psutil.Process]:

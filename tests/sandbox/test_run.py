@@ -172,17 +172,17 @@ def test_arun_leaves_the_event_loop_free() -> None:
 
 def test_cancelling_kills_the_tree_and_leaves_no_thread(walls: object) -> None:
     async def use() -> None:
-        before = {thread.ident for thread in threading.enumerate()}
+        before, processes = {thread.ident for thread in threading.enumerate()}, descendants()
         sandbox = Sandbox(SandboxLimits(wall_s=60), require=[])
         code = "import os, time\ntry:\n    os.fork()\nexcept OSError: pass\ntime.sleep(60)"
         run = asyncio.create_task(sandbox.arun(code))
-        while not descendants():
+        while not descendants(processes):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)  # into the code, mostly; right at any moment before
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
             await run
-        assert descendants() == []
+        assert descendants(processes) == []
         assert eventually(lambda: {thread.ident for thread in threading.enumerate()} <= before)
 
     asyncio.run(use())

@@ -5,36 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal
 
+from tests.envs import trl_style_environment
+
 if TYPE_CHECKING:
     from decimal import Decimal
 
-
-def multiply(a: int, b: int) -> int:
-    """
-    Multiplies two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-
-    Returns:
-        The product of the two integers.
-    """
-    return a * b
-
-
-async def async_add(a: int, b: int) -> int:
-    """
-    Asynchronously adds two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-
-    Returns:
-        The sum of the two integers.
-    """
-    return a + b
+multiply, async_add = trl_style_environment.multiply, trl_style_environment.async_add
 
 
 def search(query: str, index: object, limit: int = 3, order: Literal["asc", "desc"] = "asc") -> Decimal:

@@ -34,8 +34,8 @@ class LoopHeldError(TimeoutError):
         super().__init__(f"its event loop is held at {where}")
 
 
-class LoopThread:
-    """The loop of one function; made at its first call.
+class UserLoop:
+    """The loop of some functions; made at the first call.
 
     Args:
         name: what runs there, for threads and errors ("reward judge").
