@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.support import Run, make_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 GROUPS_PER_STEP = 2
 TINY = (

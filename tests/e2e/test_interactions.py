@@ -119,6 +119,7 @@ def test_a_rollout_function_that_breaks_its_contract_ends_the_run_with_what_is_m
     run.assert_nothing_is_left()
 
 
+@pytest.mark.nightly
 def test_an_environment_may_own_the_data(tmp_path: Path) -> None:
     """R1.13: no dataset: every row is a seed, the prompt is what reset() says, the reward what get_reward() says."""
     game = "{factory: 'grpo_async.envs.guessing_game:GuessingGame', arguments: {low: 1, high: 3, max_guesses: 2}}"

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.slow_disk import DELAY_S
 from tests.e2e.support import Run, finish, make_run, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 SMALL = (
     "rollout.groups_per_step=4",

@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.support import REPOSITORY, Run, finish, make_run, wait_for
 from tests.support.namespaces import Machine, machines, why_not
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 PORT = 29400
 TOKEN = "a-token-of-the-three-machines"
@@ -179,7 +179,6 @@ def test_two_machines_train_and_push_to_a_server_on_a_third_and_one_that_dies_en
     assert TOKEN not in "".join(outputs)
 
 
-@pytest.mark.nightly
 def test_after_the_death_of_a_machine_a_resume_goes_on(cluster: Cluster) -> None:
     processes = cluster.start_both()
     cluster.run.wait_for_step(3, processes[0])
@@ -193,7 +192,6 @@ def test_after_the_death_of_a_machine_a_resume_goes_on(cluster: Cluster) -> None
     assert summary["evaluation"]["after"]["num_prompts"] == 8
 
 
-@pytest.mark.nightly
 def test_a_rank_that_is_killed_on_one_machine_ends_both_and_is_named(cluster: Cluster) -> None:
     processes = cluster.start_both()
     cluster.run.wait_for_step(2, processes[0])
@@ -210,7 +208,6 @@ def test_a_rank_that_is_killed_on_one_machine_ends_both_and_is_named(cluster: Cl
     cluster.assert_nothing_is_left()
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_on_either_machine_checkpoints_ends_both_and_resume_goes_on(cluster: Cluster, rank: int) -> None:
     processes = cluster.start_both()
@@ -225,7 +222,6 @@ def test_sigterm_on_either_machine_checkpoints_ends_both_and_resume_goes_on(clus
         _resume_to_the_end(cluster, more_steps=2)
 
 
-@pytest.mark.nightly
 def test_sigterm_on_both_at_once_is_one_stop(cluster: Cluster) -> None:
     """As a scheduler sends it: it is no second signal, which would end the run without a checkpoint."""
     processes = cluster.start_both()

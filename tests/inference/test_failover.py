@@ -170,6 +170,7 @@ def test_a_hung_and_a_killed_server_cost_no_token_and_double_none(tiny_model: Pa
     assert counters.generated_tokens > NUM_REQUESTS * NUM_TOKENS
 
 
+@pytest.mark.nightly
 def test_with_one_server_that_is_killed_all_requests_wait_for_its_next_life(tiny_model: Path, tmp_path: Path) -> None:
     async def disturbed(watch: Watch, process: _Process) -> list[Generation]:
         load = _Load()

@@ -409,7 +409,7 @@ def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypat
     monkeypatch.setattr(connections_module, "Fleet", Fleet)
     config = make_config(
         tmp_path,
-        inference={"startup_timeout_s": 2.0, "request_timeout_s": 500.0},
+        inference={"startup_timeout_s": 0.5, "request_timeout_s": 500.0},
         training={"queue_timeout_s": 500.0, "max_steps": 1},
     )
     with local_server(not_ready) as server, pytest.raises(DeadlineError, match=r"raise `inference\.startup_timeout_s`"):

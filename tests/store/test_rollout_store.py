@@ -269,6 +269,7 @@ def test_a_block_whose_first_line_failed_is_given_up_and_the_next_line_names_its
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
+    monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_TIMEOUT_S", 0.1)
     monkeypatch.setattr(_FullDisk, "is_full", True)
     store = RolloutStore(tmp_path)
     _append(store, 0)
@@ -313,6 +314,7 @@ def test_closing_raises_what_could_not_be_written_unless_something_else_ends_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
+    monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_TIMEOUT_S", 0.1)
     with pytest.raises(RunError, match="Group 0 is lost"), RolloutStore(tmp_path / "a") as store:
         _append(store, 0)
     with pytest.raises(ZeroDivisionError), RolloutStore(tmp_path / "b") as store:

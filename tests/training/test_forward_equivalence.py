@@ -70,10 +70,8 @@ def test_generated_code_gives_the_same() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode",
-    ["none", pytest.param("full", marks=pytest.mark.nightly), pytest.param("selective", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_layers_are_compiled_once_for_every_layout(
     mode: Literal["none", "full", "selective"], monkeypatch: pytest.MonkeyPatch
 ) -> None:

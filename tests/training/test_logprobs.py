@@ -350,7 +350,7 @@ def test_an_objective_computes_each_logit_once_and_holds_one_chunk_of_them(monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [[], ["--any-loss"]], ids=["sum", "any"])
+@pytest.mark.parametrize("loss", [[], pytest.param(["--any-loss"], marks=pytest.mark.nightly)], ids=["sum", "any"])
 def test_the_step_needs_an_eighth_of_the_memory_of_full_logits_at_150_thousand_tokens_of_vocabulary(
     tmp_path: Path, loss: list[str]
 ) -> None:
