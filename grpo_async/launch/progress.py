@@ -278,12 +278,14 @@ def join(parts: Iterable[str | None], separator: str = "  ") -> str:
 
 
 def step_line(progress: Progress) -> str:
-    """One line about the newest step: `step 12/60  reward 0.530 (+0.020)  1234 tok/s generated  ...`."""
+    """One line about the newest step: `step 12/60  reward 0.530 (all groups, +0.020)  1234 tok/s generated  ...`."""
     reward, change = progress.reward, progress.reward_change
     return join(
         [
             f"step {progress.step}/{progress.max_steps}",
-            None if reward is None else f"reward {reward:.3f}" + (f" ({change:+.3f})" if change is not None else ""),
+            None
+            if reward is None
+            else f"reward {reward:.3f} (all groups{f', {change:+.3f}' if change is not None else ''})",
             progress.text("perf/generated_tokens_per_s", "{:.0f} tok/s generated"),
             progress.text("perf/trained_tokens_per_s", "{:.0f} tok/s trained"),
             staleness_text(progress),

@@ -57,9 +57,9 @@ def test_each_step_is_one_plain_line() -> None:
         "logs: runs/x/logs/latest",
         "training",
         # 49 steps x 2 s = 98 s
-        "step 11/60  reward 0.510  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  in flight 16  "
+        "step 11/60  reward 0.510 (all groups)  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  in flight 16  "
         "trainer idle 12%  push 0.04 s  2.0 s/step  1:38 left",
-        "step 12/60  reward 0.530 (+0.020)  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  "
+        "step 12/60  reward 0.530 (all groups, +0.020)  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  "
         "in flight 16  trainer idle 12%  push 0.04 s  2.0 s/step  1:36 left",
         "held-out after training: reward 0.900  mean_length 20.000",
     ]

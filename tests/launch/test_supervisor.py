@@ -19,7 +19,7 @@ def test_a_run_that_finishes_exits_0_ends_the_server_and_shows_the_summary(tmp_p
     with LauncherProcess(tmp_path, trainer="finish") as launcher:
         assert launcher.end() == 0, launcher.output
         assert launcher.left() == {}
-        assert "step 2/2  reward 0.500 (+0.250)  99 tok/s generated" in launcher.output
+        assert "step 2/2  reward 0.500 (all groups, +0.250)  99 tok/s generated" in launcher.output
         assert "held-out before training: reward 0.400" in launcher.output
         assert "0.250 -> 0.750" in launcher.output
         assert "grpo-async inspect-rollouts" in launcher.output
