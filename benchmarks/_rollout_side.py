@@ -144,9 +144,9 @@ def built_side(folder: Path, load: Load, url: str) -> Iterator[Side]:
     from grpo_async.chat.renderer import ChatRenderer
     from grpo_async.config import ExperimentConfig
     from grpo_async.inference.router import FixedServers
-    from grpo_async.launch.rollout_side import build_rollout_side
     from grpo_async.store.rollout_store import RolloutStore
-    from grpo_async.timeline import open_timeline
+    from grpo_async.tracking.timeline import open_timeline
+    from grpo_async.trainer.rollout_side import build_rollout_side
 
     tokenizer = load_tokenizer()
     data = folder / "train.jsonl"

@@ -39,8 +39,8 @@ SERVER_MARKS: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 _PROCESSES = (
-    ("torchrun", "grpo_async.launch.torchrun_entry"),
-    ("rank", "grpo_async.launch.trainer"),
+    ("torchrun", "grpo_async.launcher.torchrun"),
+    ("rank", "grpo_async.trainer.main"),
     ("server", "serve-"),
     ("server", "grpo_async.servers.vllm"),
 )

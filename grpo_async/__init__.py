@@ -18,32 +18,29 @@ The way of the data; the record on each arrow, the package in each box:
                                                                                     v
                                                               [ tracking | store ]  runs/NAME  --> [ viewer ]
 
-Layers; imports go down only, packages of one layer do not import each other:
+Layers; imports go down only, packages of one line do not import each other:
 
-    5  cli
-    4  launch                                  the only place that builds and connects objects
-    3  rollout  training  viewer  quickstart
-    2  scoring  servers  envs
-    1  data  chat  tools  rewards  inference  buffer  batching  weights  tracking  store
-       below: findings
-    0  records  config  rundir  sandbox
-       below: references  threads  calls  processes  retry  run_state  timeline
-       below all: errors  loopback  growing_file  timeline_file
+    cli                                           commands, nothing else
+    launcher                                      the process that starts the others, watches and restarts them
+    trainer | cluster                             the trainer's process: connects everything below; several machines
+    display                                       what a terminal shows of a run
+    checks | evaluation | quickstart              before step 1; beside training; the tasks that need no data
+    rollout | training | viewer                   the rollout thread; the loop of every rank; who looks at it afterwards
+    scoring | servers | envs | processes          what the processes of a run say to each other
+    data | chat | tools | rewards | inference | buffer | batching | weights | store
+    findings                                      does it learn, and what bounds it
+    user_code | sandbox
+    tracking
+    records | config | rundir
+    utils
+    errors
 
 Where to look: what may be configured: config/*sections.py. How a rollout goes and ends: rollout/conversation.py. What a
 server must serve: inference/surface.py. How stale a sample may be: buffer/sample_buffer.py and buffer/admission.py. Rewards
-to advantages: scoring/advantages.py. The loss: training/objective.py and training/losses/; the head, in chunks:
-training/logprobs.py, its gradient: training/head_gradients.py. How the model is loaded and sharded: training/load.py and
-training/shard.py; adapters: training/lora.py. What a checkpoint holds: training/checkpoint.py (tensors) and buffer/resume.py
-(rollouts). Evaluation: launch/evaluations.py. Several machines: launch/node_hub.py and launch/slurm.py. A run that stands
-still: training/watchdog.py and launch/stall.py. What is stored of a rollout: store/schema.py; figures of each token:
-training/token_figures.py. Who did what when: timeline.py. What every metric is: tracking/catalog.py. Whether a run learns:
-findings/verdict.py; what bounds it: findings/speed.py. The terminal's inspector: viewer/terminal/app.py, the browser's:
-viewer/web/api.py and viewer/static/web/; the report: viewer/report/page.py. The main loop: training/loop.py. The order of a
-weight push: weights/push.py. Which servers are up: inference/fleet.py; who gets the weights, and what follows when a server
-fails: launch/weight_sync.py. What restarts a server: launch/supervisor.py. The line between launcher and trainer:
-launch/control.py. The thread of the embedded engine: servers/embedded/worker.py. What is checked before step 1:
-launch/preflight.py. Which objects are connected to which: launch/lead.py, launch/rollout_side.py and launch/participants.py.
+to advantages: scoring/advantages.py. The loss: training/objective.py and training/losses/. The order of a weight push:
+weights/push.py; who gets the weights, and what follows when a server fails: trainer/weight_sync.py. Which servers are up:
+inference/fleet.py; what restarts them: launcher/server_keeper.py. The main loop: training/loop.py. What a checkpoint holds:
+training/checkpoint.py (tensors) and buffer/resume.py (rollouts). Which objects are connected to which: trainer/lead.py.
 """
 
 __version__ = "0.1.0"

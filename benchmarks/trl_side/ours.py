@@ -66,7 +66,7 @@ def read_steps(setting: Setting) -> list[Step]:
     Raises:
         OSError: the run has left no metrics or no timeline.
     """
-    from grpo_async.timeline_file import read_events
+    from grpo_async.tracking.timeline_file import read_events
 
     lines = metrics_file(setting).read_text(encoding="utf-8").splitlines()
     events = list(read_events(setting.folder / RUN_NAME / "events.jsonl"))

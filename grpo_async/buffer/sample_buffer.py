@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from grpo_async.errors import DeadlineError
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.timeline import NO_TIMELINE, Timeline, Track
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, Track
 
 OnDrop = Callable[[ScoredGroup, GroupStatus, int | None], None]
 

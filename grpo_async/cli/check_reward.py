@@ -12,7 +12,7 @@ import typer
 
 from grpo_async.cli.errors import FAILURE
 from grpo_async.cli.options import ConfigArgument, SetOption
-from grpo_async.viewer.console import stdout_console
+from grpo_async.utils.console import stdout_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,10 +23,10 @@ def doctor(
       grpo-async doctor --full
       grpo-async doctor --json | jq '.checks[] | select(.status != "pass")'
     """
-    from grpo_async.launch.doctor import run_doctor
-    from grpo_async.launch.preflight_report import as_json as to_json
-    from grpo_async.launch.preflight_report import print_checks, worst_status
-    from grpo_async.viewer.console import stdout_console
+    from grpo_async.checks.doctor import run_doctor
+    from grpo_async.checks.report import as_json as to_json
+    from grpo_async.checks.report import print_checks, worst_status
+    from grpo_async.utils.console import stdout_console
 
     checks = run_doctor(full=full)
     if as_json:

@@ -63,8 +63,8 @@ def evaluate(
         raise typer.BadParameter("choose one of --json (the result alone) and --json-logs", param_hint="--json-logs")
 
     from grpo_async.config.loader import load_config
-    from grpo_async.launch.evaluate import evaluate as run_evaluation
-    from grpo_async.launch.output import Output, OutputMode
+    from grpo_async.display.output import Output, OutputMode
+    from grpo_async.launcher.evaluate import evaluate as run_evaluation
 
     mode = OutputMode.of(quiet=quiet, json_logs=json_logs)
     if not as_json:

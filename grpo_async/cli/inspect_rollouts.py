@@ -300,6 +300,6 @@ def _print(run: RunDir, selection: Selection, *, as_json: bool) -> None:
 
 
 def _console() -> Console:
-    from grpo_async.viewer.console import stdout_console
+    from grpo_async.utils.console import stdout_console
 
     return stdout_console(width_of_a_pipe=_WIDTH_OF_A_PIPE)

@@ -50,8 +50,8 @@ def slurm(
       grpo-async launch slurm configs/cluster.yaml --out cluster.sbatch
       grpo-async launch slurm configs/cluster.yaml --submit --set launch.slurm.partition=gpu
     """
+    from grpo_async.cluster.slurm import batch_script
     from grpo_async.config.loader import load_config
-    from grpo_async.launch.slurm import batch_script
     from grpo_async.rundir import write_atomically
 
     loaded = load_config(config, overrides or ())

@@ -12,7 +12,7 @@ import typer
 from grpo_async.cli.options import JSON_LOGS_HELP, ConfigArgument, JsonLogsOption, QuietOption, SetOption
 
 if TYPE_CHECKING:
-    from grpo_async.launch.preflight_report import Check
+    from grpo_async.checks.report import Check
 
 
 def preflight(
@@ -40,8 +40,8 @@ def preflight(
         raise typer.BadParameter("choose one of --json (the checks alone) and --json-logs", param_hint="--json-logs")
 
     from grpo_async.config.loader import load_config
-    from grpo_async.launch.launcher import launch
-    from grpo_async.launch.output import Output, OutputMode
+    from grpo_async.display.output import Output, OutputMode
+    from grpo_async.launcher.train import launch
 
     mode = OutputMode.of(quiet=quiet, json_logs=json_logs)
     if not as_json:
@@ -52,7 +52,7 @@ def preflight(
         raise typer.Exit(code)
     resolved = load_config(config, overrides or ())
 
-    from grpo_async.launch.preflight_report import as_json as to_json
+    from grpo_async.checks.report import as_json as to_json
 
     checks: list[Check] = []
     with contextlib.redirect_stdout(sys.stderr):

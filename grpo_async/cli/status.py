@@ -38,8 +38,8 @@ def status(
     if as_json and watch:
         raise typer.BadParameter("choose one of --json and --watch", param_hint="--watch")
 
-    from grpo_async.launch.status import describe, newest_run, read_status
-    from grpo_async.viewer.console import stdout_console
+    from grpo_async.display.status import describe, newest_run, read_status
+    from grpo_async.utils.console import stdout_console
     from grpo_async.viewer.runs import RUNS_FOLDER, find_run
 
     run_dir = newest_run(RUNS_FOLDER) if run is None else find_run(run)
@@ -49,7 +49,7 @@ def status(
         raise typer.Exit(found.exit_code)
     console = stdout_console()
     if watch:
-        from grpo_async.launch.status_watch import watch as watch_run
+        from grpo_async.display.status_watch import watch as watch_run
 
         found = watch_run(run_dir, console)
     else:

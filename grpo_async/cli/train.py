@@ -85,8 +85,8 @@ def train(
         raise typer.BadParameter(f"{resume!r} is neither auto nor a step number", param_hint="--resume")
 
     from grpo_async.config.loader import load_config
-    from grpo_async.launch import run
-    from grpo_async.launch.output import Output, OutputMode
+    from grpo_async.display.output import Output, OutputMode
+    from grpo_async.launcher import run
 
     output = Output(OutputMode.of(quiet=quiet, json_logs=json_logs))
     with output.reporting():

@@ -10,7 +10,7 @@ from typing import Any
 from grpo_async.config.data_sections import EnvironmentSource, GeneratorSource
 from grpo_async.data.rows import PlacedRows, Row, check_values, kind
 from grpo_async.errors import ConfigError
-from grpo_async.references import resolve
+from grpo_async.user_code.references import resolve
 
 MAX_ROWS = 100_000
 """More rows than this and no `limit`: the generator is taken for one without end."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from grpo_async.calls import Raised, UserCall
 from grpo_async.envs.instance_thread import InstanceThread
+from grpo_async.user_code.calls import Raised, UserCall
 
 
 class Construction:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from grpo_async.calls import Raised, Result, TimedCaller, UserCall, is_async
 from grpo_async.envs.errors import EnvironmentCallError
 from grpo_async.envs.instance_thread import InstanceThread
 from grpo_async.envs.kind import EnvironmentKind
@@ -24,7 +23,8 @@ from grpo_async.records import LARGEST_REWARD
 from grpo_async.tools.errors import ToolError
 from grpo_async.tools.results import encodable, joined_parts
 from grpo_async.tools.tool import ASYNC_LOOP, Tool
-from grpo_async.user_loop import LoopHeldError
+from grpo_async.user_code.calls import Raised, Result, TimedCaller, UserCall, is_async
+from grpo_async.user_code.loop import LoopHeldError
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from grpo_async.envs.environment import COLUMN, Environment
 from grpo_async.envs.kind import BadEnvironmentError, EnvironmentKind, examine
 from grpo_async.envs.pool import EnvironmentPool
 from grpo_async.errors import ConfigError
-from grpo_async.references import resolve
 from grpo_async.tools.tool import Tool
+from grpo_async.user_code.references import resolve
 
 
 class Environments:

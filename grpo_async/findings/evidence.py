@@ -15,8 +15,8 @@ from statistics import fmean
 from typing import Any, Self
 
 from grpo_async.findings.statistics import Change, held_out_change, trend
-from grpo_async.run_state import judge
 from grpo_async.rundir import RunDir
+from grpo_async.utils.run_state import judge
 
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 3, 50
 

@@ -34,7 +34,7 @@ from grpo_async.inference.retry import error_for_status
 from grpo_async.inference.router import Endpoint, FencedError, Route, Router, ServingServers
 from grpo_async.inference.surface import GenerateChunk, GenerateRequest
 from grpo_async.records import FinishReason
-from grpo_async.retry import RetryPolicy
+from grpo_async.utils.retry import RetryPolicy
 
 logger = logging.getLogger(__name__)
 

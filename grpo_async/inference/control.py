@@ -30,7 +30,7 @@ from grpo_async.inference.surface import (
     WeightInitInfo,
     WeightUpdateInfo,
 )
-from grpo_async.retry import RetryPolicy
+from grpo_async.utils.retry import RetryPolicy
 
 _DRAIN_MARGIN_S = 10.0
 """A server that drains has this long to say that it could not."""

@@ -1,9 +1,9 @@
-"""The error of each answer >= 400: ServerUnavailableError is retried, by the rule of `grpo_async.retry`."""
+"""The error of each answer >= 400: ServerUnavailableError is retried, by the rule of `grpo_async.utils.retry`."""
 
 from __future__ import annotations
 
 from grpo_async.errors import InferenceError, RequestRejectedError, ServerUnavailableError
-from grpo_async.retry import server_message
+from grpo_async.utils.retry import server_message
 
 
 def error_for_status(status: int, body: bytes) -> InferenceError:

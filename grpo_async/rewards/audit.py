@@ -19,7 +19,7 @@ from grpo_async.rewards.errors import RewardError, RewardTimeoutError
 from grpo_async.rewards.findings import Observation, Observations
 from grpo_async.rewards.function import RewardFunction
 from grpo_async.rewards.fuzz import Case, find_gold_column, gold_text, make_cases
-from grpo_async.threads import ThreadsExhaustedError
+from grpo_async.user_code.threads import ThreadsExhaustedError
 
 _MAX_TIMEOUTS = 2  # of one input, on different rows; then it is not tried again
 _MAX_TIMEOUTS_IN_ALL = 8  # then the function is left alone

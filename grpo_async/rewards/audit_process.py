@@ -19,7 +19,6 @@ from typing import Any
 
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.processes import die_with_parent
 from grpo_async.records import Prompt
 from grpo_async.rewards.audit import Sink, observe
 from grpo_async.rewards.findings import Observation, Observations
@@ -27,6 +26,7 @@ from grpo_async.rewards.fuzz import Case
 from grpo_async.rewards.load import load_reward
 from grpo_async.rewards.pool import START_TIMEOUT_S
 from grpo_async.rewards.process import READY, WorkerProcess
+from grpo_async.utils.lifetime import die_with_parent
 
 _GRACE_S = 10.0  # beyond the function's own time limit
 

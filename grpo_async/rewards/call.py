@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_async.calls import Raised, UserCall, unwrap_partial
 from grpo_async.records import LARGEST_REWARD
 from grpo_async.rewards.errors import RewardError
+from grpo_async.user_code.calls import Raised, UserCall, unwrap_partial
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from grpo_async.calls import Raised, TimedCaller, is_async
 from grpo_async.rewards.call import (
     ENVIRONMENTS,
     Failure,
@@ -27,8 +26,9 @@ from grpo_async.rewards.call import (
 )
 from grpo_async.rewards.errors import RewardError, RewardTimeoutError
 from grpo_async.rewards.pool import WorkerPool
-from grpo_async.threads import ThreadRunner, ThreadsExhaustedError
-from grpo_async.user_loop import LoopHeldError, UserLoop
+from grpo_async.user_code.calls import Raised, TimedCaller, is_async
+from grpo_async.user_code.loop import LoopHeldError, UserLoop
+from grpo_async.user_code.threads import ThreadRunner, ThreadsExhaustedError
 
 
 class RewardFunction:

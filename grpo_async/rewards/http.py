@@ -23,11 +23,11 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
-from grpo_async.retry import RetryPolicy, server_message
 from grpo_async.rewards.arguments import checked_by, whole_number
 from grpo_async.rewards.call import ENVIRONMENTS
 from grpo_async.rewards.errors import RemoteRewardError
 from grpo_async.rewards.http_formats import FORMATS, Call, Request, requests_for
+from grpo_async.utils.retry import RetryPolicy, server_message
 
 _CONNECT_TIMEOUT_S = 10.0
 # Silence is no connection error: a hung server would be waited for many times over.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_async.calls import unwrap_partial
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.errors import ConfigError
-from grpo_async.references import resolve_function
 from grpo_async.rewards.arguments import CHECK, ArgumentCheck
 from grpo_async.rewards.call import ENVIRONMENTS, OFFERED, own_name, read_parameters
 from grpo_async.rewards.function import RewardFunction
-from grpo_async.user_loop import UserLoop
+from grpo_async.user_code.calls import unwrap_partial
+from grpo_async.user_code.loop import UserLoop
+from grpo_async.user_code.references import resolve_function
 
 
 def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:

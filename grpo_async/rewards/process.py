@@ -2,7 +2,7 @@
 
 It is a fresh interpreter with a socket to this process. (multiprocessing's spawn would import the trainer's main module,
 and so torch, into every worker.) It has a process group of its own, so Ctrl-C does not reach it and killing it also kills
-what the reward function started. It dies with the *thread* that made it (see `grpo_async.processes`).
+what the reward function started. It dies with the *thread* that made it (see `grpo_async.utils.lifetime`).
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ import pickle
 import sys
 from multiprocessing.connection import Connection
 
-from grpo_async.calls import Raised
-from grpo_async.processes import die_with_parent
-from grpo_async.references import resolve
 from grpo_async.rewards.call import Failure, RewardCallable, RewardOutcome, RewardRequest, call_of, failure_of
 from grpo_async.rewards.process import READY
+from grpo_async.user_code.calls import Raised
+from grpo_async.user_code.references import resolve
+from grpo_async.utils.lifetime import die_with_parent
 
 _functions: dict[str, RewardCallable] = {}
 
@@ -40,7 +40,7 @@ def _answer(reference: str, request: bytes) -> bytes:
     try:
         loaded: RewardRequest = pickle.loads(request)
         result = call_of(_load(reference), loaded).attempt()
-    except BaseException as error:  # noqa: BLE001 - travels as a value, see grpo_async.calls
+    except BaseException as error:  # noqa: BLE001 - travels as a value, see grpo_async.user_code.calls
         result = Raised(error)
     return _pickled(failure_of(result.error) if isinstance(result, Raised) else result)
 

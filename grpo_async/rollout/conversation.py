@@ -38,7 +38,7 @@ from grpo_async.records import (
 )
 from grpo_async.rollout.seeds import seed_of
 from grpo_async.rollout.tracing import record_turn
-from grpo_async.timeline import NO_TRACK, Track
+from grpo_async.tracking.timeline import NO_TRACK, Track
 
 
 class Generator(Protocol):

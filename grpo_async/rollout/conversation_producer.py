@@ -20,8 +20,8 @@ from grpo_async.rollout.conversation import Conversation, LiveRollout, RolloutSt
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.rollout.seeds import seed_of
-from grpo_async.timeline import NO_TIMELINE, Slots, Track
 from grpo_async.tools import Tool, ToolExecutor
+from grpo_async.tracking.timeline import NO_TIMELINE, Slots, Track
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,14 +22,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.calls import Raised, TimedCaller, UserCall
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.records import RolloutCompletion
 from grpo_async.rollout.function_output import OutputReader
 from grpo_async.rollout.function_trainer import FunctionTrainer
 from grpo_async.rollout.producer import GroupRequest, Produced
-from grpo_async.threads import ThreadRunner
-from grpo_async.timeline import NO_TIMELINE, Slots
+from grpo_async.tracking.timeline import NO_TIMELINE, Slots
+from grpo_async.user_code.calls import Raised, TimedCaller, UserCall
+from grpo_async.user_code.threads import ThreadRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

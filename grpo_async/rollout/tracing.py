@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from grpo_async.inference.client import Generation
-from grpo_async.timeline import Span, Timeline, Track
+from grpo_async.tracking.timeline import Span, Timeline, Track
 
 SHORTEST_WAIT_S = 0.001
 """Shorter waits are left out of the timeline: every request and every group has one."""

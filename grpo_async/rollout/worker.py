@@ -29,7 +29,7 @@ from grpo_async.rollout.seeds import seed_of
 from grpo_async.rollout.tracing import record_admission
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
-from grpo_async.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup, RolloutS
 from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
 from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.compare import Advantages
-from grpo_async.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.errors import RunError
 from grpo_async.records import LARGEST_REWARD
-from grpo_async.references import resolve_plain_function
 from grpo_async.scoring.advantages import Rewards
+from grpo_async.user_code.references import resolve_plain_function
 
 
 class UserAdvantage:

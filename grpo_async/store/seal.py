@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from grpo_async.errors import RunError
-from grpo_async.processes import die_with_parent
 from grpo_async.store.blocks import TEMPORARY_SUFFIX, open_name, sealed_name, sql_path
 from grpo_async.store.schema import SCHEMA, select_from_lines
+from grpo_async.utils.lifetime import die_with_parent
 
 ROWS_PER_GROUP = 2048
 """Rollouts per row group of the Parquet files: what is decompressed to show one of them."""

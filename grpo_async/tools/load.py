@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from grpo_async.config.interaction_sections import ToolSection
 from grpo_async.errors import ConfigError
-from grpo_async.references import resolve_function
 from grpo_async.tools.schema import BadFunctionError
 from grpo_async.tools.tool import Tool
+from grpo_async.user_code.references import resolve_function
 
 
 def load_tools(sections: Sequence[ToolSection]) -> list[Tool]:

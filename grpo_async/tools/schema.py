@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.calls import unwrap_partial
+from grpo_async.user_code.calls import unwrap_partial
 
 
 class BadFunctionError(Exception):

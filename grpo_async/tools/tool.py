@@ -10,14 +10,14 @@ import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
-from grpo_async.calls import Raised, Result, TimedCaller, UserCall
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.threads import ThreadRunner
 from grpo_async.tools.arguments import check_arguments
 from grpo_async.tools.errors import ToolError, ToolTimeoutError
 from grpo_async.tools.results import as_text
 from grpo_async.tools.schema import ToolSpec, build_spec
-from grpo_async.user_loop import LoopHeldError, UserLoop
+from grpo_async.user_code.calls import Raised, Result, TimedCaller, UserCall
+from grpo_async.user_code.loop import LoopHeldError, UserLoop
+from grpo_async.user_code.threads import ThreadRunner
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.public import public_config
 from grpo_async.config.record_sections import MlflowTracker, PrometheusTracker, TrackioTracker, WandbTracker
 from grpo_async.errors import ConfigError
-from grpo_async.loopback import is_loopback
 from grpo_async.rundir import RunDir
 from grpo_async.tracking.catalog import CATALOG, describe
+from grpo_async.utils.loopback import is_loopback
 
 logger = logging.getLogger(__name__)
 

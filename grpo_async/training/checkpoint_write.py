@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from grpo_async.errors import CheckpointError, DeadlineError
 from grpo_async.rundir import RunDir
-from grpo_async.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint import TrainerState, rank_file, write_state
 from grpo_async.training.checkpoint_manifest import sync_folder, write_manifest
 from grpo_async.training.checkpoint_rng import rng_state

@@ -22,7 +22,7 @@ from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenFigures
-from grpo_async.timeline import NO_TIMELINE, Span, Timeline
+from grpo_async.tracking.timeline import NO_TIMELINE, Span, Timeline
 from grpo_async.training.checkpoint import TrainerState
 from grpo_async.training.export import Provenance, export_model
 from grpo_async.training.meter import PipelineMeter, Reading

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from grpo_async.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.errors import ConfigError
-from grpo_async.timeline_file import ATTEMPT, DROPPED, LOST, Event, parse_event, read_events
+from grpo_async.tracking.timeline_file import ATTEMPT, DROPPED, LOST, Event, parse_event, read_events
 
 ORDER = (
     "run", "trainer", "gpu", "rollout", "tools", "weights", "queue", "scoring", "evaluation", "checkpoint", "server",

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_async.timeline_file import Event
+from grpo_async.tracking.timeline_file import Event
 from grpo_async.viewer.timeline_data import lane_group
 
 Intervals = list[tuple[float, float]]

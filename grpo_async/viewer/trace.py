@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_async.errors import ConfigError
-from grpo_async.timeline_file import ATTEMPT, Event
+from grpo_async.tracking.timeline_file import ATTEMPT, Event
 from grpo_async.viewer.timeline_data import ORDER, TITLES, lane_group, lay_out
 
 PERFETTO = "https://ui.perfetto.dev"

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from grpo_async.errors import WeightPushError
-from grpo_async.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.weights.blame import PushFailedError, is_answer, split_blame
 from grpo_async.weights.buckets import ParameterSpec
 from grpo_async.weights.calls import GRACE_S, failures_of, start_each

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from grpo_async.errors import DeadlineError, WeightPushError
-from grpo_async.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.weights.calls import GRACE_S, start
 
 

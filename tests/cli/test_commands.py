@@ -15,10 +15,10 @@ from grpo_async.cli.app import app
 from grpo_async.cli.train import spell_out_resume
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
+from grpo_async.display.json_log import EVENTS
+from grpo_async.display.output import Output
+from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.launch.json_log import EVENTS
-from grpo_async.launch.output import Output
-from grpo_async.launch.status_file import StatusFile
 from grpo_async.rundir import RunDir
 
 MINIMAL = """\
@@ -59,7 +59,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls[-1]["mode"] = None if output is None else output.mode
         return 7
 
-    monkeypatch.setattr("grpo_async.launch.run", run)
+    monkeypatch.setattr("grpo_async.launcher.run", run)
     return calls
 
 
@@ -206,7 +206,7 @@ def test_own_errors_are_messages_and_exit_codes(
     def run(*_: object, **__: object) -> int:
         raise error
 
-    monkeypatch.setattr("grpo_async.launch.run", run)
+    monkeypatch.setattr("grpo_async.launcher.run", run)
     result = _invoke("train", config)
     assert (result.exit_code, result.stderr) == (code, f"{error}\n")
 
@@ -215,7 +215,7 @@ def test_an_interrupt_is_exit_code_130(config: str, monkeypatch: pytest.MonkeyPa
     def run(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("grpo_async.launch.run", run)
+    monkeypatch.setattr("grpo_async.launcher.run", run)
     assert _invoke("train", config).exit_code == 130
 
 
@@ -223,7 +223,7 @@ def test_an_error_that_is_a_bug_is_not_hidden(config: str, monkeypatch: pytest.M
     def run(*_: object, **__: object) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("grpo_async.launch.run", run)
+    monkeypatch.setattr("grpo_async.launcher.run", run)
     assert isinstance(_invoke("train", config).exception, ZeroDivisionError)
 
 

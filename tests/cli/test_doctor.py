@@ -7,9 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner, Result
 
+from grpo_async.checks import doctor
+from grpo_async.checks.report import Check, failed, passed, warned
 from grpo_async.cli.app import app
-from grpo_async.launch import doctor
-from grpo_async.launch.preflight_report import Check, failed, passed, warned
 
 
 def _doctor(*arguments: str) -> Result:

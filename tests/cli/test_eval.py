@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
+from grpo_async.display.evaluation_table import print_evaluation
 from grpo_async.errors import ConfigError
-from grpo_async.launch import evaluate as evaluate_module
-from grpo_async.launch.eval_subject import Subject, choose_subject
-from grpo_async.launch.evaluate import evaluate
-from grpo_async.launch.evaluation_table import print_evaluation
+from grpo_async.evaluation.subject import Subject, choose_subject
+from grpo_async.launcher import evaluate as evaluate_module
+from grpo_async.launcher.evaluate import evaluate
 from grpo_async.rundir import RunDir
-from tests.launch.support import make_config
+from tests.launcher.support import make_config
 
 
 def _config(folder: Path, **sections: Any) -> ExperimentConfig:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from grpo_async.checks.report import failed, passed
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
-from grpo_async.launch import launcher
-from grpo_async.launch.preflight_report import failed, passed
+from grpo_async.launcher import train as launcher
 
 CONFIG = """\
 run: {name: demo}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.store import read_groups
-from grpo_async.timeline_file import read_events
+from grpo_async.tracking.timeline_file import read_events
 from grpo_async.viewer.timeline_data import lane_group, lay_out
 from tests.e2e.support import REPOSITORY, make_run
 

@@ -342,7 +342,7 @@ def test_a_killed_rank_ends_the_run_with_its_number_and_afterwards_no_process_an
     """The second server is in its second life by then."""
     everything = live.tree()
     ranks = {
-        int(p.environ()["RANK"]): p for p in live.run.processes("grpo_async.launch.trainer") if "RANK" in p.environ()
+        int(p.environ()["RANK"]): p for p in live.run.processes("grpo_async.trainer.main") if "RANK" in p.environ()
     }
     assert sorted(ranks) == [0, 1]
     ranks[1].kill()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.timeline_file import ATTEMPT, Event, read_events
+from grpo_async.tracking.timeline_file import ATTEMPT, Event, read_events
 from grpo_async.viewer.timeline_data import lane_group, lay_out, load_events
 from grpo_async.viewer.timeline_usage import overlap, union, usage
 from tests.e2e.conftest import GoldenRun

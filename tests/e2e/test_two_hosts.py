@@ -196,9 +196,7 @@ def test_a_rank_that_is_killed_on_one_machine_ends_both_and_is_named(cluster: Cl
     processes = cluster.start_both()
     cluster.run.wait_for_step(2, processes[0])
     (rank,) = [
-        p
-        for p in cluster.processes_on(1)
-        if "grpo_async.launch.trainer" in p.cmdline() and "--nnodes" not in p.cmdline()
+        p for p in cluster.processes_on(1) if "grpo_async.trainer.main" in p.cmdline() and "--nnodes" not in p.cmdline()
     ]
     rank.kill()
     outputs = _ends(processes, 1, 1)

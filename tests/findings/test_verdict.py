@@ -17,11 +17,11 @@ from unittest.mock import Mock
 import pytest
 from rich.console import Console
 
+from grpo_async.display.status import read_status
+from grpo_async.display.summary import print_summary
 from grpo_async.findings import Evidence, Verdict, find, judge
 from grpo_async.findings.statistics import held_out_change, trend
-from grpo_async.launch.advising import AdvisedDisplays
-from grpo_async.launch.status import read_status
-from grpo_async.launch.summary import print_summary
+from grpo_async.launcher.advising import AdvisedDisplays
 from grpo_async.records import RolloutGroup, ScoredGroup
 from grpo_async.rewards.errors import RewardError
 from grpo_async.rollout.no_signal import why_no_signal

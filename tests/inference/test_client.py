@@ -17,7 +17,7 @@ from grpo_async.inference.connections import BrokenConnectionError
 from grpo_async.inference.router import FixedServers
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import FinishReason
-from grpo_async.retry import RetryPolicy
+from grpo_async.utils.retry import RetryPolicy
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.router import ServingServers
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import FinishReason
-from grpo_async.retry import RetryPolicy
+from grpo_async.utils.retry import RetryPolicy
 from tests.inference.fake_server import FakeServer, fake_server
 from tests.inference.scripted_servers import ScriptedServers, endpoint
 from tests.support.local_server import Refusal, Request, line

@@ -20,7 +20,7 @@ from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.router import ServingServers
 from grpo_async.inference.surface import GenerateRequest
-from grpo_async.retry import RetryPolicy
+from grpo_async.utils.retry import RetryPolicy
 from tests.inference.fake_server import fake_server
 from tests.inference.fleet_support import watched
 from tests.support.local_server import Refusal, Request, local_server

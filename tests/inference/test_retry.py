@@ -8,7 +8,7 @@ import pytest
 
 from grpo_async.errors import RequestRejectedError, ServerUnavailableError
 from grpo_async.inference.retry import error_for_status
-from grpo_async.retry import RetryPolicy
+from grpo_async.utils.retry import RetryPolicy
 
 
 def test_delays_double_and_stop_growing() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from grpo_async.calls import TimedCaller
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.rewards import RewardError, RewardFunction, load_rewards
 from grpo_async.rewards.errors import RewardTimeoutError
-from grpo_async.threads import ThreadRunner
+from grpo_async.user_code.calls import TimedCaller
+from grpo_async.user_code.threads import ThreadRunner
 from tests.rewards import faulty_rewards
 from tests.rewards.helpers import FAULTY, TRL, loaded, score
 from tests.support.waiting import until

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from grpo_async.calls import TimedCaller
 from grpo_async.records import ToolCall, ToolCallRecord
-from grpo_async.threads import ThreadRunner
 from grpo_async.tools import MAX_CALLS_PER_TURN, Tool, ToolExecutor
 from grpo_async.tools.schema import build_spec
+from grpo_async.user_code.calls import TimedCaller
+from grpo_async.user_code.threads import ThreadRunner
 from tests.tools import sample_tools
 
 

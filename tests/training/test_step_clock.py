@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.timeline import Timeline
-from grpo_async.timeline_file import read_events
+from grpo_async.tracking.timeline import Timeline
+from grpo_async.tracking.timeline_file import read_events
 from grpo_async.training import step_clock
 from grpo_async.training.step_clock import StepClock
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
 from grpo_async.errors import ConfigError
-from grpo_async.timeline_file import ATTEMPT, DROPPED, LOST, Event
+from grpo_async.tracking.timeline_file import ATTEMPT, DROPPED, LOST, Event
 from grpo_async.viewer.timeline_data import drawing, lane_order, lay_out, load_events
 from grpo_async.viewer.timeline_text import summary
 from grpo_async.viewer.timeline_usage import overlap, seconds, subtract, union, usage

@@ -18,7 +18,7 @@ from grpo_async.chat.parsers.formats import explained
 from grpo_async.chat.parsers.json_calls import checked_call_of, kind_of
 from grpo_async.chat.turn import Reading, SampledTurn
 from grpo_async.errors import ConfigError
-from grpo_async.references import resolve
+from grpo_async.user_code.references import resolve
 
 _OFFERED = ("raw_text", "token_ids")
 

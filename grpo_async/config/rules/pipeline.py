@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from grpo_async.loopback import is_loopback
+from grpo_async.utils.loopback import is_loopback
 
 if TYPE_CHECKING:
     from grpo_async.config.experiment import ExperimentConfig

@@ -17,10 +17,10 @@ from typing import Literal, NoReturn
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE
-from grpo_async.loopback import is_loopback
-from grpo_async.processes import die_with_launcher
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
 from grpo_async.servers.vllm.versions import INSTALL, is_supported, supported_text
+from grpo_async.utils.lifetime import die_with_launcher
+from grpo_async.utils.loopback import is_loopback
 
 Platform = Literal["cpu", "gpu"]
 

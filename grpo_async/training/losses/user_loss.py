@@ -12,9 +12,9 @@ import torch
 
 from grpo_async.config.loss_sections import CustomLoss
 from grpo_async.errors import RunError
-from grpo_async.references import resolve_plain_function
 from grpo_async.training.losses.inputs import LossInputs, TokenLoss
 from grpo_async.training.losses.ratios import ratio_of
+from grpo_async.user_code.references import resolve_plain_function
 
 
 class UserLoss:

@@ -12,8 +12,8 @@ from typing import Any
 
 from grpo_async.findings import Evaluation, Evidence, Row
 from grpo_async.findings.evidence import json_lines, json_object, read_evaluations, read_metrics
-from grpo_async.run_state import judge
 from grpo_async.rundir import RunDir
+from grpo_async.utils.run_state import judge
 from grpo_async.viewer.report.configs import shown_config
 from grpo_async.viewer.report.rollouts import RolloutFacts, read_rollouts
 

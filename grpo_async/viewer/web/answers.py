@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.store.query import QueryError
-from grpo_async.threads import ThreadsExhaustedError
+from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.viewer.web.sources import DEADLINE_S
 
 MOST_ROWS = 500

@@ -17,13 +17,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from grpo_async.errors import ConfigError, GrpoAsyncError, RunError
-from grpo_async.run_state import judge
 from grpo_async.store.query import EVERYTHING, Query, both, parse_query
 from grpo_async.store.query_fields import FIELDS, WORDS
 from grpo_async.store.query_help import HELP
 from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.store.table import RolloutTable
 from grpo_async.tracking.catalog import describe as describe_metric
+from grpo_async.utils.run_state import judge
 from grpo_async.viewer.web.answers import MOST_ROWS, Json, NotFoundError, Parameters, error_answer
 from grpo_async.viewer.web.run_files import describe, read_json
 from grpo_async.viewer.web.sources import Library, Source, evaluation_steps

@@ -8,8 +8,8 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from grpo_async.growing_file import GrowingFile
-from grpo_async.timeline_file import Event, parse_event
+from grpo_async.tracking.timeline_file import Event, parse_event
+from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.viewer.timeline_data import drawing
 from grpo_async.viewer.timeline_usage import usage
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_async.loopback import is_loopback
+from grpo_async.utils.loopback import is_loopback
 
 SESSION_PATH = "/api/session"
 _OPEN_PATHS = ("/", "/favicon.ico")

@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from grpo_async.growing_file import GrowingFile
 from grpo_async.rundir import RunDir
+from grpo_async.utils.growing_file import GrowingFile
 
 _TAIL_BYTES = 256 * 1024
 

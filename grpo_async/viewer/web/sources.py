@@ -17,7 +17,7 @@ from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.rundir import RunDir
 from grpo_async.store.table import RolloutTable
 from grpo_async.store.time_limit import time_limit
-from grpo_async.threads import ThreadRunner
+from grpo_async.user_code.threads import ThreadRunner
 from grpo_async.viewer.runs import EvaluationDir
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 from grpo_async.viewer.web.event_index import EventIndex

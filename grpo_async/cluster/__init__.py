@@ -1,0 +1,1 @@
+"""Several machines: how their launchers find each other, and the batch script for Slurm."""

@@ -1,0 +1,141 @@
+"""How a command tells of its run: everything, only what matters (`--quiet`), or events for machines (`--json-logs`)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.text import Text
+
+from grpo_async.display.display import Display, LineDisplay, QuietDisplay
+from grpo_async.display.json_log import JsonDisplay, JsonLog
+from grpo_async.display.live_display import LiveDisplay
+from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.processes.lasting_stream import LastingStream
+from grpo_async.processes.wording import plain
+from grpo_async.rundir import RunDir
+from grpo_async.utils.console import stdout_console
+
+
+class OutputMode(StrEnum):
+    FULL = "full"
+    QUIET = "quiet"
+    JSON = "json"
+
+    @classmethod
+    def of(cls, *, quiet: bool, json_logs: bool) -> OutputMode:
+        """From the options of a command; not both."""
+        if quiet and json_logs:
+            raise ConfigError("--quiet and --json-logs: choose one; --json-logs has the warnings as events")
+        return cls.QUIET if quiet else cls.JSON if json_logs else cls.FULL
+
+
+class Output:
+    """What a command prints, in one of the modes. `console` is stdout. Nobody has to read it: see LastingStream."""
+
+    def __init__(self, mode: OutputMode = OutputMode.FULL, console: Console | None = None) -> None:
+        self.mode = mode
+        stdout = cast(TextIO, LastingStream(sys.stdout, "standard output", self._lose))
+        self.console = console or stdout_console(stdout)
+        stderr = cast(TextIO, LastingStream(sys.stderr, "standard error", self._lose))
+        self._errors = Console(highlight=False, file=stderr)
+        self._log = JsonLog(stdout)
+        self.on_lost: Callable[[str], None] = lambda text: None
+        """Told once of each stream that can be written no more. It must print nothing."""
+
+    def say(self, text: str) -> None:
+        """A line, or several, that one can do without."""
+        if self.mode is OutputMode.FULL:
+            self._print(text)
+        elif self.mode is OutputMode.JSON:
+            self._log.write("note", text=text)
+
+    def warn(self, text: str) -> None:
+        """Something that went wrong without stopping anything."""
+        if self.mode is OutputMode.JSON:
+            self._log.write("warning", text=text)
+        else:
+            self.console.file.flush()  # before stderr, where both are the same file
+            self._errors.print(Text(f"warning: {plain(text)}"), soft_wrap=True)
+
+    def answer(self, text: str) -> None:
+        """What the command was called for (a dry run's plan)."""
+        if self.mode is OutputMode.JSON:
+            self._log.write("note", text=text)
+        else:
+            self._print(text)
+
+    def start(self, *, run_name: str, directory: Path, pid: int, plan: str) -> None:
+        """A run begins."""
+        if self.mode is OutputMode.JSON:
+            self._log.write("start", run=run_name, directory=str(directory), pid=pid, plan=plan)
+        else:
+            self.say(plan)
+
+    def display(
+        self,
+        *,
+        run_name: str,
+        max_steps: int,
+        run_dir: RunDir,
+        resume_step: int | None = None,
+        lines_only: bool = False,
+    ) -> Display:
+        """For the run: on a terminal that can redraw the dashboard, else lines. `lines_only`: lines everywhere."""
+        if self.mode is OutputMode.JSON:
+            return JsonDisplay(self._log, max_steps=max_steps)
+        if self.mode is OutputMode.QUIET:
+            return QuietDisplay(self.console)
+        logs = run_dir.latest_logs
+        if lines_only or not self.console.is_terminal or self.console.is_dumb_terminal:
+            return LineDisplay(self.console, run_name=run_name, max_steps=max_steps, logs=logs)
+        return LiveDisplay(
+            self.console,
+            run_name=run_name,
+            max_steps=max_steps,
+            logs=logs,
+            run_dir=run_dir,
+            resume_step=resume_step,
+        )
+
+    def end(
+        self,
+        *,
+        exit_code: int,
+        error: str | None,
+        summary: Mapping[str, Any] | None,
+        show: Callable[[Console], None] | None = None,
+    ) -> None:
+        """The run is over. `show` prints its summary for people, where there is one."""
+        if self.mode is OutputMode.JSON:
+            if error is not None:
+                self._log.write("error", error=error, exit_code=exit_code)
+            self._log.write("end", exit_code=exit_code, summary=summary)
+        elif show is not None:
+            show(self.console)
+        if error is not None:
+            self.console.file.flush()  # before stderr, where both are the same file
+            # it may quote a model or a tool
+            self._errors.print(Text(f"error: {plain(error)}"), soft_wrap=True)
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Errors of our own that are raised inside are events, too, before they go on."""
+        try:
+            yield
+        except GrpoAsyncError as error:
+            if self.mode is OutputMode.JSON:
+                self._log.write("error", error=str(error), exit_code=2 if isinstance(error, ConfigError) else 1)
+            raise
+
+    def _lose(self, text: str) -> None:
+        self.on_lost(text)
+
+    def _print(self, text: str) -> None:
+        self.console.print(Text(plain(text)), soft_wrap=True)
+        self.console.file.flush()

@@ -1,0 +1,184 @@
+"""status.json: where a run stands, for machines, replaced as a whole on every event and every other second.
+
+Written by a thread of the launcher; what is in it is described by `FIELDS`. A launcher that is killed leaves `state: running`: who
+reads it compares `pid` and `pid_started_at` (see `run_state`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from grpo_async.display.display import ProgressDisplay
+from grpo_async.display.json_log import finite
+from grpo_async.display.progress import Progress
+from grpo_async.processes.failures import words_of
+from grpo_async.rundir import RunDir, write_atomically
+
+VERSION = 1
+INTERVAL_S = 2.0
+_LEAST_INTERVAL_S = 0.2
+_END_S = 10.0
+
+FIELDS: Mapping[str, str] = {
+    "version": "of this layout: 1",
+    "run": "name of the run",
+    "directory": "its directory",
+    "state": "running, finished, stopped (by a signal, after a checkpoint) or failed",
+    "phase": "what goes on, in words",
+    "step": "finished optimizer steps",
+    "max_steps": "steps of the whole run",
+    "started_at": "of this attempt; times are seconds since 1970",
+    "updated_at": "when this was written",
+    "eta_s": "seconds left, by the last ten steps; null before the first",
+    "host": "machine of the launcher",
+    "pid": "its process",
+    "pid_started_at": "when that process began: a later one may have the same number",
+    "attempt": "folder of its logs",
+    "engine": "embedded, vllm or external: what generates",
+    "on_gpu": "whether the trainer has a GPU",
+    "num_gpus": "of the machine with the servers and the first trainer ranks",
+    "exit_code": "null while it runs",
+    "error": "why it failed; else null",
+    "reward": "last and average (of 5 steps) mean reward of all groups of a step",
+    "metrics": "of the newest step, as in metrics.jsonl",
+    "ledger": "groups and tokens by what became of them",
+    "servers": "index, url, state, version, running, waiting, max_running, kv_usage, restarts, words of each",
+    "last_push": "at, seconds, step, num_bytes, bytes_per_s; null before the first",
+    "checkpoint": "step and at of the newest on disk, and the step that is being written",
+    "evaluations": "metrics of each, by when: before, step N, after",
+    "advice": "what bounds the run: bound_by, text, setting, current, suggested, step; or null",
+    "learning": "is_learning, key, text and numbers, as of the newest advice or evaluation; or null",
+    "last_warning": "at, text; or null",
+}
+"""What stands in status.json."""
+
+
+class StatusFile(ProgressDisplay):
+    """See the module. Open while the run goes on; `end` says how it went, else leaving it by an exception says it."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        run_name: str,
+        max_steps: int,
+        attempt: str,
+        resume_step: int | None = None,
+        engine: str | None = None,
+        on_gpu: bool | None = None,
+        num_gpus: int | None = None,
+    ) -> None:
+        super().__init__(Progress(max_steps=max_steps, step=resume_step or 0))
+        self._run_dir = run_dir
+        self._run_name = run_name
+        self._attempt = attempt
+        self._engine, self._on_gpu, self._num_gpus = engine, on_gpu, num_gpus
+        self._started_at = time.time()
+        self._pid_started_at = psutil.Process().create_time()
+        self._changed = threading.Event()
+        self._ended = threading.Event()
+        self._result: tuple[str, int | None, str | None] = ("running", None, None)
+        self._trouble: str | None = None
+        self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.end("failed", exit_code=1, error=words_of(error))
+        self._ended.set()
+        self._changed.set()
+        self._thread.join(_END_S)
+        self._write()
+
+    def end(self, state: str, *, exit_code: int, error: str | None) -> None:
+        """How the run went; the first word counts. Written when the context is left, or at once when it is over."""
+        if self._result[0] == "running":
+            self._result = (state, exit_code, error)
+        if self._ended.is_set():
+            self._write()
+
+    def on_change(self) -> None:
+        self._changed.set()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the file could not be written the last time; None: it was."""
+        return self._trouble
+
+    def content(self) -> dict[str, Any]:
+        """As FIELDS says."""
+        with self.lock:
+            progress, (state, exit_code, error) = self.progress, self._result
+            progress.look_at_checkpoints(self._run_dir)
+            warning, advice = progress.last_warning, progress.advice
+            return {
+                "version": VERSION,
+                "run": self._run_name,
+                "directory": str(self._run_dir.root),
+                "state": state,
+                "phase": progress.phase,
+                "step": progress.step,
+                "max_steps": progress.max_steps,
+                "started_at": self._started_at,
+                "updated_at": time.time(),
+                "eta_s": progress.seconds_left if state == "running" else None,
+                "host": platform.node(),
+                "pid": os.getpid(),
+                "pid_started_at": self._pid_started_at,
+                "attempt": self._attempt,
+                "engine": self._engine,
+                "on_gpu": self._on_gpu,
+                "num_gpus": self._num_gpus,
+                "exit_code": exit_code,
+                "error": error,
+                "reward": {"last": progress.reward, "average": progress.reward_average},
+                "metrics": dict(progress.metrics),
+                "ledger": _ledger(progress.metrics),
+                "servers": [asdict(server) for server in progress.servers],
+                "last_push": None if progress.push is None else asdict(progress.push),
+                "checkpoint": asdict(progress.checkpoints),
+                "evaluations": {when: dict(metrics) for when, metrics in progress.evaluations.items()},
+                "advice": None if advice is None else {**advice.as_advice(), "step": progress.advice_step},
+                "learning": None if progress.verdict is None else progress.verdict.as_dict(),
+                "last_warning": None if warning is None else {"at": warning.at, "text": warning.text},
+            }
+
+    def _keep(self) -> None:
+        while not self._ended.is_set():  # leaving the context ends it; a daemon thread
+            self._changed.wait(INTERVAL_S)
+            self._changed.clear()
+            self._write()
+            self._ended.wait(_LEAST_INTERVAL_S)
+
+    def _write(self) -> None:
+        try:
+            write_atomically(self._run_dir.status, json.dumps(finite(self.content()), indent=1))
+            self._trouble = None
+        except OSError as error:  # a full disk ends the run elsewhere, with better words
+            self._trouble = str(error)
+
+
+def _ledger(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """{"ledger/groups/trained": 3.0} -> {"groups": {"trained": 3}}."""
+    ledger: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        parts = name.split("/")
+        if len(parts) == 3 and parts[0] == "ledger" and isinstance(value, int | float):
+            ledger.setdefault(parts[1], {})[parts[2]] = int(value)
+    return ledger

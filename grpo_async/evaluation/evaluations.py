@@ -1,0 +1,319 @@
+"""The evaluations of a run: before the first step, beside training every N steps, and after the last.
+
+    before_training   waits for it: nothing is generated yet
+    after_step        never waits: collects one that has ended, starts the one that is due
+    after_training    waits for the one that runs, then for the last, on the final policy
+
+They run on the rollout thread and the servers of training, with a bound of their own (`evaluation.max_in_flight`): the servers'
+slots are shared out by the order in which requests arrive. One runs at a time: what is due meanwhile is left out, and said.
+Results are told at once (display), stand in evaluations.jsonl, and in the metrics of the step that finds them done as `eval/...`,
+`eval/step` being the step at whose end the evaluation began. Rollouts stand in evaluations/step_N/.
+
+An evaluation that runs when the process ends is no result: a resumed run makes it again, on the policy that it begins with.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import GrpoAsyncError
+from grpo_async.evaluation.log import EvaluationLog, EvaluationRecord, When
+from grpo_async.evaluation.side import EvaluationSide
+from grpo_async.rollout.evaluation import Evaluator
+from grpo_async.rollout.evaluation_metrics import EvaluationResult
+from grpo_async.rundir import RunDir
+from grpo_async.store.rollout_store import RolloutStore, all_groups
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+
+logger = logging.getLogger(__name__)
+
+_SEAL_AT_END_S = 10.0
+"""What is not sealed by then stays JSON lines, which is no loss."""
+
+
+class EvaluationSource(Protocol):
+    """Where evaluations run; rollout.source.AsyncRolloutSource has it."""
+
+    def begin_evaluation(
+        self, evaluator: Evaluator, *, step: int, max_in_flight: int, store: RolloutStore
+    ) -> Future[EvaluationResult]: ...
+
+    def await_evaluation(
+        self, running: Future[EvaluationResult], *, heartbeat: Callable[[], None], attend: Callable[[], None]
+    ) -> EvaluationResult | None: ...
+
+
+class Waiting(Protocol):
+    """What is called while rank 0 waits; training.loop.LeaderLoop has it."""
+
+    def heartbeat(self) -> None: ...
+
+    def attend(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listeners:
+    """Who hears of evaluations.
+
+    tell: ("before", "step 20" or "after", metrics), for the display.
+    track: (step, metrics) of a result that no step reports any more.
+    note: (step, metrics) of a policy that may have a checkpoint.
+    phase: what rank 0 does.
+    expect: the step that is being evaluated; None afterwards, when its result has been noted.
+    """
+
+    tell: Callable[[str, Mapping[str, float]], None]
+    track: Callable[[int, Mapping[str, float]], None]
+    note: Callable[[int, Mapping[str, float]], None]
+    phase: Callable[[str], None]
+    expect: Callable[[int | None], None] = lambda step: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    step: int
+    due: int
+    when: When
+    future: Future[EvaluationResult]
+    store: RolloutStore
+    began: float  # unix seconds
+
+
+class RunEvaluations:
+    """See the module's docstring; implements training.protocols.Evaluations. Used from the trainer's main thread.
+
+    Args:
+        side: None: the run has no evaluation, and every method does nothing.
+        start: steps that are done already; what the log knows of later ones is dropped.
+        timeline: takes a span for each.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        rundir: RunDir,
+        *,
+        source: EvaluationSource,
+        side: EvaluationSide | None,
+        start: int,
+        listeners: Listeners,
+        timeline: Timeline = NO_TIMELINE,
+    ) -> None:
+        self._timeline = timeline
+        self._config = config
+        self._section = config.evaluation
+        self._rundir = rundir
+        self._source = source
+        self._evaluator = None if side is None else side.evaluator
+        self._baseline = None if side is None else side.majority_baseline
+        self._start = start
+        self._listeners = listeners
+        self._log = EvaluationLog(rundir.evaluation_log, start=start)
+        self._running: _Running | None = None
+        self._unsealed: RolloutStore | None = None  # of the evaluation before
+        self._unreported: dict[str, float] = {}
+        self._num_skipped = 0
+        self._num_failed = 0
+        if side is not None:
+            _drop_later(rundir, start)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled for evaluations so far: they are none of training's."""
+        return 0 if self._evaluator is None else self._evaluator.num_tokens
+
+    @property
+    def holds_push(self) -> bool:
+        running = self._running
+        is_pinned = self._section is not None and self._section.pin_version
+        return is_pinned and running is not None and not running.future.done()
+
+    def before_training(self, waiting: Waiting) -> None:
+        """Evaluate the policy that training begins with, or what a run that was killed left undone.
+
+        Raises:
+            GrpoAsyncError: the evaluation before the first step failed: those to come would, too.
+        """
+        if self._evaluator is None or self._section is None:
+            return
+        section = self._section
+        due = self._log.pending(self._start, at_start=section.at_start, every_steps=section.every_steps)
+        if due == 0:
+            self._listeners.phase("evaluating")
+            self._begin(self._start, due=0, when="start", max_in_flight=self._all_slots)
+            self._await(waiting)
+        elif due is not None and self._start < self._config.training.max_steps:
+            logger.info("the evaluation of step %d had not ended: it is made again, on step %d", due, self._start)
+            self._begin(self._start, due=due, when="step", max_in_flight=self._config.evaluation_in_flight)
+
+    def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
+        """See training.protocols.Evaluations."""
+        if self._evaluator is None or self._section is None:
+            return
+        if self._running is not None and self._running.future.done():
+            self._collect(self._running)
+        every = self._section.every_steps
+        if every is not None and step % every == 0 and step < self._config.training.max_steps:
+            if self._running is not None:
+                why = f"the evaluation of step {self._running.step} was still running"
+                self._skip(step, why + "; evaluation.every_steps is short for it")
+            elif not is_served:
+                self._skip(step, "no server had the weights of this step")
+            else:
+                self._begin(step, due=step, when="step", max_in_flight=self._config.evaluation_in_flight)
+        metrics.update(self._unreported)
+        self._unreported = {}
+
+    def end_running(self, waiting: Waiting) -> None:
+        """The last step is done: wait for the evaluation that still runs, if any."""
+        if self._running is not None:
+            self._listeners.phase("waiting for an evaluation to end")
+            self._await_last(waiting)
+
+    def after_training(self, step: int, waiting: Waiting) -> None:
+        """Evaluate the final policy, which is served, after `step` steps. A failure is told and recorded, no more: the model is
+        trained, saved and exported."""
+        if self._evaluator is None:
+            return
+        self._listeners.phase("evaluating")
+        self._begin(step, due=step, when="end", max_in_flight=self._all_slots)
+        self._await_last(waiting)
+
+    def summary(self) -> dict[str, Any] | None:
+        """For summary.json; None without evaluation."""
+        if self._section is None:
+            return None
+        before, after = self._log.result("start"), self._log.result("end")
+        during = [
+            {"step": record.step, **record.result.metrics}
+            for record in self._log.records
+            if record.when == "step" and record.result is not None
+        ]
+        baseline = {} if self._baseline is None else {"majority_baseline": self._baseline}
+        return {
+            **baseline,
+            "before": None if before is None else before.metrics,
+            "after": None if after is None else after.metrics,
+            "during": during,
+            "group_by": self._section.group_by,
+            "by_group": {
+                when: result.by_group for when, result in (("before", before), ("after", after)) if result is not None
+            },
+        }
+
+    def close(self) -> None:
+        """Close the rows of an evaluation that was broken off, and seal those of the last. Safe to call twice."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.future.cancel()
+            running.store.close()
+        self._seal(wait_s=_SEAL_AT_END_S)
+
+    @property
+    def _all_slots(self) -> int:
+        """Nothing else is generated."""
+        limit = None if self._section is None else self._section.max_in_flight
+        return limit or self._config.rollout.max_in_flight
+
+    def _begin(self, step: int, *, due: int, when: When, max_in_flight: int) -> None:
+        assert self._evaluator is not None
+        folder = self._rundir.evaluation(step)
+        self._seal(wait_s=_SEAL_AT_END_S if folder.exists() else 0.0)  # nothing may seal what is written anew
+        shutil.rmtree(folder, ignore_errors=True)  # of one that was broken off
+        # not sealed when it is closed, which the trainer's thread would wait for, but when the next begins
+        store = RolloutStore(folder, settings=all_groups(self._config.record.rollouts), seals_at_close=False)
+        future = self._source.begin_evaluation(self._evaluator, step=step, max_in_flight=max_in_flight, store=store)
+        self._listeners.expect(step)
+        self._running = _Running(step=step, due=due, when=when, future=future, store=store, began=time.time())
+        logger.info("an evaluation begins after step %d, with at most %d rollouts in flight", step, max_in_flight)
+
+    def _skip(self, step: int, why: str) -> None:
+        logger.warning("the evaluation of step %d is left out: %s", step, why)
+        self._log.add(EvaluationRecord(step=step, due=step, when="step", skipped=why))
+        self._num_skipped += 1
+        self._unreported["eval/num_skipped"] = float(self._num_skipped)
+
+    def _await(self, waiting: Waiting) -> None:
+        running = self._running
+        assert running is not None
+        try:
+            result = self._source.await_evaluation(running.future, heartbeat=waiting.heartbeat, attend=waiting.attend)
+        except GrpoAsyncError as error:
+            if running.future.done():
+                self._fail(running, error)
+            else:  # it is no fault of the evaluation: a push failed, say
+                self.close()
+            raise
+        self._end(running, result)
+
+    def _collect(self, running: _Running) -> None:
+        """Of one that has ended beside training, which goes on whatever became of it."""
+        try:
+            self._end(running, running.future.result(timeout=0.0))
+        except CancelledError:
+            self._end(running, None)
+        except GrpoAsyncError as error:
+            self._fail(running, error)
+
+    def _fail(self, running: _Running, error: GrpoAsyncError) -> None:
+        logger.exception("the evaluation of step %d failed", running.step, exc_info=error)
+        self._listeners.phase(f"the evaluation of step {running.step} failed: {error}")
+        self._release(running)
+        self._log.add(EvaluationRecord(step=running.step, due=running.due, when=running.when, error=str(error)))
+        self._num_failed += 1
+        self._unreported["eval/num_errors"] = float(self._num_failed)
+        self._listeners.expect(None)
+
+    def _end(self, running: _Running, result: EvaluationResult | None) -> None:
+        """None: it was cancelled because the run stops. It is not recorded, so a resume makes it again."""
+        self._release(running)
+        if result is None:
+            return
+        if self._baseline is not None:
+            result = replace(result, metrics={**result.metrics, "majority_baseline": self._baseline})
+        self._log.add(EvaluationRecord(step=running.step, due=running.due, when=running.when, result=result))
+        self._unreported |= {f"eval/{name}": value for name, value in result.flat().items()}
+        self._unreported["eval/step"] = float(running.step)
+        shown = {"start": "before", "end": "after"}.get(running.when, f"step {running.step}")
+        self._listeners.tell(shown, result.flat())
+        if running.step > 0:
+            self._listeners.note(running.step, result.metrics)
+        self._listeners.expect(None)  # not before: what expects nothing may be removed
+
+    def _release(self, running: _Running) -> None:
+        self._running = None
+        self._timeline.add("evaluation", "evaluation", running.began, time.time(), step=running.step, when=running.when)
+        running.store.close()
+        self._unsealed = running.store
+
+    def _seal(self, *, wait_s: float) -> None:
+        store, self._unsealed = self._unsealed, None
+        if store is not None:
+            store.seal_rest(wait_s=wait_s)
+
+    def _await_last(self, waiting: Waiting) -> None:
+        """Training is over: a failure does not matter to it, and no step reports the result any more."""
+        running = self._running
+        try:
+            self._await(waiting)
+        except GrpoAsyncError:
+            if running is None or not self._log.has_failed(running.step):
+                raise  # it is no failure of the evaluation; those are recorded and told
+        if self._unreported:
+            self._listeners.track(self._config.training.max_steps, self._unreported)
+            self._unreported = {}
+
+
+def _drop_later(rundir: RunDir, start: int) -> None:
+    """Rollouts of evaluations of steps after `start`, which will run again."""
+    for folder in rundir.evaluations.glob("step_*"):
+        number = folder.name.removeprefix("step_")
+        if number.isdecimal() and int(number) > start:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,95 @@
+"""Asks the engine of findings now and then what bounds the run and whether it learns; training loses nothing to it."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from grpo_async.display.display import Display, Displays
+from grpo_async.findings import Evidence, Verdict, judge
+from grpo_async.findings.pipeline_figures import PipelineSetup, figures_of
+from grpo_async.findings.speed import advise
+from grpo_async.rundir import RunDir, write_atomically
+
+_LEAST_STEPS = 5
+
+
+class AdvisedDisplays(Displays):
+    """Every `every_steps` steps all displays are told what bounds the run, by the figures of the steps since the last time, and
+    whether it learns, by the files of the run; the latter after each evaluation, too.
+
+    Args:
+        every_steps: 0: only after evaluations.
+        run_dir: gets advice.jsonl, one line each: {"step", "bound_by", "text", "setting", "current", "suggested"}.
+        resume_step: lines of later steps, which will run again, are dropped.
+    """
+
+    def __init__(
+        self,
+        displays: Sequence[Display],
+        *,
+        setup: PipelineSetup,
+        every_steps: int,
+        run_dir: RunDir,
+        resume_step: int | None = None,
+    ) -> None:
+        super().__init__(displays)
+        self._setup = setup
+        self._every_steps = every_steps
+        self._run_dir = run_dir
+        self._log = log = run_dir.advice
+        self._steps: deque[Mapping[str, float]] = deque(maxlen=max(_LEAST_STEPS, every_steps))
+        self._warned = False
+        self._verdict: Verdict | None = None
+        if log.exists():
+            with self._warning():
+                _drop_later(log, resume_step or 0)
+
+    def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
+        super().step(step, max_steps, metrics)
+        self._steps.append(dict(metrics))
+        if not self._every_steps or step % self._every_steps:
+            return
+        self._judge()
+        advice = advise(figures_of(list(self._steps)), self._setup)
+        if advice is None:
+            return
+        self.advice(step, advice)
+        with self._warning(), self._log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **advice.as_advice()}) + "\n")
+
+    def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
+        super().evaluation(when, metrics)
+        self._judge()
+
+    def _judge(self) -> None:
+        """Say it when it is another than before."""
+        verdict = judge(Evidence.read(self._run_dir))
+        if verdict != self._verdict:
+            self._verdict = verdict
+            self.learning(verdict)
+
+    @contextmanager
+    def _warning(self) -> Iterator[None]:
+        """A file that cannot be written costs a warning, once, and no training."""
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self.warning(f"advice cannot be written to {self._log}: {error}")
+
+
+def _drop_later(log: Path, last_step: int) -> None:
+    """Keep the lines of steps up to `last_step`; a torn line goes, too."""
+    kept = []
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # torn by a kill
+    write_atomically(log, "".join(kept))

@@ -1,0 +1,153 @@
+"""One child of the launcher: spawned into a session of its own, both output streams in one log file.
+
+The terminal's Ctrl-C therefore reaches the launcher only. A child ends itself when the launcher dies
+(processes.die_with_launcher).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from grpo_async.errors import RunError
+from grpo_async.inference.surface import TOKEN_VARIABLE
+from grpo_async.launcher.trainer_plan import ProcessSpec
+from grpo_async.launcher.tree import MARK_VARIABLE
+from grpo_async.processes.assignment import (
+    ATTEMPT_VARIABLE,
+    PREFLIGHT_VARIABLE,
+    RESUME_VARIABLE,
+    RUN_DIR_VARIABLE,
+    SERVER_URLS_VARIABLE,
+    STORE_VARIABLE,
+    TRANSPORT_VARIABLE,
+)
+from grpo_async.processes.control import CONTROL_VARIABLE
+from grpo_async.processes.heartbeat import HEARTBEAT_VARIABLE
+from grpo_async.processes.node_place import NODE_RANK_VARIABLE
+from grpo_async.processes.wording import describe_exit, tail
+from grpo_async.utils.lifetime import LAUNCHER_PID_VARIABLE
+
+_OF_ANOTHER_RUN = {
+    *(
+        TOKEN_VARIABLE,
+        CONTROL_VARIABLE,
+        HEARTBEAT_VARIABLE,
+        RUN_DIR_VARIABLE,
+        RESUME_VARIABLE,
+        SERVER_URLS_VARIABLE,
+        TRANSPORT_VARIABLE,
+        STORE_VARIABLE,
+        PREFLIGHT_VARIABLE,
+        ATTEMPT_VARIABLE,
+        NODE_RANK_VARIABLE,
+    ),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
+
+
+class Child:
+    """A running child process. Build it with `spawn`."""
+
+    def __init__(self, spec: ProcessSpec, log: Path, process: asyncio.subprocess.Process) -> None:
+        self.name = spec.name
+        self.log = log
+        self._process = process
+        exit_ = asyncio.ensure_future(process.wait())  # whoever awaits the task bounds it
+        self.exited: asyncio.Task[int] = exit_
+
+    @classmethod
+    async def spawn(cls, spec: ProcessSpec, folder: Path, *, life: int = 0) -> Child:
+        """Start `spec` with its log in `folder`. Call it from the main thread: the death signal is bound to it.
+
+        Args:
+            life: how often it was started before; a restart keeps the older logs (server.log, server.restart_1.log).
+
+        Raises:
+            RunError: the program cannot be started.
+        """
+        log = folder / spec.log_name
+        if life > 0:
+            log = log.with_name(f"{log.stem}.restart_{life}{log.suffix}")
+        environment = {
+            **inherited_environment(),
+            LAUNCHER_PID_VARIABLE: str(os.getpid()),
+            MARK_VARIABLE: mark_of(spec),
+            **spec.environment,
+        }
+        with log.open("wb") as output:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *spec.command,
+                    env=environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RunError(f"cannot start the {spec.name} ({spec.command[0]}): {error}") from error
+        return cls(spec, log, process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return not self.exited.done()
+
+    @property
+    def has_ended(self) -> bool:
+        """As `not is_running`, but at once: `exited` is done only when the event loop has been told."""
+        try:
+            return not self.is_running or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def describe_end(self, num_lines: int = 15, *, how: str | None = None) -> str:
+        """How it ended, in words, and the last lines of its log. Only after `exited` is done, or with `how`."""
+        words = how or describe_exit(self.exited.result())
+        lines = [f"{self.name} (pid {self.pid}) {words}", *self.last_lines(num_lines)]
+        return "\n".join([*lines, f"log: {self.log}"])
+
+    def last_lines(self, num_lines: int = 15) -> list[str]:
+        lines = tail(self.log, num_lines)
+        return ["its last lines:", *("  " + line for line in lines)] if lines else ["its log is empty"]
+
+    def terminate(self) -> None:
+        """SIGTERM; a child passes it on to its own children."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL to its session, all at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def end(self, grace_s: float) -> bool:
+        """SIGTERM, then wait `grace_s` seconds; False when it still runs after that."""
+        if self.is_running:
+            self.terminate()
+            await asyncio.wait([self.exited], timeout=grace_s)
+        return not self.is_running
+
+
+def mark_of(spec: ProcessSpec) -> str:
+    """What the environment of this child, and of everything below it, holds as MARK_VARIABLE."""
+    return f"{os.getpid()}:{spec.name}"
+
+
+def inherited_environment(source: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What every child inherits: the caller's environment, without what belongs to another launcher or torchrun."""
+    return {
+        key: value
+        for key, value in source.items()
+        if key not in _OF_ANOTHER_RUN and not key.startswith("TORCHELASTIC_")
+    }

@@ -1,0 +1,241 @@
+"""`grpo-async eval` from a configuration to an exit code: choose the model, start its servers, evaluate, report, end everything.
+
+The folder of the results is laid out as a run directory, so `inspect-rollouts` reads it:
+
+    OUT/evaluation.json     the numbers
+    OUT/rollouts/           what was generated
+    OUT/config.yaml, OUT/plan.txt, OUT/logs/
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from grpo_async.checks.config_checks import check_inputs
+from grpo_async.checks.surroundings import check_run_place
+from grpo_async.config import ExperimentConfig
+from grpo_async.display.evaluation_table import print_evaluation
+from grpo_async.display.output import Output
+from grpo_async.errors import ConfigError
+from grpo_async.evaluation.subject import Subject, choose_subject
+from grpo_async.inference.surface import token_from_environment
+from grpo_async.launcher.guardian import private_folder
+from grpo_async.launcher.plan import ProcessPlan, plan_processes
+from grpo_async.launcher.server_keeper import RestartRules
+from grpo_async.launcher.supervisor import Outcome, Supervisor
+from grpo_async.launcher.trainer_plan import Places
+from grpo_async.processes import machine as machine_module
+from grpo_async.processes.wording import plain
+from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.servers.engine_choice import EngineChoice, choose_engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOutcome:
+    """`result` is the content of evaluation.json, None when there is none; `folder` is where it stands."""
+
+    exit_code: int
+    folder: Path
+    result: Mapping[str, Any] | None = None
+
+
+def evaluate(
+    config: ExperimentConfig,
+    *,
+    checkpoint: str | None,
+    run: Path | None,
+    out: Path | None,
+    output: Output | None = None,
+) -> EvalOutcome:
+    """Evaluate a model without training; call it from the main thread.
+
+    Args:
+        checkpoint: see eval_subject.choose_subject, like `run`.
+        out: a folder for the results, new or empty; None: RUN_DIR/NAME.eval-LABEL.
+        output: how it tells of itself; None: everything on stdout.
+
+    Raises:
+        ConfigError: the input is wrong; nothing was started.
+        CheckpointError: the checkpoint cannot be used.
+    """
+    output = output or Output()
+    with output.reporting():
+        return _evaluate(config, checkpoint=checkpoint, run=run, out=out, output=output)
+
+
+def _evaluate(
+    config: ExperimentConfig, *, checkpoint: str | None, run: Path | None, out: Path | None, output: Output
+) -> EvalOutcome:
+    if config.evaluation is None:
+        raise ConfigError("evaluation: the configuration has none; say what to evaluate on (evaluation.data)")
+    subject = choose_subject(config, checkpoint=checkpoint, run=run)
+    engine = choose_engine(config)
+    notes = check_inputs(config, engine=engine, trains=False)
+    folder = _choose_folder(config, subject, out)
+    run_dir = RunDir(folder.absolute())
+    check_run_place(run_dir)
+    run_dir.create()
+    with _model(config, subject, run_dir, output) as model_path:
+        outcome = _run(_to_serve(config, model_path, run_dir), engine, run_dir, output, notes=notes)
+        # the name of the model for whoever looks at the rollouts, in place of that of a folder that is removed now
+        write_atomically(run_dir.config, _dumped(_to_serve(config, config.model.path, run_dir)))
+    return _report(outcome, subject, run_dir, output)
+
+
+def _choose_folder(config: ExperimentConfig, subject: Subject, out: Path | None) -> Path:
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"--out {out}: it exists and is not an empty directory; name another one")
+        return out
+    name = f"{config.run.name}.eval-{subject.label}"
+    for number in range(1, 10_000):
+        folder = config.run.dir / (name if number == 1 else f"{name}-{number}")
+        if not folder.exists():
+            return folder
+    raise ConfigError(f"{config.run.dir}/{name}-N: there are too many already; name a folder with --out")
+
+
+@contextlib.contextmanager
+def _model(config: ExperimentConfig, subject: Subject, run_dir: RunDir, output: Output) -> Iterator[str]:
+    """Path of the Hugging Face folder to serve; what is made of a checkpoint is removed at the end."""
+    if subject.run is None or subject.step is None:
+        yield config.model.path if subject.folder is None else subject.folder
+        return
+    from grpo_async.config.loader import load_config
+    from grpo_async.training.export import export_checkpoint
+
+    trained = load_config(subject.run.config) if subject.run.config.is_file() else config
+    output.say(f"reading the checkpoint of step {subject.step} in {subject.run.root}")
+    try:
+        export_checkpoint(subject.run, subject.step, trained, run_dir.model)
+        yield str(run_dir.model)
+    finally:
+        for leftover in (run_dir.model, run_dir.model.with_name(f"writing_{run_dir.model.name}")):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> ExperimentConfig:
+    """`config` as servers and evaluation need it: the model as it stands in the folder, and nothing of how it is trained."""
+    content = config.model_dump(mode="json")
+    for section in ("loss", "advantage", "optimizer", "checkpoint", "weights", "tracking"):
+        content.pop(section)
+    content["run"] = {**content["run"], "dir": str(run_dir.root.parent), "name": run_dir.root.name}
+    content["model"] = {**content["model"], "path": model_path, "lora": None}
+    launch = config.launch
+    content["launch"] = {
+        "device": "cpu",
+        "stop_timeout_s": launch.stop_timeout_s,
+        "heartbeat_timeout_s": launch.heartbeat_timeout_s,
+    }
+    content["inference"]["vllm"]["sleep_while_training"] = False
+    content["evaluation"]["every_steps"] = None
+    try:
+        return ExperimentConfig.model_validate(content)
+    except ValueError as error:
+        raise ConfigError(f"the configuration cannot be used for an evaluation alone: {error}") from error
+
+
+def _dumped(config: ExperimentConfig) -> str:
+    from grpo_async.config.loader import dump_config
+
+    return dump_config(config)
+
+
+def _run(
+    config: ExperimentConfig, engine: EngineChoice, run_dir: RunDir, output: Output, *, notes: list[str]
+) -> Outcome:
+    write_atomically(run_dir.config, _dumped(config))
+    attempt = run_dir.new_attempt()
+    ports = () if config.inference.urls else machine_module.free_ports(config.inference.host, config.inference.replicas)
+    with _token(engine, run_dir) as token, private_folder() as private:
+        places = Places(run_dir=run_dir, attempt=attempt, private=private, ports=ports)
+        plan = plan_processes(
+            config,
+            engine=engine,
+            places=places,
+            machine=machine_module.look(),
+            token=token,
+            preflight_only=True,  # nothing to resume: what ends early is begun again
+            notes=notes,
+        )
+        plan = _without_trainer(plan)
+        write_atomically(run_dir.plan, plan.describe())
+        display = output.display(run_name=config.run.name, max_steps=0, run_dir=run_dir, lines_only=True)
+        restarts = RestartRules(max_restarts=config.inference.max_restarts, delay_s=config.inference.restart_delay_s)
+        supervisor = Supervisor(
+            plan,
+            display,
+            stop_timeout_s=config.launch.stop_timeout_s,
+            heartbeat_timeout_s=config.launch.heartbeat_timeout_s,
+            restarts=restarts,
+        )
+        with display:
+            return asyncio.run(supervisor.run())
+
+
+@contextlib.contextmanager
+def _token(engine: EngineChoice, run_dir: RunDir) -> Iterator[str | None]:
+    """The token of the servers: that of running ones from the environment, of our own ones a new one."""
+    if engine.engine == "external":
+        yield token_from_environment()
+        return
+    with run_dir.new_token() as token:
+        yield token
+
+
+def _without_trainer(plan: ProcessPlan) -> ProcessPlan:
+    """In the trainer's place one process that asks the servers."""
+    python = plan.trainer.command[0]
+    process = replace(
+        plan.trainer,
+        name="evaluation",
+        command=(python, "-m", "grpo_async.trainer.evaluation_process"),
+        environment={**plan.trainer.environment, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        log_name="evaluation.log",
+        num_processes=1,
+    )
+    return replace(plan, trainer=process)
+
+
+def _report(outcome: Outcome, subject: Subject, run_dir: RunDir, output: Output) -> EvalOutcome:
+    result: dict[str, Any] | None = None
+    if outcome.summary is not None and outcome.exit_code == 0:
+        result = {"evaluated": subject.label, **outcome.summary, "folder": str(run_dir.root)}
+        write_atomically(run_dir.root / "evaluation.json", _json(result))
+
+    def show(console: Console) -> None:
+        assert result is not None
+        metrics, by_group = result["metrics"], result["by_group"]
+        print_evaluation(
+            console, metrics, by_group, group_by=result["group_by"], title=f"held out, {plain(subject.label)}"
+        )
+        if "majority_baseline" in result:
+            _print(console, f"always the most frequent answer: {result['majority_baseline']:.3f}")
+        _print(console, f"results: {run_dir.root}\n\nnext:\n  grpo-async inspect-rollouts {run_dir.root}")
+
+    output.end(
+        exit_code=outcome.exit_code,
+        error=outcome.error,
+        summary=result,
+        show=None if result is None else show,
+    )
+    return EvalOutcome(exit_code=outcome.exit_code, folder=run_dir.root, result=result)
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    import json
+
+    return json.dumps(content, indent=2)
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(Text(text), soft_wrap=True)

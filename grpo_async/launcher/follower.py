@@ -1,0 +1,182 @@
+"""The launcher of a machine that follows (node rank >= 1): torchrun with its ranks, begun and ended as node 0 says.
+
+waits for   node 0 to be there, then all machines; then the first of: trainer exit, node 0's word, a signal
+outcome     node 0's exit code; 1 when the trainer here fails or node 0 is gone; 130 or 143 after a signal, which node 0 is
+            told: it stops the run with a checkpoint, on every machine
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo_async.cluster.node_link import NodeLink, Offer
+from grpo_async.config import ExperimentConfig
+from grpo_async.display.output import Output
+from grpo_async.launcher.child import Child
+from grpo_async.launcher.guardian import private_folder
+from grpo_async.launcher.liveness import Liveness
+from grpo_async.launcher.plan import ProcessPlan, plan_follower
+from grpo_async.launcher.signals import GRACE_S, Signals, end_children, first_of
+from grpo_async.launcher.supervisor import Outcome
+from grpo_async.launcher.trainer_plan import Places
+from grpo_async.launcher.tree import ProcessTree, adopting_orphans
+from grpo_async.processes import machine as machine_module
+from grpo_async.processes.failures import explain
+from grpo_async.processes.node_place import NodePlace, address_towards_leader, shared_token, socket_names
+from grpo_async.rundir import RunDir
+
+_KILL_TIMEOUT_S = 10.0
+_MARGIN_S = 60.0  # for node 0 to end its servers and to say how the run went
+
+
+class Follower:
+    """One run, as this machine takes part in it. The run directory is node 0's; here only logs are added to it."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        run_dir: RunDir,
+        output: Output,
+        *,
+        rank: int,
+        amend: Callable[[ProcessPlan], ProcessPlan],
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._output = output
+        self._rank = rank
+        self._amend = amend
+        self._token = shared_token()
+        self._address, self._own_address = address_towards_leader(config)
+
+    async def run(self) -> Outcome:
+        """Join, train, end. Call it from the main thread.
+
+        Raises:
+            ConfigError: node 0 does not take this machine.
+            DeadlineError: node 0 did not come.
+        """
+        self._signals = Signals()
+        with self._signals.installed(), private_folder() as private:
+            link = await NodeLink.join(
+                self._config,
+                address=self._address,
+                rank=self._rank,
+                token=self._token,
+                run_dir=self._run_dir,
+                interrupted=self._signals.arrived,
+                on_wait=lambda: self._say(f"waiting for node 0 at {self._config.launch.rdzv}"),
+            )  # within launch.rdzv_timeout_s
+            if link is None:
+                return self._stopped("before node 0 had come")
+            try:
+                with adopting_orphans():
+                    return await self._follow(link, private)
+            finally:
+                await link.close()
+
+    async def _follow(self, link: NodeLink, private: Path) -> Outcome:
+        plan = self._amend(self._plan(link.offer, private))
+        self._say(f"{plan.describe()}\nnode {self._rank} has joined node 0 ({self._address})")
+        await first_of(self._signals, [], [link.started, link.ended])
+        if self._signals.first is not None:
+            link.signal(self._signals.first)
+            return self._stopped("before the trainer had begun")
+        if link.ended.is_set():
+            return self._ended(link)
+        tree = ProcessTree()
+        self._liveness = Liveness(
+            plan.places.heartbeat,
+            timeout_s=self._config.launch.heartbeat_timeout_s,
+            logs=plan.places.attempt,
+            warn=self._say,
+        )
+        async with self._liveness:
+            trainer = await Child.spawn(plan.trainer, plan.places.attempt)
+            self._say(f"node {self._rank} trains; log: {trainer.log}")
+            try:
+                return await self._watch(link, trainer)
+            finally:
+                for process in await tree.kill(_KILL_TIMEOUT_S):
+                    self._say(f"process {process.pid} does not end even by SIGKILL (stuck in the kernel)")
+                await asyncio.wait([trainer.exited], timeout=_KILL_TIMEOUT_S)
+
+    async def _watch(self, link: NodeLink, trainer: Child) -> Outcome:
+        await first_of(self._signals, [trainer], [link.ended, self._liveness.frozen])
+        if self._signals.first is not None and trainer.is_running:
+            return await self._stop(link, trainer)
+        if self._liveness.frozen.is_set() and trainer.is_running:
+            trainer.kill()
+            await asyncio.wait([trainer.exited], timeout=_KILL_TIMEOUT_S)
+        elif trainer.is_running:  # node 0 says that the run is over
+            if link.exit_code is None or link.exit_code == 1:  # it failed, and what has failed does not end by itself
+                await end_children(self._signals, [trainer])
+            else:
+                await first_of(self._signals, [trainer], timeout_s=GRACE_S)
+            return self._ended(link)
+        return await self._finish(link, trainer)
+
+    async def _stop(self, link: NodeLink, trainer: Child) -> Outcome:
+        assert self._signals.first is not None
+        self._signals.arrived.clear()
+        link.signal(self._signals.first)
+        self._say(
+            f"{self._signals.first.name}: node 0 stops the run with a checkpoint (a second signal ends this machine at once)"
+        )
+        await first_of(self._signals, [trainer], [link.ended], timeout_s=self._config.launch.stop_timeout_s + _MARGIN_S)
+        if trainer.is_running and not self._signals.arrived.is_set():  # node 0 has killed its own, or is gone
+            await end_children(self._signals, [trainer])
+        elif not trainer.is_running:
+            await self._finish(link, trainer)
+        return Outcome(exit_code=self._signals.exit_code, error=link.error)
+
+    async def _finish(self, link: NodeLink, trainer: Child) -> Outcome:
+        """The trainer has ended by itself: tell node 0, and hear how the run went."""
+        status = trainer.exited.result()
+        words = None
+        if status != 0:
+            words = self._liveness.failure or explain(trainer.log.parent, self._liveness.failures)
+            words = words or trainer.describe_end()
+        link.exited(status, words)
+        await first_of(self._signals, [], [link.ended], timeout_s=self._config.launch.stop_timeout_s + _MARGIN_S)
+        outcome = self._ended(link)
+        if status != 0 and outcome.exit_code == 0:
+            return Outcome(exit_code=1, error=words)
+        return outcome
+
+    def _ended(self, link: NodeLink) -> Outcome:
+        if link.exit_code is None:
+            return Outcome(exit_code=1, error=link.error or "node 0 did not say how the run went")
+        if link.error is None:
+            self._say("the run is over; its summary is on node 0")
+        error = None if link.error is None else f"node 0 has ended the run: {link.error}"
+        return Outcome(exit_code=link.exit_code, error=error)
+
+    def _stopped(self, when: str) -> Outcome:
+        assert self._signals.first is not None
+        return Outcome(exit_code=self._signals.exit_code, error=f"{self._signals.first.name} {when}")
+
+    def _plan(self, offer: Offer, private: Path) -> ProcessPlan:
+        attempt = self._run_dir.logs / offer.attempt
+        return plan_follower(
+            self._config,
+            node=NodePlace(
+                rank=self._rank,
+                count=self._config.launch.nodes,
+                address=self._address,
+                store_port=offer.store_port,
+                own_address=self._own_address,
+                socket_names=socket_names(self._own_address),
+            ),
+            places=Places(run_dir=self._run_dir, attempt=attempt, private=private, ports=()),
+            machine=machine_module.look(),
+            token=self._token,
+            server_urls=offer.server_urls,
+            transport=offer.transport,
+            resume_step=offer.resume_step,
+        )
+
+    def _say(self, text: str) -> None:
+        self._output.say(text)

@@ -1,0 +1,89 @@
+"""Tidies up after a launcher that was killed: ends what it left running, removes its temporary folder.
+
+The direct children of a launcher die with it (processes.die_with_parent); a daemon that user code has started does not. The
+guardian is a process in a session of its own that waits for the end of a pipe: as long as the launcher lives, it does nothing.
+
+    python -m grpo_async.launcher.guardian LAUNCHER_PID FOLDER        stdin: "done", or its end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from grpo_async.errors import RunError
+from grpo_async.launcher.tree import MARK_VARIABLE
+
+_SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
+_DONE = b"done\n"
+_END_S = 5.0  # for the guardian to end when the launcher has
+_KILL_S = 10.0
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A new folder that only this user can enter (0700), removed at the end, by the guardian where this process is killed.
+
+    Raises:
+        RunError: $TMPDIR is so long that a unix socket in it has no valid address.
+    """
+    with tempfile.TemporaryDirectory(prefix="grpo-async-", ignore_cleanup_errors=True) as name:
+        if len(os.fsencode(name)) + len("/heartbeat") > _SOCKET_PATH_BYTES:
+            raise RunError(f"the path of the temporary folder is too long for a unix socket: {name}; set TMPDIR=/tmp")
+        with guarded(os.getpid(), Path(name)):
+            yield Path(name)
+
+
+@contextlib.contextmanager
+def guarded(launcher: int, folder: Path) -> Iterator[None]:
+    """Should process `launcher`, the caller, be killed meanwhile: what carries its mark is killed, and `folder` is removed."""
+    command = (sys.executable, "-m", "grpo_async.launcher.guardian", str(launcher), str(folder))
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):  # somebody has killed it
+            process.communicate(_DONE, timeout=_END_S)
+        process.kill()
+        process.wait(_END_S)
+
+
+def main(launcher: int, folder: Path) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of a scheduler, to everything: the launcher decides
+        signal.signal(number, signal.SIG_IGN)
+    if sys.stdin.buffer.read() == _DONE:  # until the launcher ends, however it does
+        return 0
+    while left := _left(f"{launcher}:"):  # every round ends what it finds; what is found again has been started since
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if len(psutil.wait_procs(left, timeout=_KILL_S)[1]) == len(left):
+            break  # they hang in the kernel
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _left(mark: str) -> list[psutil.Process]:
+    """The processes that descend from a child of the launcher, by their environment (see child.mark_of)."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            is_ours = process.environ().get(MARK_VARIABLE, "").startswith(mark)
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))

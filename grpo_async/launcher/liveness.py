@@ -1,0 +1,226 @@
+"""Judges from outside whether the processes of the trainer live: what watches from inside stands still with the interpreter.
+
+    every second   each process that has ever given a sign of life (launch.heartbeat) is asked when it gave the last
+    30 s           the user is told who is silent, and what the kernel says of it
+    at the limit   `launch.heartbeat_timeout_s`: its stacks are written, `frozen` is set, and the supervisor ends the run
+
+A step that takes long, a compile, a slow disk or an evaluation hold no interpreter for so long; what stands still with a free
+interpreter is the business of `training.watchdog`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from grpo_async.processes.failures import RankFailure
+from grpo_async.processes.heartbeat import AGENT, INTERVAL_S, STACKS_SIGNAL, stacks_file
+from grpo_async.processes.wording import plain
+
+_NOTICE_S = 30.0
+_LEAST_SILENCE_S = 3.0
+"""A word that is late by less is no silence: the machine may be busy."""
+_OWN_PAUSE_S = 5.0
+"""The launcher itself stood still (Ctrl-Z, a scheduler that suspends the whole job): nobody is judged by that time."""
+_BUSY_SAMPLE_S = 0.5
+_STACKS_S = 5.0
+_MAX_FRAMES = 12
+_MAX_DATAGRAM = 1 << 18
+
+
+@dataclass(slots=True)
+class _Life:
+    """One process. `heard_at` by time.monotonic(); `status` is psutil's, of the time of its silence."""
+
+    name: str
+    pid: int
+    heard_at: float
+    status: str = ""
+    silent_s: float = 0.0
+    is_told: bool = False
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.status == psutil.STATUS_STOPPED
+
+    def describe(self) -> str:
+        return f"{self.name} (pid {self.pid}) has given no sign of life for {self.silent_s:.0f} s: {_WHY.get(self.status, _HELD)}"
+
+
+_HELD = "one of its threads holds the Python interpreter and does not give it back"
+_WHY: Mapping[str, str] = {
+    psutil.STATUS_STOPPED: "it is stopped by a signal (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "a debugger holds it",
+    psutil.STATUS_DISK_SLEEP: "it hangs in the kernel, which waits for a disk or a device",
+}
+
+
+class Liveness:
+    """The launcher's ear. An async context manager.
+
+    Args:
+        path: of the socket to listen at.
+        timeout_s: the longest silence of a process that lives.
+        logs: folder for the stacks of what is frozen.
+        warn: tells the user.
+    """
+
+    def __init__(self, path: Path, *, timeout_s: float, logs: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._timeout_s = timeout_s
+        self._logs = logs
+        self._warn = warn
+        self._lives: dict[int, _Life] = {}
+        self.frozen = asyncio.Event()
+        self.failure: str | None = None
+        """Who is frozen, how, and where in its code; None until `frozen`."""
+        self.may_save = False
+        """Whether what is frozen can save when it is asked to: it was stopped, and has been continued, or it is torchrun."""
+        self.failures: list[RankFailure] = []
+        """What ranks said of their end, first one first."""
+
+    async def __aenter__(self) -> Self:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(str(self._path))
+        asyncio.get_running_loop().add_reader(self._socket, self._hear)
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+    def silent(self) -> str | None:
+        """Who was silent already when the trainer ended, and so is its cause, though it said nothing; None: nobody."""
+        known = [
+            life for life in self._lives.values() if life.is_stopped or life.silent_s >= min(_NOTICE_S, self._timeout_s)
+        ]
+        longest = max(known, key=lambda life: life.silent_s, default=None)
+        return None if longest is None else longest.describe()
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                message = json.loads(self._socket.recv(_MAX_DATAGRAM))  # does not block
+            except BlockingIOError:
+                return
+            life = self._lives.setdefault(message["pid"], _Life(message["name"], message["pid"], 0.0))
+            life.heard_at, life.silent_s = time.monotonic(), 0.0
+            if "failed" in message:
+                self.failures.append(RankFailure(**message["failed"]))
+
+    async def _watch(self) -> None:
+        looked_at = time.monotonic()
+        while not self.frozen.is_set():
+            await asyncio.sleep(INTERVAL_S)  # back-off until the next look; cancelled with the run
+            self._hear()
+            now = time.monotonic()
+            if now - looked_at > INTERVAL_S + _OWN_PAUSE_S:
+                for life in self._lives.values():
+                    life.heard_at = now
+            looked_at = now
+            for life in list(self._lives.values()):
+                await self._look_at(life, now)
+
+    async def _look_at(self, life: _Life, now: float) -> None:
+        silent_s = now - life.heard_at
+        if silent_s < _LEAST_SILENCE_S:
+            if life.is_told:
+                life.is_told = False
+                self._warn(f"{life.name} (pid {life.pid}) gives signs of life again")
+            return
+        try:
+            status = psutil.Process(life.pid).status()
+        except psutil.NoSuchProcess:
+            status = psutil.STATUS_ZOMBIE
+        if status == psutil.STATUS_ZOMBIE:  # it has ended: others say how
+            if life.silent_s < _LEAST_SILENCE_S:
+                del self._lives[life.pid]
+            return
+        life.silent_s, life.status = silent_s, status
+        if silent_s >= self._timeout_s:
+            await self._declare_frozen(life)
+        elif silent_s >= min(_NOTICE_S, self._timeout_s / 2) and not life.is_told:
+            life.is_told = True
+            self._warn(f"{life.describe()}; the run ends after {self._timeout_s:g} s (launch.heartbeat_timeout_s)")
+
+    async def _declare_frozen(self, life: _Life) -> None:
+        stacks = await self._stacks_of(life)
+        if life.is_stopped:
+            advice = f"It was continued to save. `kill -CONT {life.pid}` in time lets a run go on"
+        elif life.status in _WHY:
+            advice = ""
+        else:
+            advice = "A reward that may compute for so long belongs in `run_in: process`, where its time limit ends it"
+        lines = [
+            life.describe(),
+            *([] if stacks is None else self._keep(life, stacks)),
+            ". ".join(filter(None, [advice, "Raise `launch.heartbeat_timeout_s` if this is expected"])) + ".",
+        ]
+        self.failure = plain("\n".join(lines))
+        self.may_save = life.is_stopped or life.name == AGENT
+        self.frozen.set()
+
+    async def _stacks_of(self, life: _Life) -> str | None:
+        """The stacks of its threads, the one that computes as the current one; None where it cannot write them. A process that is
+        stopped is continued: it writes them first."""
+        file = stacks_file(self._path, life.pid)
+        try:
+            thread = life.pid if life.is_stopped else await _busiest_thread(life.pid)
+            _signal_thread(life.pid, thread, STACKS_SIGNAL)
+            if life.is_stopped:
+                os.kill(life.pid, signal.SIGCONT)
+            ends_at, size = time.monotonic() + _STACKS_S, -1
+            while time.monotonic() < ends_at and (size <= 0 or file.stat().st_size != size):
+                size = file.stat().st_size
+                await asyncio.sleep(_BUSY_SAMPLE_S)  # back-off, _STACKS_S at most
+            return file.read_text(encoding="utf-8", errors="replace") or None
+        except (OSError, psutil.Error):
+            return None
+
+    def _keep(self, life: _Life, stacks: str) -> list[str]:
+        """The lines that say where it is; all of them go to the logs."""
+        current = next((part for part in stacks.split("\n\n") if part.startswith("Current thread")), stacks)
+        frames = [line for line in current.splitlines() if line.startswith("  File ")]
+        lines = ["where it is (most recent call first):", *("  " + frame for frame in frames[:_MAX_FRAMES])]
+        target = self._logs / f"stacks_{life.name.replace(' ', '_')}.txt"
+        with contextlib.suppress(OSError):  # a full disk: the words have what matters
+            shutil.copyfile(stacks_file(self._path, life.pid), target)
+            lines.append(f"the stacks of all its threads: {target}")
+        return lines
+
+
+async def _busiest_thread(pid: int) -> int:
+    """The thread that has computed most in half a second: one that waits for the interpreter computes next to nothing."""
+    process = psutil.Process(pid)
+    before = _thread_times(process)
+    await asyncio.sleep(_BUSY_SAMPLE_S)
+    spent = {thread: seconds - before.get(thread, 0.0) for thread, seconds in _thread_times(process).items()}
+    return max(spent, key=lambda thread: spent[thread], default=pid)
+
+
+def _thread_times(process: psutil.Process) -> dict[int, float]:
+    return {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+
+
+def _signal_thread(pid: int, thread: int, number: signal.Signals) -> None:
+    """To one thread, where that can be: the stacks then name it as the current one."""
+    tgkill: Any = getattr(ctypes.CDLL(None), "tgkill", None)
+    if tgkill is None or tgkill(pid, thread, int(number)) != 0:
+        os.kill(pid, number)

@@ -1,0 +1,288 @@
+"""The run directory before a run: refuse one that exists, clean it, or find the checkpoint to resume from.
+
+A directory is locked while a launcher works in it (flock on the directory itself: gone with the launcher, however it
+ends), so two runs never write the same files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_async.checks.surroundings import check_run_place
+from grpo_async.config import ExperimentConfig
+from grpo_async.config.differences import differences
+from grpo_async.errors import ConfigError
+from grpo_async.rundir import RunDir
+from grpo_async.training.checkpoint_manifest import OtherFormatError, problem_of
+
+# What a checkpoint means depends on these: other weights, another order of the data, another meaning of a group.
+_FIXED = (
+    "run.seed",
+    "model.path",
+    "model.dtype",
+    "data.train",
+    "data.shuffle",
+    "data.held_out",
+    "data.held_out_seed",
+    "rollout.group_size",
+    "rollout.groups_per_step",
+)
+_FREE = ("run.dir", "run.name", "launch", "inference")  # where and by what it runs: no word needed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins: `resume_step` None is the beginning. `notes` tell what the user should know; `broken_steps` have
+    checkpoints that are damaged and newer than the one to resume from (see `set_aside_broken`); `is_reused`: the directory has
+    what a start that failed has left, which goes but for its logs (see `empty`)."""
+
+    resume_step: int | None
+    is_reused: bool = False
+    broken_steps: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) -> Start:
+    """Decide where the run begins; changes nothing on disk.
+
+    Args:
+        resume: None, "auto" (the newest checkpoint that is whole: each is read and compared with its checksums, until one is) or
+            a step number as text.
+        clean: an old run directory is going to be removed.
+
+    Raises:
+        ConfigError: the directory is taken, is not ours to remove, or has nothing to resume from.
+    """
+    run_dir = RunDir(config.run_path)
+    check_run_place(run_dir)
+    if resume is not None and clean:
+        raise ConfigError("--resume and --clean exclude each other: --clean removes what --resume starts from")
+    if clean:
+        _check_removable(run_dir, config)
+        return Start(resume_step=None)
+    if resume is not None:
+        return _resume(run_dir, config, resume)
+    if run_dir.root.exists() and (not run_dir.root.is_dir() or any(run_dir.root.iterdir())):
+        steps = run_dir.checkpoint_steps()
+        if steps:
+            raise ConfigError(
+                f"the run directory {run_dir.root} exists already, with a checkpoint of step {steps[-1]}: "
+                "--resume continues it, --clean removes it first, another run.name leaves it alone"
+            )
+        return _reuse(run_dir, config)
+    return Start(resume_step=None)
+
+
+def _reuse(run_dir: RunDir, config: ExperimentConfig) -> Start:
+    """Begin in the directory of a run without a checkpoint.
+
+    Raises:
+        ConfigError: it is no run directory, or the run has trained steps.
+    """
+    _check_removable(run_dir, config)
+    if run_dir.metrics.exists() and run_dir.metrics.stat().st_size > 0:
+        raise ConfigError(
+            f"the run directory {run_dir.root} exists already, with trained steps and without a checkpoint to continue from: "
+            "--clean removes it first, another run.name leaves it alone"
+        )
+    note = f"an earlier start in {run_dir.root} trained nothing: this run begins there, its logs stay"
+    return Start(resume_step=None, is_reused=True, notes=(note,))
+
+
+@contextmanager
+def lock(run_dir: RunDir) -> Iterator[None]:
+    """Hold the run directory (made if need be) for this process.
+
+    Raises:
+        ConfigError: another launcher holds it, or it cannot be made.
+    """
+    with writing(run_dir):
+        run_dir.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(run_dir.root, os.O_RDONLY)  # not inherited by children (PEP 446)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another launcher is running in {run_dir.root}; end it first, or use another run.name"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def writing(run_dir: RunDir) -> Iterator[None]:
+    """For what is written before anything is started.
+
+    Raises:
+        ConfigError: the directory takes nothing (full, read-only, immutable, another user's).
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir: {run_dir.root} cannot be written: {error}; free space, mend its permissions, or set another run.dir"
+        ) from error
+
+
+def set_aside_broken(run_dir: RunDir, start: Start) -> None:
+    """Rename checkpoints that `check_start` found damaged to broken_step_N, where nothing takes them for whole ones."""
+    for step in start.broken_steps:
+        checkpoint = run_dir.checkpoint(step)
+        target = checkpoint.with_name(f"broken_{checkpoint.name}")
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(checkpoint, target)
+
+
+def empty(run_dir: RunDir, *, keeps_logs: bool = False) -> None:
+    """Remove everything in the run directory (`check_start` has said that it is ours). Its config.yaml goes last: without it the
+    directory would not be known as ours, should this be killed."""
+    for entry in sorted(run_dir.root.iterdir(), key=lambda entry: entry == run_dir.config):
+        if keeps_logs and entry == run_dir.logs:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
+    root = run_dir.root
+    if not root.exists() and not root.is_symlink():
+        return
+    if root.is_symlink() or not root.is_dir():
+        raise ConfigError(f"{root} is no directory of its own (a link or a file); remove it yourself")
+    half_written = run_dir.config.with_name(
+        f"{run_dir.config.name}.tmp"
+    )  # by a run that was killed in its first moment
+    if any(entry != half_written for entry in root.iterdir()) and not run_dir.config.is_file():
+        raise ConfigError(f"{root} has no config.yaml, so it does not look like a run directory; remove it yourself")
+    for name, path in _inputs(config):
+        if path.exists() and path.resolve().is_relative_to(root.resolve()):
+            raise ConfigError(f"a new run in {root} would remove {name}: {path} lies there")
+    if Path.cwd().is_relative_to(root.resolve()):
+        raise ConfigError(f"a new run in {root} would remove the working directory, which lies there")
+
+
+def _inputs(config: ExperimentConfig) -> Iterator[tuple[str, Path]]:
+    yield "model.path", Path(config.model.path)
+    if config.model.chat_template is not None:
+        yield "model.chat_template", config.model.chat_template
+    for name, source in (
+        ("data.train", config.data.train),
+        ("evaluation.data", getattr(config.evaluation, "data", None)),
+    ):
+        path = getattr(source, "path", None)
+        if path is not None:
+            yield f"{name}.path", path
+
+
+def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
+    if not run_dir.config.is_file():
+        raise ConfigError(
+            f"--resume: there is no run in {run_dir.root} (no config.yaml); leave --resume out to begin one"
+        )
+    steps = run_dir.checkpoint_steps()
+    if not steps and resume == "auto":
+        return _reuse(run_dir, config)
+    if not steps:
+        raise ConfigError(
+            f"--resume {resume}: {run_dir.checkpoints} has no checkpoint; leave the step out to begin anew"
+        )
+    if resume != "auto" and (not resume.isdecimal() or int(resume) not in steps):
+        raise ConfigError(
+            f"--resume {resume}: no such checkpoint in {run_dir.checkpoints}; there are the steps "
+            f"{', '.join(map(str, steps))}; `auto` takes the newest"
+        )
+    if resume == "auto":
+        step, broken = _newest_whole(run_dir, steps)
+    else:
+        step, broken = int(resume), {}
+        try:
+            problem = problem_of(run_dir.checkpoint(step))
+        except OtherFormatError as error:
+            problem = str(error)
+        if problem is not None:
+            raise ConfigError(f"--resume {resume}: {problem}; `--resume auto` takes the newest whole checkpoint")
+    # else evaluation or export are still to be done
+    if step >= config.training.max_steps and _has_finished(run_dir, config):
+        raise ConfigError(
+            f"--resume: the run in {run_dir.root} has finished its {config.training.max_steps} steps; "
+            "raise training.max_steps to train on"
+        )
+    notes = [
+        f"the checkpoint of step {number} is damaged and set aside as broken_step_{number}: {problem}; going on from step {step}"
+        for number, problem in broken.items()
+    ]
+    if not run_dir.metrics.exists():
+        notes.append(
+            f"{run_dir.metrics} is missing: the metrics of the steps up to {step} are lost, those after it follow"
+        )
+    changes = _compare_with_last_attempt(run_dir, config)
+    return Start(resume_step=step, broken_steps=tuple(broken), notes=(*notes, *changes))
+
+
+def _newest_whole(run_dir: RunDir, steps: Sequence[int]) -> tuple[int, dict[int, str]]:
+    """The step to resume from, and what is wrong with each newer one.
+
+    Raises:
+        ConfigError: none is whole.
+    """
+    broken: dict[int, str] = {}
+    for step in reversed(steps):
+        try:
+            problem = problem_of(run_dir.checkpoint(step))
+        except OtherFormatError as error:
+            raise ConfigError(f"--resume: {error}") from error
+        if problem is None:
+            return step, broken
+        broken[step] = problem
+    raise ConfigError(
+        "\n".join(
+            [
+                f"--resume: no checkpoint in {run_dir.checkpoints} is whole:",
+                *(f"  step {step}: {problem}" for step, problem in broken.items()),
+                "restore one from a copy, or begin the run anew with --clean",
+            ]
+        )
+    )
+
+
+def _has_finished(run_dir: RunDir, config: ExperimentConfig) -> bool:
+    """Also an earlier attempt with a lower `training.max_steps` leaves a summary that says so."""
+    if not run_dir.summary.is_file():
+        return False
+    summary = json.loads(run_dir.summary.read_text(encoding="utf-8"))
+    return summary.get("status") == "finished" and int(summary.get("steps", 0)) >= config.training.max_steps
+
+
+def _compare_with_last_attempt(run_dir: RunDir, config: ExperimentConfig) -> Iterator[str]:
+    from grpo_async.config.loader import load_config
+
+    described = differences(load_config(run_dir.config).model_dump(mode="json"), config.model_dump(mode="json"))
+    fixed = [text for key, text in described.items() if _is_below(key, _FIXED)]
+    if fixed:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"--resume: the checkpoints of {run_dir.root} were made with other values of",
+                    *(f"  {t}" for t in fixed),
+                ]
+            )
+            + "\nput them back, or begin a new run (another run.name, or --clean)"
+        )
+    for key, text in described.items():
+        if not _is_below(key, _FREE):
+            yield f"changed since the run began: {text}"
+
+
+def _is_below(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == section or key.startswith(section + ".") for section in sections)

@@ -1,0 +1,388 @@
+"""Keeps the spawned servers of a run alive: what dies or hangs is killed with all its processes and started again.
+
+    start -> served (the trainer says so) -> ended, or hung (the trainer says so) -> kill its tree -> wait -> start ...
+      |                                                                                |
+      '- ended before it ever served: the run ends           too many restarts in a row '- given up; without another: the run ends
+
+The waits before a restart are `inference.restart_delay_s`, doubled for each further one in a row, a minute at most. A row
+ends when a server has served for ten minutes. The trainer hears of each end, start and giving up; a server keeps its URL. Until a
+server serves, the trainer also hears whether it works: the first start of vLLM on a machine compiles for minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import psutil
+
+from grpo_async.errors import RunError
+from grpo_async.launcher.child import Child, mark_of
+from grpo_async.launcher.trainer_plan import ProcessSpec
+from grpo_async.launcher.tree import ProcessTree
+from grpo_async.processes.wording import describe_exit
+
+Clock = Callable[[], float]
+Work = Mapping[int, tuple[float, float]]
+"""Of processes, by pid: seconds of CPU, bytes read."""
+ServerEvent = Literal["exited", "starting", "working", "given_up"]
+
+_MAX_DELAY_S = 60.0
+_SERVED_WELL_S = 600.0  # after so long, an end is no longer one of a row
+_KILL_TIMEOUT_S = 10.0  # for SIGKILL to take effect
+_WORK_INTERVAL_S = 5.0
+_LEAST_CPU_SHARE = 0.05  # of one core; a process that waits takes less
+_LEAST_BYTES_PER_S = 1e5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRules:
+    """See `inference.max_restarts` and `inference.restart_delay_s`."""
+
+    max_restarts: int
+    delay_s: float
+
+
+class RestartCount:
+    """Restarts in a row of one server. `clock` gives seconds."""
+
+    def __init__(self, rules: RestartRules, clock: Clock = time.monotonic) -> None:
+        self._rules = rules
+        self._clock = clock
+        self._serving_since: float | None = None
+        self.in_a_row = 0
+
+    def serves(self) -> None:
+        """The server serves from now on."""
+        self._serving_since = self._clock()
+
+    def next_delay_s(self) -> float | None:
+        """The server has ended: seconds to wait before it is started again; None: give it up.
+
+        Worked example: delay_s 1, max_restarts 3, ends in a row -> 1, 2, 4, None.
+        """
+        served_well = self._serving_since is not None and self._clock() - self._serving_since >= _SERVED_WELL_S
+        self._serving_since = None
+        if served_well:
+            self.in_a_row = 0
+        if self.in_a_row >= self._rules.max_restarts:
+            return None
+        delay_s = min(_MAX_DELAY_S, self._rules.delay_s * 2.0**self.in_a_row)
+        self.in_a_row += 1
+        return delay_s
+
+
+class ServerNews(Protocol):
+    """What the keeper reports. All of it is called in the event loop and must be quick."""
+
+    def server_event(self, index: int, event: ServerEvent, detail: str, life: int) -> None:
+        """For the trainer. `life` counts the starts of this server, from 0."""
+
+    def server_state(self, name: str, trouble: str | None) -> None:
+        """For the panel: what is wrong with a server; None when it serves again."""
+
+    def note(self, text: str) -> None:
+        """A line for the user."""
+
+    def warning(self, text: str) -> None:
+        """A line about something that ought not to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """`how` completes "the server ..."; `asked` is True where the trainer wanted it to be restarted."""
+
+    how: str
+    asked: bool
+
+
+class _Keeper:
+    """One server over all its lives."""
+
+    def __init__(
+        self, index: int, spec: ProcessSpec, keepers: ServerKeepers, restarts: RestartCount, stopping: asyncio.Event
+    ) -> None:
+        self.name = spec.name
+        self.has_served = False
+        self.child: Child | None = None
+        self.given_up: str | None = None
+        self._index = index
+        self._spec = spec
+        self._all = keepers
+        self._restarts = restarts
+        self._stopping = stopping
+        self._life = 0
+        self._asked = asyncio.Event()
+        self._asked_reason = ""
+        self._down_since: float | None = None
+        self._serving_life: int | None = None
+
+    async def start(self) -> None:
+        self.child = await self._all.spawn(self._spec, self._life)  # for a fork, not for readiness
+
+    def serves(self, life: int | None) -> None:
+        if self._is_about_another_life(life):
+            return
+        self.has_served = True
+        self._serving_life = self._life
+        self._restarts.serves()
+        if self._down_since is not None:
+            took_s = self._all.clock() - self._down_since
+            self._down_since = None
+            self._all.news.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
+            self._all.news.server_state(self.name, None)
+
+    def ask_restart(self, reason: str, life: int | None) -> None:
+        """Ignored while it is being restarted anyway: the trainer may have asked before it heard of that. When the run stops, it is
+        only killed: the trainer may be waiting for it, and has a checkpoint to write."""
+        if self.child is None or self._is_about_another_life(life):
+            return
+        if self._stopping.is_set():
+            self.child.kill()
+            return
+        self._asked_reason = reason
+        self._asked.set()
+
+    def _is_about_another_life(self, life: int | None) -> bool:
+        return life is not None and life != self._life
+
+    async def keep(self) -> None:
+        """Watch and restart until the run stops or the server is lost for good.
+
+        consumes: the end of the process, and requests to restart it; waits for: either, or `stopping`.
+        """
+        while True:
+            end = await self._wait_for_end()
+            if end is None:
+                return
+            child, self.child = self.child, None
+            while end is not None:
+                lost_early = not self.has_served and not end.asked
+                last_words = await self._bury(child, end, tell=not lost_early)
+                if lost_early:
+                    self._all.lost(f"the {last_words}")
+                    return
+                delay_s = self._restarts.next_delay_s()
+                if delay_s is None:
+                    self._give_up(end, last_words)
+                    return
+                count = f"restart {self._restarts.in_a_row} of {self._all.rules.max_restarts}"
+                self._all.news.warning(f"the {self.name} {end.how}; {count} in {delay_s:g} s")
+                self._all.news.server_state(self.name, f"{end.how}, {count}")
+                if await _within(self._stopping, delay_s):
+                    return
+                end = await self._restart()
+
+    async def watch_start(self) -> None:
+        """Tell the trainer while a server that does not serve yet computes or reads; waits for: `stopping`."""
+        before: Work = {}
+        while not await _within(self._stopping, _WORK_INTERVAL_S):
+            if self.child is None or self._serving_life == self._life:
+                before = {}
+                continue
+            now = self._all.work(self.child, self._spec)
+            if has_worked(before, now, _WORK_INTERVAL_S):
+                self._all.news.server_event(self._index, "working", "", self._life)
+            before = now
+
+    async def _wait_for_end(self) -> _End | None:
+        """None: the run stops."""
+        assert self.child is not None
+        asked = asyncio.ensure_future(self._asked.wait())
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        events = {self.child.exited, asked, stopping}
+        try:
+            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)  # until the server ends, or `stop`
+        finally:
+            asked.cancel()
+            stopping.cancel()
+        if self._stopping.is_set():
+            return None
+        if self.child.has_ended:  # the trainer may have noticed before we were told
+            await asyncio.wait([self.child.exited], timeout=_KILL_TIMEOUT_S)
+        if not self.child.is_running:
+            return _End(how=describe_exit(self.child.exited.result()), asked=False)
+        return _End(how=f"was killed: {self._asked_reason}", asked=True)
+
+    async def _bury(self, child: Child | None, end: _End, *, tell: bool) -> str:
+        """Kill what is left of it; returns how it ended, with the last lines of its log."""
+        if self._down_since is None:
+            self._down_since = self._all.clock()
+        if tell:
+            self._all.news.server_event(self._index, "exited", end.how, self._life)
+        self._asked.clear()
+        if child is None:  # it could not be started at all
+            return f"{self.name} {end.how}"
+        await self._all.kill(child, self._spec)
+        return child.describe_end(how=end.how)
+
+    async def _restart(self) -> _End | None:
+        """None: it runs."""
+        self._life += 1
+        try:
+            self.child = await self._all.spawn(self._spec, self._life)  # for a fork, not for readiness
+        except RunError as error:
+            return _End(how=f"could not be started: {error}", asked=False)
+        self._all.news.server_event(self._index, "starting", f"restart {self._restarts.in_a_row}", self._life)
+        self._all.news.note(f"the {self.name} starts again (log: {self.child.log.name})")
+        return None
+
+    def _give_up(self, end: _End, last_words: str) -> None:
+        number = self._restarts.in_a_row
+        after = f"after {number} restart{'' if number == 1 else 's'} in a row (inference.max_restarts)"
+        self.given_up = f"the {self.name} was given up {after}: it {end.how}"
+        self._all.news.server_event(self._index, "given_up", f"{end.how}, {after}", self._life)
+        self._all.news.server_state(self.name, "given up")
+        self._all.gave_up(self.given_up, last_words)
+
+
+class ServerKeepers:
+    """All spawned servers of a run; without any, an object that does nothing.
+
+    Attributes:
+        lost_all: set when the run cannot go on without its servers; `failure` says why.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        news: ServerNews,
+        *,
+        spawn: Callable[[ProcessSpec, int], Awaitable[Child]],
+        tree: ProcessTree,
+        rules: RestartRules,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.news = news
+        self.spawn = spawn
+        self.rules = rules
+        self.clock = clock
+        self.lost_all = asyncio.Event()
+        self.failure: str | None = None
+        self._tree = tree
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._keepers = [
+            _Keeper(index, spec, self, RestartCount(rules, clock), self._stopping) for index, spec in enumerate(specs)
+        ]
+
+    async def start(self) -> None:
+        """Start every server, and watch them.
+
+        Raises:
+            RunError: a program cannot be started.
+        """
+        for keeper in self._keepers:
+            await keeper.start()
+        for keeper in self._keepers:
+            for work, name in ((keeper.keep(), "keep"), (keeper.watch_start(), "watch the start of")):
+                task = asyncio.create_task(work, name=f"{name} the {keeper.name}")
+                task.add_done_callback(self._end_with_error)
+                self._tasks.append(task)
+
+    def serves(self, index: int, life: int | None = None) -> None:
+        """The trainer has brought its weights to server `index`. `life`: which start of it the trainer means, if it says."""
+        if 0 <= index < len(self._keepers):
+            self._keepers[index].serves(life)
+
+    def ask_restart(self, index: int, reason: str, life: int | None = None) -> None:
+        """The trainer wants server `index` to be restarted; `reason` says why."""
+        if 0 <= index < len(self._keepers):
+            self._keepers[index].ask_restart(reason, life)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Watch and restart no more; the servers run on. Returns when no keeper is at work, or after `timeout_s`."""
+        self._stopping.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        self.raise_errors()
+
+    async def abandon(self, timeout_s: float) -> None:
+        """Leave everything as it is, at once: from then on no server is started."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+
+    @property
+    def running(self) -> list[Child]:
+        """Servers whose process lives."""
+        return [keeper.child for keeper in self._keepers if keeper.child is not None and keeper.child.is_running]
+
+    @property
+    def have_served(self) -> bool:
+        """Whether some server has ever served: then there may be steps to save."""
+        return any(keeper.has_served for keeper in self._keepers)
+
+    def raise_errors(self) -> None:
+        """An error of our own in a keeper, which ended it."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    def lost(self, failure: str) -> None:
+        """The run cannot go on; the first reason counts."""
+        self.failure = self.failure or failure
+        self.lost_all.set()
+
+    def gave_up(self, why: str, last_words: str) -> None:
+        """One is given up, with its last words; the run goes on as long as there is another."""
+        given_up = [keeper.given_up for keeper in self._keepers if keeper.given_up is not None]
+        if len(given_up) < len(self._keepers):
+            self.news.warning(
+                f"{why}; the run goes on with {len(self._keepers) - len(given_up)} of {len(self._keepers)}"
+            )
+            return
+        before = [reason for reason in given_up if reason != why]
+        self.lost("\n".join([*before, why, f"the {last_words}"]))
+
+    def work(self, child: Child, spec: ProcessSpec) -> Work:
+        """What a server's processes have done so far."""
+        return work_of(self._tree.below(child.pid, mark_of(spec)))
+
+    async def kill(self, child: Child, spec: ProcessSpec) -> None:
+        """End a server at once, and everything that it started."""
+        left = await self._tree.kill_below(child.pid, mark_of(spec), _KILL_TIMEOUT_S)
+        for process in left:
+            self.news.warning(f"process {process.pid} of the {child.name} does not end even by SIGKILL")
+        await asyncio.wait([child.exited], timeout=_KILL_TIMEOUT_S)
+
+    def _end_with_error(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self.lost_all.set()
+
+
+def work_of(processes: Iterable[psutil.Process]) -> Work:
+    """What these have done so far; one that has ended counts no more."""
+    work = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            times = process.cpu_times()
+            read = process.io_counters().read_chars if sys.platform == "linux" else 0
+            work[process.pid] = times.user + times.system, float(read)
+    return work
+
+
+def has_worked(before: Work, now: Work, interval_s: float) -> bool:
+    """Whether more was done in between than waiting takes.
+
+    Worked example: {7: (1.0, 0)} -> {7: (1.1, 0)} in 5 s is 2 % of a core: no. {7: (3.0, 0)}, 40 %: yes.
+    """
+    cpu_s = sum(cpu - before.get(pid, (0.0, 0.0))[0] for pid, (cpu, _) in now.items())
+    read = sum(size - before.get(pid, (0.0, 0.0))[1] for pid, (_, size) in now.items())
+    return cpu_s >= _LEAST_CPU_SHARE * interval_s or read >= _LEAST_BYTES_PER_S * interval_s
+
+
+async def _within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether `event` is set within `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()  # timeout_s at most
+    except TimeoutError:
+        return False
+    return True

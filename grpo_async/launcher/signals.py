@@ -1,0 +1,103 @@
+"""Signals to the launcher as an event of its loop, and the waits that they cut short."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+
+from grpo_async.launcher.child import Child
+
+GRACE_S = 10.0
+"""Between SIGTERM and SIGKILL."""
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP as an event of the loop. `arrived` may be cleared to wait for the next one."""
+
+    def __init__(self) -> None:
+        self.arrived = asyncio.Event()
+        self.first: signal.Signals | None = None
+        self._has_own = False
+
+    @property
+    def exit_code(self) -> int:
+        """By the shell's convention, 128 + number; SIGHUP counts as SIGTERM."""
+        return 130 if self.first is signal.SIGINT else 143
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        caught = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
+            caught.append(signal.SIGHUP)
+        for number in caught:
+            loop.add_signal_handler(number, self._take, number)
+        try:
+            yield
+        finally:
+            for number in caught:
+                loop.remove_signal_handler(number)
+
+    def take_remote(self, number: signal.Signals) -> None:
+        """The launcher of another machine got one. A scheduler sends it to every machine, so it is never a second one."""
+        if self.first is None:
+            self.first = number
+            self.arrived.set()
+
+    def _take(self, number: signal.Signals) -> None:
+        is_the_same_stop = self.first is not None and not self._has_own  # it has reached another machine earlier
+        self._has_own = True
+        self.first = self.first or number
+        if not is_the_same_stop:
+            self.arrived.set()
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """Until a loop takes the signals (`Signals.installed`): SIGTERM and SIGHUP raise SystemExit(143), so that what was made on the
+    way (the token's file, a temporary folder) is removed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(143)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def first_of(
+    signals: Signals, children: Iterable[Child], events: Sequence[asyncio.Event] = (), *, timeout_s: float | None = None
+) -> None:
+    """Until one of the children ends, one of `events` is set or a signal arrives. Without `timeout_s` as long as the run takes:
+    the trainer has deadlines for everything that it waits for, and a run has no other natural bound."""
+    events = [signals.arrived, *events]
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    exits = [child.exited for child in children]
+    try:
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait([*waits, *exits], timeout=timeout_s, return_when=first)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def end_children(signals: Signals, children: Sequence[Child]) -> None:
+    """SIGTERM and wait; a signal to the launcher cuts the grace short. What is left is killed with the tree."""
+    signals.arrived.clear()
+    for child in children:
+        child.terminate()
+    ends_at = asyncio.get_running_loop().time() + GRACE_S
+    while (left := [child for child in children if child.is_running]) and not signals.arrived.is_set():
+        left_s = ends_at - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            return
+        await first_of(signals, left, timeout_s=left_s)

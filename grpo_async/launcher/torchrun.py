@@ -1,0 +1,101 @@
+"""torchrun, tied to the launcher's life, that leaves word of how its ranks ended (rank_exits.json).
+
+Run as `python -m grpo_async.launcher.torchrun TORCHRUN-ARGUMENTS`; exits 1 when a rank failed. On several machines the agents
+and their ranks meet in a store that node 0's agent opens on one address (torchrun's own listens on every one of a machine).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_async.processes.assignment import ATTEMPT_VARIABLE
+from grpo_async.processes.failures import RankExit, write_rank_exits
+from grpo_async.processes.heartbeat import AGENT, Heartbeat
+from grpo_async.processes.node_place import NODE_RANK_VARIABLE
+from grpo_async.utils.lifetime import die_with_launcher
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+RENDEZVOUS_BACKEND = "grpo_async"
+"""For `--rdzv-backend`, with `--rdzv-endpoint ADDRESS:PORT --rdzv-conf rank=K,timeout=SECONDS`."""
+
+
+def main() -> int:
+    die_with_launcher()
+    Heartbeat(AGENT)
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, make_rendezvous)
+    try:
+        run.main(sys.argv[1:])
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        exits = [
+            RankExit(rank=rank, pid=failure.pid, time=failure.timestamp, exit_code=failure.exitcode)
+            for rank, failure in failures
+        ]
+        attempt = os.environ.get(ATTEMPT_VARIABLE)
+        if attempt:
+            write_rank_exits(Path(attempt), exits, node_rank=int(os.environ.get(NODE_RANK_VARIABLE, "0")))
+        return 1
+    return 0
+
+
+def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Every agent at its given rank (the ranks of a dynamic rendezvous follow from addresses: rank 0 might be anywhere)."""
+    import socket
+
+    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    class _OneAddress(StaticTCPRendezvous):  # type: ignore[misc]
+        def get_backend(self) -> str:
+            return RENDEZVOUS_BACKEND
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            # asked once: with --max-restarts 0 there is no second rendezvous; the handler keeps the store open
+            self._store = self._open_store()
+            return RendezvousInfo(
+                PrefixStore(self.run_id, self._store),
+                self.rank,
+                self.world_size,
+                RendezvousStoreInfo(self.master_addr, self.master_port),
+            )
+
+        def _open_store(self) -> TCPStore:
+            listener = None
+            if self.rank == 0:
+                family = socket.AF_INET6 if ":" in self.master_addr else socket.AF_INET
+                listener = socket.socket(family, socket.SOCK_STREAM)
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind((self.master_addr, self.master_port))
+                listener.listen(1024)
+            return TCPStore(
+                self.master_addr,
+                self.master_port,
+                self.world_size,
+                is_master=self.rank == 0,
+                timeout=self.timeout,
+                **({} if listener is None else {"master_listen_fd": listener.detach()}),  # the store's from here on
+            )
+
+    address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
+    timeout_s = parameters.get_as_int("timeout", 600)
+    rank = parameters.get_as_int("rank")
+    assert rank is not None
+    assert timeout_s is not None
+    assert parameters.max_nodes is not None
+    return _OneAddress(address, port, rank, parameters.max_nodes, parameters.run_id, timeout_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The frame of every process that works on a run's rollouts: logging, the report of a failure, the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn, TextIO, cast
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.loader import load_config
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.control import ControlClient
+from grpo_async.processes.failures import words_of, write_failure
+from grpo_async.processes.heartbeat import Heartbeat
+from grpo_async.processes.lasting_stream import LastingStream
+from grpo_async.processes.warnings_forward import forwarding_warnings
+from grpo_async.rundir import attempt_config
+from grpo_async.utils.lifetime import die_with_parent
+
+logger = logging.getLogger("grpo_async")
+
+_MAX_PRINTED_CHARS = 16 * 2**20
+"""Of what rewards, tools and environments print into the log of a process; our own log goes to standard error."""
+
+
+def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, ControlClient], None]) -> NoReturn:
+    """Do `work` and end this process: exit code 0 when it returned, 1 when it raised, which is then in the log, in the attempt's
+    folder and told to the launcher. Only rank 0 has a line to the launcher.
+
+    It ends without the interpreter's teardown: user code may have left threads that never end, a rank that failed may be awaited
+    in a collective that it will never join, and libraries that are torn down under their own threads abort.
+    """
+    die_with_parent()
+    # the log may be on a full disk: what user code prints is no reason to fail
+    prints = LastingStream(sys.stdout, "standard output", lambda text: None, max_chars=_MAX_PRINTED_CHARS)
+    sys.stdout = cast(TextIO, prints)
+    sys.stderr = cast(TextIO, LastingStream(sys.stderr, "standard error", lambda text: None))
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+    place = Assignment.from_environment()
+    heartbeat = Heartbeat(f"{name} {place.rank}")
+    control = ControlClient.from_environment() if place.rank == 0 else ControlClient(None)
+    code = 0
+    try:
+        with forwarding_warnings(lambda text: control.send("warning", text=text)):
+            work(place, load_config(attempt_config(place.attempt_dir)), control)
+    except BaseException as error:
+        code = 1
+        # first what needs no disk: it may be full
+        words, text = words_of(error), "".join(traceback.format_exception(error))
+        heartbeat.failed(place.rank, words, text)
+        control.send("failed", rank=place.rank, error=words, traceback=text)
+        write_failure(place.attempt_dir, place.rank, error)
+        logger.exception("%s %d failed", name, place.rank)
+    if prints.num_dropped:
+        logger.warning(
+            "%s %d: %d characters of what was printed are not in this log", name, place.rank, prints.num_dropped
+        )
+    control.close()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

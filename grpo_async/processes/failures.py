@@ -1,0 +1,141 @@
+"""What the trainer leaves behind when it fails, in the attempt's log folder.
+
+    failure_rank{R}.json   written by the rank that raised: {"rank", "time", "error", "traceback"}
+    rank_exits.json        of the torchrun agent: [{"rank", "pid", "time", "exit_code"}], -9 = killed by signal 9;
+                           rank_exits_node1.json of that of node 1, and so on
+
+A rank that raises takes the others with it (their collectives break), so the earliest failure is the cause; but a rank
+that was killed leaves no file, and then the files of the others are consequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from grpo_async.errors import GrpoAsyncError
+from grpo_async.processes.wording import describe_exit, plain
+from grpo_async.rundir import write_atomically
+
+_TRACEBACK_LINES = 16
+_NOTICE_S = 5.0  # the agent notices a death within this; it kills ranks that outlive its SIGTERM only after 30 s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """One rank's own words. `time` is seconds since the epoch; `error`: see words_of."""
+
+    rank: int
+    time: float
+    error: str
+    traceback: str
+
+    @property
+    def is_expected(self) -> bool:
+        """Raised on purpose by this package: the message says it all, the traceback stays in the log."""
+        lines = self.traceback.strip().splitlines()
+        return any(line.startswith("grpo_async.") for line in lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExit:
+    """How one rank's process ended; `time` is when the agent noticed, in whole seconds since the epoch."""
+
+    rank: int
+    pid: int
+    time: float
+    exit_code: int
+
+
+def words_of(error: BaseException) -> str:
+    """What people read of an error: what was raised on purpose says it all, anything else needs its type."""
+    return str(error) if isinstance(error, GrpoAsyncError) else f"{type(error).__name__}: {error}"
+
+
+def write_failure(folder: Path, rank: int, error: BaseException) -> Path | None:
+    """Write failure_rank{rank}.json; None when that is impossible (disk full), so that `error` itself is not masked."""
+    failure = RankFailure(
+        rank=rank,
+        time=time.time(),
+        error=words_of(error),
+        traceback="".join(traceback.format_exception(error)),
+    )
+    path = _failure_path(folder, rank)
+    try:
+        write_atomically(path, json.dumps(asdict(failure)))
+    except OSError as problem:
+        with contextlib.suppress(OSError):  # the log is on the same disk
+            print(f"cannot write {path}: {problem}", file=sys.stderr)
+        return None
+    return path
+
+
+def first_failure(folder: Path, told: Sequence[RankFailure] = ()) -> RankFailure | None:
+    """The earliest failure that a rank wrote, or told where it could not write; None when none did."""
+    written = [
+        RankFailure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure_rank*.json")
+    ]
+    ranks = {failure.rank for failure in written}
+    failures = [*written, *(failure for failure in told if failure.rank not in ranks)]
+    return min(failures, key=lambda failure: failure.time, default=None)
+
+
+def write_rank_exits(folder: Path, exits: Sequence[RankExit], *, node_rank: int = 0) -> None:
+    """Write rank_exits.json of one machine, in the order in which its ranks ended."""
+    name = f"rank_exits_node{node_rank}.json" if node_rank else "rank_exits.json"
+    write_atomically(folder / name, json.dumps([asdict(exit_) for exit_ in exits]))
+
+
+def rank_exits(folder: Path) -> list[RankExit]:
+    """The ranks that failed, first one first; empty when no agent got to write them."""
+    found = [
+        RankExit(**entry)
+        for path in sorted(folder.glob("rank_exits*.json"))
+        for entry in json.loads(path.read_text(encoding="utf-8"))
+    ]
+    return sorted(
+        found, key=lambda exit_: exit_.time
+    )  # a stable sort: each file is in order, and times are whole seconds
+
+
+def explain(folder: Path, told: Sequence[RankFailure] = ()) -> str | None:
+    """A few lines for the user: which rank failed first and why; None when nobody left a word. Safe to print: errors quote
+    what models and tools wrote.
+
+    Args:
+        told: what ranks said to the launcher of their end.
+    """
+    failure, killed = first_failure(folder, told), _killed_first(folder, told)
+    if killed is not None and (failure is None or failure.time > killed.time - _NOTICE_S):
+        lines = [f"trainer rank {killed.rank} (pid {killed.pid}) {describe_exit(killed.exit_code)}"]
+        if failure is not None:
+            lines.append(f"after that rank {failure.rank} reported: {failure.error}")
+        return plain("\n".join(lines))
+    if failure is None:
+        return None
+    lines = [f"trainer rank {failure.rank} failed: {failure.error}"]
+    if not failure.is_expected:
+        lines += ["  " + line for line in failure.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]]
+    return plain("\n".join(lines))
+
+
+def _killed_first(folder: Path, told: Sequence[RankFailure]) -> RankExit | None:
+    """The rank that a signal ended before it could say anything. Having seen one end, the agent ends the others by
+    SIGTERM, so that signal counts for the first one only."""
+    spoke = {failure.rank for failure in told}
+    for index, exit_ in enumerate(rank_exits(folder)):
+        silent = exit_.exit_code < 0 and exit_.rank not in spoke and not _failure_path(folder, exit_.rank).exists()
+        if silent and (index == 0 or exit_.exit_code != -signal.SIGTERM):
+            return exit_
+    return None
+
+
+def _failure_path(folder: Path, rank: int) -> Path:
+    return folder / f"failure_rank{rank}.json"

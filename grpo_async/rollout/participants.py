@@ -1,0 +1,215 @@
+"""Who takes part in a rollout beside the policy: tools, environments, or a rollout function in place of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.envs import Environments, load_environments
+from grpo_async.errors import ConfigError
+from grpo_async.records import Prompt
+from grpo_async.rollout.conversation import Conversation, SamplingSettings
+from grpo_async.rollout.conversation_producer import ConversationLimits, ConversationProducer
+from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.function_output import OutputReader
+from grpo_async.rollout.function_producer import FunctionLimits, FunctionProducer
+from grpo_async.rollout.function_trainer import FunctionArguments, FunctionTrainer
+from grpo_async.rollout.producer import GroupProducer
+from grpo_async.tools import Tool, load_tools
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.user_code.references import resolve_function
+
+if TYPE_CHECKING:  # the launcher, which only checks, needs no HTTP client
+    from grpo_async.inference.client import InferenceClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Participants:
+    """What the configuration names, imported and checked."""
+
+    config: ExperimentConfig
+    tools: Sequence[Tool]
+    environments: Environments | None
+    function: Callable[..., Any] | None
+
+    def schemas_for(self, columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Tools that the model is offered in rollouts of a row with these columns."""
+        if self.environments is not None:
+            return self.environments.schemas_for(columns)
+        return [tool.schema for tool in self.tools]
+
+    @property
+    def tool_sets(self) -> list[list[Mapping[str, Any]]]:
+        """The sets of tools that rollouts may be offered: one for each environment."""
+        if self.environments is not None:
+            return [pool.schemas for pool in self.environments.pools.values() if pool.schemas]
+        return [[tool.schema for tool in self.tools]] if self.tools else []
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know at start-up, each line once."""
+        found: list[str] = []
+        if self.environments is not None:
+            found += self.environments.notes
+            for pool in self.environments.pools.values():
+                found += startup_notes(pool.kind.environment_class)
+        for tool, section in zip(self.tools, self.config.tools, strict=True):
+            found += startup_notes(tool.function, section.arguments)
+        found += startup_notes(self.function)
+        return list(dict.fromkeys(found))
+
+    async def aclose(self) -> None:
+        """Close the environments' instances."""
+        if self.environments is not None:
+            await self.environments.close()
+
+
+def startup_notes(owner: Any, arguments: Mapping[str, Any] | None = None) -> list[str]:
+    """The lines of an object's `startup_notes()`, if it has any: what the machine cannot give it, for example. It gets those of
+    the section's `arguments` that it names.
+
+    Raises:
+        ConfigError: what the object cannot do without is missing.
+    """
+    notes = getattr(owner, "startup_notes", None)
+    if not callable(notes):
+        return []
+    wanted = inspect.signature(notes).parameters
+    given = {name: value for name, value in (arguments or {}).items() if name in wanted}
+    return [str(note) for note in notes(**given)]
+
+
+def token_counter(renderer: ChatRenderer, participants: Participants) -> Callable[[Prompt], int]:
+    """Counts a prompt's tokens as they will be sent: chat template and tools included, what an environment adds not."""
+
+    def count(prompt: Prompt) -> int:
+        tools = participants.schemas_for(prompt.columns)
+        return len(renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational, tools=tools))
+
+    return count
+
+
+def load_participants(config: ExperimentConfig) -> Participants:
+    """Import tools, environments and the rollout function; one instance of each environment is made.
+
+    Raises:
+        ConfigError: something cannot be found, imported or used; one line for each.
+    """
+    problems: list[str] = []
+    tools: list[Tool] = []
+    environments = function = None
+    try:
+        tools = load_tools(config.tools)
+    except ConfigError as error:
+        problems.append(str(error))
+    if config.environments:
+        try:
+            environments = load_environments(config.environments, tools)
+        except ConfigError as error:
+            problems.append(str(error))
+    if config.rollout_function is not None:
+        try:
+            reference = config.rollout_function.function
+            where = f"rollout_function.function: {reference}"
+            function = resolve_function(reference, where)
+            try:
+                inspect.signature(function).bind([], None)
+            except TypeError as error:
+                raise ConfigError(f"{where}: it is called as f(prompts, trainer), but: {error}") from error
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        if environments is not None:
+            asyncio.run(environments.close())
+        raise ConfigError("\n".join(problems))
+    return Participants(config=config, tools=tools, environments=environments, function=function)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerParts:
+    """What producers are built from, for training and for evaluation alike."""
+
+    config: ExperimentConfig
+    participants: Participants
+    client: InferenceClient
+    renderer: ChatRenderer
+    errors: ErrorLog
+    served_version: Callable[[], int]
+    timeline: Timeline = NO_TIMELINE
+    lane: str = "rollout"
+    """Of the timeline: what rollouts in progress have rows of."""
+
+    def build(self, *, temperature: float, group_size: int) -> GroupProducer:
+        """A producer that samples `group_size` rollouts of a prompt at `temperature`."""
+        config, rollout = self.config, self.config.rollout
+        settings = SamplingSettings(
+            temperature=temperature,
+            max_completion_tokens=rollout.max_completion_tokens,
+            max_model_len=config.inference.max_model_len,
+            max_turn_tokens=rollout.max_turn_tokens,
+            max_turns=rollout.max_turns,
+            stop_token_ids=self.renderer.end_of_turn_ids,
+        )
+        if self.participants.function is not None:
+            return self._function_producer(self.participants.function, settings, temperature, group_size)
+        return ConversationProducer(
+            Conversation(self.client, self.renderer, settings),
+            self.renderer,
+            limits=ConversationLimits(
+                max_in_flight=rollout.max_in_flight,
+                rollout_timeout_s=rollout.rollout_timeout_s,
+                max_result_chars=config.tool_calling.max_result_chars,
+            ),
+            errors=self.errors,
+            tools=self.participants.tools,
+            environments=self.participants.environments,
+            lanes=self.timeline.slots(self.lane),
+        )
+
+    def _function_producer(
+        self, function: Callable[..., Any], settings: SamplingSettings, temperature: float, group_size: int
+    ) -> FunctionProducer:
+        config = self.config
+        section = config.rollout_function
+        assert section is not None
+
+        def make_trainer(seed: int) -> FunctionTrainer:
+            return FunctionTrainer(
+                self.client,
+                self.renderer,
+                settings,
+                arguments=FunctionArguments(
+                    num_generations=group_size,
+                    max_completion_length=config.rollout.max_completion_tokens,
+                    temperature=temperature,
+                    seed=config.run.seed,
+                    chat_template_kwargs=config.model.chat_template_arguments,
+                ),
+                max_steps=config.training.max_steps,
+                served_version=self.served_version,
+                seed=seed,
+                timeout_s=section.timeout_s,
+            )
+
+        return FunctionProducer(
+            function,
+            make_trainer,
+            limits=FunctionLimits(
+                repeat_prompts=section.repeat_prompts,
+                groups_per_call=section.groups_per_call or config.rollout.groups_per_step,
+                max_concurrent_calls=section.max_concurrent_calls,
+                timeout_s=section.timeout_s,
+            ),
+            reader=OutputReader(
+                decode=self.renderer.completion_text,
+                end_of_turn_ids=frozenset(self.renderer.end_of_turn_ids),
+                num_tokens=len(self.renderer.tokenizer),
+                max_model_len=config.inference.max_model_len,
+            ),
+            lanes=self.timeline.slots(self.lane),
+        )

@@ -1,0 +1,207 @@
+"""Who did what when. Any thread and any coroutine records; one thread writes, about once a second.
+
+Times are unix seconds; an instant has start = end. A lane is a row of a drawing. "rollout/3" is slot 3 of lane "rollout": what
+runs at the same time has slots of its own (`Slots`), so within one lane spans only ever nest. Lanes: run, trainer, gpu, rollout,
+scoring, queue, weights, checkpoint, evaluation, server.
+
+Invariant: recording never waits, never raises, and holds at most `_MOST_PENDING` events, also those that wait for room on a full
+disk; what does not fit is counted, and the count is written. The file itself: timeline_file.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from grpo_async.tracking.timeline_file import LOST, Event, EventFile, event_line
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 1.0
+_CLOSE_S = 5.0
+_MOST_PENDING = 100_000
+_BATCH = 5_000  # events made into text at once, so that the text stays small
+
+
+class TimelineSettings(Protocol):
+    """Of `record.timeline`."""
+
+    @property
+    def enabled(self) -> bool: ...
+
+    @property
+    def max_mb(self) -> int: ...
+
+
+class Span:
+    """Records itself when its `with` block ends, also by an error, whose type is then the detail `error`."""
+
+    __slots__ = ("_lane", "_name", "_timeline", "details", "start")
+
+    def __init__(self, timeline: Timeline, name: str, lane: str, details: dict[str, Any]) -> None:
+        self._timeline = timeline
+        self._name = name
+        self._lane = lane
+        self.details = details
+        """May be added to until the block ends."""
+        self.start = 0.0
+
+    def __enter__(self) -> Self:
+        self.start = time.time()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.details["error"] = kind.__name__
+        self._timeline.add(self._name, self._lane, self.start, time.time(), **self.details)
+
+
+class Timeline:
+    """See the module's docstring. Recording is safe from every thread.
+
+    Args:
+        path: events.jsonl; what is there is kept.
+        settings: `max_mb` is the room for the file.
+    """
+
+    def __init__(self, path: Path, *, settings: TimelineSettings) -> None:
+        self._events: deque[Event] = deque()
+        self._num_lost = 0
+        self._closing = threading.Event()
+        self._file = EventFile(path, max_bytes=settings.max_mb << 20)
+        self._thread = threading.Thread(target=self._write_on, name="timeline", daemon=True)
+        self._thread.start()
+
+    def span(self, name: str, lane: str, **details: Any) -> Span:
+        """`with timeline.span("forward", "trainer"): ...`. Details are numbers, strings, and lists of them."""
+        return Span(self, name, lane, details)
+
+    def add(self, name: str, lane: str, start: float, end: float, **details: Any) -> None:
+        """A span that is over, in unix seconds (`time.time()`). One that ends before its start (the clock was set) has length 0."""
+        if self._closing.is_set() or len(self._events) >= _MOST_PENDING:
+            self._num_lost += 1
+            return
+        self._events.append(Event(name, lane, start, max(start, end), details))
+
+    def instant(self, name: str, lane: str, **details: Any) -> None:
+        """Something that happens now."""
+        now = time.time()
+        self.add(name, lane, now, now, **details)
+
+    def slots(self, lane: str) -> Slots:
+        """Rows of `lane` for what runs at the same time."""
+        return Slots(self, lane)
+
+    def close(self) -> None:
+        """Write what there is; takes `_CLOSE_S` at most. Safe to call twice; what is recorded later is dropped."""
+        self._closing.set()
+        self._thread.join(timeout=_CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("the last events were not written to %s: the disk hangs", self._file.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write_on(self) -> None:
+        while not self._closing.wait(timeout=_INTERVAL_S):  # close ends it, or the process
+            self._write()
+        self._write()
+        self._file.close()
+
+    def _write(self) -> None:
+        while self._events:
+            batch = [self._events.popleft() for _ in range(min(_BATCH, len(self._events)))]
+            if self._num_lost:
+                now = time.time()
+                batch.append(Event(LOST, "run", now, now, {"events": self._num_lost}))
+                self._num_lost = 0
+            if self._file.append("".join(map(event_line, batch)), len(batch)):
+                self._events.extendleft(reversed(batch))  # the disk is full, say: the next try is a second away
+                return
+
+
+class Slots:
+    """The rows of one lane: each of those that run at once has the lowest that is free. Safe from every thread."""
+
+    def __init__(self, timeline: Timeline, lane: str) -> None:
+        self._timeline = timeline
+        self._lane = lane
+        self._free: list[int] = []
+        self._num = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def span(self, name: str, **details: Any) -> Iterator[tuple[Track, Span]]:
+        """A span on a row of its own, and that row for what happens within it."""
+        track = self.take()
+        try:
+            with track.span(name, **details) as span:
+                yield track, span
+        finally:
+            self.release(track)
+
+    def take(self) -> Track:
+        """A row; give it back with `release`."""
+        with self._lock:
+            if self._free:
+                slot = heapq.heappop(self._free)
+            else:
+                slot, self._num = self._num, self._num + 1
+        return Track(self._timeline, f"{self._lane}/{slot}", slot)
+
+    def release(self, track: Track) -> None:
+        """Of `take`, once."""
+        with self._lock:
+            heapq.heappush(self._free, track.slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One lane of a timeline, for those who need not know which."""
+
+    timeline: Timeline
+    lane: str
+    slot: int = 0
+
+    def span(self, name: str, **details: Any) -> Span:
+        """See Timeline.span."""
+        return self.timeline.span(name, self.lane, **details)
+
+    def add(self, name: str, start: float, end: float, **details: Any) -> None:
+        """See Timeline.add."""
+        self.timeline.add(name, self.lane, start, end, **details)
+
+
+class _NoTimeline(Timeline):
+    def __init__(self) -> None:
+        """Nothing is opened."""
+
+    def add(self, name: str, lane: str, start: float, end: float, **details: Any) -> None:
+        """Nothing is recorded."""
+
+    def close(self) -> None:
+        """There is nothing to write."""
+
+
+NO_TIMELINE: Timeline = _NoTimeline()
+"""Records nothing."""
+NO_TRACK = Track(NO_TIMELINE, "")
+
+
+def open_timeline(path: Path, settings: TimelineSettings) -> Timeline:
+    """The recorder that `settings` ask for."""
+    return Timeline(path, settings=settings) if settings.enabled else NO_TIMELINE

@@ -1,0 +1,160 @@
+"""Builds what every trainer rank has: process group, sharded policy, reference, optimizer, command channel.
+
+adapters -> activation checkpointing -> compile -> shard -> load; nothing before `load` takes memory for parameters.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.model_sections import ModelSection
+from grpo_async.processes.assignment import Assignment
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.training.checkpoint_write import CheckpointWriter
+from grpo_async.training.compile import compile_layers
+from grpo_async.training.families import check_tokenizer_size
+from grpo_async.training.load import build_policy, load_weights
+from grpo_async.training.objective import Objective
+from grpo_async.training.optimizers import make_optimizer
+from grpo_async.training.parameters import choose_parameters
+from grpo_async.training.policy import Policy
+from grpo_async.training.ranks import CommandChannel, device_for
+from grpo_async.training.reference import (
+    AdaptersOff,
+    FrozenPolicy,
+    Reference,
+    check_vocabulary,
+    is_policy_without_adapters,
+)
+from grpo_async.training.shard import make_mesh, shard_policy
+from grpo_async.training.step_clock import StepClock
+from grpo_async.training.workplace import Workplace
+
+logger = logging.getLogger(__name__)
+
+_MARGIN_S = 60.0
+
+
+def join_process_group(place: Assignment, config: ExperimentConfig) -> None:
+    """Meet the other ranks. On one machine through a private file, and no rank listens on any network address but loopback; on
+    several in the store of node 0's torchrun, over the interface that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name."""
+    kind = device_kind(config)
+    if kind == "cuda":
+        torch.cuda.set_device(place.local_rank)
+    store = dist.FileStore(str(place.store_file), place.world_size) if place.store_file else None
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=config.training.collective_timeout_s),
+    )
+
+
+def device_kind(config: ExperimentConfig) -> str:
+    """ "cpu" or "cuda"; `launch.device: auto` takes the GPU where there is one."""
+    if config.launch.device != "auto":
+        return config.launch.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def build_workplace(
+    place: Assignment, config: ExperimentConfig, *, tokenizer: Any, timeline: Timeline = NO_TIMELINE
+) -> Workplace:
+    """Load the model and shard it over all ranks. A collective. `tokenizer` is exported with the model."""
+    kind = device_kind(config)
+    device = device_for(kind, place.local_rank)
+    mesh = make_mesh(kind, world_size=place.world_size, num_nodes=config.launch.nodes, sharding=config.launch.sharding)
+    policy = _build_policy(config, config.model, mesh, device)
+    check_tokenizer_size(len(tokenizer), policy.model.get_input_embeddings().num_embeddings)
+    objective = Objective.from_config(config)
+    reference = _build_reference(config, policy, mesh, device) if objective.needs_reference else None
+    # rank 0 sends its next command only after a server started, an evaluation ended, requests drained, or samples came
+    patience_s = sum(
+        (
+            config.training.queue_timeout_s,
+            config.inference.longest_startup_s,
+            config.rollout.rollout_timeout_s,
+            config.rollout_function.timeout_s if config.rollout_function else 0.0,
+            config.weights.drain_timeout_s,
+            config.weights.timeout_s,
+            _MARGIN_S,
+        )
+    )
+    workplace = Workplace(
+        config=config,
+        rundir=place.rundir,
+        policy=policy,
+        optimizer=make_optimizer(policy, config.optimizer),
+        objective=objective,
+        reference=reference,
+        parameters=choose_parameters(
+            policy.model,
+            config.model,
+            served_dtype=getattr(torch, config.inference.dtype),
+            device=torch.device("cpu") if place.transport == "gloo" else device,
+        ),
+        channel=CommandChannel(timeout_s=patience_s),
+        checkpoints=CheckpointWriter(place.rundir, timeout_s=config.training.collective_timeout_s, timeline=timeline),
+        tokenizer=tokenizer,
+        device=device,
+        num_ranks=place.world_size,
+        clock=StepClock(timeline, device),
+    )
+    obstacle = workplace.obstacle_to_shared_prompts
+    logger.info(
+        "prompts that samples have in common: %s", "computed once" if obstacle is None else f"not shared, {obstacle}"
+    )
+    return workplace
+
+
+def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceMesh, device: torch.device) -> Policy:
+    """Of the model that `section` names, on this rank's device."""
+    training = config.training
+    policy = build_policy(
+        section,
+        temperature=config.rollout.temperature,
+        chunk_tokens=training.logprob_chunk_tokens,
+        max_model_len=config.inference.max_model_len,
+        device_type=device.type,
+    )
+    if training.compile:
+        compile_layers(policy.model)
+    shard_policy(
+        policy,
+        mesh,
+        compute_dtype=getattr(torch, section.compute_dtype or section.dtype),
+        reshard_after_forward=training.reshard_after_forward,
+        cpu_offload=training.cpu_offload,
+    )
+    load_weights(
+        policy, section.path, device=torch.device("cpu") if training.cpu_offload else device, seed=config.run.seed
+    )
+    return policy
+
+
+def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh, device: torch.device) -> Reference:
+    """The policy without its adapters, or a frozen model of its own, in the compute dtype: gathered weights are in no other."""
+    if is_policy_without_adapters(config):
+        return AdaptersOff(policy)
+    model, wanted = config.model, config.loss.reference
+    path = model.path if wanted == "initial" else wanted
+    section = model.model_copy(
+        update={
+            "path": path,
+            "dtype": model.compute_dtype or model.dtype,
+            "lora": None,
+            "activation_checkpointing": "none",
+            "router_aux_loss": 0.0,
+        }
+    )
+    other = _build_policy(config, section, mesh, device)
+    check_vocabulary(policy, other, path)
+    return FrozenPolicy(other)

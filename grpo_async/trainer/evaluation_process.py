@@ -1,0 +1,156 @@
+"""The process of `grpo-async eval` that asks the servers: rollouts, rewards and numbers as in a run, no trainer, no weights sent.
+
+wait for a server -> take what it has loaded -> evaluate -> result to the launcher and to RUN/evaluation.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import ConfigError
+from grpo_async.inference.fleet import Fleet
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.control import ControlClient
+from grpo_async.processes.entry import run_process
+
+RESULT_NAME = "evaluation.json"
+
+
+def evaluate(place: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
+    """The whole life of this process."""
+    from grpo_async.rundir import write_atomically
+    from grpo_async.store.rollout_store import RolloutStore, all_groups
+    from grpo_async.trainer.connections import open_fleet
+
+    with ExitStack() as stack:
+        fleet = open_fleet(config, place.server_urls, control, stack)
+        store = stack.enter_context(RolloutStore(place.rundir.rollouts, settings=all_groups(config.record.rollouts)))
+        control.send("phase", name="waiting for the server")
+        _take_servers(config, fleet, control)
+        fleet.start()
+        is_ready = fleet.wait_for_members(
+            deadline_s=config.inference.longest_startup_s,
+            setting="inference.startup_timeout_s",
+            stop=control.stop_requested,
+        )
+        result = _run(config, control, fleet, store, stack) if is_ready else None
+        if result is None:
+            return  # stopped
+        info = next((server.info for server in fleet.serving() if server.info is not None), None)
+        result["engine"] = "unknown" if info is None else info.engine
+        write_atomically(place.rundir.root / RESULT_NAME, json.dumps(result, indent=2))
+        control.send("summary", summary=result)
+
+
+def _take_servers(config: ExperimentConfig, fleet: Fleet, control: ControlClient) -> None:
+    """A server that is up serves what it has loaded at its start: also one that was restarted."""
+    from grpo_async.trainer.weight_sync import check_server
+
+    def take() -> None:
+        ready = []
+        for server in fleet.members():
+            assert server.info is not None  # what is ready has said what it is
+            try:
+                check_server(server.info, config)
+            except ConfigError as error:
+                fleet.give_up(server, str(error))
+                continue
+            ready.append(server)
+        if fleet.has_joiners and ready:
+            info = ready[0].info
+            fleet.mark_serving(ready, version=0 if info is None else info.policy_version)
+            for server in ready:
+                control.send("server_serving", index=server.index)
+
+    fleet.subscribe(take)
+
+
+def _run(
+    config: ExperimentConfig, control: ControlClient, fleet: Fleet, store: Any, stack: ExitStack
+) -> dict[str, Any] | None:
+    """The result; None when it was stopped."""
+    from grpo_async.chat.build import load_renderer
+    from grpo_async.checks.config_checks import reward_problems
+    from grpo_async.data import load_data
+    from grpo_async.evaluation.side import build_evaluation_side
+    from grpo_async.rewards import load_rewards
+    from grpo_async.rollout.error_log import ErrorLog
+    from grpo_async.rollout.evaluation import EvaluationTask
+    from grpo_async.rollout.participants import ProducerParts, load_participants, token_counter
+    from grpo_async.scoring.scorer import Scorer
+    from grpo_async.trainer.connections import make_client
+
+    section = config.evaluation
+    assert section is not None  # checked by the launcher
+    renderer = load_renderer(config)
+    participants = load_participants(config)
+    data = load_data(config.data, section, count_tokens=token_counter(renderer, participants))
+    rewards = load_rewards(config.rewards)
+    for reward in rewards:
+        stack.callback(reward.close)
+    problems = reward_problems(config, rewards, data.train[0])
+    if problems:
+        raise ConfigError("\n".join(problems))
+    scorer = Scorer(
+        rewards,
+        advantage=config.advantage,
+        train_zero_variance=False,
+        environment_weights=participants.environments.reward_weights if participants.environments else {},
+        max_steps=config.training.max_steps,
+    )
+    client = make_client(config, fleet)
+
+    def served_version() -> int:
+        return max((server.info.policy_version for server in fleet.serving() if server.info is not None), default=0)
+
+    parts = ProducerParts(
+        config=config,
+        participants=participants,
+        client=client,
+        renderer=renderer,
+        errors=ErrorLog(),
+        served_version=served_version,
+    )
+    side = build_evaluation_side(config, data, parts, scorer)
+    assert side is not None
+    count = min(section.num_prompts, len(data.evaluation or ()))
+    control.send("phase", name=f"evaluating {count} prompts, {section.samples} completion(s) each")
+    task = EvaluationTask(
+        step=0,
+        served_version=served_version,
+        max_in_flight=section.max_in_flight or config.rollout.max_in_flight,
+        store=store,
+    )
+
+    async def run() -> dict[str, Any] | None:
+        running = asyncio.ensure_future(side.evaluator.run(task))
+        _cancel_when_set(control.stop_requested, asyncio.get_running_loop(), running)
+        try:
+            result = await running
+        except asyncio.CancelledError:
+            return None
+        finally:
+            await participants.aclose()
+            await client.aclose()
+        baseline = {} if side.majority_baseline is None else {"majority_baseline": side.majority_baseline}
+        return {"metrics": result.metrics, "by_group": result.by_group, "group_by": section.group_by, **baseline}
+
+    return asyncio.run(run())
+
+
+def _cancel_when_set(event: threading.Event, loop: asyncio.AbstractEventLoop, task: asyncio.Future[Any]) -> None:
+    def wait() -> None:
+        event.wait()  # as long as the process, in a daemon thread
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
+
+    threading.Thread(target=wait, name="stop-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    run_process("the evaluation, rank", evaluate)

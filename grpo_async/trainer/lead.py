@@ -1,0 +1,411 @@
+"""Rank 0 from the first connection to the summary.
+
+connect -> push the first weights -> preflight -> evaluate -> generate and train -> push, save, export -> evaluate -> summary
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.checks.memory import describe_peak, estimate_trainer
+from grpo_async.checks.preflight import Check, run_preflight
+from grpo_async.checks.preflight_context import PreflightContext
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
+from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
+from grpo_async.findings import Evidence, judge
+from grpo_async.inference.fleet import Server
+from grpo_async.inference.surface import token_from_environment
+from grpo_async.processes.addresses import weights_host
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.control import ControlClient
+from grpo_async.rundir import write_atomically
+from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.tracking import MetricsLog, Trackers, open_trackers
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.trainer.connections import is_lost, open_fleet
+from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
+from grpo_async.trainer.run_summary import run_summary
+from grpo_async.trainer.run_timeline import RunPhases, watch_servers
+from grpo_async.trainer.stall import StallGuard
+from grpo_async.trainer.weight_sync import FleetSync
+from grpo_async.training.checkpoint import load_state, load_tensors, set_aside_later_checkpoints
+from grpo_async.training.keeping import CheckpointKeeper
+from grpo_async.training.loop import LeaderLoop
+from grpo_async.training.meter import PipelineMeter, Reading, Totals
+from grpo_async.training.model_card import write_model_card
+from grpo_async.training.ranks import StopCommand
+from grpo_async.training.workplace import Workplace
+from grpo_async.user_code.threads import call_when_set
+from grpo_async.weights.transport import WeightTransport
+from grpo_async.weights.verify import probe_sequences
+
+logger = logging.getLogger(__name__)
+
+_NUM_PROBES = 4
+_PREFLIGHTS = 3
+"""A server that dies while it is checked is checked again when it is back, this many times in all."""
+_WAIT_SLICE_S = 20.0
+
+
+def lead(
+    place: Assignment,
+    config: ExperimentConfig,
+    control: ControlClient,
+    workplace: Workplace,
+    renderer: ChatRenderer,
+    timeline: Timeline = NO_TIMELINE,
+) -> None:
+    """Run rank 0; everything it opened is closed when it returns or raises."""
+    with ExitStack() as stack:
+        _Leader(place, config, control, workplace, renderer, timeline, stack).run()
+
+
+class _Leader:
+    def __init__(
+        self,
+        place: Assignment,
+        config: ExperimentConfig,
+        control: ControlClient,
+        workplace: Workplace,
+        renderer: ChatRenderer,
+        timeline: Timeline,
+        stack: ExitStack,
+    ) -> None:
+        self._place = place
+        self._config = config
+        self._control = control
+        self._workplace = workplace
+        self._renderer = renderer
+        self._timeline = timeline
+        self._stack = stack
+        self._phases = RunPhases(control, timeline)
+        stack.callback(self._phases.end)
+        self._state = load_state(place.rundir, place.resume_step) if place.resume_step is not None else None
+        self._progress: dict[str, Any] = dict(self._state.progress) if self._state else {}
+        self._keeper = CheckpointKeeper(place.rundir, config.checkpoint, resumed_step=place.resume_step)
+        self._fleet = open_fleet(config, place.server_urls, control, stack)
+        stack.callback(watch_servers(self._fleet, timeline).close)
+        self._engine = "unknown"
+        self._evaluations: RunEvaluations  # from `run` on
+        self._guard: StallGuard
+
+    def run(self) -> None:
+        config, control = self._config, self._control
+        side = self._build_rollout_side()
+        if self._place.resume_step is not None:
+            workplace = self._workplace
+            load_tensors(
+                self._place.rundir, self._place.resume_step, workplace.policy, workplace.optimizer, seed=config.run.seed
+            )
+            set_aside_later_checkpoints(self._place.rundir, self._place.resume_step)
+            side.supersede()  # not before: a start that fails leaves the run's files as they are
+        self._phases.begin("waiting for the server")
+        self._fleet.start()
+        is_ready = self._fleet.wait_for_members(
+            deadline_s=config.inference.longest_startup_s,
+            setting="inference.startup_timeout_s",
+            stop=control.stop_requested,
+        )
+        if not is_ready:  # stopped before anything was trained: there is nothing to save
+            self._workplace.channel.send([StopCommand()] * self._place.world_size)
+            return
+        start = self._state.step if self._state else 0
+        self._evaluations = self._build_evaluations(side, start)
+        totals = self._progress.pop("totals", None)
+        meter = PipelineMeter(self._read(), Totals(**totals) if totals else None)
+        loop = self._build_loop(side, meter, start)
+        self._phases.begin("pushing the first weights")
+        first_push = self._push_first(loop, start)  # also proves the transport before anything is generated
+        if first_push is None:
+            loop.stop_followers()
+            return
+        self._fleet.subscribe(side.source.wake)
+        self._check_before_training(side, loop, start, first_push)
+        if self._place.preflight_only:
+            loop.stop_followers()
+            return
+        call_when_set(control.stop_requested, side.source.interrupt)
+        self._watch_for_stalls(side, loop)
+        self._evaluations.before_training(loop)
+        finished = self._train(side, loop, meter, start)
+        self._write_summary(side, meter, finished)
+        self._guard.check()
+
+    def _build_rollout_side(self) -> RolloutSide:
+        store = self._stack.enter_context(
+            RolloutStore(self._place.rundir.rollouts, settings=self._config.record.rollouts)
+        )
+        side = build_rollout_side(
+            self._config,
+            fleet=self._fleet,
+            renderer=self._renderer,
+            store=store,
+            state=self._state,
+            timeline=self._timeline,
+        )
+        self._stack.callback(side.source.close)
+        return side
+
+    def _build_evaluations(self, side: RolloutSide, start: int) -> RunEvaluations:
+        evaluations = RunEvaluations(
+            self._config,
+            self._place.rundir,
+            source=side.source,
+            side=side.evaluation,
+            start=start,
+            listeners=Listeners(
+                tell=lambda when, metrics: self._control.send("evaluation", when=when, metrics=dict(metrics)),
+                track=lambda step, metrics: self._trackers.log(step, metrics),
+                note=self._keeper.note_evaluation,
+                expect=self._keeper.expect_evaluation,
+                phase=lambda name: self._control.send("phase", name=name),
+            ),
+            timeline=self._timeline,
+        )
+        self._stack.callback(evaluations.close)
+        return evaluations
+
+    def _build_loop(self, side: RolloutSide, meter: PipelineMeter, start: int) -> LeaderLoop:
+        config, workplace = self._config, self._workplace
+        log = self._stack.enter_context(MetricsLog(self._place.rundir.metrics, first_step=start + 1))
+        transport = WeightTransport(
+            self._place.transport,
+            host=weights_host(config),
+            bucket_bytes=config.weights.bucket_mb << 20,
+            timeout_s=config.weights.timeout_s,
+            device=workplace.device,
+            base=workplace.parameters.base,
+        )
+        self._stack.callback(transport.close)
+        sync = FleetSync(
+            config,
+            self._fleet,
+            transport,
+            workplace.parameters,
+            probes=self._probes(side),
+            on_serving=lambda server: self._control.send("server_serving", index=server.index),
+            timeline=self._timeline,
+        )
+        is_run = not self._place.preflight_only  # a preflight is no run that anybody wants to see in a tracker
+        trackers = self._trackers = open_trackers(config, self._place.rundir) if is_run else Trackers(())
+        self._stack.push(lambda kind, *_: trackers.close(failed=kind is not None))
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            metrics |= self._fleet.metrics()
+            log.write(step, metrics)
+            trackers.log(step, metrics)
+            self._control.send("step", step=step, max_steps=config.training.max_steps, metrics=metrics)
+            if step == start + 1:
+                words = f"memory of the trainer's ranks after step {step}: {describe_peak(**self._memory())}"
+                logger.info(words)
+                self._control.send("note", text=words)
+
+        return LeaderLoop(
+            workplace,
+            source=side.source,
+            sync=sync,
+            read=self._read,
+            on_step=on_step,
+            meter=meter,
+            progress=self._progress,
+            evaluations=self._evaluations,
+            saved_step=self._place.resume_step,
+            counters=self._state.counters if self._state else None,
+            on_saved=self._keeper.prune,
+            timeline=self._timeline,
+        )
+
+    def _probes(self, side: RolloutSide) -> list[list[int]]:
+        """Token sequences on which trainer and servers are compared: prompts of this run, and noise."""
+        prompts = [
+            self._renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational)
+            for prompt in side.first_prompts[:_NUM_PROBES]
+            if prompt.messages  # those of an environment may begin empty
+        ]
+        return probe_sequences(
+            prompts,
+            vocab_size=len(self._renderer.tokenizer),
+            max_model_len=self._config.inference.max_model_len,
+        )
+
+    def _push_first(self, loop: LeaderLoop, version: int) -> dict[str, float] | None:
+        """Until one server serves: the first may die between its readiness and the push. Metrics of the push; None when the run is
+        to stop.
+
+        Raises:
+            DeadlineError: nobody serves within inference.startup_timeout_s.
+        """
+        ends_at = time.monotonic() + self._config.inference.longest_startup_s
+        while True:
+            metrics = loop.push(version)
+            if self._fleet.serving():
+                return metrics
+            if time.monotonic() > ends_at:
+                raise DeadlineError(
+                    "an inference server to take the first weights",
+                    waited_s=self._config.inference.longest_startup_s,
+                    setting="inference.startup_timeout_s",
+                    hint="Why pushes failed stands in trainer.log.",
+                )
+            if not self._await_server(loop):
+                return None
+
+    def _check_before_training(
+        self, side: RolloutSide, loop: LeaderLoop, version: int, first_push: dict[str, float]
+    ) -> None:
+        """Look at everything that would spoil the run; again when a server died meanwhile.
+
+        Raises:
+            RunError: something would.
+        """
+        self._phases.begin("checking trainer and servers against each other")
+        probes = self._probes(side)
+        for attempt in range(1, _PREFLIGHTS + 1):
+            while not (servers := self._fleet.serving()):  # it has died since the push
+                if self._push_first(loop, version) is None:
+                    return
+            checks = self._preflight(side, loop, version, first_push, servers, probes)
+            failed = [f"{check.name}: {check.detail}" for check in checks if check.status == "fail"]
+            lost = [server.name for server in servers if is_lost(self._fleet, server)] if failed else []
+            if not lost or attempt == _PREFLIGHTS:
+                break
+            logger.warning("%s died while it was checked; it is checked again", " and ".join(lost))
+        self._phases.end()
+        self._control.send("preflight", checks=[asdict(check) for check in checks])
+        if failed:
+            raise RunError("the preflight found what would spoil the run:\n" + "\n".join(failed))
+
+    def _preflight(
+        self,
+        side: RolloutSide,
+        loop: LeaderLoop,
+        version: int,
+        first_push: dict[str, float],
+        servers: Sequence[Server],
+        probes: Sequence[Sequence[int]],
+    ) -> list[Check]:
+        workplace = self._workplace
+        self._engine = next(server.info.engine for server in servers if server.info)
+        context = PreflightContext(
+            config=self._config,
+            rundir=self._place.rundir,
+            renderer=self._renderer,
+            servers=servers,
+            prompts=side.first_prompts,
+            probes=probes,
+            score_on_trainer=loop.score,
+            parameter_problems=[],  # the push has checked them: see weight_sync
+            parameter_shapes={spec.name: spec.shape for spec in workplace.parameters.specs},
+            num_embeddings=workplace.policy.model.get_input_embeddings().num_embeddings,
+            policy_version=version,
+            transport=self._place.transport,
+            first_push=first_push,
+            device=workplace.device.type,
+            token=token_from_environment(),
+            tool_sets=side.tool_sets,
+        )
+        return run_preflight(context)
+
+    def _await_server(self, loop: LeaderLoop) -> bool:
+        """Wait until a server is up, telling the other ranks; False when the run is to stop.
+
+        Raises:
+            DeadlineError: none within inference.startup_timeout_s.
+            RunError: all were given up.
+        """
+        ends_at = time.monotonic() + self._config.inference.longest_startup_s
+        while True:
+            slice_s = min(_WAIT_SLICE_S, ends_at - time.monotonic())
+            try:
+                return self._fleet.wait_for_members(
+                    deadline_s=max(0.0, slice_s),
+                    setting="inference.startup_timeout_s",
+                    stop=self._control.stop_requested,
+                )
+            except DeadlineError:
+                if time.monotonic() >= ends_at:
+                    raise
+                loop.heartbeat()
+
+    def _train(self, side: RolloutSide, loop: LeaderLoop, meter: PipelineMeter, start: int) -> int:
+        """Generate and train until the last step or a request to stop; returns the finished steps."""
+        source = side.source
+        self._phases.begin("training")
+        meter.restart(self._read())
+        source.start()
+        finished = loop.run(first_step=start + 1)
+        self._phases.begin("saving")
+        if finished < self._config.training.max_steps:
+            loop.save(finished, wait=True)  # before generation is stopped: a resume goes on with what is in flight
+            source.stop_generating()
+        else:
+            self._evaluations.end_running(loop)
+            source.stop_generating()
+            try:
+                self._await_server(loop)
+            except GrpoAsyncError as error:  # the model can be saved and exported without one
+                logger.error("no inference server for the last weights: %s", error)
+            loop.finish(finished)
+            self._phases.end()
+            loop.activity.begin("evaluating after training")
+            self._evaluations.after_training(finished, loop)
+            self._complete_model_card(finished)
+        loop.stop_followers()
+        return finished
+
+    def _complete_model_card(self, step: int) -> None:
+        """The model was exported before the last evaluation."""
+        summary = self._evaluations.summary()
+        if summary is not None and summary["after"]:
+            write_model_card(self._place.rundir.model, self._config, step=step, evaluation=summary["after"])
+
+    def _watch_for_stalls(self, side: RolloutSide, loop: LeaderLoop) -> None:
+        guard = self._guard = StallGuard(
+            self._place, self._config, self._control, source=side.source, loop=loop, fleet=self._fleet
+        )
+        loop.activity.begin("evaluating before training")
+        guard.start()
+        self._stack.callback(guard.stop)
+
+    def _read(self) -> Reading:
+        """Without the tokens of evaluations; the time that the servers are busy includes them."""
+        counters = self._fleet.read()
+        return Reading(
+            time_s=time.monotonic(),
+            generation_busy_s=counters.busy_s,
+            generated_tokens=counters.generated_tokens - self._evaluations.num_tokens,
+        )
+
+    def _memory(self) -> dict[str, Any]:
+        """What each rank has taken at most by the end of its first step, and what was expected."""
+        workplace = self._workplace
+        on_gpu = workplace.device.type == "cuda"
+        number = sum(math.prod(spec.shape) for spec in workplace.parameters.specs)
+        estimated = estimate_trainer(self._config, number, on_gpu=on_gpu).total
+        return {"peaks": list(workplace.peaks or ()), "estimated": estimated, "on_gpu": on_gpu}
+
+    def _write_summary(self, side: RolloutSide, meter: PipelineMeter, steps: int) -> None:
+        summary = run_summary(
+            self._place,
+            self._config,
+            engine=self._engine,
+            on_gpu=self._workplace.device.type == "cuda",
+            steps=steps,
+            failures=self._fleet.failures,
+            meter=meter.summary(),
+            evaluation=self._evaluations.summary(),
+            learning=judge(Evidence.read(self._place.rundir)),
+            ledger=side.source.ledger_snapshot(),
+            memory=self._memory(),
+        )
+        write_atomically(self._place.rundir.summary, json.dumps(summary, indent=2))
+        self._control.send("summary", summary=summary)

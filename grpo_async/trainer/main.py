@@ -1,0 +1,64 @@
+"""Entry point of every trainer rank (`torchrun -m grpo_async.trainer.main`).
+
+Rank 0 leads (launch.lead), the others follow its commands (training.workplace.follow).
+"""
+
+from __future__ import annotations
+
+import time
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.control import ControlClient
+from grpo_async.processes.entry import run_process
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, open_timeline
+from grpo_async.trainer.run_timeline import attempt
+
+
+def run_rank(place: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
+    """The whole life of this rank."""
+    timeline = open_timeline(place.rundir.events, config.record.timeline) if place.rank == 0 else NO_TIMELINE
+    with attempt(timeline, place):
+        _run(place, config, control, timeline)
+
+
+def _run(place: Assignment, config: ExperimentConfig, control: ControlClient, timeline: Timeline) -> None:
+    control.send("phase", name="loading the model")
+    began = time.time()
+    import torch  # here, so that a broken installation is reported like any other failure
+    import torch.distributed as dist
+
+    from grpo_async.chat.build import load_renderer
+    from grpo_async.trainer.context import build_workplace, join_process_group
+    from grpo_async.trainer.lead import lead
+    from grpo_async.training.checkpoint import load_tensors
+    from grpo_async.training.workplace import follow
+
+    timeline.add("import", "run", began, time.time())
+    torch.set_num_threads(config.launch.trainer_threads)
+    torch.manual_seed(config.run.seed)
+    join_process_group(place, config)
+    try:
+        with timeline.span("load the tokenizer", "run"):
+            renderer = load_renderer(config)
+        workplace = build_workplace(place, config, tokenizer=renderer.tokenizer, timeline=timeline)
+        timeline.add("loading the model", "run", began, time.time())
+        if place.rank == 0:
+            lead(place, config, control, workplace, renderer, timeline)
+        else:
+            if place.resume_step is not None:
+                load_tensors(
+                    place.rundir,
+                    place.resume_step,
+                    workplace.policy,
+                    workplace.optimizer,
+                    seed=config.run.seed,
+                )
+            follow(workplace)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_process("trainer rank", run_rank)

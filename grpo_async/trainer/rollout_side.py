@@ -1,0 +1,173 @@
+"""Builds the rollout side of rank 0: data -> worker -> buffer on a thread of its own, and the evaluator beside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_async.buffer.admission import Admission
+from grpo_async.buffer.ledger import Ledger
+from grpo_async.buffer.sample_buffer import SampleBuffer
+from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.checks.config_checks import reward_problems
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.data import PromptStream, load_data, make_prompt
+from grpo_async.errors import ConfigError
+from grpo_async.evaluation.side import EvaluationSide, build_evaluation_side
+from grpo_async.inference.fleet import Fleet
+from grpo_async.inference.router import FixedServers
+from grpo_async.records import Prompt
+from grpo_async.rewards import load_rewards
+from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.participants import ProducerParts, load_participants, token_counter
+from grpo_async.rollout.source import AsyncRolloutSource
+from grpo_async.rollout.thread import LoopThread
+from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
+from grpo_async.scoring.scorer import Scorer
+from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.trainer.connections import make_client
+from grpo_async.training.checkpoint import TrainerState
+
+logger = logging.getLogger(__name__)
+
+_NUM_FIRST_PROMPTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSide:
+    """What rank 0 generates with. `evaluation` is None when the config has none; `first_prompts` are a few of the data, `tool_sets`
+    the sets of tools that rollouts may be offered. `supersede` marks what the store has of a run that went on behind the
+    checkpoint: to be called when the checkpoint is loaded, before anything is generated."""
+
+    source: AsyncRolloutSource
+    evaluation: EvaluationSide | None
+    first_prompts: Sequence[Prompt]
+    tool_sets: Sequence[Sequence[Mapping[str, Any]]]
+    supersede: Callable[[], None]
+
+
+def build_rollout_side(
+    config: ExperimentConfig,
+    *,
+    fleet: Fleet | FixedServers,
+    renderer: ChatRenderer,
+    store: RolloutStore,
+    state: TrainerState | None,
+    timeline: Timeline = NO_TIMELINE,
+) -> RolloutSide:
+    """Connect everything between the data and the trainer; `state` is that of the checkpoint to go on from.
+
+    Raises:
+        ConfigError: data or reward functions cannot be used.
+    """
+    rollout = config.rollout
+    start = state.step if state else 0
+    participants = load_participants(config)
+    data = load_data(config.data, config.evaluation, count_tokens=token_counter(renderer, participants))
+    for note in data.notes:
+        logger.info("%s", note)
+    stream = PromptStream(
+        data.train,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        system_prompt=data.train_system_prompt,
+        state=state.rollouts["data"] if state else None,
+    )
+    resume = state.resume_state(stream.prompt) if state else None
+    rewards = load_rewards(config.rewards)
+    problems = reward_problems(config, rewards, data.train[0])
+    if problems:
+        raise ConfigError("\n".join(problems))
+    scorer = Scorer(
+        rewards,
+        advantage=config.advantage,
+        train_zero_variance=rollout.zero_variance == "train",
+        train_truncated=rollout.overlong == "train",
+        environment_weights=participants.environments.reward_weights if participants.environments else {},
+        max_steps=config.training.max_steps,
+        timeline=timeline,
+    )
+    ledger = Ledger(resume.ledger if resume else None)
+    admission = Admission(
+        groups_per_step=rollout.groups_per_step,
+        max_staleness=rollout.max_staleness,
+        version=start,
+        last_version=config.training.max_steps,
+    )
+
+    def supersede() -> None:
+        if resume is not None and resume.store is not None:
+            store.supersede_from(resume.store, step=start)
+
+    buffer = SampleBuffer(
+        max_groups=config.max_groups_ahead,
+        max_staleness=rollout.max_staleness,
+        on_drop=lambda scored, status, step: worker.drop(scored, status, step),
+        next_step=start + 1,
+        last_step=config.training.max_steps,
+        timeline=timeline,
+    )
+    client = make_client(config, fleet)
+    errors = ErrorLog(resume.failures if resume else None)
+    parts = ProducerParts(
+        config=config,
+        participants=participants,
+        client=client,
+        renderer=renderer,
+        errors=errors,
+        served_version=lambda: worker.served_version,
+        timeline=timeline,
+    )
+    worker = RolloutWorker(
+        settings=WorkerSettings(
+            group_size=rollout.group_size,
+            max_staleness=rollout.max_staleness,
+            zero_variance=rollout.zero_variance,
+            seed=config.run.seed,
+            max_failed_groups=max(8, 2 * rollout.groups_per_step),
+            max_groups_without_signal=rollout.max_rounds_without_signal * rollout.groups_per_step,
+        ),
+        stream=stream,
+        producer=parts.build(temperature=rollout.temperature, group_size=rollout.group_size),
+        errors=errors,
+        scorer=scorer,
+        buffer=buffer,
+        ledger=ledger,
+        admission=admission,
+        store=store,
+        resume=resume,
+        version=start,
+        keeps_open_turns=rollout.max_staleness > 0,  # synchronous runs are bit-exact: see the worker
+        timeline=timeline,
+    )
+    thread = LoopThread()
+    thread.start()
+    source = AsyncRolloutSource(
+        config,
+        thread=thread,
+        client=client,
+        worker=worker,
+        buffer=buffer,
+        ledger=ledger,
+        admission=admission,
+        errors=errors,
+        advantages=scorer.advantages,
+        # servers that others run may come and go for ever
+        server_events=(lambda: 0) if config.inference.urls else (lambda: fleet.num_events),
+        closing=[reward.close for reward in rewards],
+        closing_on_loop=[participants.aclose],
+    )
+    first = [
+        make_prompt(data.train[number], number, data.train_system_prompt)
+        for number in range(min(_NUM_FIRST_PROMPTS, len(data.train)))
+    ]
+    return RolloutSide(
+        source=source,
+        evaluation=build_evaluation_side(config, data, parts, scorer),
+        first_prompts=first,
+        tool_sets=participants.tool_sets,
+        supersede=supersede,
+    )

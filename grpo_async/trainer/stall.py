@@ -1,0 +1,172 @@
+"""What happens when a run stands still (`training.stall_timeout_s`): say what waits for what, save if that is possible, end.
+
+    the watchdog notices -> words and the stacks of all threads into the log
+                         -> whoever waits for samples gets a RunError: the main thread saves what it has and ends the process
+                         -> it has launch.stop_timeout_s for each thing that it does then; one that hangs has the process ended
+                            over its head
+
+Either way the exit code is 1, and the words are left for the launcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import RunError
+from grpo_async.inference.fleet import Fleet, Server, ServerState
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.control import ControlClient
+from grpo_async.processes.failures import words_of, write_failure
+from grpo_async.rollout.source import AsyncRolloutSource
+from grpo_async.training.loop import LeaderLoop
+from grpo_async.training.watchdog import StallWatchdog
+
+logger = logging.getLogger(__name__)
+
+_REPORT_S = 10.0
+"""For the last words to be written before the process is ended, should the disk or the launcher hang, too."""
+_RESTART_DELAY_S = 60.0
+"""The longest between the death of a server and its start, see inference.restart_delay_s."""
+
+
+class StallGuard:
+    """Watches a run from rank 0, from `start` to `stop`.
+
+    Args:
+        place: where to leave the failure.
+        source: generated tokens, what is in flight, and how to end a wait for samples.
+        loop: finished steps, and what the main thread is doing.
+        fleet: tokens of evaluations, and whether servers are on their way.
+    """
+
+    def __init__(
+        self,
+        place: Assignment,
+        config: ExperimentConfig,
+        control: ControlClient,
+        *,
+        source: AsyncRolloutSource,
+        loop: LeaderLoop,
+        fleet: Fleet,
+    ) -> None:
+        self._place = place
+        self._config = config
+        self._control = control
+        self._source = source
+        self._loop = loop
+        self._fleet = fleet
+        self._error: RunError | None = None
+        self._watchdog = StallWatchdog(
+            timeout_s=config.training.stall_timeout_s,
+            progress=self._progress,
+            is_excused=self._is_excused,
+            on_stall=self._on_stall,
+        )
+
+    def start(self) -> None:
+        """Begin to watch; the servers serve."""
+        self._watchdog.start()
+
+    def stop(self) -> None:
+        """The run is over."""
+        self._watchdog.stop()
+
+    def check(self) -> None:
+        """Call it when everything is written.
+
+        Raises:
+            RunError: the run stood still at some time, though it may have come to its end.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def _progress(self) -> object:
+        tokens = self._source.ledger_snapshot()["tokens"]["started"]
+        # those of evaluations are known to the servers only, and the end of a run (save, export) shows in what is begun
+        return self._loop.version, tokens, self._fleet.read().generated_tokens, self._loop.activity.num_begun
+
+    def _is_excused(self) -> bool:
+        """A server loads or is restarted: nobody else may be able to go on meanwhile. The fleet has limits for that."""
+        longest_s = self._config.inference.longest_startup_s + _RESTART_DELAY_S
+        now = time.monotonic()
+        return any(
+            server.state in (ServerState.STARTING, ServerState.DOWN) and now - server.since < longest_s
+            for server in self._fleet.servers()
+        )
+
+    def _on_stall(self, stalled_s: float) -> None:
+        error = self._error = RunError(self._describe(stalled_s))
+        end = threading.Thread(target=self._end, args=(error,), name="stall-end", daemon=True)
+        _within(_REPORT_S, lambda: self._log(error))
+        end.start()
+        _within(_REPORT_S, lambda: self._source.fail(error))
+
+    def _log(self, error: RunError) -> None:
+        logger.error("%s", error)
+        logger.error("the stacks of all threads:\n%s", thread_stacks())
+        logger.error("where the tasks of the rollout thread wait:\n%s", self._source.task_stacks())
+
+    def _end(self, error: RunError) -> None:
+        """The main thread ends the process by itself when it can. It has the grace time for each thing that it begins; writing a
+        checkpoint has a limit of its own."""
+        grace_s = self._config.launch.stop_timeout_s
+        main = threading.main_thread()
+        saved_by = time.monotonic() + self._loop.longest_save_s
+        begun = -1
+        while main.is_alive():  # ends when the main thread begins nothing
+            saves = self._loop.is_saving and time.monotonic() < saved_by
+            if begun == self._loop.activity.num_begun and not saves:
+                break
+            begun = self._loop.activity.num_begun
+            main.join(timeout=grace_s)
+        words = f"{error} Its main thread did not end the process within launch.stop_timeout_s = {grace_s:g} s, so it was ended."
+        _within(_REPORT_S, lambda: self._report(RunError(words)))
+        os._exit(1)
+
+    def _report(self, error: RunError) -> None:
+        write_failure(self._place.attempt_dir, self._place.rank, error)
+        logger.error("%s", error)
+        self._control.send("failed", rank=self._place.rank, error=words_of(error), traceback="")
+        self._control.close()
+        logging.shutdown()
+
+    def _describe(self, stalled_s: float) -> str:
+        """What waits for what; a paragraph."""
+        now = time.monotonic()
+        servers = self._fleet.servers()
+        return (
+            f"for {stalled_s:.0f} s no step was finished and no token generated; raise `training.stall_timeout_s` if this is "
+            f"expected. The trainer has finished step {self._loop.version} and is {self._loop.activity}. "
+            f"{self._source.describe()}. Servers: {_servers(servers, now)}. "
+            "The stacks of all threads stand in trainer.log."
+        )
+
+
+def thread_stacks() -> str:
+    """Where every thread of this process is at the moment, the main thread first."""
+    frames = sys._current_frames()
+    threads = sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
+    parts = []
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        if frame is not None and thread is not threading.current_thread():
+            parts.append(f"thread {thread.name}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(parts)
+
+
+def _servers(servers: Sequence[Server], now: float) -> str:
+    return "; ".join(f"{server.name} is {server.state} for {now - server.since:.0f} s" for server in servers)
+
+
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    """Do `work` in a thread, and go on without it when it takes longer."""
+    thread = threading.Thread(target=work, name="stall-report", daemon=True)
+    thread.start()
+    thread.join(timeout=seconds)

@@ -1,0 +1,313 @@
+"""The weights of the trainer on every server that is up: connects fleet, transport and push, and blames who failed.
+
+    members of the fleet -> (new group if they changed) -> push -> mark as serving
+                                  ^                          |
+                                  '--- fence who failed <----'
+
+A server that fails is fenced, and the push is made again with the others. With no server left the push is skipped: training
+goes on with what is queued, and the weights follow when a server is back (LeaderLoop.attend).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import ConfigError, GrpoAsyncError, RequestRejectedError, RunError, WeightPushError
+from grpo_async.inference.fleet import Fleet, Server, ServerState
+from grpo_async.inference.surface import ServedParameters, ServerInfo
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.weights.blame import is_answer
+from grpo_async.weights.push import LANE, GatheredParameters, PushFailedError, PushSettings, push_weights
+from grpo_async.weights.transport import WeightTransport
+from grpo_async.weights.verify import Difference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS_WITHOUT_BLAME = 3
+"""Pushes that fail in a row although no server failed: then the fault is not with the servers."""
+
+Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
+
+
+class CheckedParameters(GatheredParameters, Protocol):
+    """Parameters that know which servers can take them."""
+
+    def problems(self, served: ServedParameters) -> list[str]:
+        """Why a server cannot; [] when it can."""
+
+
+class FleetSync:
+    """Implements training.protocols.WeightSync; used from the trainer's main thread.
+
+    Args:
+        parameters: of the policy; gathered on every rank.
+        probes: token sequences on which trainer and servers are compared.
+        on_serving: called with each server that serves for the first time after a start.
+        timeline: takes the phases of each push.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        fleet: Fleet,
+        transport: WeightTransport,
+        parameters: CheckedParameters,
+        *,
+        probes: Sequence[Sequence[int]],
+        on_serving: Callable[[Server], None],
+        timeline: Timeline = NO_TIMELINE,
+    ) -> None:
+        self._timeline = timeline
+        self._config = config
+        self._fleet = fleet
+        self._transport = transport
+        self._parameters = parameters
+        self._probes = probes
+        self._on_serving = on_serving
+        self._settings = PushSettings(
+            mode=config.weights.mode,
+            timeout_s=config.weights.timeout_s,
+            drain_timeout_s=config.weights.drain_timeout_s,
+        )
+        self._num_pushes = 0
+        self._version = -1
+        self._verify_now = False
+        self._has_served = False
+        self._group: list[tuple[str, str]] = []  # who meets in the transport's group
+        self._resting: list[Server] = []
+
+    @property
+    def has_joiners(self) -> bool:
+        return self._fleet.has_joiners
+
+    @property
+    def has_serving(self) -> bool:
+        return bool(self._fleet.serving())
+
+    def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
+        """See WeightSync.
+
+        Raises:
+            ConfigError: the first server cannot serve this run.
+            WeightPushError: an update was refused, or pushes fail although every server is well.
+        """
+        self._wake_up()
+        without_blame = 0
+        while members := self._fit_members():
+            try:
+                metrics = self._push_to(members, version, before_gather)
+            except PushFailedError as error:
+                self._transport.close()
+                without_blame = 0 if self._fence(members, error) else without_blame + 1
+                if without_blame >= _ATTEMPTS_WITHOUT_BLAME:
+                    raise
+                logger.warning("%s; pushing again", error)
+                continue
+            except WeightPushError:
+                self._transport.close()
+                raise
+            self._served(members, version)
+            return metrics
+        logger.warning("no inference server is up: version %d is pushed when one is", version)
+        return None
+
+    def _push_to(self, members: Sequence[Server], version: int, before_gather: Callable[[], None]) -> dict[str, float]:
+        targets = [server.control for server in members]
+        group = [(server.name, server.instance_id) for server in members]  # one that was restarted has left it
+        if not self._transport.members or self._group != group:
+            with self._timeline.span("connect", LANE, servers=len(targets)):
+                self._transport.connect(targets)
+            self._group = group
+        with self._timeline.span("push", LANE, version=version, servers=len(targets)) as span:
+            report = push_weights(
+                self._parameters,
+                version=version,
+                targets=targets,
+                transport=self._transport,
+                settings=self._settings,
+                before_gather=before_gather,
+                applying=self._fleet.applying,
+                timeline=self._timeline,
+            )
+            metrics = report.metrics()
+            span.details["bytes"] = int(metrics["sync/bytes"])
+        phases = ", ".join(
+            f"{name} {metrics[f'sync/{name}_ms']:.0f}"
+            for name in ("start", "gather", "send", "pause", "finish", "resume")
+        )
+        logger.info(
+            "pushed version %d, %.1f MB at %.0f MB/s, to %d server(s) in %.0f ms (%s)",
+            version,
+            metrics["sync/bytes"] / 1e6,
+            metrics["sync/bytes_per_s"] / 1e6,
+            len(targets),
+            1000.0 * metrics["sync/push_s"],
+            phases,
+        )
+        return metrics
+
+    def _served(self, members: Sequence[Server], version: int) -> None:
+        every = self._config.weights.verify_every_pushes
+        joined = [server for server in members if server.state is not ServerState.SERVING]
+        is_first = self._num_pushes == 0  # the preflight compares then
+        is_due = self._num_pushes % every == 0 or bool(joined) if every else False
+        self._verify_now = self._verify_now or (is_due and not is_first)
+        self._num_pushes += 1
+        self._version = version
+        self._has_served = True
+        self._fleet.mark_serving(members, version=version)
+        for server in joined:
+            self._on_serving(server)
+
+    def _fence(self, members: Sequence[Server], error: PushFailedError) -> bool:
+        """Fence the servers that failed; whether there were any.
+
+        Raises:
+            WeightPushError: a server refused the update, which it would do again; or requests in flight did not end in time.
+        """
+        is_drain = error.phase == "pause" and self._settings.mode == "drain"
+        if is_drain and all(getattr(cause, "answered", False) for cause in error.failures.values()):
+            raise error  # the servers are well: their requests take longer than weights.drain_timeout_s
+        for name, cause in error.failures.items():
+            server = next(server for server in members if server.control.name == name)
+            reason = f"{error.phase} of a weight push failed: {cause}"
+            if is_answer(cause) and self._is_another_life(server):
+                continue
+            if not isinstance(cause, RequestRejectedError):
+                self._fleet.fence(server, reason)
+            elif self._has_served and server.state is not ServerState.SERVING:
+                logger.error("%s cannot take part in this run: %s", server.name, cause)
+                self._fleet.give_up(server, reason)
+            else:
+                raise error
+        return bool(error.failures)
+
+    def _is_another_life(self, server: Server) -> bool:
+        """Whether the server was restarted since it was found; the fleet is told. What answers now knows nothing of the push, and
+        serves the weights that it was started with."""
+        try:
+            info = server.control.info()
+        except GrpoAsyncError:
+            return False
+        if info.instance_id == server.instance_id:
+            return False
+        self._fleet.restarted(server, info)
+        return True
+
+    def _fit_members(self) -> list[Server]:
+        """The members that can serve this run. One that joins late and cannot is given up, the first one ends the run."""
+        fit = []
+        for server in self._fleet.members():
+            assert server.info is not None  # what is ready has said what it is
+            try:
+                if server.state is ServerState.SERVING or self._is_fit(server, server.info):
+                    fit.append(server)
+            except ConfigError as error:
+                if not self._has_served:
+                    raise
+                logger.error("%s cannot take part in this run: %s", server.name, error)
+                self._fleet.give_up(server, str(error))
+        return fit
+
+    def _is_fit(self, server: Server, info: ServerInfo) -> bool:
+        """False when it is gone again.
+
+        Raises:
+            ConfigError: it serves something else than this run trains.
+        """
+        check_server(info, self._config)
+        try:
+            served = server.control.parameters()
+        except GrpoAsyncError as error:
+            self._fleet.fence(server, f"it does not say what it serves: {error}")
+            return False
+        problems = self._parameters.problems(served)
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise ConfigError(
+                f"{server.name} serves another model than model.path: {self._config.model.path}: "
+                f"{'; '.join(problems[:5])}{more}"
+            )
+        return True
+
+    def verify(self, score: Score) -> dict[str, float]:
+        """See WeightSync. A server that is gone meanwhile is left to the fleet."""
+        if not self._verify_now or not self._probes:
+            return {}
+        self._verify_now = False
+        servers = self._fleet.serving()
+        expected = score(
+            self._probes, coarsest_dtype(self._config, [server.info.dtype for server in servers if server.info])
+        )
+        limit = verify_limit(self._config, expected)
+        found: list[Difference] = []
+        for server in servers:
+            try:
+                answers = [server.control.score(probe) for probe in self._probes]
+            except RequestRejectedError:
+                raise
+            except GrpoAsyncError as error:
+                logger.warning("%s could not be compared with the trainer: %s", server.name, error)
+                self._fleet.suspect(server.index)
+                continue
+            versions = {answer.policy_version for answer in answers}
+            difference = compare_logprobs(expected.logprobs, [answer.logprobs for answer in answers])
+            if versions != {self._version} or not difference.mean <= limit:
+                if self._is_another_life(server):
+                    continue
+                raise RunError(
+                    f"{server.name} does not serve the trainer's weights after the push of version {self._version}: it says "
+                    f"version {sorted(versions)}, and log-probabilities of fixed sequences differ by {difference.mean:.3g} nats "
+                    f"in the mean (at most {difference.max:.3g}; allowed {limit:.3g}, weights.verify_tolerance); rounding alone "
+                    f"moves the trainer's own by {expected.rounding.mean:.3g}"
+                )
+            found.append(difference)
+        if not found:
+            self._verify_now = True
+            return {}
+        worst = {name: max(getattr(each, name) for each in found) for name in ("mean", "p99", "max", "k3")}
+        return {f"sync/verify_{name}": value for name, value in worst.items()} | {
+            "sync/verify_rounding": expected.rounding.mean
+        }
+
+    def rest(self) -> None:
+        """See WeightSync: with `inference.vllm.sleep_while_training` the servers sleep until the next push."""
+        if not self._config.inference.vllm.sleep_while_training:
+            return
+        for server in self._fleet.serving():
+            self._try(server, "sleep", server.control.sleep)
+            self._resting.append(server)
+
+    def _wake_up(self) -> None:
+        resting, self._resting = self._resting, []
+        for server in resting:
+            self._try(server, "wake up", server.control.wake_up)
+
+    def _try(self, server: Server, what: str, call: Callable[..., Any]) -> None:
+        try:
+            call(timeout_s=self._config.weights.timeout_s)
+        except GrpoAsyncError as error:
+            self._fleet.fence(server, f"it did not {what}: {error}")
+
+
+def check_server(info: ServerInfo, config: ExperimentConfig) -> None:
+    """Refuse a server that cannot serve this run; warn about a dtype that is not the configured one.
+
+    Raises:
+        ConfigError: it takes shorter sequences than the run makes.
+    """
+    if info.max_model_len < config.inference.max_model_len:
+        raise ConfigError(
+            f"the server takes {info.max_model_len} tokens, inference.max_model_len is {config.inference.max_model_len}; "
+            "start the server with this config, or lower the setting"
+        )
+    if info.dtype != config.inference.dtype:
+        logger.warning(
+            "the server serves %s, inference.dtype says %s: weights are sent as %s and cast by the server",
+            info.dtype,
+            config.inference.dtype,
+            config.inference.dtype,
+        )

@@ -1,0 +1,184 @@
+"""An event loop of its own for the async functions of users, in a daemon thread: one that blocks (`time.sleep`, a plain HTTP call)
+holds this loop and not the run's, so that its time limit still holds.
+
+A thread cannot be killed. A loop that is held past a call's limit is abandoned, the next call gets a new one, and with too many
+of them held further calls are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from grpo_async.user_code.threads import ThreadsExhaustedError
+
+Result = TypeVar("Result")
+
+_ANSWERS_WITHIN_S = 0.5  # a loop that is not held; else somebody holds it
+_CLOSES_WITHIN_S = 5.0
+
+
+class LoopHeldError(TimeoutError):
+    """The call took too long, and its event loop answers no more; `where` says what holds it: `reward.py:7 in score`."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        super().__init__(f"its event loop is held at {where}")
+
+
+class UserLoop:
+    """The loop of some functions; made at the first call.
+
+    Args:
+        name: what runs there, for threads and errors ("reward judge").
+        max_abandoned: with this many loops still held, calls are refused.
+    """
+
+    def __init__(self, name: str, *, max_abandoned: int = 4) -> None:
+        self._name = name
+        self._max_abandoned = max_abandoned
+        self._lock = threading.Lock()
+        self._current: _Loop | None = None
+        self._abandoned: list[_Loop] = []
+
+    async def run(self, work: Callable[[], Coroutine[Any, Any, Result]], timeout_s: float) -> Result:
+        """Run the coroutine that `work` makes, which raises nothing.
+
+        Raises:
+            TimeoutError: it took longer than `timeout_s` seconds, and was cancelled; LoopHeldError: it cannot be.
+            ThreadsExhaustedError: too many loops are held.
+        """
+        loop = self._usable()
+        future, give_up = loop.start(work)
+        waiter = asyncio.wrap_future(future)
+        try:
+            done, _ = await asyncio.wait({waiter}, timeout=timeout_s)
+        finally:
+            if not future.done():
+                give_up()
+            waiter.cancel()  # without effect on one that is done
+        if done and not future.cancelled():
+            return future.result(timeout=0.0)
+        if not await loop.answers(_ANSWERS_WITHIN_S):
+            where = loop.held_at()
+            self._abandon(loop)
+            raise LoopHeldError(where)
+        raise TimeoutError
+
+    def close(self) -> None:
+        """End the loop and cancel what runs on it. Safe to call twice."""
+        with self._lock:
+            loop, self._current = self._current, None
+        if loop is not None:
+            loop.stop()
+            loop.thread.join(_CLOSES_WITHIN_S)
+
+    def soon(self, function: Callable[[], object]) -> None:
+        """Have `function` called on the loop; here, if there is none."""
+        with self._lock:
+            loop = self._current
+        if loop is None:
+            function()
+        else:
+            loop.soon(function)
+
+    def _usable(self) -> _Loop:
+        with self._lock:
+            self._abandoned = [loop for loop in self._abandoned if loop.thread.is_alive()]
+            if len(self._abandoned) >= self._max_abandoned:
+                raise ThreadsExhaustedError(
+                    f"{self._name}: {len(self._abandoned)} of its event loops are still held past the time limit, the last "
+                    f"at {self._abandoned[-1].held_at()}, and threads cannot be killed"
+                )
+            if self._current is None:
+                self._current = _Loop(self._name)
+                weakref.finalize(self, self._current.stop)
+            return self._current
+
+    def _abandon(self, loop: _Loop) -> None:
+        """Of several calls that meet the same held loop the first one does it."""
+        with self._lock:
+            if self._current is loop:
+                self._current = None
+                self._abandoned.append(loop)
+        loop.stop()  # once it is free
+
+
+class _Loop:
+    """A running loop and its thread."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=_serve, args=(self._loop,), name=name, daemon=True)
+        self.thread.start()
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> tuple[Future[Result], Callable[[], None]]:
+        """Its result to be, cancelled where the coroutine was; and what gives it up."""
+        future: Future[Result] = Future()
+        tasks: list[asyncio.Task[Result]] = []
+
+        def begin() -> None:
+            if future.set_running_or_notify_cancel():
+                task = self._loop.create_task(work())
+                tasks.append(task)  # keeps it alive
+                task.add_done_callback(end)
+
+        def end(task: asyncio.Task[Result]) -> None:
+            if task.cancelled():
+                future.set_exception(TimeoutError())
+            else:
+                future.set_result(task.result())
+
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
+        def give_up() -> None:
+            future.cancel()  # before it began
+            self.soon(cancel)
+
+        self.soon(begin, contextvars.copy_context())
+        return future, give_up
+
+    async def answers(self, timeout_s: float) -> bool:
+        answer: Future[None] = Future()
+        self.soon(lambda: answer.set_result(None))
+        done, _ = await asyncio.wait({asyncio.wrap_future(answer)}, timeout=timeout_s)
+        return bool(done)
+
+    def held_at(self) -> str:
+        """The line of the user's function, and the innermost one: `reward.py:7 in score > api.py:70 in post`."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        ours = [number for number, each in enumerate(stack) if each.filename.endswith("grpo_async/user_code/calls.py")]
+        theirs = stack[ours[-1] + 1 :] if ours else stack[-1:]
+        shown = theirs[:1] + theirs[1:][-1:]
+        return " > ".join(f"{each.filename}:{each.lineno} in {each.name}" for each in shown) or "a line unknown"
+
+    def stop(self) -> None:
+        self.soon(self._loop.stop)
+
+    def soon(self, function: Callable[[], object], context: contextvars.Context | None = None) -> None:
+        with contextlib.suppress(RuntimeError):  # it was closed meanwhile
+            self._loop.call_soon_threadsafe(function, context=context)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()  # waits: until it is stopped, in a daemon thread
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()

@@ -1,0 +1,278 @@
+"""What the start-up finds in data, tools and environments before any process is started."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async.checks.config_checks import check_inputs
+from grpo_async.errors import ConfigError
+from grpo_async.quickstart.tokenizer import train_tokenizer
+from tests.launcher.support import EMBEDDED, make_config
+
+GAME = {"game": {"factory": "grpo_async.envs.guessing_game:GuessingGame"}}
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def _row(number: int) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": f"{number} + 1 ="}], "answer": str(number + 1)}
+
+
+def test_a_row_far_down_a_small_file_is_found_before_anything_starts(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    rows = [_row(number) for number in range(20)]
+    rows[16]["prompt"] = 7
+    _write(tmp_path / "train.jsonl", rows)
+    with pytest.raises(ConfigError, match=r"train\.jsonl:17: .*`prompt`"):
+        check_inputs(config, engine=EMBEDDED)
+
+
+def test_of_a_large_file_the_first_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.checks.config_checks._SMALL_BYTES", 10)
+    config = make_config(tmp_path)
+    rows = [_row(number) for number in range(20)]
+    rows[16]["prompt"] = 7
+    _write(tmp_path / "train.jsonl", rows)
+    check_inputs(config, engine=EMBEDDED)  # the trainer meets it
+
+
+def test_prompts_to_evaluate_on_that_are_trained_on_are_found_at_once(tmp_path: Path) -> None:
+    train = _write(tmp_path / "rows.jsonl", [_row(number) for number in range(4)])
+    same = {"type": "jsonl", "path": str(train)}
+    config = make_config(tmp_path, data={"train": same}, evaluation={"data": same})
+    with pytest.raises(ConfigError, match="4 of 4 prompts to evaluate on are trained on as well"):
+        check_inputs(config, engine=EMBEDDED)
+
+
+def test_what_was_left_out_or_looks_odd_is_among_the_notes(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    rows = [_row(number) for number in range(4)]
+    del rows[2]["answer"]
+    _write(tmp_path / "train.jsonl", rows)
+    assert any("column `answer` is missing in 1 of 4 rows" in note for note in check_inputs(config, engine=EMBEDDED))
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_told"),
+    [({}, True), ({"environments": GAME}, False), ({"data": {"train": {"system_prompt": "Add."}}}, False)],
+    ids=["text alone", "an environment", "a system prompt"],
+)
+def test_text_prompts_that_pass_by_the_chat_template_are_told_of(
+    tmp_path: Path, sections: dict[str, Any], is_told: bool
+) -> None:
+    config = make_config(tmp_path)
+    if "data" in sections:
+        train = config.data.train.model_copy(update=sections["data"]["train"])
+        config = config.model_copy(update={"data": config.data.model_copy(update={"train": train})})
+    else:
+        config = config.model_copy(update=make_config(tmp_path, **sections).__dict__)
+    try:
+        notes = check_inputs(config, engine=EMBEDDED)
+    except ConfigError as error:  # the stand-in for a model has no tokenizer to render an environment's tools with
+        assert "cannot load a tokenizer" in str(error)  # noqa: PT017 - most of the cases raise nothing
+        notes = []
+    assert any("without the chat template" in note for note in notes) == is_told
+
+
+def test_rows_that_an_environment_cannot_use_are_found_in_both_sources(tmp_path: Path) -> None:
+    train = _write(tmp_path / "rows.jsonl", [{**_row(1), "environment": "game"}])
+    held_out = _write(tmp_path / "held.jsonl", [{**_row(2), "environment": "gmae"}])
+    config = make_config(
+        tmp_path,
+        data={"train": {"type": "jsonl", "path": str(train)}},
+        evaluation={"data": {"type": "jsonl", "path": str(held_out)}},
+        environments=GAME,
+    )
+    with pytest.raises(ConfigError, match=r"evaluation\.data, row 0: .*'gmae'.*did you mean 'game'\?"):
+        check_inputs(config, engine=EMBEDDED)
+
+
+def test_a_function_named_like_an_environments_reward_is_refused(tmp_path: Path) -> None:
+    reward = {"function": "grpo_async.quickstart.reward:exact_answer", "name": "GuessingGame"}
+    config = make_config(tmp_path, environments=GAME, rewards=[reward])
+    with pytest.raises(ConfigError, match="`GuessingGame` is also the reward of an environment"):
+        check_inputs(config, engine=EMBEDDED)
+
+
+def test_what_a_reward_requires_of_the_sandbox_is_checked_at_start(tmp_path: Path) -> None:
+    reward = {"function": "grpo_async.rewards.code:code_tests", "arguments": {"require": ["telepathy"]}}
+    rows = [{**_row(1), "tests": ["assert f(1) == 2"]}]
+    config = make_config(tmp_path, rewards=[reward])
+    _write(tmp_path / "train.jsonl", rows)
+    with pytest.raises(ConfigError, match=r"reward 'code_tests': sandbox: `require` names \['telepathy'\]"):
+        check_inputs(config, engine=EMBEDDED)
+
+
+def test_a_rollout_function_is_told_which_settings_it_makes_idle(tmp_path: Path) -> None:
+    config = make_config(tmp_path, rollout_function={"function": "tests.launcher.sides:steps_seen"})
+    assert any("rollout_function makes whole rollouts" in note for note in check_inputs(config, engine=EMBEDDED))
+
+
+def test_no_rewards_at_all_need_environments_that_have_them(tmp_path: Path) -> None:
+    factory = {"factory": "tests.envs.trl_style_environment:EchoToolEnv"}
+    config = make_config(tmp_path, environments={"echo": factory}, rewards=[])
+    with pytest.raises(ConfigError, match="not every environment has a `get_reward`"):
+        check_inputs(config, engine=EMBEDDED)
+
+
+def test_files_of_tls_are_looked_for_before_anything_starts(tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    key.write_text("")
+    config = make_config(tmp_path, inference={"tls": {"certificate": str(tmp_path / "c.pem"), "key": str(key)}})
+    with pytest.raises(ConfigError, match=r"inference\.tls\.certificate: .*c\.pem cannot be read") as refusal:
+        check_inputs(config, engine=EMBEDDED)
+    assert "tls.key" not in str(refusal.value)
+
+
+def test_an_address_for_weights_that_is_not_of_this_machine_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = make_config(tmp_path, weights={"host": "192.0.2.7"})  # of a network that exists in documents only
+    with pytest.raises(ConfigError, match=r"weights\.host: 192\.0\.2\.7 cannot be bound on this machine"):
+        check_inputs(config, engine=EMBEDDED)
+
+
+def test_own_functions_that_are_not_there_are_told_together_before_anything_starts(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        loss={"type": "custom", "function": "tests.checks.test_checks:no_loss"},
+        advantage={"type": "custom", "function": "tests.checks.test_checks:no_advantage"},
+    )
+    _write(tmp_path / "train.jsonl", [_row(number) for number in range(4)])
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(config, engine=EMBEDDED)
+    assert "loss.function: tests.checks.test_checks:no_loss" in str(caught.value)
+    assert "advantage.function: tests.checks.test_checks:no_advantage" in str(caught.value)
+
+
+def _model(folder: Path, *, config: str = "{}", weights: bytes = (2).to_bytes(8, "little") + b"{}") -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(config)
+    (folder / "model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+_HEADER = b'{"w": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'
+_CUT = len(_HEADER).to_bytes(8, "little") + _HEADER + b"0" * 30
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"launch": {"device": "cuda"}}, "launch.device: cuda, but"),
+        ({"inference": {"embedded": {"device": "cuda"}}}, "inference.embedded.device: cuda, but"),
+        ({"model": {"lora": {}}}, "model.lora: needs the package"),
+        ({"optimizer": {"type": "adamw_8bit"}}, "pip install 'grpo-async[quantization]'"),
+        ({"tracking": [{"type": "mlflow", "experiment": "x"}]}, "tracking.0.type: mlflow: needs the package"),
+        ({"data": {"train": {"type": "hub", "name": "a/b"}}}, "data.train.type: hub: needs the package"),
+        (
+            {"loss": {"type": "dapo", "beta": 0.1, "reference": "{folder}/none"}},
+            "loss.reference: {folder}/none does not exist",
+        ),
+        (
+            {"loss": {"type": "dapo", "beta": 0.1, "reference": "{folder}/other"}},
+            "has a vocabulary of 9 tokens, model.path one of 7",
+        ),
+        ({"model": {"path": "{folder}/train.jsonl"}}, "model.path: {folder}/train.jsonl is a file"),
+        ({"model": {"path": "{folder}/cut"}}, "model.safetensors is no whole safetensors file: it ends after"),
+        ({"model": {"path": "{folder}/deep"}}, "model.path: cannot read {folder}/deep/config.json"),
+        (
+            {"model": {"path": "{folder}/gpt_oss"}},
+            "embedded cannot serve gpt_oss, which has attention sinks; set inference.engine: vllm",
+        ),
+        ({"model": {"path": "{folder}/moe"}}, "embedded cannot serve qwen3_moe, which is a mixture of experts"),
+        (
+            {"model": {"path": "{folder}/mistral"}},
+            "set inference.max_model_len (now 2048) to at most 32, or inference.engine: vllm",
+        ),
+        ({"model": {"path": "{folder}/mamba"}}, "linear_attention"),
+        ({"checkpoint": {"best_metric": "rewards/typo"}}, "checkpoint.best_metric: rewards/typo"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_would_fail_later_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], told: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    _model(tmp_path / "other", config='{"vocab_size": 9}')
+    _model(tmp_path / "cut", weights=_CUT)
+    _model(tmp_path / "deep", config="[" * 100_000)
+    _model(tmp_path / "gpt_oss", config='{"model_type": "gpt_oss", "sliding_window": 128, "num_local_experts": 1}')
+    _model(tmp_path / "moe", config='{"model_type": "qwen3_moe", "num_experts": 8}')
+    _model(tmp_path / "mistral", config='{"model_type": "mistral", "sliding_window": 32}')
+    _model(tmp_path / "mamba", config='{"model_type": "mamba"}')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = make_config(tmp_path, **json.loads(json.dumps(sections).replace("{folder}", str(tmp_path))))
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 7}')
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(config, engine=EMBEDDED)
+    assert told.replace("{folder}", str(tmp_path)) in str(caught.value)
+
+
+@pytest.mark.parametrize("column", ["completions", "trainer_state"])
+def test_a_column_that_would_hide_what_rewards_get_is_refused(tmp_path: Path, column: str) -> None:
+    config = make_config(tmp_path)
+    _write(tmp_path / "train.jsonl", [{**_row(number), column: 1} for number in range(2)])
+    with pytest.raises(ConfigError, match=rf"data\.train: the column `{column}` .*drop: \[{column}\]"):
+        check_inputs(config, engine=EMBEDDED)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "sections", "told", "is_note"),
+    [
+        (5, {}, "model.path: the tokenizer has", False),
+        (
+            500,
+            {"inference": {"max_model_len": 8}, "rollout": {"max_completion_tokens": 4}},
+            "data.train: 2 of 2 prompts",
+            False,
+        ),
+        (
+            500,
+            {"inference": {"max_model_len": 60}, "rollout": {"max_completion_tokens": 4}},
+            "data.train: 1 of 2 prompts",
+            True,
+        ),
+        (500, {"data": {"train": {"max_prompt_tokens": 1}}}, "data.train.max_prompt_tokens: 1 leaves no prompt", False),
+    ],
+)
+def test_a_dry_run_measures_prompts_with_the_tokenizer(
+    tmp_path: Path, vocab_size: int, sections: dict[str, Any], told: str, is_note: bool
+) -> None:
+    train = _write(tmp_path / "rows.jsonl", [{"prompt": "1 + 2 = " * 3}, {"prompt": "1 + 2 = " * 30}])
+    data = {"train": {"type": "jsonl", "path": str(train), **sections.get("data", {}).get("train", {})}}
+    rewards = [{"function": "grpo_async.rewards.format:think_format"}]
+    config = make_config(tmp_path, **{**sections, "data": data, "rewards": rewards})
+    train_tokenizer(["1 + 2 = 3"]).save_pretrained(config.model.path)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    if is_note:
+        assert any(told in note for note in check_inputs(config, engine=EMBEDDED, deep=True))
+    else:
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            check_inputs(config, engine=EMBEDDED, deep=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("train.jsonl", '{"prompt": "1 + 1", "answer": %s}' % ("9" * 5000), "train.jsonl:1: a number of this line"),
+        ("model/model.safetensors.index.json", "null", "model.safetensors.index.json is broken"),
+        ("model/config.json", '{"layer_types": [[1]]}', "config.json has layer_types: [[1]]"),
+        ("model/config.json", '{"vocab_size": "7"}', "config.json has vocab_size: '7'"),
+        ("model/config.json", "[]", "config.json is no mapping"),
+        ("model/model.safetensors", "", "is no whole safetensors file"),
+        ("model/tokenizer.json", "{}", "cannot load a tokenizer"),
+        ("model/tokenizer.json", "[" * 5000, "cannot load a tokenizer"),
+    ],
+)
+def test_a_broken_file_is_named_and_no_traceback(tmp_path: Path, name: str, content: str, told: str) -> None:
+    config = make_config(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        check_inputs(config, engine=EMBEDDED, deep=True)

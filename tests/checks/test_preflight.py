@@ -1,0 +1,306 @@
+"""The preflight against a real embedded server and a real policy; faults are put in one by one."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_async.chat.build import load_renderer
+from grpo_async.checks.preflight import Check, PreflightContext, run_preflight
+from grpo_async.checks.report import from_json
+from grpo_async.config import ExperimentConfig
+from grpo_async.errors import RunError
+from grpo_async.inference.control import ServerControl
+from grpo_async.inference.surface import TOKEN_VARIABLE, ScoreAnswer
+from grpo_async.records import Origin, Prompt, TaggedMessage
+from grpo_async.rundir import RunDir
+from grpo_async.training.load import load_policy
+from grpo_async.training.score import score_twice
+from grpo_async.weights.verify import TrainerScores, probe_sequences
+from tests.launcher.support import make_config
+from tests.servers.embedded_support import Live, live, load, perturbed
+
+TOKEN = "preflight-token"
+NAMES = [
+    "logprobs", "weights", "generation", "tokenizer", "chat template", "dtypes", "context length", "seeds", "addresses",
+    "addresses", "memory", "disk",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def token() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TOKEN_VARIABLE, TOKEN)
+        yield TOKEN
+
+
+@pytest.fixture(scope="module")
+def server(token: str, tiny_model: Path) -> Iterator[Live]:
+    with live(load(tiny_model), max_model_len=512) as served:
+        yield served
+
+
+def _prompt(text: str) -> Prompt:
+    return Prompt(prompt_id=0, messages=[TaggedMessage(role="user", content=text, origin=Origin.PROMPT)])
+
+
+def _config(folder: Path, model: Path, /, **sections: Any) -> ExperimentConfig:
+    base: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "inference": {"engine": "embedded", "max_model_len": 512, "embedded": {"max_slots": 4}},
+        "rollout": {"max_completion_tokens": 64},
+        "weights": {"timeout_s": 30.0},
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return make_config(folder, **base)
+
+
+def _context(folder: Path, model: Path, url: str, **changes: Any) -> PreflightContext:
+    """Everything as it should be but for `changes`; `info` changes what the server says of itself, `sections` the config."""
+    config = _config(folder, model, **changes.pop("sections", {}))
+    rundir = RunDir(config.run_path)
+    rundir.create()
+    policy = load_policy(config.model, temperature=0.7, chunk_tokens=64, max_model_len=512)
+    renderer = load_renderer(config)
+    token = changes.pop("server_token", TOKEN)
+    control = ServerControl(url, token=token, timeout_s=30.0, name="server 0")
+    rows = policy.model.get_input_embeddings().num_embeddings
+    said = changes.pop("info", {})
+    info = control.info().model_copy(update={"vocab_size": rows, **said})
+    prompts = [_prompt("what is one and one?"), _prompt("hello world")]
+
+    def score(sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
+        return score_twice(
+            policy,
+            sequences,
+            device=torch.device("cpu"),
+            compute=torch.float32,
+            rounding=getattr(torch, rounding),
+        )
+
+    fields: dict[str, Any] = {
+        "config": config,
+        "rundir": rundir,
+        "renderer": renderer,
+        "servers": [SimpleNamespace(name="server 0", url=url, info=info, control=control)],
+        "prompts": prompts,
+        "probes": probe_sequences(
+            [renderer.prompt_ids(prompt.messages) for prompt in prompts], vocab_size=rows, max_model_len=512
+        ),
+        "score_on_trainer": score,
+        "parameter_problems": [],
+        "parameter_shapes": {name: tuple(p.shape) for name, p in policy.model.named_parameters()},
+        "num_embeddings": rows,
+        "policy_version": 0,
+        "transport": "gloo",
+        "first_push": {"sync/bytes": 2.0 * (1 << 20), "sync/bytes_per_s": 8.0 * (1 << 20)},
+        "device": "cpu",
+        "token": TOKEN,
+    }
+    return PreflightContext(**{**fields, **changes})
+
+
+def _run(context: PreflightContext) -> dict[str, Check]:
+    """The worst check of each name."""
+    order = ("pass", "warn", "fail")
+    worst: dict[str, Check] = {}
+    for check in run_preflight(context):
+        if check.name not in worst or order.index(check.status) > order.index(worst[check.name].status):
+            worst[check.name] = check
+    return worst
+
+
+def _not_passed(checks: dict[str, Check]) -> dict[str, str]:
+    return {name: check.status for name, check in checks.items() if check.status != "pass"}
+
+
+def test_a_run_where_everything_fits_passes_every_check_and_writes_them(
+    tmp_path: Path, tiny_model: Path, server: Live
+) -> None:
+    context = _context(tmp_path, tiny_model, server.url)
+    began = time.monotonic()
+    checks = run_preflight(context)
+    assert [check for check in checks if check.status != "pass"] == []
+    assert [check.name for check in checks] == NAMES
+    assert time.monotonic() - began < 10.0  # a second; the machine may be busy
+    file = context.rundir.preflight
+    assert from_json(file.read_text()) == checks
+    assert json.loads(file.read_text())["status"] == "pass"
+
+
+def test_what_passes_says_what_was_seen(tmp_path: Path, tiny_model: Path, server: Live) -> None:
+    checks = _run(_context(tmp_path, tiny_model, server.url))
+    # probes of 16, 64 and 300 tokens: 15 + 63 + 299 are predicted
+    assert "over 377 tokens (limit of the mean 0.001;" in checks["logprobs"].detail
+    assert "gloo carried 2.0 MiB to 1 server(s) at 8.0 MiB/s" in checks["weights"].detail
+    assert "8 greedy tokens" in checks["generation"].detail
+    assert "turns end with <|im_end|>" in checks["chat template"].detail
+    # 3 checkpoints of weights and two moments, and the model: 10 x 4 bytes x parameters
+    assert checks["disk"].detail.startswith("3 checkpoint(s) of ")
+
+
+def test_a_server_with_other_weights_fails_with_the_likely_cause(tmp_path: Path, tiny_model: Path, token: str) -> None:
+    other = load(tiny_model)
+    other.load_state_dict(perturbed(other, seed=3), strict=False)
+    with live(other, max_model_len=512) as served:
+        checks = _run(_context(tmp_path, tiny_model, served.url))
+    assert _not_passed(checks) == {"logprobs": "fail"}
+    detail = checks["logprobs"].detail
+    assert "mean by length: " in detail
+    assert "in the probe of 300" in detail
+
+
+def test_weights_of_another_seed_are_called_other_weights(
+    tmp_path: Path, tiny_model: Path, token: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from tests.support.tiny_model import build_tiny_model
+
+    folder = build_tiny_model(tmp_path_factory.mktemp("other"), seed=9)
+    with live(load(folder), max_model_len=512) as served:
+        checks = _run(_context(tmp_path, tiny_model, served.url))
+    assert "means other weights or another model function" in checks["logprobs"].detail
+
+
+def test_a_small_difference_fails_unless_it_is_tolerated(tmp_path: Path, tiny_model: Path, token: str) -> None:
+    other = load(tiny_model)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.02)
+    with live(other, max_model_len=512) as served:
+        strict = _run(_context(tmp_path, tiny_model, served.url))["logprobs"]
+        assert strict.status == "fail"
+        assert "weights.verify_tolerance" in strict.detail
+        sections = {"weights": {"verify_tolerance": 0.5}}
+        assert _run(_context(tmp_path, tiny_model, served.url, sections=sections))["logprobs"].status == "pass"
+
+
+def test_a_server_of_another_version_fails_both_ways_of_asking(tmp_path: Path, tiny_model: Path, server: Live) -> None:
+    checks = _run(_context(tmp_path, tiny_model, server.url, policy_version=4))
+    assert _not_passed(checks) == {"logprobs": "fail", "generation": "fail"}
+    assert "serves version [0] and not 4" in checks["logprobs"].detail
+    assert "stamped with version [0], 4 was pushed" in checks["generation"].detail
+
+
+def test_a_sampler_whose_logprobs_are_not_those_of_its_model_fails(
+    tmp_path: Path, tiny_model: Path, server: Live
+) -> None:
+    context = _context(tmp_path, tiny_model, server.url)
+    real: Any = context.servers[0]
+
+    class Shifted:
+        def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
+            answer: ScoreAnswer = real.control.score(token_ids)
+            is_probe = list(token_ids) in [list(probe) for probe in context.probes]
+            shift = 0.0 if is_probe else 0.01
+            return answer.model_copy(update={"logprobs": [value + shift for value in answer.logprobs]})
+
+    server_ = SimpleNamespace(name="server 0", url=real.url, info=real.info, control=Shifted())
+    checks = _run(replace(context, servers=[server_]))
+    assert _not_passed(checks) == {"generation": "fail"}
+    assert "--logprobs-mode" in checks["generation"].detail
+
+
+def test_differing_parameters_fail_and_only_a_few_are_named(tmp_path: Path, tiny_model: Path, server: Live) -> None:
+    problems = [f"p{number} is missing" for number in range(9)]
+    check = _run(_context(tmp_path, tiny_model, server.url, parameter_problems=problems))["weights"]
+    assert check.status == "fail"
+    assert "p4 is missing and 4 more" in check.detail
+    assert "p5" not in check.detail
+
+
+def test_a_push_without_figures_is_a_warning(tmp_path: Path, tiny_model: Path, server: Live) -> None:
+    check = _run(_context(tmp_path, tiny_model, server.url, first_push={}))["weights"]
+    assert check.status == "warn"
+    assert "(gloo) is untested" in check.detail
+
+
+def test_a_served_dtype_that_was_not_sent_is_a_warning_and_widens_the_limit(
+    tmp_path: Path, tiny_model: Path, server: Live
+) -> None:
+    checks = _run(_context(tmp_path, tiny_model, server.url, info={"dtype": "bfloat16"}))
+    assert _not_passed(checks) == {"dtypes": "warn"}
+    assert "server 0 serves bfloat16 and gets float32 (inference.dtype)" in checks["dtypes"].detail
+    limit = re.search(r"limit of the mean ([0-9.]+)", checks["logprobs"].detail)
+    assert limit is not None
+    assert 0.002 < float(limit[1]) < 0.1
+
+
+def test_a_trainer_that_computes_in_another_dtype_is_a_warning(tmp_path: Path, tiny_model: Path, server: Live) -> None:
+    context = _context(tmp_path, tiny_model, server.url, sections={"model": {"compute_dtype": "bfloat16"}})
+    check = _run(context)["dtypes"]
+    assert check.status == "warn"
+    assert "the trainer computes in bfloat16 (model.compute_dtype), servers in float32" in check.detail
+
+
+def test_a_server_with_a_shorter_context_fails(tmp_path: Path, tiny_model: Path, server: Live) -> None:
+    check = _run(_context(tmp_path, tiny_model, server.url, info={"max_model_len": 400}))["context length"]
+    assert (check.status, "server 0 takes 400 tokens" in check.detail) == ("fail", True)
+
+
+def test_prompts_that_leave_no_room_fail_and_little_room_warns(tmp_path: Path, tiny_model: Path, server: Live) -> None:
+    def check(prompt: str) -> Check:
+        return _run(_context(tmp_path, tiny_model, server.url, prompts=[_prompt(prompt)]))["context length"]
+
+    assert check("Q" * 300).status == "pass"
+    little = check("Q" * 450)
+    assert little.status == "warn"
+    assert "rollout.max_completion_tokens is 64" in little.detail
+    none = check("Q" * 600)
+    assert none.status == "fail"
+    assert "data.train.max_prompt_tokens" in none.detail
+
+
+def test_an_engine_without_seeds_per_request_is_said(tmp_path: Path, tiny_model: Path, server: Live) -> None:
+    check = _run(_context(tmp_path, tiny_model, server.url, info={"per_request_seed": False}))["seeds"]
+    assert (check.status, "run.seed" in check.detail) == ("pass", True)
+
+
+def test_a_check_that_fails_or_hangs_does_not_keep_the_others(tmp_path: Path, tiny_model: Path, server: Live) -> None:
+    context = _context(tmp_path, tiny_model, server.url, sections={"weights": {"timeout_s": 1.0}})
+    real: Any = context.servers[0]
+    never = threading.Event()
+    scored: list[int] = []
+
+    class Hanging:
+        def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
+            scored.append(len(token_ids))
+            never.wait(20.0)
+            raise RunError("let go")
+
+    hanging = SimpleNamespace(name="server 0", url=real.url, info=real.info, control=Hanging())
+    checks = _run(replace(context, servers=[hanging]))
+    never.set()
+    assert _not_passed(checks) == {"logprobs": "fail", "generation": "fail"}
+    assert "waited 1 s for the check of logprobs; raise `weights.timeout_s`" in checks["logprobs"].detail
+    assert len(scored) == 2
+
+
+def test_a_trainer_that_cannot_score_fails_that_check_alone(tmp_path: Path, tiny_model: Path, server: Live) -> None:
+    def broken(_: Sequence[Sequence[int]], __: str) -> TrainerScores:
+        raise RunError("rank 3 is gone")
+
+    checks = _run(_context(tmp_path, tiny_model, server.url, score_on_trainer=broken))
+    assert _not_passed(checks) == {"logprobs": "fail"}
+    assert "rank 3 is gone" in checks["logprobs"].detail
+
+
+def test_each_server_has_its_own_lines(tmp_path: Path, tiny_model: Path, server: Live, token: str) -> None:
+    other = load(tiny_model)
+    other.load_state_dict(perturbed(other, seed=3), strict=False)
+    with live(other, max_model_len=512) as second:
+        context = _context(tmp_path, tiny_model, server.url)
+        bad: Any = _context(tmp_path, tiny_model, second.url).servers[0]
+        bad = SimpleNamespace(name="server 1", url=bad.url, info=bad.info, control=bad.control)
+        checks = run_preflight(replace(context, servers=[context.servers[0], bad]))
+    found = [(check.status, check.detail.split(":")[0]) for check in checks if check.name == "logprobs"]
+    assert found == [("pass", "server 0"), ("fail", "server 1")]

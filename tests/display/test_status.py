@@ -1,0 +1,375 @@
+"""status.json: what stands in it while a run goes and after it, and who may be believed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import psutil
+import pytest
+from rich.console import Console
+
+from grpo_async.display import status_watch
+from grpo_async.display.display import Display
+from grpo_async.display.status import describe, newest_run, progress_of, read_status
+from grpo_async.display.status_file import FIELDS, StatusFile
+from grpo_async.display.status_watch import MetricsTail, watch
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.findings import Finding, Severity
+from grpo_async.findings.pipeline_figures import PipelineSetup
+from grpo_async.launcher.advising import AdvisedDisplays
+from grpo_async.rundir import RunDir
+from tests.support.waiting import eventually
+
+METRICS = {
+    "reward": 0.5,
+    "step_time": 2.0,
+    "sync/push_s": 0.1,
+    "sync/bytes": 1e6,
+    "grad_norm": float("nan"),
+    "ledger/groups/trained": 12.0,
+    "ledger/groups/in_flight": 4.0,
+    "ledger/tokens/trained": 1200.0,
+    "pipeline/trainer_idle_ratio": 0.5,
+    "pipeline/generator_idle_ratio": 0.02,
+}
+SERVER = {
+    "index": 0,
+    "url": "http://h:1",
+    "state": "serving",
+    "version": 3,
+    "running": 5,
+    "waiting": 1,
+    "kv_usage": 0.5,
+}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    run_dir = RunDir(tmp_path / "runs" / "x")
+    run_dir.create()
+    return run_dir
+
+
+def _open(run_dir: RunDir) -> StatusFile:
+    return StatusFile(run_dir, run_name="x", max_steps=10, attempt="attempt_1", engine="vllm", on_gpu=True, num_gpus=4)
+
+
+def _content(run_dir: RunDir) -> dict[str, Any]:
+    content = json.loads(run_dir.status.read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+def _fill(status: StatusFile) -> None:
+    status.phase("training")
+    status.step(3, 10, METRICS)
+    status.evaluation("before", {"reward": 0.25})
+    status.servers([SERVER])
+    status.advice(
+        3,
+        Finding(
+            key="generation",
+            severity=Severity.NOTE,
+            what="",
+            text="more servers",
+            setting="a.b",
+            current=1,
+            suggested=2,
+        ),
+    )
+    status.warning("the server was killed")
+    status.note("no warning")
+
+
+def test_it_has_every_field_and_nothing_else_and_says_what_was_reported(run_dir: RunDir) -> None:
+    run_dir.checkpoint(2).mkdir(parents=True)
+    (run_dir.checkpoints / "writing_step_3").mkdir()
+    with _open(run_dir) as status:
+        assert _content(run_dir)["state"] == "running", "written at once"
+        _fill(status)
+        assert eventually(lambda: _content(run_dir)["last_warning"] is not None, 10.0)
+    content = _content(run_dir)
+    assert set(content) == set(FIELDS)
+    assert (content["run"], content["step"], content["max_steps"]) == ("x", 3, 10)
+    assert (content["engine"], content["on_gpu"], content["num_gpus"]) == ("vllm", True, 4)
+    assert content["eta_s"] == 14.0  # 7 steps x 2 s
+    assert content["reward"] == {"last": 0.5, "average": 0.5}
+    assert content["metrics"]["reward"] == 0.5
+    assert content["metrics"]["grad_norm"] is None
+    assert content["ledger"] == {"groups": {"trained": 12, "in_flight": 4}, "tokens": {"trained": 1200}}
+    assert content["servers"][0]["kv_usage"] == 0.5
+    assert content["last_push"]["num_bytes"] == 1e6
+    assert content["last_push"]["bytes_per_s"] is None
+    assert (content["checkpoint"]["step"], content["checkpoint"]["writing"]) == (2, 3)
+    assert content["evaluations"] == {"before": {"reward": 0.25}}
+    assert content["advice"] == {
+        "bound_by": "generation",
+        "text": "more servers",
+        "setting": "a.b",
+        "current": 1,
+        "suggested": 2,
+        "step": 3,
+    }
+    assert content["last_warning"]["text"] == "the server was killed"
+    assert (content["host"], content["pid"]) == (platform.node(), os.getpid())
+    assert content["pid_started_at"] == psutil.Process().create_time()
+
+
+def test_it_is_written_again_without_any_event(run_dir: RunDir) -> None:
+    with _open(run_dir):
+        first = _content(run_dir)["updated_at"]
+        assert eventually(lambda: _content(run_dir)["updated_at"] >= first + 1.5, 10.0)
+
+
+def test_readers_never_see_half_of_it(run_dir: RunDir) -> None:
+    ended = threading.Event()
+    with _open(run_dir) as status:
+
+        def report() -> None:
+            step = 0
+            while not ended.is_set():
+                step += 1
+                status.step(step, 10_000, METRICS | {f"m{number}": 0.5 for number in range(200)})
+
+        thread = threading.Thread(target=report)
+        thread.start()
+        try:
+            deadline = time.monotonic() + 1.5
+            while time.monotonic() < deadline:
+                _content(run_dir)
+        finally:
+            ended.set()
+            thread.join(10.0)
+
+
+@pytest.mark.parametrize(("state", "code"), [("finished", 0), ("stopped", 130), ("failed", 1)])
+def test_the_end_is_said(run_dir: RunDir, state: str, code: int) -> None:
+    with _open(run_dir) as status:
+        pass
+    status.end(state, exit_code=code, error="why" if code == 1 else None)
+    content = _content(run_dir)
+    assert (content["state"], content["exit_code"], content["error"]) == (state, code, "why" if code == 1 else None)
+    assert content["eta_s"] is None
+    found = read_status(run_dir)
+    assert (found.state, found.exit_code) == (state, {"finished": 0, "stopped": 3, "failed": 1}[state])
+
+
+def test_an_exception_is_a_failure(run_dir: RunDir) -> None:
+    with pytest.raises(ZeroDivisionError), _open(run_dir):
+        raise ZeroDivisionError("no samples")
+    assert (_content(run_dir)["state"], _content(run_dir)["error"]) == ("failed", "ZeroDivisionError: no samples")
+
+
+def test_a_disk_that_cannot_be_written_does_not_end_the_run(run_dir: RunDir) -> None:
+    run_dir.status.mkdir()  # os.replace fails on it, for root, too
+    with _open(run_dir) as status:
+        status.step(1, 10, METRICS)
+        assert eventually(lambda: status.trouble is not None, 10.0)
+
+
+def _running(run_dir: RunDir, **changes: Any) -> None:
+    if not run_dir.status.exists():
+        with _open(run_dir):
+            pass
+    run_dir.status.write_text(json.dumps({**_content(run_dir), **changes}))
+
+
+def test_a_launcher_that_lives_is_running(run_dir: RunDir) -> None:
+    _running(run_dir)
+    found = read_status(run_dir)
+    assert (found.state, found.exit_code) == ("running", 0)
+
+
+def test_a_launcher_that_is_gone_was_killed_although_the_file_says_running(run_dir: RunDir) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait(60)
+    _running(run_dir, pid=child.pid)
+    found = read_status(run_dir)
+    assert (found.state, found.exit_code) == ("killed", 4)
+    assert f"(pid {child.pid}) is gone" in found.why
+    assert found.as_json()["state"] == "killed"
+
+
+def test_a_later_process_with_the_same_number_is_not_the_launcher(run_dir: RunDir) -> None:
+    _running(run_dir, pid_started_at=psutil.Process().create_time() - 100.0)
+    assert read_status(run_dir).state == "killed"
+
+
+def test_a_launcher_of_another_machine_is_believed_for_a_minute(run_dir: RunDir) -> None:
+    _running(run_dir, host="far", pid=1)
+    now = _content(run_dir)["updated_at"]
+    assert read_status(run_dir, now=now + 59).state == "running"
+    found = read_status(run_dir, now=now + 61)
+    assert (found.state, found.exit_code) == ("silent", 4)
+    assert "on far, has written nothing for 0:01:01" in found.why
+
+
+def test_what_is_no_status_is_said(run_dir: RunDir) -> None:
+    with pytest.raises(ConfigError, match=r"has no status\.json"):
+        read_status(run_dir)
+    for text in ("", "[]", '{"version": 99, "state": "running"}', '{"version": 1, "state": "odd"}'):
+        run_dir.status.write_text(text)
+        with pytest.raises(RunError, match=r"status\.json"):
+            read_status(run_dir)
+
+
+def test_the_newest_run_is_the_one_that_wrote_last(run_dir: RunDir) -> None:
+    runs = run_dir.root.parent
+    with pytest.raises(ConfigError, match="holds no run"):
+        newest_run(runs)
+    for age_s, name in ((10.0, "x"), (5.0, "newer"), (20.0, "old")):
+        folder = RunDir(runs / name)
+        folder.create()
+        folder.status.write_text("{}")
+        os.utime(folder.status, (time.time() - age_s,) * 2)
+    (runs / "no-run").mkdir()
+    assert newest_run(runs).root.name == "newer"
+
+
+def _table(run_dir: RunDir) -> str:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    console.print(describe(read_status(run_dir)))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_table_tells_what_people_ask_for_and_no_text_is_obeyed(run_dir: RunDir) -> None:
+    with _open(run_dir) as status:
+        _fill(status)
+        status.warning("bad\x1b[2J\nworse")
+    run_dir.metrics.write_text(
+        "".join(json.dumps({"step": n, "reward": 0.1 * n + 0.01 * (n % 2)}) + "\n" for n in range(1, 9))
+    )
+    text = _table(run_dir)
+    for part in ("running", "3/10", "30%", "0:14 left", "last 0.500", "trained 12", "serving  version 3  run 5  wait 1",
+                 "KV 50%", "before 0.250", "learning", "rose", "more servers", "bad worse", str(os.getpid())):  # fmt: skip
+        assert part in text, f"{part!r} is missing:\n{text}"
+    assert "\x1b" not in text
+
+
+def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None:
+    with _open(run_dir) as status:
+        _fill(status)
+        status.end("finished", exit_code=0, error=None)
+    text = _table(run_dir)
+    for part in ("server 0", "serving", "http://h:1", " left", "since the start", "last word"):
+        assert part not in text, f"{part!r} is of a run that goes on:\n{text}"
+    assert "trainer 50%  servers 2%  (in the last step)" in text
+    assert "the last step 2.0 s" in text
+    assert "took 0:0" in text
+    assert "ended 0:0" in text
+    run_dir.summary.write_text(json.dumps({"generated_tokens_per_s": 40.0, "trainer_idle_ratio": 0.25}))
+    text = _table(run_dir)
+    assert "40 generated  (mean of the run)" in text
+    assert "trainer 25%  (mean of the run)" in text
+    assert "servers 2%" not in text
+
+
+@pytest.mark.parametrize("state", ["failed", "running"])
+def test_the_summary_of_an_earlier_attempt_is_not_taken_for_this_one(run_dir: RunDir, state: str) -> None:
+    with _open(run_dir) as status:
+        _fill(status)
+    _running(run_dir, state=state, pid=2**22 + 1)  # running: it was killed
+    run_dir.summary.write_text(json.dumps({"trainer_idle_ratio": 0.25}))
+    text = _table(run_dir)
+    assert "trainer 50%  servers 2%  (in the last step)" in text
+    assert "serving" not in text
+
+
+def test_a_dashboard_can_be_made_of_the_files(run_dir: RunDir) -> None:
+    with _open(run_dir) as status:
+        _fill(status)
+    progress = progress_of(_content(run_dir))
+    assert (progress.step, progress.phase) == (3, "training")
+    assert progress.seconds_left == pytest.approx(14.0)
+    assert progress.push is not None
+    assert progress.push.step == 3
+    assert progress.advice is not None
+    assert progress.advice.text == "more servers"
+    assert progress.last_warning is not None
+    assert progress.servers[0].running == 5
+
+
+def test_the_tail_of_the_metrics_reads_each_line_once_and_begins_anew_after_a_resume(run_dir: RunDir) -> None:
+    tail = MetricsTail(run_dir.metrics)
+    tail.read()
+    assert tail.curves["reward"].points == []
+    with run_dir.metrics.open("w") as file:
+        file.write('{"step": 1, "reward": 0.1}\n{"step": 2, "rew')
+        file.flush()
+        tail.read()
+        assert [point.step for point in tail.curves["reward"].points] == [1]
+        file.write('ard": 0.2}\n')
+    for _ in range(2):
+        tail.read()
+        assert [point.value for point in tail.curves["reward"].points] == [0.1, 0.2]
+    run_dir.metrics.with_name("other").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.6}\n')
+    run_dir.metrics.with_name("other").replace(run_dir.metrics)
+    tail.read()
+    assert [point.value for point in tail.curves["reward"].points] == [0.5, 0.6]
+
+
+def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_watch, "INTERVAL_S", 0.02)  # what is watched is a file
+    text = io.StringIO()
+    console = Console(file=text, width=100)
+    status = _open(run_dir)
+
+    def shows(words: str) -> bool:
+        return eventually(lambda: words in text.getvalue(), 20.0)
+
+    with status:
+        watching = threading.Thread(target=lambda: watch(run_dir, console))
+        watching.start()
+        status.phase("training")
+        assert shows("training")
+        for step in (1, 2):
+            status.step(step, 2, METRICS)
+            assert shows(f"step {step}/2")
+    status.end("finished", exit_code=0, error=None)
+    watching.join(20.0)
+    assert not watching.is_alive()
+
+
+def test_advice_is_given_every_so_many_steps_to_all_and_kept(run_dir: RunDir) -> None:
+    setup = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=256)
+    run_dir.advice.write_text('{"step": 10}\n{"step": 30}\n{"ste')
+    with _open(run_dir) as status:
+        displays = AdvisedDisplays([status], setup=setup, every_steps=10, run_dir=run_dir, resume_step=15)
+        for step in range(16, 41):
+            displays.step(step, 100, METRICS)
+    lines = [json.loads(line) for line in run_dir.advice.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 20, 30, 40], "a line of a later step goes when that step runs again"
+    assert lines[-1]["bound_by"] == "generation"  # t = 1 s, g = 1.96 s of 2 s: two servers
+    assert (lines[-1]["setting"], lines[-1]["current"], lines[-1]["suggested"]) == ("inference.replicas", 1, 2)
+    assert _content(run_dir)["advice"]["step"] == 40
+
+
+def test_an_advice_file_that_cannot_be_used_costs_one_warning(run_dir: RunDir) -> None:
+    setup = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=256)
+    run_dir.advice.mkdir()
+    display = Mock(spec=Display)
+    displays = AdvisedDisplays([display], setup=setup, every_steps=10, run_dir=run_dir, resume_step=15)
+    for step in range(16, 41):
+        displays.step(step, 100, METRICS)
+    (call,) = display.warning.call_args_list
+    assert "advice cannot be written" in call.args[0]
+    assert display.advice.call_count == 3  # steps 20, 30 and 40
+
+
+def test_advice_may_be_switched_off(run_dir: RunDir) -> None:
+    setup = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=256)
+    displays = AdvisedDisplays([], setup=setup, every_steps=0, run_dir=run_dir)
+    for step in range(1, 50):
+        displays.step(step, 100, METRICS)
+    assert not run_dir.advice.exists()

@@ -1,0 +1,171 @@
+"""Evaluations on the rollout thread, beside generation: against a server that a test scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async.config import ExperimentConfig
+from grpo_async.errors import DeadlineError
+from grpo_async.rollout.evaluation_metrics import EvaluationResult
+from grpo_async.store import RolloutStore
+from grpo_async.trainer.rollout_side import RolloutSide
+from tests.launcher.sides import open_side, side_config
+from tests.support.local_server import LIMIT_S, LocalServer, Request, line, local_server
+
+NUM_PROMPTS = 6
+
+
+def _config(folder: Path, model: Path, **sections: Any) -> ExperimentConfig:
+    held_out = folder / "held.jsonl"
+    rows = [{"prompt": f"7 + {n}", "answer": "1", "part": "ab"[n % 2]} for n in range(NUM_PROMPTS)]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluation = {
+        "data": {"type": "jsonl", "path": str(held_out)},
+        "samples": 2,
+        "temperature": 0.7,
+        "group_by": "part",
+    }
+    return side_config(folder, model, evaluation=evaluation, **sections)
+
+
+def _begin(side: RolloutSide, folder: Path, *, max_in_flight: int = 4) -> Future[EvaluationResult]:
+    assert side.evaluation is not None
+    store = RolloutStore(folder / "rows", seals_at_close=False)
+    running = side.source.begin_evaluation(side.evaluation.evaluator, step=3, max_in_flight=max_in_flight, store=store)
+    running.add_done_callback(lambda _: store.close())
+    return running
+
+
+def _is_evaluation(request: Request) -> bool:
+    return str(request["request_id"]).startswith("eval-")
+
+
+def _sample(request: Request) -> int:
+    """The 1 of "eval-v3-0-r1-t0"."""
+    return int(request["request_id"].split("-")[3].removeprefix("r"))
+
+
+def _nothing() -> None: ...
+
+
+def _of_evaluation(server: LocalServer) -> list[Request]:
+    return [request for request in server.requests if _is_evaluation(request)]
+
+
+def test_an_evaluation_runs_beside_generation_with_a_bound_seeds_and_a_temperature_of_its_own(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    running = most = 0
+
+    async def counting(request: Request) -> AsyncIterator[bytes]:
+        nonlocal running, most
+        if not _is_evaluation(request):
+            await asyncio.Event().wait()  # training's requests hold their places for ever
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        yield line([5 + _sample(request) % 2, *request["stop_token_ids"][:1]])
+
+    with local_server(counting) as server, open_side(_config(tmp_path, tiny_model), server) as side:
+        side.source.start()
+        server.wait_for(lambda: len(server.requests) == 4, "2 groups of 2 to be asked for")
+        result = _begin(side, tmp_path).result(timeout=LIMIT_S)
+        assert most == 4
+        asked = _of_evaluation(server)
+        assert len(asked) == 2 * NUM_PROMPTS
+        assert len({request["seed"] for request in server.requests}) == 2 * NUM_PROMPTS + 4
+        assert {request["temperature"] for request in asked} == {0.7}
+        assert result.metrics["reward"] == 0.5  # of two samples one is odd
+        assert result.metrics["pass@2"] == 1.0
+        assert result.by_group.keys() == {"a", "b"}
+        ledger = side.source.ledger_snapshot()
+        assert ledger["groups"]["started"] == ledger["groups"]["in_flight"] == 2
+        assert ledger["tokens"]["started"] == 0
+        assert not [name for name in side.source.gauges() if name.startswith("failures/")]
+        assert side.evaluation is not None
+        assert side.evaluation.evaluator.num_tokens == 4 * NUM_PROMPTS
+
+
+def test_a_failing_evaluation_leaves_no_trace_in_the_failures_of_training(tiny_model: Path, tmp_path: Path) -> None:
+    async def garbage(request: Request) -> AsyncIterator[bytes]:
+        if not _is_evaluation(request):
+            await asyncio.Event().wait()
+        yield b"no json\n"
+
+    with local_server(garbage) as server, open_side(_config(tmp_path, tiny_model), server) as side:
+        side.source.start()
+        error = _begin(side, tmp_path).exception(timeout=LIMIT_S)
+        assert "12 of 12 rollouts of the evaluation failed; the first, eval-v3-0-r0" in str(error)
+        assert not [name for name in side.source.gauges() if name.startswith("failures/")]
+
+
+async def _slow_evaluation(request: Request) -> AsyncIterator[bytes]:
+    """Training's requests are silent; those of an evaluation take almost three seconds, token by token."""
+    if not _is_evaluation(request):
+        await asyncio.Event().wait()
+    for _ in range(7):
+        yield line([5 + _sample(request) % 2], finish=None)
+        await asyncio.sleep(0.4)
+    yield line(request["stop_token_ids"][:1])
+
+
+def test_whoever_waits_for_samples_is_woken_when_an_evaluation_ends_and_its_tokens_are_a_sign_of_life(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The trainer may be waiting for the push that the evaluation holds back: no stall while that runs, one afterwards."""
+    config = _config(tmp_path, tiny_model, training={"queue_timeout_s": 2.0}, rollout={"max_completion_tokens": 16})
+    with local_server(_slow_evaluation) as server, open_side(config, server) as side:
+        side.source.start()
+        running = _begin(side, tmp_path, max_in_flight=12)
+        seen: list[bool] = []
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"training\.queue_timeout_s"):
+            side.source.take(2, trainer_version=0, heartbeat=_nothing, attend=lambda: seen.append(running.done()))
+        assert time.monotonic() - began > 2.0
+        assert seen[-1:] == [True]
+
+
+def test_a_stop_ends_an_evaluation_that_is_waited_for_and_one_that_begins_later(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async def silent(request: Request) -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    with local_server(silent) as server, open_side(_config(tmp_path, tiny_model), server) as side:
+        running = _begin(side, tmp_path)
+        server.wait_for(lambda: len(server.requests) == 4, "the first requests")
+        threading.Timer(0.2, side.source.interrupt).start()
+        assert side.source.await_evaluation(running, heartbeat=_nothing, attend=_nothing) is None
+        assert _begin(side, tmp_path).cancelled()
+
+
+def test_a_change_of_the_servers_is_attended_while_an_evaluation_is_waited_for(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    held = asyncio.Event()
+
+    async def holding(request: Request) -> AsyncIterator[bytes]:
+        await held.wait()
+        yield line([5 + _sample(request) % 2, *request["stop_token_ids"][:1]])
+
+    with local_server(holding) as server, open_side(_config(tmp_path, tiny_model), server) as side:
+        running = _begin(side, tmp_path)
+
+        def attend() -> None:
+            server.let_go(held)
+
+        threading.Timer(0.2, side.source.wake).start()
+        result = side.source.await_evaluation(running, heartbeat=_nothing, attend=attend)
+        assert result is not None
+        assert result.metrics["num_prompts"] == NUM_PROMPTS

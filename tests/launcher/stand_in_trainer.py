@@ -1,0 +1,173 @@
+"""Stands in for the trainer, alone or as a rank under torchrun: `stand_in_trainer.py MODE FOLDER`.
+
+It leaves FOLDER/NAME.pid, written atomically, so that a test can see who has started and who is left.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_async.processes.control import ControlClient
+from grpo_async.processes.entry import run_process
+from grpo_async.processes.failures import write_failure
+from grpo_async.processes.heartbeat import Heartbeat
+from grpo_async.rundir import write_atomically
+from grpo_async.utils.lifetime import die_with_parent
+
+HELPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+LIMIT_S = 120.0
+
+
+def leave_pid(folder: Path, name: str, pid: int | None = None) -> None:
+    write_atomically(folder / f"{name}.pid", str(pid or os.getpid()))
+
+
+def summary(status: str) -> dict[str, Any]:
+    return {
+        "status": status,
+        "steps": 2,
+        "wall_s": 75.0,
+        "reward_first": 0.25,
+        "reward_last": 0.75,
+        "ledger_closed": True,
+    }
+
+
+class ServedRun:
+    """A trainer that takes every server as serving when it starts. It appends the news of servers to FOLDER/news, asks for a
+    restart of server 0 on SIGUSR1, and finishes on SIGUSR2."""
+
+    def __init__(self, control: ControlClient, folder: Path, *, marks_restarts: bool) -> None:
+        self._control = control
+        self._news = (folder / "news").open("a", buffering=1)
+        self._marks_restarts = marks_restarts
+        self._finished = threading.Event()
+
+    def run(self) -> int:
+        signal.signal(signal.SIGUSR1, lambda *_: self._ask_restart())
+        signal.signal(signal.SIGUSR2, lambda *_: self._finished.set())
+        for index in range(len(json.loads(os.environ["GRPO_ASYNC_SERVER_URLS"]))):
+            self._control.send("server_serving", index=index)
+        self._control.on_server = self._take
+        self._control.send("phase", name="servers serve")
+        status = "finished" if wait_for_either(self._finished, self._control.stop_requested) else "stopped"
+        failures = [{"server": "server 0", "reason": "killed", "recovery_s": 1.5}]
+        self._control.send("summary", summary={**summary(status), "server_failures": failures})
+        self._control.close()
+        return 0
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        self._news.write(json.dumps(dict(message)) + "\n")
+        if message["event"] == "starting" and self._marks_restarts:
+            self._control.send("server_serving", index=message["index"])
+
+    def _ask_restart(self) -> None:
+        self._control.send("restart_server", index=0, reason="it did not answer for 30 s")
+
+
+def wait_for_either(first: threading.Event, second: threading.Event) -> bool:
+    """Whether `first` was the one."""
+    either = threading.Event()
+
+    def wait_for(event: threading.Event) -> None:
+        event.wait(LIMIT_S)
+        either.set()
+
+    for event in (first, second):
+        threading.Thread(target=wait_for, args=(event,), daemon=True).start()
+    either.wait(LIMIT_S)
+    return first.is_set()
+
+
+def holds_the_interpreter() -> None:
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def fails_on_a_full_disk(*_: object) -> None:
+    """Neither the log nor the file of the failure can be written."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+
+def preflight_checks(mode: str) -> list[dict[str, str]]:
+    status = "fail" if mode == "preflight-fail" else "warn"
+    return [
+        {"name": "logprobs", "status": "pass", "detail": "mean 1e-6"},
+        {"name": "memory", "status": status, "detail": "little is left \x1b[2J"},
+    ]
+
+
+def main(mode: str, folder: Path) -> int:
+    die_with_parent()
+    rank = int(os.environ.get("RANK", "0"))
+    if mode == "start-helper":  # a process that outlives its parent, ignores SIGTERM and leaves the session
+        helper = subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True)
+        leave_pid(folder, "helper", helper.pid)
+    if mode == "full-disk" and rank == 1:
+        leave_pid(folder, "rank1")
+        run_process("trainer rank", fails_on_a_full_disk)
+    Heartbeat(f"trainer rank {rank}")
+    leave_pid(folder, f"rank{rank}")
+    if mode == "never-connect":
+        threading.Event().wait(LIMIT_S)
+    control = ControlClient.from_environment() if rank == 0 else ControlClient(None)
+    control.send("phase", name="training")
+    if mode == "hold":
+        threading.Thread(target=holds_the_interpreter, daemon=True).start()
+    if mode == "fail-when-told" and rank == 1:
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        leave_pid(folder, "ready")
+        signal.pause()
+        write_failure(Path(os.environ["GRPO_ASYNC_ATTEMPT_DIR"]), rank, TimeoutError("rank 0 sends nothing"))
+        return 1
+    if mode == "kill-rank-1" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "fail" and rank == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+        try:
+            raise ZeroDivisionError("no samples")
+        except ZeroDivisionError as error:
+            write_failure(Path(os.environ["GRPO_ASYNC_ATTEMPT_DIR"]), rank, error)
+        return 1
+    if mode == "silent":
+        return 0
+    if mode in ("served", "served-once"):
+        return ServedRun(control, folder, marks_restarts=mode == "served").run()
+    if mode in ("preflight-pass", "preflight-fail"):
+        write_atomically(folder / "preflight", os.environ.get("GRPO_ASYNC_PREFLIGHT_ONLY", ""))
+        control.send("preflight", checks=preflight_checks(mode))
+        control.close()
+        return int(mode == "preflight-fail")
+    if mode == "finish":
+        control.send("evaluation", when="before", metrics={"reward": 0.4})
+        for step in (1, 2):
+            control.send(
+                "step", step=step, max_steps=2, metrics={"reward": 0.25 * step, "perf/generated_tokens_per_s": 99.0}
+            )
+        control.send("summary", summary=summary("finished"))
+        control.close()
+        return 0
+    if mode == "obey-stop" and rank > 0:
+        return 0
+    if mode == "obey-stop":
+        control.stop_requested.wait(LIMIT_S)
+        write_atomically(folder / "stop_reason", str(control.stop_reason))
+        control.send("summary", summary=summary("stopped"))
+        control.close()
+        return 0
+    threading.Event().wait(LIMIT_S)  # ignores stop
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

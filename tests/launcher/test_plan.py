@@ -1,0 +1,355 @@
+"""The plan is data; what it says is checked here, that it works is checked by the supervisor's tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async.config import ExperimentConfig
+from grpo_async.errors import ConfigError
+from grpo_async.launcher.layout import GpuShares, plan_transport, share_gpus, split_memory
+from grpo_async.launcher.plan import ProcessPlan, plan_processes
+from grpo_async.launcher.trainer_plan import Places
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.machine import Machine, free_ports, look
+from grpo_async.rundir import RunDir
+from grpo_async.servers.engine_choice import EngineChoice, choose_engine
+from grpo_async.servers.vllm import command
+from tests.launcher.support import make_config
+
+MACHINE = Machine(num_cpus=2, python="/py", working_dir=Path("/work dir"), python_path="/lib")
+VLLM_ON_GPU = EngineChoice(engine="vllm", reason="test", on_gpu=True)
+VLLM_ON_CPU = EngineChoice(engine="vllm", reason="test")
+EXTERNAL = EngineChoice(engine="external", reason="test")
+
+
+def _plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) -> ProcessPlan:
+    run_dir = RunDir(Path("/runs/x"))
+    ports = tuple(range(4711, 4711 + config.inference.replicas))
+    return plan_processes(
+        config,
+        engine=options.pop("engine", None) or choose_engine(config),
+        places=Places(run_dir=run_dir, attempt=run_dir.logs / "attempt_3", private=Path("/private"), ports=ports),
+        machine=machine,
+        token=options.pop("token", "secret"),
+        **options,
+    )
+
+
+def test_the_plan_has_one_server_and_torchrun(tmp_path: Path) -> None:
+    plan = _plan(make_config(tmp_path, launch={"num_trainer_ranks": 2, "trainer_threads": 3}), resume_step=40)
+    (server,) = plan.servers
+    assert server.command == (
+        "/py",
+        "-m",
+        "grpo_async",
+        "serve-embedded",
+        "/runs/x/logs/attempt_3/config.yaml",
+        "--port",
+        "4711",
+    )
+    assert server.environment["OMP_NUM_THREADS"] == "1"
+    assert server.environment["PYTHONPATH"] == "/work dir:/lib"
+    assert plan.trainer.command[plan.trainer.command.index("--nproc-per-node") + 1] == "2"
+    environment = plan.trainer.environment
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert json.loads(environment["GRPO_ASYNC_SERVER_URLS"]) == ["http://127.0.0.1:4711"]
+    assert environment["GRPO_ASYNC_TRANSPORT"] == "gloo"
+    assert "GRPO_ASYNC_PREFLIGHT_ONLY" not in environment
+    assert environment["GRPO_ASYNC_RESUME"] == "40"
+    assert environment["GRPO_ASYNC_CONTROL"] == "/private/control"
+    assert environment["GRPO_ASYNC_ATTEMPT_DIR"] == "/runs/x/logs/attempt_3"
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_the_description_names_engine_logs_and_threads_but_not_the_token(tmp_path: Path) -> None:
+    plan = _plan(make_config(tmp_path, launch={"num_trainer_ranks": 2}), token="very-secret", notes=("look here",))
+    text = plan.describe()
+    assert "engine     embedded: inference.engine says so" in text
+    assert "/runs/x/logs/attempt_3/server.log" in text
+    assert "trainer: 2 processes, 1 CPU thread each, CPU" in text
+    assert "note: 3 compute threads on 2 CPUs" in text  # 2 ranks + 1 server
+    assert "note: look here" in text
+    assert "very-secret" not in text
+    assert all("very-secret" not in part for spec in plan.processes for part in spec.command)
+
+
+def test_replicas_have_ports_names_and_logs_of_their_own(tmp_path: Path) -> None:
+    plan = _plan(make_config(tmp_path, inference={"replicas": 3}))
+    assert plan.server_urls == ("http://127.0.0.1:4711", "http://127.0.0.1:4712", "http://127.0.0.1:4713")
+    assert [spec.command[-1] for spec in plan.servers] == ["4711", "4712", "4713"]
+    assert [spec.name for spec in plan.servers] == [f"inference server {index}" for index in range(3)]
+    assert [spec.log_name for spec in plan.servers] == ["server_0.log", "server_1.log", "server_2.log"]
+    assert [spec.name for spec in plan.processes] == [*(spec.name for spec in plan.servers), "trainer"]
+    text = plan.describe()
+    assert "server     http://127.0.0.1:4712\n" in text
+    assert "inference server 2: 1 process, 1 CPU thread each, CPU" in text
+    assert "note: 4 compute threads on 2 CPUs" in text  # 3 servers + 1 rank
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm", "external"])
+def test_sleep_is_refused_where_no_server_can_sleep(tmp_path: Path, engine: Any) -> None:
+    """Else every server would be taken for a broken one at the first step."""
+    config = make_config(tmp_path, inference={"vllm": {"sleep_while_training": True}}, rollout={"max_staleness": 0})
+    choice = EngineChoice(engine=engine, reason="", on_gpu=False)
+    with pytest.raises(ConfigError, match=f"sleep_while_training: .* the engine is {engine} without a GPU"):
+        _plan(config, engine=choice)
+
+
+def test_configured_urls_start_no_server(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path, inference={"urls": ["http://gpu-7:8000", "https://gpu-8:8000"]}, weights={"host": "10.0.0.1"}
+    )
+    plan = _plan(config, token=None)
+    assert plan.servers == ()
+    assert plan.server_urls == ("http://gpu-7:8000", "https://gpu-8:8000")
+    assert json.loads(plan.trainer.environment["GRPO_ASYNC_SERVER_URLS"]) == list(plan.server_urls)
+    assert "GRPO_ASYNC_TOKEN" not in plan.trainer.environment
+    text = plan.describe()
+    assert "engine     external: inference.urls names 2 running servers" in text
+    assert "server     https://gpu-8:8000 (not started by this run)" in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "replicas", "parallel", "trainer", "servers"),
+    [
+        ("0123", 2, 1, 2, "01", ["23"]),
+        ("0123", 2, 2, 1, "01", ["2", "3"]),
+        ("01234567", 2, 3, 2, "01", ["23", "45", "67"]),
+        ("56", 2, 1, 2, "56", ["56"]),  # too few: shared from the first one on
+        ("0", 1, 1, 1, "0", ["0"]),
+        ("01", 1, 2, 1, "0", ["0", "1"]),
+        ("01", 2, 3, 1, "01", ["0", "1", "0"]),
+    ],
+)
+def test_gpus_go_to_the_ranks_first_and_are_shared_where_there_are_too_few(
+    tmp_path: Path, gpus: str, ranks: int, replicas: int, parallel: int, trainer: str, servers: list[str]
+) -> None:
+    config = make_config(
+        tmp_path,
+        launch={"num_trainer_ranks": ranks, "device": "cuda"},
+        inference={"replicas": replicas, "vllm": {"tensor_parallel_size": parallel}},
+    )
+    shares = share_gpus(config, VLLM_ON_GPU, tuple(gpus))
+    assert shares.trainer == tuple(trainer)
+    assert shares.servers == tuple(tuple(server) for server in servers)
+    shared = [gpu for gpu in trainer if gpu in "".join(servers)]
+    assert list(shares.shared) == shared
+    assert any("they share GPU" in note for note in shares.notes) == bool(shared)
+
+
+def test_a_server_on_the_cpu_takes_no_gpu_and_a_machine_without_leaves_the_variable_alone(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    assert share_gpus(config, VLLM_ON_CPU, ("0", "1")) == GpuShares(trainer=("0",), servers=((),))
+    assert share_gpus(config, VLLM_ON_GPU, ()) == GpuShares(trainer=None, servers=(None,))
+    plan = _plan(config, Machine(num_cpus=8, gpus=("0", "1")), engine=VLLM_ON_CPU)
+    assert plan.servers[0].environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert plan.trainer.environment["CUDA_VISIBLE_DEVICES"] == "0"
+    assert "CUDA_VISIBLE_DEVICES" not in _plan(config).trainer.environment
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "replicas", "wanted", "kind"),
+    [
+        ("", 1, 1, "auto", "gloo"),
+        ("01", 1, 1, "auto", "nccl"),
+        ("0", 1, 1, "auto", "ipc"),
+        ("0", 1, 2, "auto", "ipc"),  # both on the trainer's
+        ("01", 1, 2, "auto", "gloo"),  # one shares the trainer's GPU, the other does not
+        ("01", 1, 2, "nccl", None),
+        ("01", 1, 2, "ipc", None),
+        ("01", 2, 2, "auto", "gloo"),  # each on another rank's
+        ("01", 1, 1, "gloo", "gloo"),
+        ("", 1, 1, "nccl", None),
+    ],
+)
+def test_the_transport_fits_the_gpus(
+    tmp_path: Path, gpus: str, ranks: int, replicas: int, wanted: str, kind: str | None
+) -> None:
+    config = make_config(
+        tmp_path,
+        launch={"num_trainer_ranks": ranks},
+        inference={"replicas": replicas},
+        weights={"transport": wanted},
+    )
+    engine = VLLM_ON_GPU if gpus else VLLM_ON_CPU
+    shares = share_gpus(config, engine, tuple(gpus))
+    if kind is None:
+        with pytest.raises(ConfigError, match=rf"weights\.transport: {wanted} is impossible"):
+            plan_transport(config, engine, shares)
+    else:
+        assert plan_transport(config, engine, shares)[0] == kind
+
+
+def test_running_servers_get_gloo_unless_something_else_is_asked_for(tmp_path: Path) -> None:
+    for wanted, kind in (("auto", "gloo"), ("gloo", "gloo"), ("nccl", "nccl")):
+        config = make_config(
+            tmp_path,
+            inference={"urls": ["http://a:1"]},
+            weights={"transport": wanted, "host": "10.0.0.1"},
+            launch={"device": "cuda"},
+        )
+        assert plan_transport(config, EXTERNAL, share_gpus(config, EXTERNAL, ("0",)))[0] == kind
+
+
+def test_the_plan_says_how_weights_travel_and_what_becomes_of_requests(tmp_path: Path) -> None:
+    text = _plan(make_config(tmp_path, weights={"mode": "keep_kv"})).describe()
+    assert "weights    gloo: " in text
+    assert "requests in flight: keep_kv (weights.mode)" in text
+    assert "TLS" not in text
+    tls = {"certificate": "/pki/server.pem", "key": "/pki/server.key"}
+    plan = _plan(make_config(tmp_path, inference={"tls": tls}))
+    assert plan.server_urls == ("https://127.0.0.1:4711",)
+    assert "TLS        certificate /pki/server.pem, trusted: /pki/server.pem" in plan.describe()
+
+
+def _model(folder: Path, num_parameters: int) -> str:
+    """A model folder whose one file says that it has so many parameters."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [num_parameters], "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return str(folder)
+
+
+def test_the_memory_of_a_shared_gpu_is_split_printed_and_passed_on(tmp_path: Path) -> None:
+    model = {"path": _model(tmp_path / "small", 1_000_000)}
+    config = make_config(tmp_path, model=model)
+    alone = split_memory(config, VLLM_ON_GPU, ("0",), 80 << 30)
+    assert alone is not None
+    assert alone.server_fraction is not None
+    assert 0.3 < alone.server_fraction <= 0.9
+    two = split_memory(make_config(tmp_path, model=model, inference={"replicas": 2}), VLLM_ON_GPU, ("0",), 80 << 30)
+    assert two is not None
+    assert two.server_fraction is not None
+    assert alone.server_fraction / 2 - 0.01 <= two.server_fraction <= alone.server_fraction / 2
+    assert "each of the 2 servers on it" in two.text
+    plan = _plan(config, Machine(num_cpus=8, gpus=("0",)), engine=VLLM_ON_GPU, memory=alone)
+    option = f"inference.vllm.gpu_memory_utilization={alone.server_fraction:g}"
+    assert plan.servers[0].command[-2:] == ("--set", option)
+    assert f"GPU memory vLLM {alone.server_fraction:g} of 80.0 GiB" in plan.describe()
+    assert option in plan.describe()
+
+
+def test_a_split_is_planned_only_where_one_is_needed(tmp_path: Path) -> None:
+    config = make_config(tmp_path, model={"path": _model(tmp_path / "small", 1_000_000)})
+    assert split_memory(config, VLLM_ON_GPU, ("0", "1"), 80 << 30) is None
+    assert split_memory(config, VLLM_ON_CPU, ("0",), 80 << 30) is None
+    assert split_memory(config, EXTERNAL, ("0",), 80 << 30) is None
+    assert split_memory(config, VLLM_ON_GPU, (), None) is None
+
+
+def test_a_split_that_the_user_made_is_left_alone(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        model={"path": "org/name"},
+        inference={"vllm": {"gpu_memory_utilization": 0.3, "sleep_while_training": True}},
+        rollout={"max_staleness": 0},
+    )
+    split = split_memory(config, VLLM_ON_GPU, ("0",), None)
+    assert split is not None
+    assert split.server_fraction is None
+    assert "0.3, as inference.vllm.gpu_memory_utilization says" in split.text
+    assert "gives its memory back while a step trains" in split.text
+    plan = _plan(config, Machine(num_cpus=8, gpus=("0",)), engine=VLLM_ON_GPU, memory=split)
+    assert "--set" not in plan.servers[0].command
+    assert "sleeping gains nothing" not in plan.describe()
+    apart = _plan(config, Machine(num_cpus=8, gpus=("0", "1")), engine=VLLM_ON_GPU)
+    assert "sleeping gains nothing" in apart.describe()
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu_bytes", "words"), [("org/name", 80 << 30, "a hub name"), (None, None, "of the GPU")]
+)
+def test_a_split_that_cannot_be_planned_asks_for_the_setting(
+    tmp_path: Path, model: str | None, gpu_bytes: int | None, words: str
+) -> None:
+    config = make_config(tmp_path, model={"path": model or _model(tmp_path / "small", 1000)})
+    with pytest.raises(ConfigError, match=rf"inference\.vllm\.gpu_memory_utilization: .*{words}"):
+        split_memory(config, VLLM_ON_GPU, ("0",), gpu_bytes)
+
+
+def test_more_ranks_than_gpus_are_noted(tmp_path: Path) -> None:
+    config = make_config(tmp_path, launch={"num_trainer_ranks": 3})
+    notes = " ".join(share_gpus(config, VLLM_ON_GPU, ("0",)).notes)
+    assert "launch.num_trainer_ranks: 3 is more than the 1 GPU" in notes
+
+
+def test_a_rank_reads_back_what_the_plan_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = _plan(make_config(tmp_path, inference={"replicas": 2}), preflight_only=True, resume_step=7)
+    for key, value in {**plan.trainer.environment, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    place = Assignment.from_environment()
+    assert place.server_urls == plan.server_urls
+    assert (place.transport, place.rank, place.resume_step, place.preflight_only) == ("gloo", 1, 7, True)
+    assert "run        test, checks only" in plan.describe()
+    monkeypatch.delenv("GRPO_ASYNC_PREFLIGHT_ONLY")
+    assert not Assignment.from_environment().preflight_only
+    for broken in ("http://a:1", '"http://a:1"'):
+        monkeypatch.setenv("GRPO_ASYNC_SERVER_URLS", broken)
+        with pytest.raises(ConfigError, match="grpo-async train"):
+            Assignment.from_environment()
+    monkeypatch.delenv("GRPO_ASYNC_SERVER_URLS")
+    with pytest.raises(ConfigError, match="GRPO_ASYNC_SERVER_URLS is not set"):
+        Assignment.from_environment()
+
+
+def test_ports_that_are_chosen_together_differ() -> None:
+    assert len(set(free_ports("127.0.0.1", 400))) == 400  # one by one, some would come twice
+    with pytest.raises(ConfigError, match=r"inference\.host: 192\.0\.2\.1 cannot be bound"):
+        free_ports("192.0.2.1", 1)
+
+
+def test_the_memory_of_the_smallest_visible_gpu_is_asked_of_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for nvidia-smi: this machine may have no GPU."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\necho "$@" > $0.arguments\necho 81559\necho 24564\n')
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    machine = look()
+    assert (machine.gpus, machine.gpu_bytes) == (("3", "5"), 24564 << 20)
+    assert "--id=3,5" in (tmp_path / "nvidia-smi.arguments").read_text()
+    tool.write_text("#!/bin/sh\necho '[N/A]'\n")
+    assert look().gpu_bytes is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert (look().gpus, look().gpu_bytes) == ((), None)
+
+
+def test_a_wildcard_host_is_reached_by_loopback(tmp_path: Path) -> None:
+    assert _plan(make_config(tmp_path, inference={"host": "0.0.0.0"})).server_urls == ("http://127.0.0.1:4711",)
+    assert _plan(make_config(tmp_path, inference={"host": "::1"})).server_urls == ("http://[::1]:4711",)
+
+
+@pytest.mark.parametrize(("installed", "engine"), [(True, "vllm"), (False, "embedded")])
+def test_auto_takes_vllm_where_it_is_usable_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool, engine: str
+) -> None:
+    monkeypatch.setattr(command, "vllm_installed", lambda: (installed, "the reason"))
+    choice = choose_engine(make_config(tmp_path, inference={"engine": "auto"}))
+    assert choice.engine == engine
+    assert "the reason" in choice.reason
+
+
+def test_vllm_that_was_asked_for_and_is_missing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "vllm_installed", lambda: (False, "no module vllm"))
+    with pytest.raises(ConfigError, match=r"no module vllm(.|\n)*inference.engine: embedded"):
+        choose_engine(make_config(tmp_path, inference={"engine": "vllm"}))
+
+
+def test_importing_the_launcher_imports_no_torch() -> None:
+    code = (
+        "import sys, grpo_async.launcher.train, grpo_async.processes.control, grpo_async.processes.failures; "
+        "print({'torch', 'transformers', 'vllm', 'datasets'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"

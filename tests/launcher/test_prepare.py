@@ -1,0 +1,354 @@
+"""The run directory before a run."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_async.checks.config_checks import check_inputs
+from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import dump_config, load_config
+from grpo_async.errors import ConfigError
+from grpo_async.launcher import run
+from grpo_async.launcher.prepare import check_start, empty, lock, set_aside_broken
+from grpo_async.quickstart.tokenizer import train_tokenizer
+from grpo_async.rundir import RunDir, attempt_config
+from grpo_async.training.checkpoint_manifest import write_manifest
+from tests.launcher.support import EMBEDDED, make_config
+
+
+def _old_run(config: ExperimentConfig, *, steps: tuple[int, ...] = ()) -> RunDir:
+    run_dir = RunDir(config.run_path)
+    run_dir.create()
+    run_dir.config.write_text(dump_config(config))
+    if steps:
+        run_dir.metrics.write_text('{"step": 1}\n')
+    for step in steps:
+        _make_checkpoint(run_dir, step)
+    return run_dir
+
+
+def _make_checkpoint(run_dir: RunDir, step: int) -> None:
+    folder = run_dir.checkpoint(step)
+    folder.mkdir()
+    (folder / "state.json").write_text('{"format": 2}')
+    (folder / "__0_0.distcp").write_bytes(bytes(range(256)))
+    write_manifest(folder, step=step, world_size=1)
+
+
+def _refused(config: ExperimentConfig, *words: str, resume: str | None = None, clean: bool = False) -> None:
+    with pytest.raises(ConfigError, match=".*".join(map(re.escape, words))):
+        check_start(config, resume=resume, clean=clean)
+
+
+def test_a_restart_reads_the_configuration_that_the_attempt_began_with(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = RunDir(config.run_path)
+    run_dir.create(dump_config(config))
+    attempt = run_dir.new_attempt()
+    run_dir.config.write_text("edited: for the next resume")
+    assert load_config(attempt_config(attempt)) == config
+
+
+@pytest.mark.parametrize(("below", "word"), [("file/runs", "is a file"), ("x" * 250 + "/" + "y" * 250, "")])
+def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path, below: str, word: str) -> None:
+    (tmp_path / "file").write_text("")
+    config = make_config(tmp_path, run={"dir": str(tmp_path / below)})
+    if word:
+        _refused(config, "run.dir: ", word, "set run.dir")
+    else:
+        check_start(config, resume=None, clean=False)
+    with pytest.raises(ConfigError, match=r"run\.dir: /proc/none"), lock(RunDir(Path("/proc/none"))):
+        pass
+
+
+def test_an_existing_run_is_refused_with_the_three_ways_out(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    _old_run(config, steps=(1,))
+    _refused(config, "with a checkpoint of step 1", "--resume", "--clean", "run.name")
+
+
+def test_a_new_or_empty_directory_is_taken(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    assert check_start(config, resume=None, clean=False).resume_step is None
+    config.run_path.mkdir(parents=True)
+    assert check_start(config, resume=None, clean=False).resume_step is None
+
+
+def test_resume_takes_the_newest_whole_checkpoint_or_the_named_one(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(2, 10, 9))
+    (run_dir.checkpoints / "step_11.partial").mkdir()
+    assert check_start(config, resume="auto", clean=False).resume_step == 10
+    assert check_start(config, resume="9", clean=False).resume_step == 9
+    _refused(config, "--resume 3", "2, 9, 10", resume="3")
+
+
+def _truncate(folder: Path) -> None:
+    os.truncate(folder / "__0_0.distcp", 255)
+
+
+def _flip_a_bit(folder: Path) -> None:
+    content = bytearray((folder / "__0_0.distcp").read_bytes())
+    content[100] ^= 1
+    (folder / "__0_0.distcp").write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_truncate, "has 255 bytes instead of 256"),
+        (_flip_a_bit, "is damaged: its checksum"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format": 2, "files": {}}'), "lists no state.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken(
+    tmp_path: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1, 2, 3))
+    damage(run_dir.checkpoint(3))
+    start = check_start(config, resume="auto", clean=False)
+    assert (start.resume_step, start.broken_steps) == (2, (3,))
+    (note,) = start.notes
+    assert words in note
+    assert "going on from step 2" in note
+    assert run_dir.checkpoint_steps() == [1, 2, 3]  # nothing is changed by looking
+    set_aside_broken(run_dir, start)
+    assert run_dir.checkpoint_steps() == [1, 2]
+    assert (run_dir.checkpoints / "broken_step_3").is_dir()
+    assert check_start(config, resume="auto", clean=False).notes == ()
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_is_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    _flip_a_bit(_old_run(config, steps=(1, 2)).checkpoint(2))
+    _refused(config, "--resume 2", "is damaged", "--resume auto", resume="2")
+    assert check_start(config, resume="1", clean=False).resume_step == 1
+
+
+def test_without_a_whole_checkpoint_each_is_named(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1, 2))
+    _truncate(run_dir.checkpoint(1))
+    _flip_a_bit(run_dir.checkpoint(2))
+    with pytest.raises(ConfigError) as raised:
+        check_start(config, resume="auto", clean=False)
+    assert "step 2: " in str(raised.value)
+    assert "step 1: " in str(raised.value)
+    assert "--clean" in str(raised.value)
+
+
+def test_a_checkpoint_of_the_first_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1,))
+    old = run_dir.checkpoint(2)
+    old.mkdir()
+    (old / "state.json").write_text('{"format": 1, "step": 2}')
+    _refused(config, "has format 1, of an older version", resume="auto")
+    _refused(config, "has format 1, of an older version", resume="2")
+
+
+def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    _refused(config, "there is no run in", resume="auto")
+    _old_run(config)
+    _refused(config, "--resume 3", "no checkpoint", resume="3")
+    _refused(config, "exclude each other", resume="auto", clean=True)
+
+
+def test_resume_refuses_other_data_or_weights_and_names_other_changes(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    _old_run(config, steps=(1,))
+    for section, values in (("rollout", {"group_size": 4}), ("data", {"shuffle": False}), ("run", {"seed": 3})):
+        _refused(make_config(tmp_path, **{section: values}), "put them back", resume="auto")
+    changed = make_config(tmp_path, optimizer={"lr": 0.5}, inference={"threads": 2})
+    start = check_start(changed, resume="auto", clean=False)
+    assert start.notes == ("changed since the run began: optimizer.lr: 1e-06 -> 0.5",)
+
+
+def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(2,))
+    assert check_start(config, resume="auto", clean=False).resume_step == 2  # only the export may be missing
+    run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 1}))  # of an attempt with fewer
+    assert check_start(config, resume="auto", clean=False).resume_step == 2
+    run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 2}))
+    _refused(config, "has finished its 2 steps", resume="auto")
+    longer = make_config(tmp_path, training={"max_steps": 5})
+    assert check_start(longer, resume="auto", clean=False).resume_step == 2
+
+
+def test_clean_removes_only_what_looks_like_a_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1,))
+    assert check_start(config, resume=None, clean=True).resume_step is None
+    (run_dir.root / "link").symlink_to(tmp_path / "model")
+    empty(run_dir)
+    assert list(run_dir.root.iterdir()) == []
+    assert (tmp_path / "model" / "config.json").is_file()  # the link went, not what it points at
+    (run_dir.root / "thesis.tex").write_text("")
+    _refused(config, "no config.yaml", clean=True)
+
+
+def test_clean_removes_what_a_run_left_that_was_killed_in_its_first_moment_or_while_it_was_cleaned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    root = RunDir(config.run_path).root
+    root.mkdir(parents=True)
+    (root / "config.yaml.tmp").write_text("run: {na")
+    assert check_start(config, resume=None, clean=True).resume_step is None
+    run_dir = _old_run(config, steps=(1,))
+    order = []
+    for owner, name in ((shutil, "rmtree"), (Path, "unlink")):
+        remove = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda path, remove=remove: (order.append(path), remove(path)))
+    empty(run_dir)
+    assert order[-1] == run_dir.config
+    assert len(order) > 2
+
+
+def test_clean_never_removes_what_the_run_reads(tmp_path: Path) -> None:
+    config = make_config(tmp_path, run={"name": tmp_path.name, "dir": str(tmp_path.parent)})
+    (tmp_path / "config.yaml").write_text("")
+    _refused(config, "would remove model.path", clean=True)
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_the_directory_of_a_start_that_failed_is_begun_in_again_and_its_logs_stay(
+    tmp_path: Path, resume: str | None
+) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config)
+    log = run_dir.new_attempt() / "trainer.log"
+    log.write_text("no such module")
+    run_dir.metrics.write_text("")
+    start = check_start(config, resume=resume, clean=False)
+    assert (start.resume_step, start.is_reused, len(start.notes)) == (None, True, 1)
+    empty(run_dir, keeps_logs=True)
+    assert [path.name for path in run_dir.root.iterdir()] == ["logs"]
+    assert log.exists()
+    run_dir.create(dump_config(config))
+    run_dir.metrics.write_text('{"step": 1}\n')  # it has trained: what it wrote is the user's to remove
+    _refused(config, "without a checkpoint", "--clean", resume=resume)
+
+
+def test_a_directory_that_takes_nothing_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "config.yaml.tmp")
+
+    monkeypatch.setattr(RunDir, "create", refuse)
+    with pytest.raises(ConfigError, match=r"run\.dir: .*No space left on device.*config\.yaml\.tmp"):
+        run(config, resume=None, clean=False, dry_run=False)
+
+
+def test_a_resume_says_that_the_metrics_are_missing(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(2,))
+    assert check_start(config, resume="auto", clean=False).notes == ()
+    run_dir.metrics.unlink()
+    (note,) = check_start(config, resume="auto", clean=False).notes
+    assert str(run_dir.metrics) in note
+    assert "2" in note
+
+
+def test_two_launchers_cannot_hold_one_directory(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "runs" / "test")
+    with lock(run_dir), pytest.raises(ConfigError, match="another launcher"), lock(run_dir):
+        pass
+    with lock(run_dir):
+        pass
+
+
+def test_a_token_is_private_from_its_first_moment_and_gone_at_the_end(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    before = os.umask(0)
+    try:
+        with contextlib.suppress(ZeroDivisionError), run_dir.new_token() as token:
+            assert run_dir.token.read_text() == token
+            assert run_dir.token.stat().st_mode & 0o777 == 0o600
+            raise ZeroDivisionError
+    finally:
+        os.umask(before)
+    assert not run_dir.token.exists()
+    with run_dir.new_token() as another:
+        assert another != token
+        run_dir.token.unlink()  # somebody was quicker
+
+
+def test_a_token_that_a_killed_launcher_left_is_no_obstacle(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(1,))
+    target = tmp_path / "elsewhere"
+    target.write_text("untouched")
+    run_dir.token.symlink_to(target)  # not followed, either
+    assert check_start(config, resume="auto", clean=False).resume_step == 1
+    with run_dir.new_token() as token:
+        assert run_dir.token.read_text() == token
+        assert not run_dir.token.is_symlink()
+    assert target.read_text() == "untouched"
+    run_dir.token.write_text("old")
+    assert check_start(config, resume=None, clean=True).resume_step is None
+    empty(run_dir)
+    assert list(run_dir.root.iterdir()) == []
+
+
+def test_a_dry_run_prints_plan_and_configuration_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path)
+    train_tokenizer(["1 + 2 = 3"]).save_pretrained(config.model.path)
+    before = sorted(tmp_path.rglob("*"))
+    assert run(config, resume=None, clean=False, dry_run=True) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+    out = capsys.readouterr().out
+    assert "serve-embedded" in out
+    assert "grpo_async.trainer.main" in out
+    assert dump_config(config) in out
+
+
+def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        model={"path": str(tmp_path / "none")},
+        data={"train": {"type": "jsonl", "path": str(tmp_path / "none.jsonl")}},
+        rewards=[{"function": "no_such_module_anywhere:f"}],
+        evaluation={"data": {"type": "jsonl", "path": str(tmp_path / "train.jsonl")}, "baseline_column": "solution"},
+    )
+    with pytest.raises(ConfigError) as caught:
+        run(config, resume=None, clean=False, dry_run=True)
+    text = str(caught.value)
+    for key in ("model.path: ", "data.train: ", "rewards.0.function: ", "evaluation.baseline_column: solution"):
+        assert key in text
+
+
+def test_a_broken_first_row_is_found_before_anything_starts(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1"}\n')
+    with pytest.raises(ConfigError, match=r"data\.train: "):
+        run(config, resume=None, clean=False, dry_run=True)
+    assert not config.run_path.exists()
+
+
+@pytest.mark.parametrize(("path", "is_hub_name"), [("./none", False), ("/none", False), ("org/name", True)])
+def test_a_missing_model_is_an_error_unless_it_may_be_a_hub_name(tmp_path: Path, path: str, is_hub_name: bool) -> None:
+    config = make_config(tmp_path, model={"path": path})
+    if is_hub_name:
+        assert any("taken as a hub name" in note for note in check_inputs(config, engine=EMBEDDED))
+    else:
+        with pytest.raises(ConfigError, match="does not exist"):
+            check_inputs(config, engine=EMBEDDED)

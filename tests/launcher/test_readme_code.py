@@ -1,0 +1,36 @@
+"""The Python in the README is what it says: a reward, a tool, an environment and a rollout function, usable as they stand."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_async.config.interaction_sections import EnvironmentSection, RewardSection, ToolSection
+from grpo_async.envs import load_environments
+from grpo_async.rewards import load_rewards
+from grpo_async.tools import load_tools
+from grpo_async.user_code.references import resolve_function
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_code_of_the_readme_loads_in_every_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.S)
+    (tmp_path / "mine.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        (reward,) = load_rewards([RewardSection(function="mine:exact_answer")])
+        assert reward.missing_columns(["answer"]) == []
+        tools = load_tools([ToolSection(function="mine:multiply")])
+        assert [tool.name for tool in tools] == ["multiply"]
+        environments = load_environments({"counter": EnvironmentSection(factory="mine:Counter")}, tools)
+        (pool,) = environments.pools.values()
+        assert [schema["function"]["name"] for schema in pool.schemas] == ["multiply", "add"]
+        assert environments.reward_weights == {"Counter": 1.0}
+        pool.discard_free()
+        assert callable(resolve_function("mine:rollout_func", "rollout_function.function"))
+    finally:
+        sys.modules.pop("mine", None)

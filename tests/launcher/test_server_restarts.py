@@ -1,0 +1,412 @@
+"""Servers that die or hang after they have served: real processes, real signals, stand-ins for server and trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_async.launcher import server_keeper
+from grpo_async.launcher.child import Child
+from grpo_async.launcher.server_keeper import RestartCount, RestartRules, ServerEvent, ServerKeepers, Work, has_worked
+from grpo_async.launcher.trainer_plan import ProcessSpec
+from grpo_async.launcher.tree import ProcessTree
+from tests.launcher.support import START_S, LauncherProcess
+from tests.support.waiting import eventually, is_alive
+
+FAST: dict[str, Any] = {"restart_delay_s": 0.0}
+PAUSE = (sys.executable, "-c", "import signal; signal.pause()")
+
+
+def _served(folder: Path, *, trainer: str = "served", server: str = "serve", **inference: Any) -> LauncherProcess:
+    return LauncherProcess(folder, trainer=trainer, server=server, inference={**FAST, **inference})
+
+
+def _begin(launcher: LauncherProcess, *names: str) -> None:
+    """Until the trainer has said that all serve, and the stand-ins `names` (the server) have really begun."""
+    launcher.wait_for_line("servers serve")
+    launcher.wait_for_processes(*(names or ("server",)))
+
+
+def _news(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "news"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _events(folder: Path, index: int = 0) -> list[str]:
+    """But for those that say that a slow start is at work."""
+    events = [message["event"] for message in _news(folder) if message["index"] == index]
+    return [event for event in events if event != "working"]
+
+
+def _await_events(folder: Path, *events: str, index: int = 0) -> None:
+    assert eventually(lambda: _events(folder, index) == list(events), START_S), _news(folder)
+
+
+def _await_new_pid(launcher: LauncherProcess, name: str, old: int) -> int:
+    assert eventually(lambda: launcher.pids()[name] != old, START_S), f"{name} was not started again"
+    return launcher.pids()[name]
+
+
+def _signal(launcher: LauncherProcess, name: str, number: signal.Signals) -> int:
+    """Send a signal to a stand-in; returns its pid."""
+    pid = launcher.pids()[name]
+    os.kill(pid, number)
+    return pid
+
+
+def _logs(folder: Path) -> Path:
+    return folder / "runs" / "test" / "logs" / "latest"
+
+
+def test_a_killed_server_is_started_again_with_its_port_and_token_and_the_run_finishes(tmp_path: Path) -> None:
+    with _served(tmp_path) as launcher:
+        _begin(launcher)
+        assert eventually(lambda: (_logs(tmp_path) / "server.log").read_text() == "serving\n", START_S)
+        token = (tmp_path / "server.token").read_text()
+        (tmp_path / "server.token").unlink()
+        old = _signal(launcher, "server", signal.SIGKILL)
+        _await_new_pid(launcher, "server", old)
+        _await_events(tmp_path, "exited", "starting")
+        launcher.wait_for_line("the inference server serves again, ")
+        _signal(launcher, "rank0", signal.SIGUSR2)
+        assert launcher.end() == 0, launcher.output
+        assert launcher.left() == {}
+        assert "the inference server was killed by SIGKILL" in launcher.output
+        assert "restart 1 of 3 in 0 s" in launcher.output
+        assert " s after it was lost" in launcher.output
+        assert "1 failure, recovered after 1.5 s" in " ".join(launcher.output.split())
+    assert (tmp_path / "server.token").read_text() == token
+    assert "was killed by SIGKILL" in _news(tmp_path)[0]["detail"]
+    assert {"server.log", "server.restart_1.log"} <= {path.name for path in _logs(tmp_path).iterdir()}
+    assert (_logs(tmp_path) / "server.log").read_text() == "serving\n"  # the old log is kept
+    assert (_logs(tmp_path) / "server.restart_1.log").read_text() == "serving\nasked to end\n"
+
+
+def test_everything_that_a_dead_server_left_is_killed_before_it_is_started_again(tmp_path: Path) -> None:
+    with _served(tmp_path, server="children") as launcher:
+        names = ("server.child", "server.stray", "server.bare")
+        _begin(launcher, "server", *names)
+        old = {name: launcher.pids()[name] for name in names}
+        rank = launcher.pids()["rank0"]
+        server = _signal(launcher, "server", signal.SIGKILL)  # only the parent, as an out-of-memory killer does
+        _await_new_pid(launcher, "server", server)
+        assert [name for name, pid in old.items() if is_alive(pid)] == []
+        assert not any(psutil.pid_exists(pid) for pid in old.values())  # no zombies, either
+        assert is_alive(rank)
+        _signal(launcher, "rank0", signal.SIGUSR2)
+        assert launcher.end() == 0, launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_stopped_server_that_the_trainer_wants_restarted_is_killed_with_its_helpers(tmp_path: Path) -> None:
+    with _served(tmp_path, server="children") as launcher:
+        names = ("server.child", "server.stray", "server.bare")
+        _begin(launcher, "server", *names)
+        old = {name: launcher.pids()[name] for name in ("server", *names)}
+        _signal(launcher, "server", signal.SIGSTOP)
+        _signal(launcher, "server.child", signal.SIGSTOP)
+        _signal(launcher, "rank0", signal.SIGUSR1)  # asks for the restart
+        _await_new_pid(launcher, "server", old["server"])
+        assert [name for name, pid in old.items() if is_alive(pid)] == []
+        _await_events(tmp_path, "exited", "starting")
+        launcher.wait_for_line("the inference server was killed: it did not answer for 30 s; restart 1 of 3")
+        _signal(launcher, "rank0", signal.SIGUSR2)
+        assert launcher.end() == 0, launcher.output
+
+
+def test_a_server_that_dies_in_every_life_is_given_up_with_its_own_last_lines(tmp_path: Path) -> None:
+    with _served(tmp_path, trainer="served", server="crash-again", max_restarts=2) as launcher:
+        _begin(launcher)
+        _signal(launcher, "server", signal.SIGUSR1)
+        assert launcher.end() == 1
+        assert launcher.left() == {}
+        error = launcher.output[launcher.output.index("error: ") :]
+        assert (
+            "the inference server was given up after 2 restarts in a row (inference.max_restarts): "
+            "it ended with status 3\n" in error
+        )
+        assert "  KV cache does not fit\n  giving up\n" in error
+        assert "the card is on fire" not in error  # that was the first life's
+        assert "server.restart_2.log" in error
+        assert "there is no checkpoint yet" in error
+    # the trainer is ended while the last news are on their way
+    assert _events(tmp_path)[:4] == ["exited", "starting", "exited", "starting"]
+    assert "the card is on fire" in (_logs(tmp_path) / "server.log").read_text()
+
+
+def test_without_restarts_a_dead_server_ends_the_run_at_once(tmp_path: Path) -> None:
+    with _served(tmp_path, max_restarts=0) as launcher:
+        _begin(launcher)
+        _signal(launcher, "server", signal.SIGUSR1)
+        assert launcher.end() == 1
+        assert "given up after 0 restarts in a row" in launcher.output
+        assert "  CUDA error: the card is on fire\n" in launcher.output
+
+
+def test_with_another_server_the_run_goes_on_and_ends_only_with_the_last(tmp_path: Path) -> None:
+    with _served(tmp_path, max_restarts=0, replicas=2) as launcher:
+        _begin(launcher, "server0", "server1")
+        _signal(launcher, "server1", signal.SIGUSR1)
+        launcher.wait_for_line("the run goes on with 1 of 2")
+        _await_events(tmp_path, "exited", "given_up", index=1)
+        assert launcher.process.poll() is None
+        assert is_alive(launcher.pids()["server0"])
+        _signal(launcher, "server0", signal.SIGKILL)
+        assert launcher.end() == 1
+        assert launcher.left() == {}
+        error = launcher.output[launcher.output.index("error: ") :]
+        assert "inference server 1 was given up after 0 restarts" in error
+        assert "inference server 0 was given up after 0 restarts" in error
+        assert "was killed by SIGKILL" in error
+        assert "server_0.log" in error
+    names = {"config.yaml", "server_0.log", "server_1.log", "trainer.log"}
+    assert {path.name for path in _logs(tmp_path).iterdir()} == names
+
+
+def test_a_replica_that_dies_before_it_ever_served_ends_the_run(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", inference={"replicas": 2}) as launcher:
+        launcher.wait_for_line("training")
+        launcher.wait_for_processes("server0", "server1")
+        _signal(launcher, "server0", signal.SIGUSR1)
+        assert launcher.end() == 1
+        assert "error: the inference server 0 (pid " in launcher.output
+        assert "CUDA error" in launcher.output
+        assert launcher.left() == {}
+
+
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_a_signal_ends_the_wait_before_a_restart(tmp_path: Path, is_twice: bool) -> None:
+    with _served(tmp_path, restart_delay_s=50.0) as launcher:
+        _begin(launcher)
+        old = _signal(launcher, "server", signal.SIGKILL)
+        launcher.wait_for_line("restart 1 of 3 in 50 s")
+        sent = time.monotonic()
+        if is_twice:
+            _signal(launcher, "rank0", signal.SIGSTOP)  # it cannot obey
+        launcher.process.send_signal(signal.SIGINT)
+        launcher.wait_for_line("press Ctrl-C again")
+        if is_twice:
+            launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 130, launcher.output
+        assert time.monotonic() - sent < 20.0  # less than the wait for a keeper that does not listen
+        assert launcher.left() == {}
+        assert launcher.pids()["server"] == old  # it was not started again
+        assert ("a second signal" in launcher.output) == is_twice
+
+
+def test_a_server_that_ends_because_the_run_is_over_is_not_started_again(tmp_path: Path) -> None:
+    with _served(tmp_path, server="slow-end", replicas=2) as launcher:
+        _begin(launcher, "server0", "server1")
+        old = launcher.pids()["server0"]
+        _signal(launcher, "rank0", signal.SIGUSR2)
+        assert launcher.end() == 0, launcher.output  # two seconds after server0
+        assert launcher.pids()["server0"] == old
+        assert "restart" not in launcher.output
+
+
+def test_a_failing_trainer_is_the_cause_also_while_a_server_is_down(tmp_path: Path) -> None:
+    with _served(tmp_path, restart_delay_s=50.0) as launcher:
+        _begin(launcher)
+        _signal(launcher, "server", signal.SIGKILL)
+        launcher.wait_for_line("restart 1 of 3 in 50 s")
+        rank = _signal(launcher, "rank0", signal.SIGKILL)
+        assert launcher.end() == 1
+        assert f"error: the trainer (pid {rank}) was killed by SIGKILL" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_launcher_killed_while_a_server_is_down_leaves_nobody(tmp_path: Path) -> None:
+    with _served(tmp_path, replicas=2, restart_delay_s=50.0) as launcher:
+        _begin(launcher, "server0", "server1")
+        _signal(launcher, "server1", signal.SIGKILL)
+        launcher.wait_for_line("restart 1 of 3 in 50 s")
+        launcher.process.kill()
+        assert eventually(lambda: launcher.left() == {}, 20.0), launcher.left()
+
+
+def test_the_waits_double_up_to_a_minute_and_ten_minutes_of_service_begin_a_new_row() -> None:
+    now = 1000.0
+    count = RestartCount(RestartRules(max_restarts=8, delay_s=1.0), clock=lambda: now)
+    assert [count.next_delay_s() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
+    count = RestartCount(RestartRules(max_restarts=2, delay_s=3.0), clock=lambda: now)
+    for served_s, delay_s in ((0.0, 3), (599.9, 6), (600.0, 3), (1.0, 6), (1.0, None)):
+        count.serves()
+        now += served_s
+        assert count.next_delay_s() == delay_s
+    now += 1000.0  # it was down, not serving
+    assert count.next_delay_s() is None
+
+
+class News:
+    """What a keeper reports; `arrived` is set by each event."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, int]] = []
+        self.states: list[str | None] = []
+        self.arrived = asyncio.Event()
+
+    def server_event(self, index: int, event: ServerEvent, detail: str, life: int) -> None:
+        self.events.append((event, detail, life))
+        self.arrived.set()
+
+    def server_state(self, name: str, trouble: str | None) -> None:
+        self.states.append(trouble)
+
+    def note(self, text: str) -> None:
+        pass
+
+    def warning(self, text: str) -> None:
+        pass
+
+    async def wait_for(self, event: str, life: int) -> None:
+        async with asyncio.timeout(START_S):
+            while not any((event, life) == (name, number) for name, _, number in self.events):
+                self.arrived.clear()
+                await self.arrived.wait()
+
+
+@asynccontextmanager
+async def _keepers(
+    news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_restarts: int = 3
+) -> AsyncIterator[ServerKeepers]:
+    """Keepers of one server that runs `command` and is restarted without delay; at the end everything is killed."""
+    spec = ProcessSpec(
+        name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
+    )
+    tree = ProcessTree()
+    keepers = ServerKeepers(
+        [spec],
+        news,
+        spawn=lambda spec, life: Child.spawn(spec, folder, life=life),
+        tree=tree,
+        rules=RestartRules(max_restarts=max_restarts, delay_s=0.0),
+    )
+    try:
+        await keepers.start()
+        yield keepers
+    finally:
+        await keepers.abandon(START_S)
+        await tree.kill(START_S)
+
+
+def test_a_start_that_computes_is_reported_until_the_server_serves_and_one_that_waits_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Work] = []
+
+    def has_worked_once_more(before: Work, now: Work, interval_s: float) -> bool:
+        looks.append(now)
+        return has_worked(before, now, interval_s)
+
+    monkeypatch.setattr(server_keeper, "_WORK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(server_keeper, "has_worked", has_worked_once_more)
+
+    async def main(*command: str) -> tuple[list[str], int]:
+        news, folder = News(), tmp_path / str(len(command[-1]))
+        folder.mkdir()
+        async with _keepers(news, folder, command=command) as keepers:
+            if "while" in command[-1]:
+                await news.wait_for("working", 0)
+            else:
+                while len(looks) < 20:  # 20 looks are 2 s, of which the start takes some
+                    await asyncio.sleep(0.1)
+                news.events.clear()
+                while len(looks) < 25:
+                    await asyncio.sleep(0.1)
+            keepers.serves(0, life=0)
+            num_looks = len(looks)
+            await asyncio.sleep(0.3)
+            return [event for event, _, _ in news.events], len(looks) - num_looks
+
+    events, later_looks = asyncio.run(main(sys.executable, "-c", "while True: pass"))
+    assert set(events) == {"working"}
+    assert later_looks == 0
+    looks.clear()
+    assert asyncio.run(main(*PAUSE)) == ([], 0)
+
+
+def test_less_than_a_twentieth_of_a_core_is_waiting() -> None:
+    assert not has_worked({7: (1.0, 0.0)}, {7: (1.2, 0.0)}, 5.0)
+    assert has_worked({7: (1.0, 0.0)}, {7: (1.3, 0.0)}, 5.0)
+    assert has_worked({7: (1.0, 0.0)}, {7: (1.0, 6e5)}, 5.0)  # it loads
+    assert has_worked({7: (9.0, 0.0)}, {8: (0.4, 0.0)}, 5.0)  # 7 has ended
+
+
+def test_a_request_that_crossed_a_restart_does_not_end_the_new_life(tmp_path: Path) -> None:
+    news = News()
+
+    async def main() -> None:
+        async with _keepers(news, tmp_path) as keepers:
+            keepers.serves(0, life=0)
+            os.kill(keepers.running[0].pid, signal.SIGKILL)
+            await news.wait_for("starting", 1)
+            keepers.ask_restart(0, "an old request", life=0)
+            keepers.serves(0, life=0)
+            assert news.states[-1] is not None  # the old life's service is no news of the new one
+            keepers.serves(0, life=1)
+            assert news.states[-1] is None
+            keepers.ask_restart(0, "a new request", life=1)
+            await news.wait_for("starting", 2)
+            pid = keepers.running[0].pid
+            os.kill(pid, signal.SIGKILL)
+            # the event loop, which stands still here, hears of the request before it hears of the end
+            assert eventually(lambda: not is_alive(pid), START_S)
+            keepers.ask_restart(0, "it does not answer", life=2)
+            await news.wait_for("starting", 3)
+            assert not keepers.lost_all.is_set()
+
+    asyncio.run(main())
+    exits = [detail for event, detail, _ in news.events if event == "exited"]
+    assert exits[1] == "was killed: a new request"
+    assert exits[2].startswith("was killed by SIGKILL")  # it ended by itself
+
+
+def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: Path) -> None:
+    """The trainer waits for it in a push, and has a checkpoint to write."""
+    news = News()
+
+    async def main() -> None:
+        async with _keepers(news, tmp_path) as keepers:
+            (child,) = keepers.running
+            os.kill(child.pid, signal.SIGSTOP)
+            await keepers.stop(START_S)
+            keepers.ask_restart(0, "it does not answer", life=0)
+            await asyncio.wait([child.exited], timeout=START_S)
+            assert child.exited.result() == -signal.SIGKILL
+            assert keepers.running == []
+
+    asyncio.run(main())
+    assert [event for event, _, _ in news.events] == []
+
+
+def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Path) -> None:
+    program = tmp_path / "server"
+    program.write_text(f"#!{sys.executable}\nimport signal; signal.pause()\n")
+    program.chmod(0o700)
+    news = News()
+
+    async def main() -> str | None:
+        async with _keepers(news, tmp_path, command=(str(program),), max_restarts=2) as keepers:
+            keepers.serves(0)
+            program.unlink()
+            os.kill(keepers.running[0].pid, signal.SIGKILL)
+            async with asyncio.timeout(START_S):
+                await keepers.lost_all.wait()
+        return keepers.failure
+
+    failure = asyncio.run(main())
+    assert failure is not None
+    assert "given up after 2 restarts" in failure
+    assert "could not be started: cannot start the inference server" in failure
+    assert [event for event, _, _ in news.events] == ["exited", "exited", "exited", "given_up"]

@@ -1,0 +1,411 @@
+"""The batch script for Slurm: what it says, that a shell takes it, and that it runs, with stand-ins for Slurm's commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from grpo_async.cli.app import app
+from grpo_async.cluster.slurm import batch_script, gpus_per_node
+from grpo_async.config import ExperimentConfig
+from tests.e2e.support import REPOSITORY, finish, make_run, wait_for
+from tests.launcher.support import LauncherProcess, make_config
+
+HOSTS = ("127.0.0.1", "127.0.0.1", "127.0.0.1")  # node 0, node 1, server: all are this machine
+
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then printf '%s\\n' $SLURM_JOB_NODELIST; else echo "$@" >> "$FAKE_SLURM/scontrol.log"; fi
+"""
+SRUN = """#!/bin/bash
+echo "$@" >> "$FAKE_SLURM/srun.log"
+while [[ "$1" == --* ]]; do shift; done
+exec "$@"
+"""
+SBATCH = """#!/bin/bash
+echo "$@" >> "$FAKE_SLURM/sbatch.log"
+echo "Submitted batch job 42"
+"""
+
+
+def _script(config: ExperimentConfig, **options: Any) -> str:
+    folder = Path("/shared/my project")
+    arguments: dict[str, Any] = {"python": "/venv/bin/python", "working_dir": folder} | options
+    return batch_script(config, arguments.pop("config_path", folder / "x.yaml"), **arguments)
+
+
+def _cluster(folder: Path, **launch: Any) -> ExperimentConfig:
+    return make_config(folder, launch={"nodes": 2, "rdzv": "node-0:29555", **launch})
+
+
+def _directives(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def _sourced(script: str, *names: str) -> list[str]:
+    """Values that bash gives the variables of the script's head (arrays: one line for each entry)."""
+    head = script.partition("# ---- who is who")[0].replace("cd ", ": ", 1)
+    show = "\n".join(f'printf "%s\\n" "${{{name}[@]}}"' for name in names)
+    done = subprocess.run(["bash", "-c", f"{head}\n{show}"], capture_output=True, text=True, timeout=30, check=True)
+    return done.stdout.splitlines()
+
+
+def test_the_job_has_the_machines_of_trainer_and_servers_and_the_options_of_the_section(tmp_path: Path) -> None:
+    slurm = {
+        "server_nodes": 3,
+        "partition": "gpu",
+        "account": "lab",
+        "time": "12:00:00",
+        "gpus_per_node": 4,
+        "options": ["--constraint=a100"],
+        "setup": ["module load cuda"],
+    }
+    script = _script(_cluster(tmp_path, slurm=slurm, stop_timeout_s=120.0))
+    directives = _directives(script)
+    wanted = [
+        "--nodes=5",
+        "--gpus-per-node=4",
+        "--partition=gpu",
+        "--account=lab",
+        "--time=12:00:00",
+        "--constraint=a100",
+    ]
+    assert set(wanted) <= set(directives)
+    assert "--signal=B:USR1@180" in directives  # launch.stop_timeout_s + 60
+    assert "--requeue" in directives
+    assert "\nmodule load cuda\n" in script
+    # Slurm reads no options after the first command
+    assert script.index("#SBATCH --constraint") < script.index("set -euo")
+
+
+@pytest.mark.parametrize(
+    ("sections", "number"),
+    [
+        ({"launch": {"num_trainer_ranks": 4}, "inference": {"engine": "vllm"}}, 4),
+        (
+            {
+                "launch": {"num_trainer_ranks": 2},
+                "inference": {"engine": "vllm", "replicas": 4, "vllm": {"tensor_parallel_size": 2}},
+            },
+            8,
+        ),
+        ({"launch": {"device": "cpu"}, "inference": {"engine": "embedded"}}, 0),
+        ({"launch": {"slurm": {"gpus_per_node": 0}}, "inference": {"engine": "vllm"}}, 0),
+    ],
+)
+def test_gpus_are_those_of_the_larger_of_trainer_and_servers(tmp_path: Path, sections: Any, number: int) -> None:
+    config = make_config(tmp_path, **sections)
+    assert gpus_per_node(config) == number
+    assert any("gpus-per-node" in line for line in _directives(_script(config))) == (number > 0)
+
+
+def test_every_word_of_the_user_is_quoted(tmp_path: Path) -> None:
+    """Nothing that stands in a path or a value is carried out by the shell."""
+    evil = "$(touch /tmp/evil) `id` ' \" ; rm -rf x"
+    script = _script(
+        _cluster(tmp_path),
+        config_path=Path("/shared") / evil,
+        overrides=[f"data.train.path={evil}", "optimizer.lr=1e-5"],
+        working_dir=Path("/work") / evil,
+    )
+    config = _sourced(script, "config")
+    assert config == [f"/shared/{evil}", "--set", f"data.train.path={evil}", "--set", "optimizer.lr=1e-5"]
+    assert _sourced(script, "grpo") == ["/venv/bin/python", "-m", "grpo_async"]
+    cd = next(line for line in script.splitlines() if line.startswith("cd "))
+    assert shlex.split(cd) == ["cd", f"/work/{evil}"]
+    comment = next(line for line in script.splitlines() if "Made by" in line)
+    assert comment.startswith("#")
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"partition": "gpu\n#SBATCH --uid=0"},
+        {"time": "1 2"},
+        {"options": ["rm -rf /"]},
+        {"options": ["--x\nrm"]},
+        {"setup": ["a\nb"]},
+    ],
+)
+def test_values_that_would_leave_their_line_are_refused(tmp_path: Path, section: Any) -> None:
+    with pytest.raises(ValueError, match=r"launch\.slurm"):
+        _cluster(tmp_path, slurm=section)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_shell_and_shellcheck_have_nothing_to_say(tmp_path: Path, nodes: int) -> None:
+    path = tmp_path / "x.sbatch"
+    path.write_text(_script(_cluster(tmp_path, nodes=nodes)))
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=30)
+    checker = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    assert checker is not None, "install the dependency group `test`"
+    done = subprocess.run([checker, str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """Environment of a job, with stand-ins for scontrol, srun and sbatch that log to $FAKE_SLURM and run everything here."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("sbatch", SBATCH)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "GRPO_ASYNC_"))},
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "FAKE_SLURM": str(tmp_path),
+        "SLURM_JOB_ID": "42",
+        "SLURM_JOB_NODELIST": " ".join(HOSTS),
+        "SLURM_CPUS_ON_NODE": "2",
+        "SLURM_NODEID": "0",
+    }
+
+
+def test_submit_writes_the_script_and_hands_it_to_sbatch(
+    tmp_path: Path, cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", cluster["PATH"])
+    monkeypatch.setenv("FAKE_SLURM", cluster["FAKE_SLURM"])
+    config = tmp_path / "x.yaml"
+    config.write_text(yaml.safe_dump(json.loads(_cluster(tmp_path).model_dump_json())))
+    out = tmp_path / "a b.sbatch"
+    done = CliRunner().invoke(
+        app, ["launch", "slurm", str(config), "--out", str(out), "--submit", "--set", "training.max_steps=7"]
+    )
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "sbatch.log").read_text() == f"{out}\n"
+    assert "training.max_steps=7" in out.read_text()
+    printed = CliRunner().invoke(app, ["launch", "slurm", str(config)])
+    assert printed.output.startswith("#!/bin/bash\n")
+
+
+def test_the_script_is_for_its_user_alone_and_has_no_secret_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    content = json.loads(_cluster(tmp_path).model_dump_json())
+    content["launch"]["slurm"]["setup"] = ["export HF_TOKEN=${HF_TOKEN}", "mkdir /tmp/$${USER}/${SLURM_JOB_ID}"]
+    config = tmp_path / "x.yaml"
+    config.write_text(yaml.safe_dump(content))
+    out = tmp_path / "x.sbatch"
+    out.with_name("x.sbatch.tmp").write_text("of a process that was killed")
+    out.with_name("x.sbatch.tmp").chmod(0o644)
+    done = CliRunner().invoke(app, ["launch", "slurm", str(config), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "\nexport HF_TOKEN=${HF_TOKEN}\nmkdir /tmp/${USER}/${SLURM_JOB_ID}\n" in out.read_text()
+    assert "hf_secret" not in out.read_text()
+    assert stat.S_IMODE(out.stat().st_mode) == 0o700
+
+
+# ---- where a job starts; a stand-in for node 0's launcher plays one deed in each attempt of the job
+
+LAUNCHER = """#!/bin/bash
+[[ "$*" == *"--node-rank 0"* ]] || exit 0
+printf '%s\\n' "$@" > "$0.log"
+cd runs/test
+"""
+FAILS_BEFORE = "true"  # the machine broke before the launcher had the run directory, or the launcher refused
+
+
+def _attempt(number: int, *, job: int = 42, when: str = "now") -> str:
+    """What the launcher does to the run directory as soon as that is its own; see `note_job`."""
+    folder = f"logs/attempt_{number}"
+    note = f"echo {job} > {folder}/slurm_job && touch -d '{when}' {folder}/slurm_job"
+    return f"mkdir -p {folder} checkpoints && {note} && ln -sfn attempt_{number} logs/latest"
+
+
+def _save(step: int, when: str = "+1 minute") -> str:
+    """A checkpoint, written a while after all that was there (file times are no finer than some milliseconds)."""
+    return f"mkdir -p checkpoints/step_{step} && touch -d '{when}' checkpoints/step_{step}"
+
+
+_SAVES = f"{_attempt(2, when='2 hours ago')} && {_save(45, '1 hour ago')}"
+
+
+def _starts(tmp_path: Path, cluster: dict[str, str], arguments: list[str], deeds: list[str]) -> list[str]:
+    """What node 0's launcher is told about the start in each attempt of a job that was handed in with `arguments`."""
+    launcher, script = tmp_path / "launcher", tmp_path / "x.sbatch"
+    script.write_text(_script(make_config(tmp_path), python=str(launcher), working_dir=tmp_path))
+    starts = []
+    for number, deed in enumerate(deeds):
+        launcher.write_text(LAUNCHER + deed)
+        launcher.chmod(0o755)
+        environment = {**cluster, "SLURM_RESTART_COUNT": str(number), "SLURM_JOB_NODELIST": "127.0.0.1 127.0.0.1"}
+        done = subprocess.run(
+            ["bash", str(script), *arguments], env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        told = (tmp_path / "launcher.log").read_text().split()
+        starts.append(" ".join(told[told.index("--node-rank") + 2 :]))
+    return starts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "deeds", "starts"),
+    [
+        ("", [FAILS_BEFORE, _attempt(1), "true"], ["", "", "--clean"]),
+        ("", [f"{_attempt(1)} && {_save(5)}", _attempt(2), "true"], ["", "--resume", "--resume"]),
+        ("--clean", [f"{_attempt(1)} && {_save(5)}", "true"], ["--clean", "--resume"]),
+        # what an attempt saved is not lost by one that saved nothing
+        ("", [f"{_attempt(1)} && {_save(5)}", _attempt(2), _attempt(10), "true"], ["", *["--resume"] * 3]),
+        # nor by clocks that do not agree
+        ("", [f"{_attempt(1)} && {_save(5, '1 hour ago')}", "true"], ["", "--resume"]),
+        ("--clean", [_attempt(1), "true"], ["--clean", "--clean"]),
+        # another run has the directory in the meantime
+        ("", [f"{_attempt(1)} && {_save(5)}", _attempt(2, job=43), "true"], ["", "--resume", ""]),
+    ],
+)
+def test_a_job_that_is_queued_again_goes_on_with_what_it_began(
+    tmp_path: Path, cluster: dict[str, str], arguments: str, deeds: list[str], starts: list[str]
+) -> None:
+    (tmp_path / "runs" / "test").mkdir(parents=True)
+    assert _starts(tmp_path, cluster, arguments.split(), deeds) == starts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "deeds", "starts"),
+    [
+        ("", [FAILS_BEFORE, "true"], ["", ""]),  # refused, and refused again
+        ("--clean", [FAILS_BEFORE, "true"], ["--clean", "--clean"]),
+        ("--resume 40", [FAILS_BEFORE, "true"], ["--resume 40", "--resume 40"]),
+        # begun, but nothing saved: the checkpoint of step 60 is not the one to go on from
+        ("--resume 40", [_attempt(2), _save(45), "true"], ["--resume 40", "--resume 40", "--resume"]),
+        ("--resume 40", [_SAVES, _attempt(10), "true"], ["--resume 40", "--resume", "--resume"]),
+        ("--resume=40", [_attempt(2), "true"], ["--resume=40", "--resume=40"]),
+        ("--resume", [_attempt(2), "true"], ["--resume", "--resume"]),
+        # other options stay
+        (
+            "--resume 40 --set a=1",
+            [f"{_attempt(2)} && {_save(45)}", "true"],
+            ["--resume 40 --set a=1", "--set a=1 --resume"],
+        ),
+        ("--set a=1 --resume auto", [_attempt(2), "true"], ["--set a=1 --resume auto", "--set a=1 --resume auto"]),
+    ],
+)
+@pytest.mark.parametrize("owner", ["another job", "no job"])
+def test_a_job_that_is_queued_again_leaves_another_run_alone(
+    tmp_path: Path, cluster: dict[str, str], arguments: str, deeds: list[str], starts: list[str], owner: str
+) -> None:
+    run_dir = tmp_path / "runs" / "test"
+    run_dir.mkdir(parents=True)
+    before = f"{_attempt(1, job=7)} && {_save(40, '1 day ago')} && {_save(60, '1 day ago')}"
+    subprocess.run(["bash", "-c", before], cwd=run_dir, check=True, timeout=30)
+    if owner == "no job":
+        (run_dir / "logs" / "attempt_1" / "slurm_job").unlink()
+    assert _starts(tmp_path, cluster, arguments.split(), deeds) == starts
+
+
+def test_the_launcher_notes_its_job_as_soon_as_the_run_directory_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    with LauncherProcess(tmp_path, trainer="finish") as first:
+        assert first.end() == 0, first.output
+    noted = tmp_path / "runs" / "test" / "logs" / "latest" / "slurm_job"
+    assert noted.read_text() == "42\n"
+    monkeypatch.setenv("SLURM_JOB_ID", "43")
+    (tmp_path / "runs" / "test" / "metrics.jsonl").write_text('{"step": 1}\n')  # else it would begin there again
+    with LauncherProcess(tmp_path, trainer="finish") as refused:
+        assert refused.end() != 0
+        assert "exists already" in refused.output
+    assert noted.read_text() == "42\n"
+
+
+def _job(tmp_path: Path, *settings: str) -> tuple[Any, Path]:
+    """A small run on two trainer machines and one that serves, and its script."""
+    with socket.socket() as probe, socket.socket() as other:
+        probe.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        rdzv, server = probe.getsockname()[1], other.getsockname()[1]
+    small = (
+        "rollout.groups_per_step=4",
+        "rollout.group_size=4",
+        "optimizer.warmup_steps=0",
+        "evaluation.num_prompts=4",
+        "launch.nodes=2",
+        f"launch.rdzv=localhost:{rdzv}",
+        f"launch.slurm.server_port={server}",
+        "launch.slurm.gpus_per_node=0",
+    )
+    run = make_run(tmp_path, "quickstart.yaml", (*small, *settings))
+    script = tmp_path / "run.sbatch"
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_async", "launch", "slurm", str(run.config), "--out", str(script)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run, script
+
+
+def _start(script: Path, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", str(script), *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_the_script_trains_to_the_end_on_three_machines(tmp_path: Path, cluster: dict[str, str]) -> None:
+    run, script = _job(tmp_path, "training.max_steps=3")
+    job = _start(script, {**cluster, "GRPO_ASYNC_TEST_MARK": run.mark})
+    token = tmp_path / "run.token"
+    wait_for(lambda: token.exists() and token.stat().st_size == 64, what="the token", timeout_s=30.0)
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    secret = token.read_text()
+    done = finish(job, timeout_s=180.0)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert run.summary()["steps"] == 3
+    assert run.summary()["num_devices"] == 2
+    assert run.summary()["ledger_closed"]
+    started = (tmp_path / "srun.log").read_text().splitlines()
+    assert len(started) == 2
+    assert any("serve-embedded" in line for line in started)
+    assert any("--node-rank 1" in line for line in started)
+    assert not token.exists()
+    assert secret not in done.stdout + "".join(started)
+    run.assert_nothing_is_left()
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_ahead_of_the_time_limit_the_run_saves_and_the_job_goes_on_after_a_requeue(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    run, script = _job(tmp_path, "training.max_steps=5000")
+    environment = {**cluster, "GRPO_ASYNC_TEST_MARK": run.mark}
+    job = _start(script, environment)
+    wait_for(lambda: len(run.metrics()) >= 2 or job.poll() is not None, what="two steps", timeout_s=180.0)
+    job.send_signal(signal.SIGUSR1)
+    done = finish(job, timeout_s=120.0)
+    assert done.returncode == 143, done.stdout[-4000:]
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
+    steps = len(run.metrics())
+    assert (run.folder / "checkpoints" / f"step_{steps}").is_dir()
+    run.assert_nothing_is_left()
+    again = _start(script, {**environment, "SLURM_RESTART_COUNT": "1"})
+    wait_for(
+        lambda: len(run.metrics()) >= steps + 2 or again.poll() is not None, what="two more steps", timeout_s=180.0
+    )
+    again.send_signal(signal.SIGTERM)  # a stop by hand: saved, and not queued again
+    done = finish(again, timeout_s=120.0)
+    assert done.returncode == 143, done.stdout[-4000:]
+    assert f"from the checkpoint of step {steps}" in done.stdout
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
+    run.assert_nothing_is_left()

@@ -1,0 +1,246 @@
+"""The launcher over stand-in children: exit codes, messages, and that nobody is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launcher.support import LauncherProcess
+from tests.support.waiting import eventually
+
+
+def test_a_run_that_finishes_exits_0_ends_the_server_and_shows_the_summary(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="finish") as launcher:
+        assert launcher.end() == 0, launcher.output
+        assert launcher.left() == {}
+        assert "step 2/2  reward 0.500 (all groups, +0.250)  99 tok/s generated" in launcher.output
+        assert "held-out before training: reward 0.400" in launcher.output
+        assert "0.250 -> 0.750" in launcher.output
+        assert "grpo-async inspect-rollouts" in launcher.output
+    run = tmp_path / "runs" / "test"
+    assert (run / "plan.txt").read_text().startswith("run        test, from the beginning")
+    assert (run / "config.yaml").is_file()
+    assert {path.name for path in (run / "logs" / "latest").iterdir()} == {"config.yaml", "server.log", "trainer.log"}
+
+
+def test_a_server_that_ends_early_ends_the_trainer_and_is_named_with_its_last_lines(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", server="crash") as launcher:
+        assert launcher.end() == 1
+        assert launcher.left() == {}
+        assert "the inference server (pid " in launcher.output
+        assert "ended with status 3" in launcher.output
+        assert "  KV cache does not fit\n  giving up\n" in launcher.output  # without the colour's escape codes
+        assert "there is no checkpoint yet" in launcher.output
+
+
+def test_a_server_killed_while_training_is_named_with_its_signal(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop") as launcher:
+        launcher.wait_for_line("training")
+        launcher.wait_for_processes("server", "rank0")
+        os.kill(launcher.pids()["server"], signal.SIGKILL)
+        assert launcher.end() == 1
+        assert "was killed by SIGKILL" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_failing_trainer_is_shown_with_its_own_traceback(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="fail") as launcher:
+        assert launcher.end() == 1
+        assert launcher.left() == {}
+        assert "trainer rank 0 failed: ZeroDivisionError: no samples" in launcher.output
+        assert 'raise ZeroDivisionError("no samples")' in launcher.output
+        assert "trainer.log" in launcher.output
+
+
+def test_a_trainer_that_ends_without_a_summary_is_a_failure(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="silent") as launcher:
+        assert launcher.end() == 1
+        assert "the trainer ended without a summary" in launcher.output
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)], ids=lambda v: str(v)
+)
+def test_a_signal_asks_the_trainer_to_stop_and_gives_the_shells_exit_code(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    with LauncherProcess(tmp_path, trainer="obey-stop") as launcher:
+        launcher.wait_for_line("training")
+        launcher.process.send_signal(number)
+        assert launcher.end() == code, launcher.output
+        assert (tmp_path / "stop_reason").read_text() == number.name
+        assert launcher.left() == {}
+        assert "stopping: finishing the step and saving a checkpoint" in launcher.output
+        assert "--resume auto" in launcher.output
+
+
+def test_a_second_signal_kills_a_trainer_that_ignores_the_first(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", server="ignore-term") as launcher:
+        launcher.wait_for_line("training")
+        launcher.wait_for_processes("server")
+        launcher.process.send_signal(signal.SIGINT)
+        launcher.wait_for_line("press Ctrl-C again")
+        assert launcher.process.poll() is None
+        sent = time.monotonic()
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 130
+        assert time.monotonic() - sent < 8.0  # at once: less than the grace of a server that ignores SIGTERM
+        assert "a second signal" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_trainer_that_does_not_stop_in_time_is_killed(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", stop_timeout_s=0.5) as launcher:
+        launcher.wait_for_line("training")
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 143
+        assert "launch.stop_timeout_s: 0.5 s" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_signal_before_the_trainer_has_begun_ends_everything_at_once(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="never-connect") as launcher:
+        launcher.wait_for_processes("rank0", "server")
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 130
+        assert "before the trainer had begun" in launcher.output
+        assert launcher.left() == {}
+
+
+def test_a_helper_that_hides_in_another_session_and_ignores_sigterm_is_ended_too(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="start-helper") as launcher:
+        launcher.wait_for_processes("server", "rank0", "helper")
+        os.kill(launcher.pids()["rank0"], signal.SIGKILL)  # now nothing but the kernel knows whose helper it is
+        assert launcher.end() == 1
+        assert launcher.left() == {}
+
+
+def test_a_killed_launcher_leaves_nobody_and_no_temporary_folder(tmp_path: Path) -> None:
+    """The helper has left the session, as a daemon that a reward has started."""
+    with LauncherProcess(tmp_path, trainer="start-helper", server="ignore-term") as launcher:
+        launcher.wait_for_line("training")
+        launcher.wait_for_processes("server", "rank0", "helper")
+        launcher.process.kill()
+        assert eventually(lambda: launcher.left() == {}, 10.0), launcher.left()
+        assert eventually(lambda: not list(Path(launcher.temporary).iterdir()), 10.0)
+
+
+def test_a_trainer_whose_interpreter_is_held_is_named_with_the_place_in_the_code(tmp_path: Path) -> None:
+    """A regular expression that backtracks, in a thread: nothing within the process can say anything any more."""
+    with LauncherProcess(tmp_path, trainer="hold", launch={"heartbeat_timeout_s": 4.0}) as launcher:
+        assert launcher.end() == 1, launcher.output
+        rank_0 = launcher.pids()["rank0"]
+        assert f"trainer rank 0 (pid {rank_0})" in launcher.output.rpartition("error: ")[2]
+        assert "in holds_the_interpreter" in launcher.output
+        assert "launch.heartbeat_timeout_s" in launcher.output
+        assert launcher.left() == {}
+        status = launcher.status()
+        assert status["state"] == "failed"
+        assert f"pid {rank_0}" in status["last_warning"]["text"]
+    stacks = (tmp_path / "runs" / "test" / "logs" / "latest" / "stacks_trainer_rank_0.txt").read_text()
+    assert stacks.count("Thread") > 1
+
+
+def test_a_trainer_that_was_stopped_is_continued_to_save(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="obey-stop", launch={"heartbeat_timeout_s": 4.0}) as launcher:
+        launcher.wait_for_line("training")
+        os.kill(launcher.pids()["rank0"], signal.SIGSTOP)
+        assert launcher.end() == 1, launcher.output
+        assert f"trainer rank 0 (pid {launcher.pids()['rank0']})" in launcher.output
+        assert "SIGSTOP" in launcher.output
+        assert (tmp_path / "stop_reason").exists(), "it was asked to save"
+        assert launcher.left() == {}
+
+
+@pytest.mark.parametrize("kind", ["deleted", "renamed"])
+def test_a_run_whose_directory_is_gone_saves_in_a_new_one_and_fails_by_its_name(tmp_path: Path, kind: str) -> None:
+    run = tmp_path / "runs" / "test"
+    with LauncherProcess(tmp_path, trainer="obey-stop") as launcher:
+        launcher.wait_for_line("training")
+        while kind == "deleted" and run.exists():  # status.json is written in it meanwhile
+            shutil.rmtree(run, ignore_errors=True)
+        if kind == "renamed":
+            run.rename(tmp_path / "other")
+        assert launcher.end() == 1, launcher.output
+        assert f"the run directory {run} was deleted or renamed" in launcher.output.rpartition("error: ")[2]
+        assert (tmp_path / "stop_reason").exists(), "it was asked to save"
+        assert (run / "config.yaml").exists()
+        assert launcher.status()["state"] == "failed"
+        assert launcher.left() == {}
+
+
+@pytest.mark.parametrize(("kind", "number"), [("pipe", signal.SIGTERM), ("terminal", signal.SIGHUP)])
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, kind: str, number: signal.Signals) -> None:
+    """`train | tee log` whose tee has died; a terminal that was closed. Standard error is the same stream."""
+    reader, writer = os.pipe() if kind == "pipe" else os.openpty()
+    with LauncherProcess(tmp_path, trainer="obey-stop", stdout=writer) as launcher:
+        os.close(writer)
+        launcher.wait_for_phase("training")
+        os.close(reader)
+        launcher.process.send_signal(number)
+        assert launcher.end() == 143
+        assert (tmp_path / "stop_reason").read_text() == number.name
+        status = launcher.status()
+        assert status["state"] == "stopped"
+        assert "standard output" in status["last_warning"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("who", "number", "code"),
+    [("rank0", signal.SIGUSR2, 0), ("rank0", signal.SIGKILL, 1), ("launcher", signal.SIGTERM, 143)],
+    ids=["finished", "failed", "stopped"],
+)
+def test_the_token_is_in_a_private_file_while_the_run_goes_and_nowhere_else(
+    tmp_path: Path, who: str, number: signal.Signals, code: int
+) -> None:
+    run = tmp_path / "runs" / "test"
+    with LauncherProcess(tmp_path, trainer="served") as launcher:
+        launcher.wait_for_processes("server")
+        launcher.wait_for_line("servers serve")
+        token = (tmp_path / "server.token").read_text()
+        assert len(token) >= 32
+        assert (run / "token").read_text() == token
+        assert (run / "token").stat().st_mode & 0o777 == 0o600
+        pids = [launcher.process.pid, *launcher.pids().values()]
+        assert not any(token in word for pid in pids for word in psutil.Process(pid).cmdline())
+        os.kill({**launcher.pids(), "launcher": launcher.process.pid}[who], number)
+        assert launcher.end() == code, launcher.output
+        assert not (run / "token").exists()
+        assert token not in launcher.output
+    assert [file for file in run.rglob("*") if file.is_file() and token in file.read_text()] == []
+
+
+@pytest.mark.parametrize(("mode", "code"), [("preflight-pass", 0), ("preflight-fail", 1)])
+def test_preflight_only_shows_the_checks_and_leaves_the_run_directory_alone(
+    tmp_path: Path, mode: str, code: int
+) -> None:
+    with LauncherProcess(tmp_path, trainer=mode, preflight=True) as launcher:
+        assert launcher.end() == code, launcher.output
+        assert launcher.left() == {}
+        temporary = Path(launcher.temporary)
+        assert list(temporary.glob("grpo-async-preflight-*")) == []
+        assert list(temporary.glob("grpo-async-*")) == []
+    assert (tmp_path / "preflight").read_text() == "1"
+    assert not (tmp_path / "runs").exists()
+    lines = [line.split() for line in launcher.output.splitlines()]
+    assert ["pass", "logprobs", "mean", "1e-6"] in lines
+    assert [("fail" if code else "warn"), "memory", "little", "is", "left"] in lines
+    assert ("error: preflight: 1 of 2 checks failed: memory" in launcher.output) == bool(code)
+    assert "checkpoint" not in launcher.output
+
+
+def test_a_preflight_that_breaks_keeps_its_logs_and_names_them(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="silent", preflight=True) as launcher:
+        assert launcher.end() == 1
+        assert "the trainer ended without the result of its checks" in launcher.output
+        assert "checkpoint" not in launcher.output
+        (folder,) = Path(launcher.temporary).glob("grpo-async-preflight-*")
+        assert f"the logs are kept: {folder}/test/logs" in launcher.output
+        assert (folder / "test" / "logs" / "latest" / "trainer.log").is_file()
+        assert not (folder / "test" / "token").exists()

@@ -1,0 +1,362 @@
+"""The recorder of events.jsonl: what it writes, what it survives, how large it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async.tracking import timeline as timeline_module
+from grpo_async.tracking import timeline_file
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, open_timeline
+from grpo_async.tracking.timeline_file import ATTEMPT, DROPPED, LOST, Event, read_events
+
+
+@dataclass(frozen=True)
+class _Settings:
+    enabled: bool = True
+    max_mb: int = 1
+
+
+def _open(path: Path, *, max_mb: int = 1) -> Timeline:
+    return Timeline(path, settings=_Settings(max_mb=max_mb))
+
+
+def _wait_for(is_done: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10.0
+    while not is_done():
+        assert time.monotonic() < until, "not within 10 s"
+        threading.Event().wait(0.02)
+
+
+def _names(path: Path) -> list[str]:
+    return [event.name for event in read_events(path)]
+
+
+def test_spans_stand_in_the_file_in_the_order_of_their_ends(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    before = time.time()
+    with _open(path) as timeline:
+        with timeline.span("step", "trainer", step=3) as span:
+            with timeline.span("forward", "trainer"):
+                pass
+            span.details["tokens"] = 7
+        timeline.instant("up", "server/0")
+        timeline.add("send", "weights", 1.25, 2.5, bytes=8)
+    events = list(read_events(path))
+    assert [event.name for event in events] == ["forward", "step", "up", "send"]
+    forward, step, up, send = events
+    assert step.details == {"step": 3, "tokens": 7}
+    assert before <= step.start <= forward.start <= forward.end <= step.end <= time.time()
+    assert up.start == up.end
+    assert send == Event("send", "weights", 1.25, 2.5, {"bytes": 8})
+    assert json.loads(path.read_text().splitlines()[3]) == {
+        "name": "send", "lane": "weights", "start": 1.25, "end": 2.5, "details": {"bytes": 8},
+    }  # fmt: skip
+
+
+def test_a_span_that_ends_by_an_error_says_so_and_lets_it_pass(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with _open(path) as timeline, pytest.raises(KeyError), timeline.span("forward", "trainer"):
+        raise KeyError("x")
+    assert [event.details for event in read_events(path)] == [{"error": "KeyError"}]
+
+
+def test_threads_and_coroutines_record_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with _open(path) as timeline:
+
+        def work(number: int) -> None:
+            for turn in range(200):
+                with timeline.span(f"{number}/{turn}", f"rollout/{number}"):
+                    pass
+
+        async def coroutines() -> None:
+            async def one(number: int) -> None:
+                with timeline.span(f"task {number}", "scoring"):
+                    await asyncio.sleep(0.001)
+
+            await asyncio.gather(*(one(number) for number in range(20)))
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        asyncio.run(coroutines())
+        for thread in threads:
+            thread.join(timeout=10.0)
+    expected = {f"{number}/{turn}" for number in range(4) for turn in range(200)} | {f"task {n}" for n in range(20)}
+    found = _names(path)
+    assert len(found) == len(expected)
+    assert set(found) == expected
+
+
+def test_events_are_there_while_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with _open(path) as timeline:
+        timeline.instant("now", "run")
+        _wait_for(path.exists)
+        _wait_for(lambda: _names(path) == ["now"])
+
+
+_KILLED = """
+import os, sys, time
+from pathlib import Path
+from grpo_async.tracking.timeline import Timeline
+class Settings:
+    enabled, max_mb = True, 64
+timeline = Timeline(Path(sys.argv[1]), settings=Settings())
+number = 0
+print("started", flush=True)
+while True:
+    timeline.add("span", "trainer", 1.0, 2.0, number=number, text="x" * 100)
+    number += 1
+    if number % 200 == 0:
+        time.sleep(0.005)
+"""
+
+
+def test_a_kill_leaves_whole_lines_and_the_next_attempt_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", _KILLED, str(path)], stdout=subprocess.PIPE)
+    try:
+        _wait_for(lambda: path.exists() and path.stat().st_size > 100_000)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=10.0)
+    with path.open("ab") as file:
+        file.write(b'{"name":"torn","lane":"tra')  # as a kill within a write leaves it
+    numbers = [event.details["number"] for event in read_events(path)]
+    assert numbers == list(range(len(numbers)))
+    assert len(numbers) > 100
+    with _open(path) as timeline:
+        timeline.instant(ATTEMPT, "run", attempt="2")
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert all(line.endswith(b"\n") and json.loads(line) for line in lines)
+    assert len(lines) == len(numbers) + 1
+    assert json.loads(lines[-1])["name"] == ATTEMPT
+
+
+def test_a_line_that_is_no_event_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    good = '{"name":"a","lane":"b","start":1.0,"end":2.0,"details":{}}\n'
+    bad = [
+        "\n", "nonsense\n", "[1, 2]\n", '{"name":"a"}\n', "\x00\x00\n",
+        '{"name":"a","lane":"b","start":2.0,"end":1.0,"details":{}}\n',
+        '{"name":"a","lane":"b","start":NaN,"end":1.0,"details":{}}\n',
+        '{"name":"a","lane":"b","start":1.0,"end":Infinity,"details":{}}\n',
+        '{"name":"a","lane":"b","start":1.0,"end":2.0,"details":[]}\n',
+    ]  # fmt: skip
+    path.write_text(good + "".join(bad) + good + good.rstrip("\n"))
+    assert _names(path) == ["a", "a"]
+
+
+def test_a_write_that_fails_warns_once_stops_nobody_and_is_made_up_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline_module, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(timeline_module, "_MOST_PENDING", 2)
+    path = tmp_path / "missing" / "events.jsonl"
+    with caplog.at_level(logging.WARNING), _open(path) as timeline:
+        timeline.instant("first", "run")
+        _wait_for(lambda: bool(caplog.messages))
+        timeline.instant("second", "run")
+        _wait_for(lambda: len(timeline._events) == 2)
+        timeline.instant("too many", "run")
+        _wait_for(lambda: timeline._num_lost == 1 or len(timeline._events) == 3)
+        assert [message for message in caplog.messages if "cannot write the timeline" in message] == [
+            caplog.messages[0]
+        ]
+        path.parent.mkdir()
+        _wait_for(lambda: len(caplog.messages) == 2)
+    events = list(read_events(path))
+    assert [event.name for event in events][:2] == ["first", "second"]
+    assert "can be written again" in caplog.messages[1]
+
+
+def test_a_full_disk_in_the_middle_of_a_line_leaves_none_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    write, is_full = os.write, threading.Event()
+
+    def half(descriptor: int, data: bytes) -> int:
+        if not is_full.is_set():
+            is_full.set()
+            return write(descriptor, bytes(data)[:40])
+        raise OSError(28, "No space left on device")
+
+    with _open(path) as timeline:
+        monkeypatch.setattr(timeline_file.os, "write", half)
+        timeline.instant("first", "run")
+        _wait_for(lambda: is_full.is_set() and path.read_bytes() == b"")
+        monkeypatch.undo()
+        timeline.instant("second", "run")
+    assert _names(path) == ["first", "second"]
+
+
+def test_above_its_room_the_older_half_goes_and_the_first_line_counts_it(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    file = timeline_file.EventFile(path, max_bytes=20_000)
+    lines = [
+        timeline_file.event_line(Event("span", "trainer", n, n + 0.5, {"number": n, "text": "é" * 40}))
+        for n in range(2000)
+    ]
+    for begin in range(0, 2000, 20):
+        assert file.append("".join(lines[begin : begin + 20]), 20) == 0
+        assert path.stat().st_size <= 20_000
+    file.close()
+    mark, *kept = read_events(path)
+    assert mark.name == DROPPED
+    assert mark.details["events"] + len(kept) == 2000
+    assert [event.details["number"] for event in kept] == list(range(2000 - len(kept), 2000))
+    assert len(kept) > 25  # about half of 20,000 bytes
+    assert mark.start <= kept[0].start
+    assert mark.details["bytes"] >= sum(map(len, lines)) - sum(len(line) for line in lines[-len(kept) :])
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_leaves_no_half_copy_and_it_is_tried_again_a_minute_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    file = timeline_file.EventFile(path, max_bytes=20_000)
+    line = timeline_file.event_line(Event("span", "trainer", 1.0, 2.0, {"text": "x" * 100}))
+    while path.stat().st_size + len(line) <= 20_000 if path.exists() else True:
+        assert file.append(line, 1) == 0
+    size, tries, now = path.stat().st_size, 0, time.monotonic()
+
+    def replace(source: Path, target: Path) -> None:
+        nonlocal tries
+        tries += 1
+        assert source.stat().st_size > 5_000
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(timeline_file.os, "replace", replace)
+        assert [file.append(line, 1) for _ in range(5)] == [1] * 5
+    assert tries == 1
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_size == size
+    assert len(caplog.messages) == 1
+    assert file.append(line, 1) == 1  # there is room again, but it is too early
+    monkeypatch.setattr(timeline_file.time, "monotonic", lambda: now + 61.0)
+    assert file.append(line, 1) == 0
+    file.close()
+    assert next(read_events(path)).name == DROPPED
+    assert path.stat().st_size < 12_000
+
+
+def test_of_the_events_that_are_dropped_only_the_last_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    file = timeline_file.EventFile(path, max_bytes=20_000)
+    parse, num_parsed = timeline_file.parse_event, 0
+
+    def count(line: bytes) -> Event | None:
+        nonlocal num_parsed
+        num_parsed += 1
+        return parse(line)
+
+    monkeypatch.setattr(timeline_file, "parse_event", count)
+    for number in range(200):
+        file.append(timeline_file.event_line(Event("span", "trainer", number, number, {"text": "x" * 80})), 1)
+    file.close()
+    monkeypatch.undo()
+    mark, first, *_ = read_events(path)
+    assert mark.name == DROPPED
+    assert mark.end == first.end - 1
+    assert num_parsed <= 6  # two each time
+
+
+def test_events_that_come_faster_than_they_are_written_are_counted_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline_module, "_MOST_PENDING", 10)
+    path = tmp_path / "events.jsonl"
+    with _open(path) as timeline:
+        for number in range(25):
+            timeline.add("span", "trainer", 1.0, 2.0, number=number)
+        assert len(timeline._events) == 10
+    events = list(read_events(path))
+    assert [event.name for event in events] == ["span"] * 10 + [LOST]
+    assert events[-1].details == {"events": 15}
+
+
+def test_a_clock_that_is_set_back_gives_no_negative_length(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with _open(path) as timeline:
+        timeline.add("span", "trainer", 20.0, 10.0)
+    assert [(event.start, event.end) for event in read_events(path)] == [(20.0, 20.0)]
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (float("nan"), None), (float("inf"), None), (True, True), (None, None), ("a\nb\x1b[0m", "a\nb\x1b[0m"),
+        ("x" * 300, "x" * 199 + "…"), (["y" * 300, 1], ["y" * 199 + "…", 1]), (Path("/a"), "/a"), (1 / 3, 0.333333),
+        ("\ud800", "\ud800"),
+    ],
+)  # fmt: skip
+def test_any_detail_gives_a_line_that_can_be_read(tmp_path: Path, value: Any, kept: Any) -> None:
+    path = tmp_path / "events.jsonl"
+    with _open(path) as timeline:
+        timeline.instant("a", "b", detail=value)
+    assert [event.details["detail"] for event in read_events(path)] == [kept]
+    json.loads(path.read_text(), parse_constant=pytest.fail)
+
+
+def test_each_of_those_that_run_at_once_has_the_lowest_free_slot(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with _open(path) as timeline:
+        slots = timeline.slots("rollout")
+        first, second = slots.take(), slots.take()
+        assert (first.lane, second.lane) == ("rollout/0", "rollout/1")
+        slots.release(first)
+        with slots.span("rollout", rollout="g0-r1") as (track, _), track.span("generate"):
+            assert track.lane == "rollout/0"
+            assert slots.take().lane == "rollout/2"
+        assert slots.take().lane == "rollout/0"
+        third = slots.take()
+        for track in (third, second):
+            slots.release(track)
+        assert slots.take() == second
+    assert [(event.name, event.lane) for event in read_events(path)] == [
+        ("generate", "rollout/0"),
+        ("rollout", "rollout/0"),
+    ]
+
+
+def test_what_is_switched_off_records_nothing_and_makes_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = open_timeline(path, _Settings(enabled=False))
+    assert timeline is NO_TIMELINE
+    with timeline.span("a", "b"), timeline.slots("c").span("d"):
+        timeline.instant("e", "f")
+    timeline.close()
+    assert not path.exists()
+    opened = open_timeline(path, _Settings())
+    opened.close()
+    opened.close()
+    opened.instant("too late", "run")
+    assert not path.exists() or _names(path) == []
+
+
+@pytest.mark.clock
+def test_a_span_costs_the_one_who_records_it_little(tmp_path: Path) -> None:
+    """Far above what is measured (about 1.5 µs), so that a busy machine does not fail it; a write of its own would."""
+    with _open(tmp_path / "events.jsonl", max_mb=64) as timeline:
+        began = time.perf_counter()
+        for number in range(20_000):
+            with timeline.span("forward", "trainer", micro_batch=number):
+                pass
+        each_us = (time.perf_counter() - began) / 20_000 * 1e6
+    assert each_us < 50.0

@@ -1,0 +1,417 @@
+"""The order of rank 0's life; everything around the order is a fake that notes its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_async.buffer.resume import ResumeState
+from grpo_async.checks.preflight_context import PreflightContext
+from grpo_async.checks.report import Check
+from grpo_async.config import ExperimentConfig
+from grpo_async.config.data_sections import EvaluationSection
+from grpo_async.errors import CheckpointError, DeadlineError, RunError, ServerUnavailableError
+from grpo_async.inference.fleet import Fleet
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.control import ControlClient
+from grpo_async.rundir import RunDir
+from grpo_async.trainer import connections as connections_module
+from grpo_async.trainer import lead as lead_module
+from grpo_async.trainer.lead import lead
+from grpo_async.training import loop as loop_module
+from grpo_async.training.checkpoint import TrainerState
+from tests.launcher.support import make_config
+from tests.support.local_server import Refusal, local_server
+
+
+class _Fleet:
+    """inference.fleet.Fleet with one server. `up`: answers of `wait_for_members`, one after the other; then True."""
+
+    def __init__(self, events: list[str], closed: list[str]) -> None:
+        self.events = events
+        self.up: list[bool | Exception] = []
+        self.failures: list[Any] = []
+        self.listeners: list[Callable[[], None]] = []
+        self.num_events = 0
+        self.life, self.is_silent = "first", False
+        self.start = lambda: events.append("look for servers")
+        self.close = lambda: closed.append("fleet")
+        self.subscribe_load: Callable[[Callable[[], None]], None] = lambda listener: None
+
+    def wait_for_members(self, *, deadline_s: float, setting: str, stop: Any) -> bool:
+        answer = self.up.pop(0) if self.up else True
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def serving(self) -> list[Any]:
+        if not any(event.startswith("push") for event in self.events):
+            return []
+        info = SimpleNamespace(engine="embedded", instance_id=self.life)
+        control = SimpleNamespace(info=self._info, is_paused=self._is_paused)
+        return [SimpleNamespace(info=info, instance_id=self.life, index=0, name="server 0", control=control)]
+
+    def _is_paused(self) -> bool:
+        if self.is_silent:
+            raise ServerUnavailableError("Connection refused")
+        return False
+
+    def _info(self) -> SimpleNamespace:
+        """A process answers this also when its engine hangs."""
+        return SimpleNamespace(instance_id=self.life)
+
+    def suspect(self, index: int) -> None:
+        self.events.append(f"suspect {index}")
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        self.listeners.append(listener)
+
+    def on_launcher_message(self, message: Any) -> None: ...
+
+    def read(self) -> SimpleNamespace:
+        return SimpleNamespace(busy_s=0.0, generated_tokens=0)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class _Sync:
+    """The way of the weights. `outcomes` of the next pushes; then they reach the server."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.outcomes: list[Exception | None] = []
+        self.has_joiners = False
+
+    def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
+        if self.outcomes:
+            outcome = self.outcomes.pop(0)
+            if outcome is not None:
+                raise outcome
+            self.events.append(f"no server for {version}")
+            return None
+        self.events.append(f"push {version}")
+        return {}
+
+    def verify(self, score: Any) -> dict[str, float]:
+        return {}
+
+    def rest(self) -> None: ...
+
+
+class _Source:
+    """The rollout source. It is asked to stop at the first `take`."""
+
+    def __init__(self, events: list[str], closed: list[str]) -> None:
+        self.events = events
+        self.start = lambda: events.append("start generating")
+        self.close = lambda: closed.append("rollout side")
+
+    def begin_evaluation(self, evaluator: Any, *, step: int, max_in_flight: int, store: Any) -> Future[Any]:
+        self.events.append(f"evaluate {step}")
+        return Future()
+
+    def await_evaluation(self, running: Future[Any], *, heartbeat: Any, attend: Any) -> None:
+        """It has no result: the run was to stop."""
+
+    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Any, attend: Any) -> Sequence[Any] | None:
+        self.events.append(f"take {trainer_version}")
+        return None
+
+    def advance(self, version: int) -> None:
+        self.events.append(f"serve {version}")
+
+    def resume_state(self) -> ResumeState:
+        return ResumeState(data={}, outstanding=[], ledger={})
+
+    def ledger_snapshot(self) -> dict[str, Any]:
+        return {}
+
+    def wake(self) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+    def stop_generating(self) -> None: ...
+
+
+class _World:
+    """Everything that rank 0 talks to. `events`: what it did, in order; `closed`: what it closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.closed: list[str] = []
+        self.fleet = _Fleet(self.events, self.closed)
+        self.sync = _Sync(self.events)
+        self.source = _Source(self.events, self.closed)
+        self.checks: list[Check] = []
+        self.meanwhile: list[Callable[[], None]] = []  # what happens during the next preflights
+        self.context: PreflightContext | None = None
+        evaluator = SimpleNamespace(num_tokens=0)
+        evaluation = SimpleNamespace(evaluator=evaluator, majority_baseline=None)
+        side = SimpleNamespace(
+            source=self.source, evaluation=evaluation, first_prompts=[], tool_sets=[],
+            supersede=lambda: self.events.append("supersede"),
+        )  # fmt: skip
+        for module, name, fake in (
+            (connections_module, "Fleet", lambda urls, **_: self.fleet),
+            (lead_module, "build_rollout_side", lambda config, **_: side),
+            (lead_module, "WeightTransport", lambda kind, **_: self._transport()),
+            (lead_module, "FleetSync", lambda *_, **__: self.sync),
+            (lead_module, "run_preflight", self._preflight),
+            (lead_module, "load_state", lambda rundir, step: self._state(step)),
+            (lead_module, "load_tensors", lambda rundir, step, *_, seed: self.events.append(f"restore {step}")),
+            (lead_module, "set_aside_later_checkpoints", lambda rundir, step: self.events.append(f"set aside {step}")),
+            (loop_module, "export_model", lambda *_, **__: self.events.append("export")),
+            (loop_module.LeaderLoop, "save", lambda loop, step, wait=False: self._save(loop._saved_step, step)),
+        ):
+            monkeypatch.setattr(module, name, fake)
+
+    def _save(self, saved_step: int | None, step: int) -> None:
+        if step != saved_step:
+            self.events.append(f"save {step}")
+
+    def _transport(self) -> SimpleNamespace:
+        return SimpleNamespace(close=lambda: self.closed.append("weight group"))
+
+    def _state(self, step: int) -> TrainerState:
+        return TrainerState(step=step, rollouts={})
+
+    def _preflight(self, context: PreflightContext) -> list[Check]:
+        self.events.append("preflight")
+        self.context = context
+        if self.meanwhile:
+            self.meanwhile.pop(0)()
+        return self.checks
+
+
+def _lead(
+    config: ExperimentConfig,
+    *,
+    resume_step: int | None = None,
+    url: str = "http://server",
+    preflight_only: bool = False,
+) -> list[str]:
+    """Run rank 0; what it told the other ranks."""
+    config = config.model_copy(update={"evaluation": EvaluationSection()})
+    rundir = RunDir(config.run_path)
+    rundir.create()
+    place = Assignment(
+        rundir=rundir, attempt_dir=rundir.latest_logs, server_urls=(url,), rank=0, local_rank=0, world_size=1,
+        store_file=None, resume_step=resume_step, preflight_only=preflight_only,
+    )  # fmt: skip
+    told: list[str] = []
+    model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=7))
+    cpu = torch.device("cpu")
+    workplace: Any = SimpleNamespace(
+        config=config, rundir=rundir, policy=SimpleNamespace(model=model), optimizer=None, tokenizer=None,
+        checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
+        parameters=SimpleNamespace(specs=[], base=None, device=cpu), num_ranks=1, device=cpu, peaks=[1 << 30],
+        channel=SimpleNamespace(send=lambda commands: told.append(type(commands[0]).__name__)),
+    )  # fmt: skip
+    renderer: Any = SimpleNamespace(tokenizer=range(7))
+    lead(place, config, ControlClient(None), workplace, renderer)
+    return told
+
+
+def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_were_pushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1.7, R5.2: restore, push, check, and only then the first rollout, whatever makes it."""
+    world = _World(monkeypatch)
+    _lead(make_config(tmp_path, training={"max_steps": 9}), resume_step=3)
+    assert world.events == [
+        "restore 3", "set aside 3", "supersede", "look for servers", "push 3", "serve 3", "preflight", "evaluate 3",
+        "start generating", "take 3",
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_that_does_not_load_leaves_what_the_run_wrote_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise CheckpointError("cannot load it")
+
+    monkeypatch.setattr(lead_module, "load_tensors", broken)
+    with pytest.raises(CheckpointError, match="cannot load it"):
+        _lead(make_config(tmp_path, training={"max_steps": 9}), resume_step=3)
+    assert world.events == []
+
+
+def test_a_new_run_pushes_its_weights_before_it_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R1.7."""
+    world = _World(monkeypatch)
+    _lead(make_config(tmp_path))
+    assert world.events == [
+        "look for servers", "push 0", "serve 0", "preflight", "evaluate 0", "start generating", "take 0", "save 0",
+    ]  # fmt: skip
+    assert sorted(world.closed) == ["fleet", "rollout side", "weight group"]
+
+
+def test_a_push_that_fails_generates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R1.7, R1.8: and the weight group and the rollout thread are ended, as at the end of every run."""
+    world = _World(monkeypatch)
+    world.sync.outcomes = [OSError("no way to the server")]
+    with pytest.raises(OSError, match="no way to the server"):
+        _lead(make_config(tmp_path))
+    assert world.events == ["look for servers"]
+    assert sorted(world.closed) == ["fleet", "rollout side", "weight group"]
+
+
+def test_a_server_that_dies_before_the_first_push_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    world.sync.outcomes = [None, None]
+    _lead(make_config(tmp_path))
+    assert world.events[:5] == ["look for servers", "no server for 0", "no server for 0", "push 0", "serve 0"]
+
+
+def test_a_wait_for_a_server_tells_the_other_ranks_and_ends_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    monkeypatch.setattr(lead_module, "_WAIT_SLICE_S", 0.01)
+    late = DeadlineError("a server", waited_s=0.01, setting="inference.startup_timeout_s")
+    world.sync.outcomes = [None]
+    world.fleet.up = [True, late, late, True]
+    told = _lead(make_config(tmp_path))
+    assert told.count("WaitCommand") == 2
+
+    again = _World(monkeypatch)
+    monkeypatch.setattr(lead_module, "_WAIT_SLICE_S", 0.01)
+    again.sync.outcomes = [None]
+    again.fleet.up = [True, *[late] * 1_000_000]
+    (tmp_path / "2").mkdir()
+    with pytest.raises(DeadlineError):
+        _lead(make_config(tmp_path / "2", inference={"startup_timeout_s": 0.05}))
+
+
+def test_a_stop_while_no_server_takes_the_first_weights_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    world.sync.outcomes = [None] * 1000
+    world.fleet.up = [True, False]
+    told = _lead(make_config(tmp_path))
+    assert world.events == ["look for servers", "no server for 0"]
+    assert told[-1] == "StopCommand"
+
+
+def test_first_pushes_that_keep_failing_end_at_the_start_up_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    world.sync.outcomes = [None] * 10_000_000
+    with pytest.raises(DeadlineError, match="to take the first weights"):
+        _lead(make_config(tmp_path, inference={"startup_timeout_s": 0.05}))
+
+
+def test_a_server_that_dies_between_push_and_checks_is_pushed_to_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    one = world.fleet.serving
+    answers: list[list[Any]] = [[object()], [], [object()]]
+    monkeypatch.setattr(world.fleet, "serving", lambda: answers.pop(0) if len(answers) > 0 else one())
+    _lead(make_config(tmp_path))
+    assert world.events[1:6] == ["push 0", "serve 0", "push 0", "serve 0", "preflight"]
+
+
+def test_a_check_that_fails_ends_the_run_before_anything_is_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    world.checks = [
+        Check(name="dtype", status="warn", detail="hm"),
+        Check(name="logprobs", status="fail", detail="they differ by 3 nats"),
+    ]
+    with pytest.raises(
+        RunError, match=r"the preflight found what would spoil the run:\nlogprobs: they differ by 3 nats$"
+    ):
+        _lead(make_config(tmp_path))
+    assert world.events[-1] == "preflight"
+    assert world.context is not None
+    assert (world.context.policy_version, world.context.num_embeddings, world.context.device) == (0, 7, "cpu")
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_server_that_dies_while_it_is_checked_is_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    """Whether the fleet has noticed it already, or nobody has."""
+    world = _World(monkeypatch)
+    broken, whole = Check("generation", "fail", "Connection refused"), Check("generation", "pass", "it does")
+    world.checks = [broken]
+
+    def dies() -> None:
+        if seen:
+            world.fleet.life = "second"
+        else:
+            world.fleet.is_silent = True
+
+    def is_back() -> None:
+        world.fleet.is_silent = False
+        world.checks = [whole]
+
+    world.meanwhile = [dies, is_back]
+    _lead(make_config(tmp_path))
+    assert world.events.count("preflight") == 2
+    assert ("suspect 0" in world.events) is not seen
+    assert "start generating" in world.events
+
+
+def test_a_server_that_dies_whenever_it_is_checked_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    world.checks = [Check("generation", "fail", "Connection refused")]
+    world.fleet.is_silent = True
+    with pytest.raises(RunError, match="generation: Connection refused"):
+        _lead(make_config(tmp_path))
+    assert world.events.count("preflight") == 3
+
+
+def test_a_preflight_alone_ends_after_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = _World(monkeypatch)
+    config = make_config(tmp_path, tracking=[{"type": "tensorboard"}])
+    told = _lead(config, preflight_only=True)
+    assert world.events[-1] == "preflight"
+    assert told[-1] == "StopCommand"
+    assert not RunDir(config.run_path).trackers.exists(), "it made a run in a tracker"
+
+
+def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    monkeypatch.setattr(loop_module.LeaderLoop, "run", lambda self, first_step: 2)  # all its steps
+    world.fleet.up = [True, RunError("all servers were given up")]
+    _lead(make_config(tmp_path))
+    assert world.events[-5:] == ["save 2", "export", "push 2", "serve 2", "evaluate 2"]
+
+
+def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R1.4: /health answers 503 for ever; the request time-out and the queue wait are much longer."""
+
+    async def not_ready(request: Any) -> Any:
+        raise Refusal(503)
+        yield b""
+
+    _World(monkeypatch)
+    monkeypatch.setattr(connections_module, "Fleet", Fleet)
+    config = make_config(
+        tmp_path,
+        inference={"startup_timeout_s": 0.5, "request_timeout_s": 500.0},
+        training={"queue_timeout_s": 500.0, "max_steps": 1},
+    )
+    with local_server(not_ready) as server, pytest.raises(DeadlineError, match=r"raise `inference\.startup_timeout_s`"):
+        _lead(config, url=server.url)
+    assert len(server.requests) > 1

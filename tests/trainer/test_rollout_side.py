@@ -1,0 +1,254 @@
+"""The rollout side as a run builds it, against a server that is silent, slow or broken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from grpo_async.buffer.ledger import is_closed
+from grpo_async.chat.build import load_renderer
+from grpo_async.errors import DeadlineError, RunError
+from grpo_async.records import GroupStatus
+from grpo_async.store.reader import read_groups
+from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.training.checkpoint import TrainerState
+from tests.launcher.sides import number_in_group, odd_or_even, open_side, serve, side_config, take
+from tests.support.local_server import Refusal, Request, line, local_server
+from tests.support.records import make_scored
+
+LONG_S = 500.0
+
+
+async def _unavailable(request: Request) -> AsyncIterator[bytes]:
+    raise Refusal(503, "busy")
+    yield b""
+
+
+async def _silent(request: Request) -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+@pytest.mark.clock
+def test_closing_ends_in_bounded_time_although_every_request_is_retried_for_ever(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """R1.1: a server that answers 503 to everything, and a million retries for each request."""
+    config = side_config(tmp_path, tiny_model, inference={"max_retries": 1_000_000})
+    with local_server(_unavailable) as server:
+        with open_side(config, server) as side:
+            side.source.start()
+            server.wait_for(lambda: len(server.requests) >= 12, "each of 4 requests to be retried")
+            began = time.monotonic()
+        assert time.monotonic() - began < 3.0 + 2.0  # rollout.shutdown_timeout_s, and some for a busy machine
+        assert not [thread for thread in threading.enumerate() if thread.name == "rollout"]
+        ledger = side.source.ledger_snapshot()
+        assert is_closed(ledger)
+        assert (ledger["groups"]["cancelled"], ledger["groups"]["in_flight"]) == (2, 0)
+        num_requests = len(server.requests)
+        time.sleep(0.5)  # longer than the first delays of the back-off
+        assert len(server.requests) == num_requests
+
+
+def test_a_stop_dispatches_nothing_more_although_there_is_room(tiny_model: Path, tmp_path: Path) -> None:
+    """R6.3: after a stop no request leaves, and nothing is asked again for what was given up."""
+    config = side_config(tmp_path, tiny_model, rollout={"max_staleness": 4})
+    with local_server(_silent) as server, open_side(config, server) as side:
+        side.source.start()
+        server.wait_for(lambda: len(server.requests) == 20, "(4 + 1) x 2 groups of 2")
+        side.source.stop_generating()
+        serve(side, 3)  # makes room for 3 x 2 groups
+        time.sleep(0.3)
+        assert len(server.requests) == 20
+        assert side.source.ledger_snapshot()["groups"]["started"] == 10
+        assert side.source.ledger_snapshot()["groups"]["cancelled"] == 10
+
+
+def test_a_server_that_never_gets_ready_a_silent_request_and_an_empty_queue_have_deadlines_of_their_own(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """R1.4: the request time-out ends a silent request, the queue wait ends the step's wait; neither stands for the other.
+
+    The start-up time-out is in test_lead.
+    """
+    request = side_config(
+        tmp_path,
+        tiny_model,
+        inference={"request_timeout_s": 0.3, "max_retries": 0, "startup_timeout_s": LONG_S},
+        training={"queue_timeout_s": LONG_S},
+    )
+    with local_server(_silent) as server, open_side(request, server) as side:
+        side.source.start()
+        with pytest.raises(RunError, match=r"8 failures in a row.*was silent for 0\.3 s"):
+            take(side, 2)
+    queue = side_config(
+        tmp_path, tiny_model, inference={"request_timeout_s": LONG_S}, training={"queue_timeout_s": 0.3}
+    )
+    with local_server(_silent) as server, open_side(queue, server) as side:
+        side.source.start()
+        with pytest.raises(DeadlineError, match=r"raise `training\.queue_timeout_s`"):
+            take(side, 2)
+
+
+def test_an_empty_queue_goes_on_waiting_while_the_server_generates(tiny_model: Path, tmp_path: Path) -> None:
+    """R1.4: 12 tokens with 0.25 s between them outlast a queue time-out of 2 s, because every token is a sign of health."""
+
+    async def slow(request: Request) -> AsyncIterator[bytes]:
+        for _ in range(11):
+            yield line([5 + number_in_group(request) % 2], finish=None)
+            await asyncio.sleep(0.25)
+        yield line(request["stop_token_ids"][:1])
+
+    config = side_config(tmp_path, tiny_model, rollout={"max_completion_tokens": 16}, training={"queue_timeout_s": 2.0})
+    with local_server(slow) as server, open_side(config, server) as side:
+        side.source.start()
+        began = time.monotonic()
+        groups = take(side, 2)
+        assert groups is not None
+        assert [len(group.samples) for group in groups] == [2, 2]
+        assert time.monotonic() - began > 2.0
+
+
+def test_a_long_wait_for_samples_logs_nothing(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R1.3: no log line per poll: a second of waiting, and not a word."""
+    held = asyncio.Event()
+
+    async def holding(request: Request) -> AsyncIterator[bytes]:
+        await held.wait()
+        async for part in odd_or_even(request):
+            yield part
+
+    config = side_config(tmp_path, tiny_model)
+    with local_server(holding) as server, open_side(config, server) as side:
+        side.source.start()
+        server.wait_for(lambda: len(server.requests) == 4, "the requests of a step")
+        threading.Timer(1.0, lambda: server.let_go(held)).start()
+        with caplog.at_level(logging.DEBUG, logger="grpo_async"):
+            assert take(side, 2) is not None
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("grpo_async")] == []
+
+
+def test_every_rollout_in_flight_has_a_connection_at_the_same_time(tiny_model: Path, tmp_path: Path) -> None:
+    """R1.10: 160 rollouts in flight (more than the 100 connections that HTTP clients allow by default): the server answers
+    none of them before it holds all of them."""
+    all_here = asyncio.Event()
+    config = side_config(tmp_path, tiny_model, rollout={"group_size": 8, "groups_per_step": 20, "max_in_flight": 160})
+
+    async def together(request: Request) -> AsyncIterator[bytes]:
+        if len(server.requests) == 160:
+            all_here.set()
+        await all_here.wait()
+        async for part in odd_or_even(request):
+            yield part
+
+    with local_server(together) as server, open_side(config, server) as side:
+        side.source.start()
+        server.wait_for(lambda: len(server.requests) == 160, "160 requests at once")
+        assert server.most_connections == 160
+        groups = take(side, 20)
+        assert groups is not None
+        assert len(groups) == 20
+
+
+def test_the_workers_prompts_are_those_of_the_configured_template_and_end_at_the_configured_token(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """R1.14: a template of our own, its argument, and an end-of-turn token of our own reach the server's requests."""
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ message['role'] ~ tone ~ message['content'] }}{% endfor %}<|im_start|>"
+    )
+    data = tmp_path / "chat.jsonl"
+    data.write_text('{"prompt": [{"role": "user", "content": "hello"}], "answer": "2"}\n')
+    config = side_config(
+        tmp_path,
+        tiny_model,
+        data={"train": {"type": "jsonl", "path": str(data)}},
+        model={
+            "chat_template": str(template),
+            "chat_template_arguments": {"tone": "!"},
+            "end_of_turn_tokens": ["<|endoftext|>"],
+        },
+    )
+    tokenizer = load_renderer(config).tokenizer
+    with local_server(odd_or_even) as server, open_side(config, server) as side:
+        side.source.start()
+        server.wait_for(lambda: len(server.requests) == 4, "the requests of a step")
+    assert {tokenizer.decode(request["token_ids"]) for request in server.requests} == {"user!hello<|im_start|>"}
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert all(sorted(request["stop_token_ids"]) == sorted(ends) for request in server.requests)
+
+
+def test_one_failing_prompt_is_counted_and_dropped_and_the_worker_goes_on(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R1.2: every rollout of the first prompt is refused: logged once, counted, its group dropped, all others trained."""
+
+    async def refusing(request: Request) -> AsyncIterator[bytes]:
+        if request["request_id"].startswith("g0-"):
+            raise Refusal(400, "not this one")
+        async for part in odd_or_even(request):
+            yield part
+
+    config = side_config(tmp_path, tiny_model)
+    with local_server(refusing) as server, open_side(config, server) as side:
+        side.source.start()
+        groups = take(side, 2)
+        assert groups is not None
+        assert [group.group.group_id for group in groups] == [1, 2]
+        side.source.settle(groups, GroupStatus.TRAINED, step=1)
+        serve(side, 1)
+        assert take(side, 2, version=1) is not None
+        gauges = side.source.gauges()
+        assert gauges["failures/rollout/RequestRejectedError"] == 2
+        assert gauges["ledger/groups/failed"] == 1
+    logged = [record for record in caplog.records if "a rollout failed" in record.getMessage()]
+    assert len(logged) == 1
+    assert logged[0].exc_info is not None
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("ending", ["stopped", "failed"])
+def test_the_state_for_a_checkpoint_is_waited_for_no_longer_than_a_run_that_ends_has(
+    tiny_model: Path, tmp_path: Path, ending: str
+) -> None:
+    """Something blocks the rollout thread; the launcher ends the trainer after `launch.stop_timeout_s`."""
+    config = side_config(tmp_path, tiny_model, training={"queue_timeout_s": 3.0}, launch={"stop_timeout_s": 0.4})
+    go_on = threading.Event()
+    with local_server(_silent) as server, open_side(config, server) as side:
+        side.source._thread.post(lambda: go_on.wait(timeout=LONG_S))
+        with pytest.raises(DeadlineError, match=r"`training\.queue_timeout_s`"):
+            side.source.resume_state()
+        if ending == "stopped":
+            side.source.interrupt()
+        else:
+            side.source.fail(RunError("a stall"))
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"`launch\.stop_timeout_s`"):
+            side.source.resume_state()
+        assert time.monotonic() - began < 2.5
+        go_on.set()
+
+
+def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    config = side_config(tmp_path, tiny_model)
+    folder = config.run_path / "rollouts"
+    with local_server(_silent) as server:
+        with open_side(config, server) as side:
+            state = TrainerState.of(1, side.source.resume_state(), progress={}, counters={})
+        scored = make_scored(0)
+        with RolloutStore(folder, seals_at_close=False) as store:
+            store.append(scored.group, scored.samples, GroupStatus.TRAINED, 2, scored=scored)
+            store.flush()
+        with open_side(config, server, state) as side:
+            assert [row.group_id for row in read_groups(folder)] == [0]  # the start may still fail
+            side.supersede()
+            assert list(read_groups(folder)) == []

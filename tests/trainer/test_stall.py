@@ -1,0 +1,163 @@
+"""A run that stands still: what is said, and how the process ends when its main thread does not."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_async.errors import RunError
+from grpo_async.inference.fleet import ServerState
+from grpo_async.processes.failures import explain, first_failure
+from grpo_async.rollout.in_flight import GroupInFlight, describe
+from grpo_async.rollout.thread import LoopThread
+from grpo_async.trainer.stall import StallGuard, thread_stacks
+from tests.launcher.support import REPOSITORY
+
+
+@pytest.mark.slow
+def test_a_process_whose_main_thread_hangs_is_ended_and_leaves_its_words(tmp_path: Path) -> None:
+    """1 s of stall, 10 s for a log that cannot be completed, 1 s for the main thread."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.launcher.stalled", str(tmp_path), "1.0"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120.0,
+    )
+    assert done.returncode == 1, done.stderr
+    failure = first_failure(tmp_path)
+    assert failure is not None
+    assert failure.is_expected
+    told = explain(tmp_path)
+    assert told is not None
+    words = r"trainer rank 0 failed: for \d+ s no step was finished and no token generated"
+    assert re.match(words, told), told
+    assert "has finished step 3 and is training step 4, for" in told
+    assert "1 groups in flight" in told
+    assert "server 0 is serving for" in told
+    assert "did not end the process within launch.stop_timeout_s = 1 s" in told
+    assert "thread MainThread:" in done.stderr
+    assert "in hangs" in done.stderr
+
+
+def _guard(state: ServerState, since: float) -> Any:
+    server = SimpleNamespace(state=state, since=since, name="server 0")
+    config: Any = SimpleNamespace(
+        training=SimpleNamespace(stall_timeout_s=10.0), inference=SimpleNamespace(longest_startup_s=60.0)
+    )
+    fleet: Any = SimpleNamespace(servers=lambda: [server])
+    anything: Any = None
+    return StallGuard(anything, config, anything, source=anything, loop=anything, fleet=fleet)
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "excused"),
+    [
+        (ServerState.STARTING, 100.0, True),
+        (ServerState.DOWN, 100.0, True),  # the restart may take 60 s to begin and 60 s to be done
+        (ServerState.DOWN, 130.0, False),
+        (ServerState.READY, 0.0, False),
+        (ServerState.SERVING, 0.0, False),
+        (ServerState.GONE, 0.0, False),
+    ],
+)
+def test_a_server_that_loads_or_is_restarted_is_an_excuse_for_as_long_as_that_may_take(
+    state: ServerState, age_s: float, excused: bool
+) -> None:
+    assert _guard(state, time.monotonic() - age_s)._is_excused() == excused
+
+
+def test_every_part_of_the_progress_counts() -> None:
+    guard = _guard(ServerState.SERVING, 0.0)
+    tokens, generated = [5], [7]
+    guard._source = SimpleNamespace(ledger_snapshot=lambda: {"tokens": {"started": tokens[0]}})
+    guard._fleet = SimpleNamespace(read=lambda: SimpleNamespace(generated_tokens=generated[0]))
+    guard._loop = SimpleNamespace(version=1, activity=SimpleNamespace(num_begun=2))
+    seen = [guard._progress()]
+    assert guard._progress() == seen[0]
+    tokens[0] += 1  # a rollout
+    seen.append(guard._progress())
+    generated[0] += 1  # an evaluation
+    seen.append(guard._progress())
+    guard._loop.version += 1
+    seen.append(guard._progress())
+    guard._loop.activity.num_begun += 1  # the end of the run
+    seen.append(guard._progress())
+    assert len(set(seen)) == 5
+
+
+def test_stacks_show_where_each_thread_is() -> None:
+    release, inside = threading.Event(), threading.Event()
+
+    def waits_for_a_reason() -> None:
+        inside.set()
+        release.wait(timeout=10.0)
+
+    thread = threading.Thread(target=waits_for_a_reason, name="some thread", daemon=True)
+    thread.start()
+    assert inside.wait(timeout=10.0)
+    stacks = []
+    looker = threading.Thread(target=lambda: stacks.append(thread_stacks()))  # as the watchdog: not the main thread
+    looker.start()
+    looker.join(timeout=10.0)
+    release.set()
+    assert "in waits_for_a_reason" in stacks[0].split("thread some thread:")[1]
+    assert stacks[0].startswith("thread MainThread:")
+
+
+def test_tasks_of_a_loop_that_hangs_show_the_whole_way_to_where_they_wait() -> None:
+    waits, release, inside = threading.Event(), threading.Event(), threading.Event()
+
+    async def reward() -> None:
+        waits.set()
+        await asyncio.Event().wait()
+
+    async def scores() -> None:
+        await reward()
+
+    def blocks() -> None:
+        inside.set()
+        release.wait(timeout=10.0)
+
+    loop = LoopThread()
+    loop.start()
+    loop.submit(scores())
+    assert waits.wait(timeout=10.0)
+    loop.post(blocks)
+    assert inside.wait(timeout=10.0)
+    stacks = loop.task_stacks()
+    release.set()
+    loop.stop(timeout_s=10.0)
+    way = stacks.split(" > ")
+    assert way[0].startswith("Task-")
+    assert way[1].startswith("reward test_stall.py:")
+    assert way[-1].startswith("wait locks.py:")
+
+
+def test_groups_in_flight_are_told_with_the_oldest() -> None:
+    groups = [
+        GroupInFlight(group_id=8, age_s=3.0, stage="generating", tokens={}),
+        GroupInFlight(group_id=7, age_s=31.0, stage="being scored", tokens={1: 8, 0: 12}),
+    ]
+    assert describe(groups) == (
+        "2 groups in flight (1 generating, 1 being scored), the oldest: group 7, for 31 s: being scored, "
+        "tokens of its rollouts: 0: 12, 1: 8"
+    )
+    assert describe([]) == "no group in flight"
+
+
+def test_a_run_that_stood_still_ends_with_that_error_though_it_came_to_its_end() -> None:
+    guard = _guard(ServerState.SERVING, 0.0)
+    guard.check()
+    guard._error = RunError("for 10 s no step was finished")
+    with pytest.raises(RunError, match="no step was finished"):
+        guard.check()

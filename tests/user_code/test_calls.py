@@ -1,0 +1,101 @@
+"""Calls of users' functions as values; what tools, environments and rewards share."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import pytest
+
+from grpo_async.user_code.calls import Raised, TimedCaller, UserCall, is_async, unwrap_partial
+from grpo_async.user_code.threads import ThreadRunner
+from tests.support.waiting import until
+
+
+async def plus_one(number: int) -> int:
+    return number + 1
+
+
+class Judge:
+    async def __call__(self) -> None: ...
+
+
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_what_is_async_is_seen_through_partials_and_objects() -> None:
+    nested = functools.partial(functools.partial(plus_one, 1))
+    assert unwrap_partial(nested) is plus_one
+    assert [is_async(function) for function in (plus_one, nested, Judge(), functools.partial(Judge()))] == [True] * 4
+    assert [is_async(function) for function in (len, Judge, lambda: plus_one(1))] == [False] * 3
+
+
+def test_a_result_is_finished_where_it_was_made_and_awaited_if_it_must_be() -> None:
+    assert UserCall(lambda number: number * 2, {"number": 3}, str).attempt() == "6"
+    assert UserCall(lambda: plus_one(3), finish=str).attempt() == "4"
+    failed = UserCall(lambda: "x", finish=int).attempt()
+    assert isinstance(failed, Raised)
+    assert failed.summary.startswith("ValueError: invalid literal")
+
+
+@pytest.mark.parametrize(
+    ("error", "summary"),
+    [
+        (KeyError("a"), "KeyError: 'a'"),
+        (SystemExit(3), "SystemExit: 3"),
+        (ValueError("two\n  lines"), "ValueError: two lines"),
+        (ValueError(), "ValueError"),
+        (UnreadableError(), "UnreadableError: (its message cannot be read: ValueError)"),
+    ],
+)
+def test_what_is_raised_is_a_value_with_one_line(error: BaseException, summary: str) -> None:
+    def fails() -> None:
+        raise error
+
+    async def fails_later() -> None:
+        raise error
+
+    for raised in (UserCall(fails).attempt(), asyncio.run(UserCall(fails_later).attempt_async())):
+        assert isinstance(raised, Raised)
+        assert (raised.error, raised.summary) == (error, summary)
+
+
+def test_a_cancelled_error_of_the_functions_own_is_a_value_and_one_of_the_caller_is_not() -> None:
+    async def gives_up() -> None:
+        raise asyncio.CancelledError
+
+    async def waits(started: asyncio.Event) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        own = await UserCall(gives_up).attempt_async()
+        assert isinstance(own, Raised)
+        started = asyncio.Event()
+        task: asyncio.Task[Any] = asyncio.create_task(UserCall(waits, {"started": started}).attempt_async())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_too_slow_on_the_loop_is_cancelled() -> None:
+    seen: list[str] = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append("cancelled")
+
+    async def run() -> None:
+        with pytest.raises(TimeoutError):
+            await TimedCaller(ThreadRunner("calls"), 0.02).run(UserCall(waits))
+        await until(lambda: seen == ["cancelled"])
+
+    asyncio.run(run())

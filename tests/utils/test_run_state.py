@@ -1,0 +1,76 @@
+"""Whether a run lives, as its status.json and the processes of this machine say; one set of words for all who show it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_async.display.status import EXIT_CODES, read_status
+from grpo_async.rundir import RunDir
+from grpo_async.utils.run_state import SILENT_S, STATES, judge
+from grpo_async.viewer.report.run_data import read_run
+
+NOW = 1_000_000.0
+
+
+def _status(**changes: Any) -> dict[str, Any]:
+    mine = {"host": platform.node(), "pid": os.getpid(), "pid_started_at": psutil.Process().create_time()}
+    return {"version": 1, "state": "running", "updated_at": NOW, **mine, **changes}
+
+
+def test_a_launcher_of_this_machine_is_looked_for_however_old_its_file_is() -> None:
+    assert judge(_status(), now=NOW + 1e6).state == "running"
+    assert judge(_status(pid_started_at=psutil.Process().create_time() - 60), now=NOW).state == "killed"
+    assert judge(_status(pid=2**22 + 1), now=NOW + 90).why == (
+        f"its launcher (pid {2**22 + 1}) is gone without a word: it was killed, 0:01:30 ago or less"
+    )
+
+
+def test_a_launcher_that_nobody_has_waited_for_is_gone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    began = psutil.Process(child.pid).create_time()
+    assert judge(_status(pid=child.pid, pid_started_at=began)).state == "running"
+    assert child.stdin is not None
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
+    assert judge(_status(pid=child.pid, pid_started_at=began)).state == "killed"
+    child.wait(60)
+
+
+def test_a_launcher_of_another_machine_is_believed_for_a_while() -> None:
+    assert judge(_status(host="far", pid=1), now=NOW + SILENT_S - 1).state == "running"
+    assert judge(_status(host="far", pid=1), now=NOW + SILENT_S + 1).state == "silent"
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped", "failed", "odd"])
+def test_what_a_run_said_of_its_end_is_believed(state: str) -> None:
+    assert judge(_status(state=state, pid=2**22 + 1), now=NOW + 1e6).state == state
+
+
+@pytest.mark.parametrize("odd", [None, "", "x", [], {}, True, -1, 1e300, float("nan"), 2**80])
+@pytest.mark.parametrize("field", ["host", "pid", "pid_started_at", "updated_at", "state"])
+def test_nothing_that_a_file_holds_is_an_error(field: str, odd: object) -> None:
+    assert judge(_status(**{field: odd})).state in (*STATES, "?", "", "x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({}, "running"), ({"pid": 2**22 + 1}, "killed"), ({"host": "far"}, "silent"), ({"state": "failed"}, "failed")],
+)
+def test_the_command_and_the_report_say_the_same(tmp_path: Path, changes: dict[str, Any], word: str) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.status.write_text(json.dumps(_status(**changes)))
+    assert read_status(run_dir).state == word
+    assert read_run(run_dir, "x").ending.status == word
+
+
+def test_every_word_has_an_exit_code() -> None:
+    assert set(EXIT_CODES) == set(STATES)
