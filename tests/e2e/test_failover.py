@@ -38,7 +38,7 @@ SMALL = (
 )
 # A busy machine of two cores delays an engine: vLLM was silent for more than 10 s while it scored at the start of a run. What
 # hangs is waited for longer than that, by the run and by the tests' own questions.
-HEARTBEAT_S = 20.0
+HEARTBEAT_S = 12.0
 VLLM_HEARTBEAT_S = 60.0
 SLOW_STEPS = "rewards=[{function: 'tests.e2e.soak_reward:by_place_in_no_hurry'}]"
 """A server needs some seconds to start; a run that need not wait for it makes few steps meanwhile."""
