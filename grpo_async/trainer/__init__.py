@@ -1,1 +1,1 @@
-"""The trainer's process: rank 0's wiring of rollouts, training, weights and evaluation; what every rank has; stalls and failures."""
+"""The trainer's process: rank 0 wires rollouts, training, weights and evaluation together; every rank has a context."""
