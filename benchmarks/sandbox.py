@@ -1,8 +1,8 @@
-"""Start-up time of one sandboxed run, behind each set of walls and without any.
+"""Start-up time of one sandboxed run, under each set of restrictions and without any.
 
     python -m benchmarks sandbox [--runs 30] [--json FILE]
 
-All variants take turns: a bare interpreter, then the sandbox behind no walls but limits, without namespaces, and behind all that
+All variants take turns: a bare interpreter, then the sandbox with resource limits alone, without namespaces, and under all that
 this machine has.
 """
 
@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from benchmarks.report import Report, add_options
 from benchmarks.turns import in_turns, ratios
-from grpo_async.sandbox import Sandbox, walls
-from grpo_async.sandbox.interpreter import find_interpreter
-from grpo_async.sandbox.probe import Findings, try_walls
+from grpo_async.sandbox import Sandbox, restrictions
+from grpo_async.sandbox.execution import find_interpreter
+from grpo_async.sandbox.restrictions import Findings, try_restrictions
 
 TIMEOUT_S = 60.0
 BARE = "bare interpreter"
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     command = [find_interpreter().executable, "-I", "-S", "-c", "pass"]
     variants: dict[str, Callable[[], object]] = {BARE: lambda: subprocess.run(command, check=True, timeout=TIMEOUT_S)}
     for without in (("namespaces", "landlock", "seccomp", "user"), ("namespaces",), ()):
-        found = try_walls(without=frozenset(without))
+        found = try_restrictions(without=frozenset(without))
         variants["sandbox: " + (" + ".join(sorted(found.mechanisms)) or "limits only")] = _sandboxed(found)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _, name in in_turns(list(variants), options.runs):
@@ -53,7 +53,7 @@ def _sandboxed(found: Findings) -> Callable[[], object]:
     sandbox = Sandbox(require=[])
 
     def run() -> object:
-        walls._findings = found  # what start-up finds on this machine, less the walls left out here
+        restrictions._findings = found  # what start-up finds on this machine, less the restrictions left out here
         return sandbox.run("pass")
 
     return run

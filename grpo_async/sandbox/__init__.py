@@ -1,9 +1,9 @@
 """Runs model-written code: in a process of its own, under limits, without network, in an empty directory, killed as a tree.
 
     Sandbox(limits).run(code) -> SandboxResult          `arun` does not hold the event loop
-      |- which walls stand here, tried once per process  `walls`, `probe`
-      |- one run, from start to the last process' death  `execution`
-      `- what the child does to itself before the code   `inside`
+      |- what can be restricted here, tried once per process  `restrictions`
+      |- one run, from start to the last process' death       `execution`
+      `- what the child does to itself before the code        `inside`
 
 Invariants: a run returns in `wall_s` and a little, with nothing of it left running and nothing left on disk; the code sees
 neither the environment nor the files of this process; what the system cannot hold is in `startup_notes`, never dropped in
@@ -13,9 +13,9 @@ result is worth. The code may always lie about its own doings: exit code and out
 
 from __future__ import annotations
 
-from grpo_async.sandbox.records import SandboxError, SandboxLimits, SandboxResult, SandboxStatus
+from grpo_async.sandbox.execution import SandboxError, SandboxLimits, SandboxResult, SandboxStatus
+from grpo_async.sandbox.restrictions import Capability, capabilities
 from grpo_async.sandbox.sandbox import REQUIRED, Sandbox, startup_notes
-from grpo_async.sandbox.walls import Capability, capabilities
 
 __all__ = [
     "REQUIRED",

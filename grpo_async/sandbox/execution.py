@@ -1,26 +1,187 @@
-"""One run as its owner sees it: start the launcher, feed and read pipes that are never waited for, end it in time.
+"""One run as its owner sees it: what it may take, which interpreter it gets, and its way from start to end.
 
-Ends when the launcher has ended, and with it everything it started. Waits for: the streams, the launcher's report, `cancel`;
-each under a deadline. Output past its limit ends the run, so that neither memory nor CPU is spent on what nobody reads.
+The launcher is started, fed and read through pipes that are never waited for, and ended in time. Ends when the launcher has ended,
+and with it everything it started. Waits for: the streams, the launcher's report, `cancel`; each under a deadline. Output past its
+limit ends the run, so that neither memory nor CPU is spent on what nobody reads.
 """
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import marshal
 import os
 import selectors
 import signal
+import site
 import subprocess
+import sys
+import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
 
-from grpo_async.sandbox.interpreter import FLAGS, Interpreter, environment_of, launcher_environment_of
-from grpo_async.sandbox.records import SandboxError, SandboxLimits, SandboxResult, SandboxStatus
+from grpo_async.errors import ConfigError, GrpoAsyncError
+
+
+class SandboxError(GrpoAsyncError):
+    """The sandbox itself failed; says nothing about the code. The message carries the system's answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """Most that one run may take.
+
+    Raises:
+        ConfigError: a value that cannot be a limit.
+    """
+
+    wall_s: float = 10.0  # from the start of the code
+    cpu_s: float = 10.0  # CPU seconds of each process, in whole seconds (at least 1)
+    memory_mb: int = 512  # address space of each process, and what all of them hold together
+    file_mb: int = 16  # size of each file
+    directory_mb: int = 64  # all files of the run together
+    max_processes: int = 32  # processes and threads at once, the code's first one included
+    max_output_chars: int = 65536  # of stdout, and again of stderr
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not value > 0 or value == float("inf"):
+                raise ConfigError(f"sandbox limit `{each.name}` is {value!r}; it must be a number above 0")
+            if not each.name.endswith("_s") and not isinstance(value, int):
+                raise ConfigError(f"sandbox limit `{each.name}` is {value!r}; it must be a whole number")
+
+
+class SandboxStatus(StrEnum):
+    """How a run ended. What the code did is seldom certain: MEMORY is also an uncaught MemoryError."""
+
+    OK = "ok"  # exit code 0
+    ERROR = "error"  # another exit code: an uncaught exception, mostly
+    TIMEOUT = "timeout"  # longer than `wall_s`; killed
+    CPU = "cpu"  # more CPU time than `cpu_s`; killed
+    MEMORY = "memory"  # more memory than `memory_mb`
+    OUTPUT = "output"  # more output than `max_output_chars`; killed, and what came before is kept
+    KILLED = "killed"  # by another signal: a crash, or a kill of its own
+
+    @property
+    def is_ok(self) -> bool:
+        return self is SandboxStatus.OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxResult:
+    """One run. The streams are decoded as UTF-8, with a mark where that is impossible, and cut at `max_output_chars`.
+
+    Example: `print(1); 1 / 0` -> status ERROR, stdout "1\\n", stderr a traceback, exit_code 1.
+    """
+
+    status: SandboxStatus
+    stdout: str
+    stderr: str
+    exit_code: int | None  # negative: the signal that ended it; None: the owner ended it
+    duration_s: float  # wall-clock, from the start of the code
+    cpu_s: float = 0.0  # of the code and of its children that have ended; 0.0 when the owner ended it
+
+    @property
+    def last_error_line(self) -> str:
+        """The last line of stderr that is not empty, "" without one: of a traceback the one that says what it was."""
+        lines = [line for line in self.stderr.splitlines() if line.strip()]
+        return lines[-1].strip() if lines else ""
+
+
+_SYSTEM_PATHS = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/alternatives",
+)
+FLAGS = ("-s", "-S", "-P", "-B", "-X", "utf8")
+"""No user site, no site-packages, no script directory on the path, no bytecode files, UTF-8 everywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpreter:
+    """Python as the code gets it. `read_paths` holds directories and files, parents before what they contain."""
+
+    executable: str
+    read_paths: tuple[str, ...]
+    module_paths: tuple[str, ...]  # on the path after the working directory
+    library_path: str = ""  # where its shared library is, if it has one: the environment that said so is not passed on
+
+
+@functools.cache
+def find_interpreter(*, with_site_packages: bool = False) -> Interpreter:
+    """The interpreter below this process's virtual environment.
+
+    Args:
+        with_site_packages: whether the packages of this process can be imported. Those that are installed as a link to
+            their sources (`pip install -e`) cannot.
+    """
+    executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    packages: list[str] = []
+    if with_site_packages:
+        packages = [os.path.realpath(path) for path in site.getsitepackages() if os.path.isdir(path)]
+    prefixes = (sys.base_prefix, sys.base_exec_prefix, sysconfig.get_path("stdlib"))
+    library_path = _library_path()
+    needed = {executable, *map(os.path.realpath, prefixes), *packages}
+    if library_path:
+        needed.add(library_path)
+    paths = [path for path in _SYSTEM_PATHS if os.path.lexists(path)]
+    for path in sorted(needed):
+        if path != "/" and not any(path == shown or path.startswith(f"{shown}/") for shown in paths):
+            paths.append(path)
+    return Interpreter(
+        executable=executable,
+        read_paths=tuple(paths),
+        module_paths=tuple(packages),
+        library_path=library_path,
+    )
+
+
+def _library_path() -> str:
+    directory = sysconfig.get_config_var("LIBDIR") or ""
+    name = sysconfig.get_config_var("INSTSONAME") or ""
+    is_shared = bool(sysconfig.get_config_var("Py_ENABLE_SHARED")) and sys.platform == "linux"
+    return os.path.realpath(directory) if is_shared and os.path.exists(os.path.join(directory, name)) else ""
+
+
+def launcher_environment_of(interpreter: Interpreter) -> dict[str, str]:
+    """All of the launcher's environment: what the interpreter needs to start."""
+    return {"LD_LIBRARY_PATH": interpreter.library_path} if interpreter.library_path else {}
+
+
+def environment_of(interpreter: Interpreter) -> dict[str, str]:
+    """All of the code's environment; `{base}` stands for the sandbox's directory.
+
+    The hash seed is fixed: the same code gives the same result, the order of sets included.
+    """
+    return {
+        **launcher_environment_of(interpreter),
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": "{base}/work",
+        "TMPDIR": "{base}/tmp",
+        "LANG": "C.UTF-8",
+        "PYTHONPATH": os.pathsep.join(["{base}/work", *interpreter.module_paths]),
+        "PYTHONHASHSEED": "0",
+        # Libraries that start a thread for every CPU would meet the limit of processes.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+
 
 START_TIMEOUT_S = 60.0
 """From the start of the launcher to that of the code; some 50 ms on an idle machine."""
@@ -41,7 +202,7 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 
 
 class MechanismError(SandboxError):
-    """A wall cannot be built on this system.
+    """A restriction cannot be set up on this system.
 
     Args:
         mechanism: which.
@@ -55,7 +216,7 @@ class MechanismError(SandboxError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to run and behind which walls."""
+    """What to run and under which restrictions."""
 
     code: str
     stdin: str = ""
@@ -63,8 +224,6 @@ class Job:
     limits: SandboxLimits
     interpreter: Interpreter
     mechanisms: frozenset[str]
-    base: str = ""  # the directory of the run where there are no namespaces
-    mount_point: str = "/"  # a directory that exists, where there are
     pass_descriptors: Sequence[int] = ()
 
 
@@ -96,12 +255,16 @@ class Execution:
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
-            return self._run(stack)
+            base = ""  # with namespaces its directory is in memory and ends with it
+            if "namespaces" not in self._job.mechanisms:
+                base = tempfile.mkdtemp(prefix="grpo-async-sandbox-")
+                stack.callback(remove_tree, base)
+            return self._run(stack, base)
 
-    def _run(self, stack: contextlib.ExitStack) -> SandboxResult:
+    def _run(self, stack: contextlib.ExitStack, base: str) -> SandboxResult:
         limits = self._job.limits
         pipes = _Pipes(stack)
-        plan_out, report_in = pipes.read_end_for_child(self._plan()), pipes.write_end_for_child(report := _Report())
+        plan_out, report_in = pipes.read_end_for_child(self._plan(base)), pipes.write_end_for_child(report := _Report())
         stdout, stderr = _Stream(limits.max_output_chars), _Stream(limits.max_output_chars)
         child_in = pipes.read_end_for_child(self._job.stdin.encode("utf-8", "replace"))
         child_out, child_err = pipes.write_end_for_child(stdout), pipes.write_end_for_child(stderr)
@@ -149,7 +312,7 @@ class Execution:
             status = SandboxStatus.OUTPUT
         return _result(status, report, limits, stdout.text, stderr.text, duration_s, self._is_cancelled)
 
-    def _plan(self) -> bytes:
+    def _plan(self, base: str) -> bytes:
         job = self._job
         return marshal.dumps(
             {
@@ -161,8 +324,8 @@ class Execution:
                 "flags": list(FLAGS),
                 "environment": environment_of(job.interpreter),
                 "read_paths": list(job.interpreter.read_paths),
-                "base": job.base,
-                "mount_point": job.mount_point,
+                "base": base,
+                "mount_point": tempfile.gettempdir(),
                 "code": job.code.encode("utf-8", "replace"),
                 "files": dict(job.files),
                 "keep_descriptors": list(job.pass_descriptors),
@@ -362,3 +525,18 @@ def _status_of(exit_code: int, cpu_s: float, limits: SandboxLimits, stderr: str)
         return SandboxStatus.KILLED
     last = stderr.rstrip().rpartition("\n")[2]
     return SandboxStatus.MEMORY if last.startswith("MemoryError") else SandboxStatus.ERROR
+
+
+def remove_tree(path: str) -> None:
+    """Remove the directory `path` and what the code left in it, however deep or locked; follows no link. The code and all its
+    processes are dead by then. (Not shutil.rmtree, which goes as deep as Python's recursion.)
+
+    Raises:
+        SandboxError: it cannot be removed.
+    """
+    command = ["rm", "-rf", "--", path]
+    if subprocess.run(command, capture_output=True, timeout=END_TIMEOUT_S).returncode != 0:
+        subprocess.run(["chmod", "-R", "u+rwx", "--", path], capture_output=True, timeout=END_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=END_TIMEOUT_S)
+        if done.returncode != 0:
+            raise SandboxError(f"the directory of a sandbox cannot be removed: {done.stderr.strip()[:500]}")

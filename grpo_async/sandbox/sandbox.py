@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from grpo_async.errors import ConfigError
-from grpo_async.sandbox.execution import END_TIMEOUT_S, Execution, Job
-from grpo_async.sandbox.interpreter import find_interpreter
-from grpo_async.sandbox.records import SandboxLimits, SandboxResult
-from grpo_async.sandbox.remove import remove_tree
-from grpo_async.sandbox.walls import LIMITS, NAMES, NETWORK, PROCESSES, capabilities, describe, findings
+from grpo_async.sandbox.execution import END_TIMEOUT_S, Execution, Job, SandboxLimits, SandboxResult, find_interpreter
+from grpo_async.sandbox.restrictions import LIMITS, NAMES, NETWORK, PROCESSES, capabilities, describe, findings
 
 REQUIRED = (LIMITS, NETWORK, PROCESSES)
 """Without these, one completion can end the run or leave the machine, so their absence is refused unless asked for.
@@ -27,7 +22,7 @@ class Sandbox:
 
     Args:
         limits: most that each run may take.
-        require: names of capabilities without which it refuses to work; see `walls`.
+        require: names of capabilities without which it refuses to work; see `restrictions`.
         with_site_packages: whether the code can import the packages of this environment (numpy, ...).
 
     Raises:
@@ -66,8 +61,7 @@ class Sandbox:
         Raises:
             SandboxError: the sandbox failed; whatever the code does is a result.
         """
-        run = _Run(self._job(code, stdin, files, pass_descriptors))
-        return run.run()
+        return Execution(self._job(code, stdin, files, pass_descriptors)).run()
 
     async def arun(
         self,
@@ -78,7 +72,7 @@ class Sandbox:
         pass_descriptors: Sequence[int] = (),
     ) -> SandboxResult:
         """As `run`, without holding the event loop. Cancelling it kills the code and all its processes first."""
-        run = _Run(self._job(code, stdin, files, pass_descriptors))
+        run = Execution(self._job(code, stdin, files, pass_descriptors))
         future: Future[SandboxResult] = Future()
         future.set_running_or_notify_cancel()
 
@@ -113,30 +107,8 @@ class Sandbox:
             limits=self.limits,
             interpreter=self._interpreter,
             mechanisms=findings().mechanisms,
-            mount_point=tempfile.gettempdir(),
             pass_descriptors=pass_descriptors,
         )
-
-
-class _Run:
-    """One run with the directory it needs where there are no namespaces."""
-
-    def __init__(self, job: Job) -> None:
-        self._base = ""
-        if "namespaces" not in job.mechanisms:
-            self._base = tempfile.mkdtemp(prefix="grpo-async-sandbox-")
-            job = dataclasses.replace(job, base=self._base)
-        self._execution = Execution(job)
-
-    def run(self) -> SandboxResult:
-        try:
-            return self._execution.run()
-        finally:
-            if self._base:
-                remove_tree(self._base)
-
-    def cancel(self) -> None:
-        self._execution.cancel()
 
 
 def _check(require: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Every attack runs behind two sets of walls: the strongest that this machine has, and those of a container that refuses
+"""Every attack runs under two sets of restrictions: the strongest that this machine has, and those of a container that refuses
 namespaces. A test whose subject they cannot hold is skipped by name; with namespaces nothing may be skipped."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.sandbox import Sandbox, SandboxLimits, SandboxResult, capabilities
-from grpo_async.sandbox.probe import Findings, try_walls
+from grpo_async.sandbox.restrictions import Findings, try_restrictions
 from tests.sandbox.support import Run
 
 _WITHOUT = {"strongest": frozenset[str](), "without namespaces": frozenset({"namespaces"})}
@@ -24,20 +24,20 @@ def findings_of() -> Callable[[frozenset[str]], Findings]:
 
     def find(without: frozenset[str]) -> Findings:
         if without not in known:
-            known[without] = try_walls(without=without)
+            known[without] = try_restrictions(without=without)
         return known[without]
 
     return find
 
 
 @pytest.fixture(params=_WITHOUT)
-def walls(
+def restrictions(
     request: pytest.FixtureRequest,
     findings_of: Callable[[frozenset[str]], Findings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Findings:
     found = findings_of(_WITHOUT[request.param])
-    monkeypatch.setattr("grpo_async.sandbox.walls._findings", found)
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", found)
     return found
 
 
@@ -45,13 +45,13 @@ def walls(
 def strongest(findings_of: Callable[[frozenset[str]], Findings], monkeypatch: pytest.MonkeyPatch) -> Findings:
     """For what nothing but namespaces can hold."""
     found = findings_of(frozenset())
-    monkeypatch.setattr("grpo_async.sandbox.walls._findings", found)
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", found)
     return found
 
 
 @pytest.fixture
 def needs() -> Callable[..., None]:
-    """Skip where the walls of the test do not hold these capabilities."""
+    """Skip where the restrictions of the test do not hold these capabilities."""
 
     def needs(found: Findings, *names: str) -> None:
         for capability in capabilities():
@@ -73,7 +73,7 @@ def deep_path() -> Iterator[Path]:
 
 
 @pytest.fixture
-def run(walls: Findings) -> Run:
+def run(restrictions: Findings) -> Run:
     return run_code
 
 

@@ -11,7 +11,7 @@ from grpo_async.sandbox import SandboxResult
 
 
 class Run(Protocol):
-    """Run code behind the walls of the test."""
+    """Run code under the restrictions of the test."""
 
     def __call__(
         self, code: str, *, stdin: str = ..., files: dict[str, str | bytes] | None = ..., **limits: float

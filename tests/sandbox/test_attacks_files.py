@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from grpo_async.sandbox import Sandbox, SandboxStatus
-from grpo_async.sandbox.probe import Findings
+from grpo_async.sandbox.restrictions import Findings
 from tests.sandbox.support import TRIAL, Run
 
 
 @pytest.fixture(autouse=True)
-def filesystem(needs: Callable[..., None], walls: Findings) -> None:
-    needs(walls, "filesystem")
+def filesystem(needs: Callable[..., None], restrictions: Findings) -> None:
+    needs(restrictions, "filesystem")
 
 
 def test_files_of_this_user_and_this_machine_are_not_read(run: Run, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_what_is_left_behind_is_removed_without_following_it(
     assert (outside / "kept").read_text(encoding="utf-8") == "whole"
 
 
-def test_a_hostile_file_given_to_a_run_stays_inside(walls: Findings) -> None:
+def test_a_hostile_file_given_to_a_run_stays_inside(restrictions: Findings) -> None:
     files: dict[str, str | bytes] = {"sitecustomize.py": "print('hijacked')", "os.py": "print('hijacked')"}
     result = Sandbox(require=[]).run("print('mine')", files=files)
     assert result.stdout.endswith("mine\n")

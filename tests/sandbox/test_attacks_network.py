@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.sandbox.probe import Findings
+from grpo_async.sandbox.restrictions import Findings
 from tests.sandbox.support import TRIAL, Run
 
 
 @pytest.fixture(autouse=True)
-def network(needs: Callable[..., None], walls: Findings) -> None:
-    needs(walls, "network")
+def network(needs: Callable[..., None], restrictions: Findings) -> None:
+    needs(restrictions, "network")
 
 
 def test_a_server_on_this_machine_is_not_reached(run: Run) -> None:
@@ -73,12 +73,3 @@ trial(lambda: connect({name!r}))
         for listener in (by_path, by_name):
             with pytest.raises(BlockingIOError):
                 listener.accept()
-
-
-def test_io_uring_is_no_way_round(run: Run) -> None:
-    code = """
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
-print(libc.syscall(425, 1, ctypes.create_string_buffer(120)), ctypes.get_errno())
-"""
-    assert run(code).stdout == "-1 1\n"

@@ -1,4 +1,4 @@
-"""Code that takes too much. Every bomb is bounded, so that a wall that fails costs the test and not the machine."""
+"""Code that takes too much. Every bomb is bounded, so that a restriction that fails costs the test and not the machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LOADED_WALL_S = 100.0  # on a busy machine a second of CPU time is long in comi
 
 @pytest.fixture(autouse=True)
 def limits(needs: Callable[..., None], request: pytest.FixtureRequest) -> None:
-    if "walls" in request.fixturenames:
-        needs(request.getfixturevalue("walls"), "limits")
+    if "restrictions" in request.fixturenames:
+        needs(request.getfixturevalue("restrictions"), "limits")
     else:
         needs(request.getfixturevalue("strongest"), "limits", "totals")
 
@@ -100,9 +100,9 @@ def test_cpu_time_is_limited(run: Run) -> None:
     assert 0 < result.cpu_s < 3
 
 
-def test_a_handler_of_the_cpu_signal_gains_a_second(run: Run) -> None:
+def test_a_handler_of_the_cpu_signal_gains_a_second(run_strongest: Run) -> None:
     code = "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass"
-    result = run(code, cpu_s=1, wall_s=_LOADED_WALL_S)
+    result = run_strongest(code, cpu_s=1, wall_s=_LOADED_WALL_S)
     assert (result.status, result.exit_code) == (SandboxStatus.CPU, -9)
 
 

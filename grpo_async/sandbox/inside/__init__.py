@@ -1,9 +1,9 @@
-"""What runs in the child process: it locks itself in, one wall after the other, and then runs the code.
+"""What runs in the child process: it restricts itself step by step, and then runs the code.
 
     launcher   fresh interpreter, own session, dies with the thread that started it      `launcher`
       |- namespaces at hand: user, mount, pid, network, ipc, ... of its own              `namespaces`
-      |    init      pid 1 of the sandbox: private root, watches the memory, dies last   `private_root`, `watch`
-      |      code    limits, no privileges, system call filter, exec                     `confine`, `seccomp`
+      |    init      pid 1 of the sandbox: private root, watches the memory, dies last
+      |      code    limits, no privileges, system call filter, exec                     `seccomp`
       `- else
            code      limits, Landlock, system call filter, exec                          `landlock`
 

@@ -1,24 +1,31 @@
 """Main function of the child process.
 
-Reads a plan (marshal: both ends are the same interpreter), builds the walls it names, runs the code, and reports lines:
-`note MECHANISM TEXT`, `started`, `ended STATUS CPU_S`, `memory`, or `problem MECHANISM TEXT` when a wall cannot be built.
+Reads a plan (marshal: both ends are the same interpreter), sets up the restrictions it names, runs the code, and reports lines:
+`note MECHANISM TEXT`, `started`, `ended STATUS CPU_S`, `memory`, or `problem MECHANISM TEXT` when one cannot be set up.
 The code never gets the report's descriptor. SIGTERM to the launcher ends the run: it kills what it started and reaps it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import marshal
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
 
-# All of it at once: behind the walls there is nothing to import from.
-from grpo_async.sandbox.inside import landlock, namespaces, private_root, seccomp
-from grpo_async.sandbox.inside.confine import drop_privileges, set_limits
-from grpo_async.sandbox.inside.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
-from grpo_async.sandbox.inside.watch import wait_for
+# All of it at once: once restricted, there is nothing to import from.
+from grpo_async.sandbox.inside import landlock, namespaces, seccomp
+from grpo_async.sandbox.inside.kernel import (
+    PR_CAPBSET_DROP,
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    prctl,
+    syscall,
+)
 
 TYPE_CHECKING = False  # importing `typing` would be a fifth of the launcher's start
 if TYPE_CHECKING:
@@ -29,6 +36,12 @@ if TYPE_CHECKING:
 _IS_LINUX = sys.platform == "linux"
 _OWNER_IS_GONE_S = 30.0  # the owner ends a run that takes too long; this much later the launcher does it
 _AWAITED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGALRM}
+_MIB = 1 << 20
+_MAX_OPEN_FILES = 256
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_CAPABILITY_VERSION = 0x20080522
+_LOOK_EVERY_S = 0.05
+_PAGE_KB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 
 def main(plan_descriptor: int, report_descriptor: int) -> NoReturn:
@@ -60,15 +73,15 @@ def _init(plan: Plan, report: _Report, has_other_user: bool) -> None:
     """Pid 1 of the sandbox: when it ends, for whatever reason, the kernel ends all other processes in it."""
     with report.problems("namespaces"):
         prctl("parent-death signal", PR_SET_PDEATHSIG, signal.SIGKILL)
-        private_root.build(plan["read_paths"], plan["mount_point"], plan["limits"]["directory_mb"])
+        namespaces.build_root(plan["read_paths"], plan["mount_point"], plan["limits"]["directory_mb"])
         prctl("dumpable", PR_SET_DUMPABLE, 0)  # the code may not look in here; its own exec undoes it for the code
-    child = _fork(report, lambda: _code(plan, report, private_root.BASE, has_other_user=has_other_user))
+    child = _fork(report, lambda: _code(plan, report, namespaces.BASE, has_other_user=has_other_user))
     with report.problems("start"):
         _release_streams(plan)
         memory_mb = plan["limits"]["memory_mb"] if os.path.exists("/proc/self") else None
         if memory_mb is None:
             report.line("note proc /proc cannot be mounted")
-        status, cpu_s, is_over = wait_for(child, memory_mb=memory_mb, reap_others=True)
+        status, cpu_s, is_over = _wait_watching(child, memory_mb=memory_mb)
         report.line("memory" if is_over else f"ended {status} {cpu_s:.3f}")
 
 
@@ -91,10 +104,10 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
     with report.problems("start"):
         # Without another user, the kernel counts the launcher and init with the code.
         extra = 2 if in_namespaces and not has_other_user else 0
-        for name in set_limits(plan["limits"], extra_processes=extra):
+        for name in _set_limits(plan["limits"], extra_processes=extra):
             report.line(f"note limits {name}")
         if _IS_LINUX:
-            drop_privileges()
+            _drop_privileges()
         os.chdir(f"{base}/work")
         os.umask(0o077)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -143,6 +156,109 @@ def _prepare(plan: Plan, base: str, has_other_user: bool) -> int | None:
         for path in [*made, *([] if "namespaces" in plan["mechanisms"] else [base])]:
             os.chown(path, user, user)
     return user
+
+
+def _set_limits(limits: dict[str, Any], *, extra_processes: int) -> list[str]:
+    """Apply the resource limits to this process; what it starts inherits them.
+
+    Args:
+        limits: the fields of SandboxLimits.
+        extra_processes: processes of ours that the kernel counts with those of the code.
+
+    Returns:
+        Names of limits that this system does not have.
+    """
+    cpu_s = max(1, round(limits["cpu_s"]))
+    wanted = {
+        "RLIMIT_CPU": (cpu_s, cpu_s + 1),  # SIGXCPU, and a second later SIGKILL
+        "RLIMIT_AS": limits["memory_mb"] * _MIB,
+        "RLIMIT_FSIZE": limits["file_mb"] * _MIB,
+        "RLIMIT_NPROC": limits["max_processes"] + extra_processes,
+        "RLIMIT_NOFILE": _MAX_OPEN_FILES,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_MSGQUEUE": 0,
+        "RLIMIT_MEMLOCK": 0,
+    }
+    missing = []
+    for name, value in wanted.items():
+        soft, hard = value if isinstance(value, tuple) else (value, value)
+        try:
+            kind = getattr(resource, name)
+            present = resource.getrlimit(kind)[1]
+            if present != resource.RLIM_INFINITY:  # the owner's own limits may be lower
+                soft, hard = min(soft, present), min(hard, present)
+            resource.setrlimit(kind, (soft, hard))
+        except (AttributeError, OSError, ValueError):  # ValueError: macOS refuses RLIMIT_AS
+            missing.append(name)
+    return missing
+
+
+def _drop_privileges() -> None:
+    """Give up every capability for good; a set-user-id program gives none back."""
+    prctl("no_new_privs", PR_SET_NO_NEW_PRIVS, 1)
+    if os.geteuid() == 0:
+        for capability in range(64):
+            try:
+                prctl("drop capability", PR_CAPBSET_DROP, capability)
+            except OSError:
+                break  # past the last one that this kernel knows
+    number = _CAPSET.get(os.uname().machine)
+    if number is not None:
+        head = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+        syscall("capset", number, head, (ctypes.c_uint32 * 6)())
+
+
+def _wait_watching(child: int, *, memory_mb: int | None) -> tuple[int, float, bool]:
+    """Wait until `child` has ended, and watch what the processes of the sandbox hold in memory together; SIGCHLD must be blocked.
+
+    RLIMIT_AS holds each process alone. The sum is looked at 20 times a second: what a process tree can take in between is
+    little beside the memory of a machine, and more exact means (control groups) need rights that containers rarely give.
+    Other children are reaped on the way: this process is pid 1 and inherits orphans.
+
+    Args:
+        child: a child of this process.
+        memory_mb: what all visible processes may hold together, in MiB; None = do not look.
+
+    Returns:
+        Wait status, CPU seconds of the child and its reaped children, and whether the memory was exceeded.
+    """
+    while True:
+        while True:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            if pid == child:
+                return status, usage.ru_utime + usage.ru_stime, False
+            if pid == 0:
+                break
+        if memory_mb is None:
+            signal.sigwait({signal.SIGCHLD})  # the launcher kills the code after wall_s
+        elif signal.sigtimedwait({signal.SIGCHLD}, _LOOK_EVERY_S) is None and _exceeds(memory_mb * 1024):
+            return 0, 0.0, True
+
+
+def _exceeds(limit_kb: int) -> bool:
+    pids = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+    if sum(map(_resident_kb, pids)) <= limit_kb:
+        return False
+    return sum(map(_own_share_kb, pids)) > limit_kb  # a forked child shares pages with its parent
+
+
+def _resident_kb(pid: str) -> int:
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE_KB
+    except OSError:
+        return 0  # ended meanwhile
+
+
+def _own_share_kb(pid: str) -> int:
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            for line in file:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1])
+    except OSError:
+        pass  # it hid itself, or ended meanwhile
+    return _resident_kb(pid)
 
 
 def _fork(report: _Report, run: Callable[[], None]) -> int:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from grpo_async.errors import ConfigError
-from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, capabilities, probe, startup_notes
+from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, capabilities, restrictions, startup_notes
 from grpo_async.sandbox.execution import MechanismError
 from grpo_async.sandbox.inside import seccomp
-from grpo_async.sandbox.probe import Findings
-from grpo_async.sandbox.walls import NAMES
+from grpo_async.sandbox.restrictions import NAMES, Findings
 
 Find = Callable[[frozenset[str]], Findings]
 _ALL = frozenset({"cpu", "memory", "file", "connect", "read", "write", "processes", "threads", "daemon", "signal"})
@@ -42,7 +41,7 @@ def test_with_user_namespaces_everything_holds(findings_of: Find) -> None:
         ({"seccomp", "landlock", "user"}, set(NAMES)),
     ],
 )
-def test_each_wall_that_is_missing_is_stated(
+def test_each_restriction_that_is_missing_is_stated(
     findings_of: Find, monkeypatch: pytest.MonkeyPatch, without: set[str], held: set[str]
 ) -> None:
     """The attacks are real: what nothing holds goes through, and is said to."""
@@ -52,7 +51,7 @@ def test_each_wall_that_is_missing_is_stated(
     ):
         if mechanism not in found.mechanisms:
             pytest.skip(f"this system refuses {mechanism}: {found.refused[mechanism]}")
-    monkeypatch.setattr("grpo_async.sandbox.walls._findings", found)
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", found)
     assert {c.name for c in capabilities() if c.is_available} == held
     first, *others = startup_notes(require=())
     assert first.startswith("sandbox holds: limits (resource limits)")
@@ -62,7 +61,7 @@ def test_each_wall_that_is_missing_is_stated(
 
 
 def test_what_is_missing_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.sandbox.walls._findings", _NOTHING)
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", _NOTHING)
     with pytest.raises(ConfigError) as caught:
         Sandbox()
     message = str(caught.value)
@@ -76,7 +75,7 @@ def test_what_is_missing_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPa
 
 def test_only_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     partly = Findings(mechanisms=frozenset({"seccomp"}), passed=frozenset({"read"}), refused={})
-    monkeypatch.setattr("grpo_async.sandbox.walls._findings", partly)
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", partly)
     Sandbox()
     with pytest.raises(ConfigError, match="filesystem: model-written code can read and change"):
         Sandbox(require=["filesystem", "network"])
@@ -85,24 +84,19 @@ def test_only_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_limit_that_only_seems_to_hold_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """RLIMIT_NPROC stops a trial where this user runs many processes just then, and the next run where it does not."""
     seems = Findings(mechanisms=frozenset(), passed=frozenset(), refused={})
-    monkeypatch.setattr("grpo_async.sandbox.walls._findings", seems)
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", seems)
     assert [c.name for c in capabilities() if not c.is_available] == ["processes"]
 
 
-def test_an_unknown_requirement_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"\['netwrok'\], which do not exist; there are \['limits', 'network'"):
-        Sandbox(require=["netwrok"])
-
-
-def test_the_walls_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_restrictions_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
-    def try_walls() -> Findings:
+    def try_restrictions() -> Findings:
         calls.append(1)
         return _NOTHING
 
-    monkeypatch.setattr("grpo_async.sandbox.walls._findings", None)
-    monkeypatch.setattr("grpo_async.sandbox.walls.try_walls", try_walls)
+    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", None)
+    monkeypatch.setattr("grpo_async.sandbox.restrictions.try_restrictions", try_restrictions)
     capabilities()
     startup_notes(require=())
     assert calls == [1]
@@ -119,20 +113,11 @@ def test_a_refused_mechanism_is_replaced_by_the_next_and_its_answer_kept(monkeyp
             raise SandboxError("a trial run gave no result")
         return frozenset()
 
-    monkeypatch.setattr(probe, "_attack", attack)
-    monkeypatch.setattr(probe, "_candidates", lambda: frozenset({"namespaces", "seccomp", "landlock", "user"}))
-    found = probe.try_walls()
+    monkeypatch.setattr(restrictions, "_attack", attack)
+    monkeypatch.setattr(restrictions, "_candidates", lambda: frozenset({"namespaces", "seccomp", "landlock", "user"}))
+    found = restrictions.try_restrictions()
     assert tried == [{"namespaces", "seccomp"}, {"seccomp", "landlock", "user"}, {"seccomp", "landlock"}]
     assert found.refused["namespaces"] == "unshare: Operation not permitted"
-
-
-def test_where_nothing_runs_at_all_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attack(mechanisms: frozenset[str]) -> frozenset[str]:
-        raise SandboxError("cannot start a process")
-
-    monkeypatch.setattr(probe, "_attack", attack)
-    with pytest.raises(SandboxError, match="cannot start a process"):
-        probe.try_walls()
 
 
 def test_the_notes_of_a_start_refuse_what_a_section_requires_and_the_machine_lacks() -> None:
