@@ -38,21 +38,15 @@ def status(
     if as_json and watch:
         raise typer.BadParameter("choose one of --json and --watch", param_hint="--watch")
 
-    from grpo_async.display.status import describe, newest_run, read_status
+    from grpo_async.display import status as reader
     from grpo_async.utils.console import stdout_console
     from grpo_async.viewer.runs import RUNS_FOLDER, find_run
 
-    run_dir = newest_run(RUNS_FOLDER) if run is None else find_run(run)
-    if as_json:
-        found = read_status(run_dir)
-        typer.echo(json.dumps(found.as_json()))
-        raise typer.Exit(found.exit_code)
+    run_dir = reader.newest_run(RUNS_FOLDER) if run is None else find_run(run)
     console = stdout_console()
-    if watch:
-        from grpo_async.display.status_watch import watch as watch_run
-
-        found = watch_run(run_dir, console)
+    found = reader.watch(run_dir, console) if watch else reader.read_status(run_dir)
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
     else:
-        found = read_status(run_dir)
-    console.print(describe(found), soft_wrap=not console.is_terminal)
+        console.print(reader.describe(found), soft_wrap=not console.is_terminal)
     raise typer.Exit(found.exit_code)

@@ -1,259 +1,270 @@
-"""What the user is told of a run while it goes: the dashboard on a terminal, one line per event elsewhere, or only what matters.
+"""What the user is told of a run while it goes on.
 
-All of them take the same calls. No text can move the cursor: some of it quotes models and tools.
+    supervisor -> Display (keeps Progress) -> views: LineView | QuietView | LiveView | JsonView, StatusFile, the launcher's Advisor
+
+Every view gets the same events, by name; what it knows beyond them is in the Progress that all of them share. No text can move the
+cursor: some of it quotes models and tools.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
 from grpo_async.checks.report import Check, print_checks
+from grpo_async.display.dashboard import dashboard
 from grpo_async.display.progress import Progress, evaluation_line, step_line
 from grpo_async.findings import Finding, Verdict
 from grpo_async.processes.wording import plain
+from grpo_async.rundir import RunDir
+from grpo_async.tracking.jsonl import read_metrics
+
+_INTERVAL_S = 1.0
+_LEAST_INTERVAL_S = 0.25
+_END_S = 5.0
 
 
-class Display(Protocol):
-    """What the supervisor tells the user, as it happens. Open while used as a context manager."""
-
-    def __enter__(self) -> Self: ...
+class View(AbstractContextManager[Any]):
+    """Shows or keeps events. Open while the run goes on."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        pass
+
+    def show(self, event: str, fields: Mapping[str, Any]) -> None:
+        """An event (see json_log.EVENTS) and its fields. `Progress` has it already; its lock is not held."""
+
+
+class Display:
+    """What the supervisor tells, as it happens. Open while used as a context manager. Any thread may call."""
+
+    def __init__(self, progress: Progress, views: Sequence[View] = ()) -> None:
+        self.progress = progress
+        self.views = list(views)
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        for view in self.views:
+            self._open.enter_context(view)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
 
     def phase(self, name: str) -> None:
         """What the trainer does now."""
+        with self.progress.lock:
+            self.progress.phase = plain(name)
+        self._show("phase", name=name)
 
     def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
         """An optimizer step has ended."""
+        with self.progress.lock:
+            self.progress.add_step(step, max_steps, metrics)
+            eta_s = self.progress.seconds_left
+        self._show("step", step=step, max_steps=max_steps, eta_s=eta_s, metrics=dict(metrics))
 
     def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
         """Held-out results; `when` is before, after or "step 20"."""
+        with self.progress.lock:
+            self.progress.evaluations[when] = dict(metrics)
+        self._show("evaluation", when=when, metrics=dict(metrics))
 
     def preflight(self, checks: Sequence[Check]) -> None:
         """What the checks before the first step found."""
+        self._show("preflight", checks=list(checks))
 
     def server(self, name: str, trouble: str | None) -> None:
-        """What is wrong with a server; None: nothing any more. The supervisor says it in a note, too."""
+        """What is wrong with a server; None: it serves again. The supervisor says it in a note, too."""
+        with self.progress.lock:
+            self.progress.set_server(name, trouble)
+        self._show("server", name=name, trouble=trouble)
 
     def servers(self, servers: Sequence[Mapping[str, Any]]) -> None:
-        """State and load of every server, about every other second; see progress.ServerLine."""
+        """State and load of every server, about every other second; see progress.ServerStatus."""
+        with self.progress.lock:
+            self.progress.set_servers(servers)
+        self._show("servers", servers=[dict(server) for server in servers])
 
     def advice(self, step: int, advice: Finding) -> None:
         """What bounds the run, and what to change."""
+        with self.progress.lock:
+            self.progress.advice, self.progress.advice_step = advice, step
+        self._show("advice", step=step, **advice.as_advice())
 
     def learning(self, verdict: Verdict) -> None:
         """Whether it learns, by all that is known until now."""
+        with self.progress.lock:
+            self.progress.verdict = verdict
+        self._show("learning", **verdict.as_dict())
 
     def note(self, text: str) -> None:
         """Something worth a line of its own."""
+        with self.progress.lock:
+            self.progress.add_message(text)
+        self._show("note", text=text)
 
     def warning(self, text: str) -> None:
         """Something that ought not to be."""
-
-
-class ProgressDisplay:
-    """Keeps `progress` up to date, under `lock`; shows nothing. Base of those that show it."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.lock = threading.RLock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def on_change(self) -> None:
-        """Called after each change of `progress`, without the lock."""
-
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        with self.lock:
-            yield
-        self.on_change()
-
-    def phase(self, name: str) -> None:
-        with self._changing():
-            self.progress.phase = plain(name)
-
-    def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
-        with self._changing():
-            self.progress.add_step(step, max_steps, metrics)
-
-    def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
-        with self._changing():
-            self.progress.evaluations[when] = dict(metrics)
-
-    def preflight(self, checks: Sequence[Check]) -> None:
-        pass
-
-    def server(self, name: str, trouble: str | None) -> None:
-        with self._changing():
-            self.progress.set_server(name, trouble)
-
-    def servers(self, servers: Sequence[Mapping[str, Any]]) -> None:
-        with self._changing():
-            self.progress.set_servers(servers)
-
-    def advice(self, step: int, advice: Finding) -> None:
-        with self._changing():
-            self.progress.advice, self.progress.advice_step = advice, step
-
-    def learning(self, verdict: Verdict) -> None:
-        with self._changing():
-            self.progress.verdict = verdict
-
-    def note(self, text: str) -> None:
-        with self._changing():
-            self.progress.add_message(text)
-
-    def warning(self, text: str) -> None:
-        with self._changing():
+        with self.progress.lock:
             self.progress.add_message(text, is_warning=True)
+        self._show("warning", text=text)
+
+    def _show(self, event: str, **fields: Any) -> None:
+        for view in self.views:
+            view.show(event, fields)
 
 
-class LineDisplay(ProgressDisplay):
+class LineView(View):
     """One line per event: for pipes, files, and CI."""
 
-    def __init__(self, console: Console, *, run_name: str, max_steps: int, logs: Path) -> None:
-        super().__init__(Progress(max_steps=max_steps))
+    def __init__(self, console: Console, progress: Progress, *, logs: Path) -> None:
         self._console = console
-        self._run_name = run_name
+        self._progress = progress
         self._logs = logs
 
     def __enter__(self) -> Self:
-        self._print(f"logs: {self._logs}")
+        print_line(self._console, f"logs: {self._logs}")
         return self
 
-    def phase(self, name: str) -> None:
-        super().phase(name)
-        self._print(name)
-
-    def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
-        super().step(step, max_steps, metrics)
-        self._print(step_line(self.progress))
-
-    def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
-        super().evaluation(when, metrics)
-        self._print(evaluation_line(when, metrics))
-
-    def preflight(self, checks: Sequence[Check]) -> None:
-        print_table(self._console, checks)
-
-    def advice(self, step: int, advice: Finding) -> None:
-        super().advice(step, advice)
-        self._print(f"advice: {advice.text}")
-
-    def learning(self, verdict: Verdict) -> None:
-        super().learning(verdict)
-        self._print(f"learning: {verdict.text}")
-
-    def note(self, text: str) -> None:
-        super().note(text)
-        self._print(text)
-
-    def warning(self, text: str) -> None:
-        super().warning(text)
-        self._print(f"warning: {text}")
-
-    def _print(self, text: str) -> None:
-        print_line(self._console, text)
+    def show(self, event: str, fields: Mapping[str, Any]) -> None:
+        match event:
+            case "preflight":
+                checks = [
+                    replace(check, name=plain(check.name), detail=plain(check.detail)) for check in fields["checks"]
+                ]
+                print_checks(self._console, checks, title="Preflight")
+                self._console.file.flush()
+            case "phase":
+                print_line(self._console, fields["name"])
+            case "step":
+                print_line(self._console, step_line(self._progress))
+            case "evaluation":
+                print_line(self._console, evaluation_line(fields["when"], fields["metrics"]))
+            case "note":
+                print_line(self._console, fields["text"])
+            case "advice" | "learning" | "warning":
+                print_line(self._console, f"{event}: {fields['text']}")
 
 
-class QuietDisplay(ProgressDisplay):
-    """Warnings and failed checks only, a line each."""
+class QuietView(View):
+    """Warnings and checks that did not pass, a line each."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(Progress(max_steps=0))
         self._console = console
 
-    def preflight(self, checks: Sequence[Check]) -> None:
-        for check in checks:
+    def show(self, event: str, fields: Mapping[str, Any]) -> None:
+        if event == "warning":
+            print_line(self._console, f"warning: {fields['text']}")
+        for check in fields["checks"] if event == "preflight" else ():
             if check.status != "pass":
                 print_line(self._console, f"preflight: {check.status}: {check.name}: {check.detail}")
 
-    def warning(self, text: str) -> None:
-        print_line(self._console, f"warning: {text}")
 
+class LiveView(View):
+    """The dashboard on a terminal: the whole screen while the run goes on, and its messages below each other afterwards.
 
-class Displays:
-    """Tells several at once, in order."""
+    Drawn by a thread of its own, on every event (at most four times a second) and every second; nothing of the run waits for a slow
+    terminal. The size is asked for each picture, so a resized window is right again within a second.
 
-    def __init__(self, displays: Sequence[Display]) -> None:
-        self._displays = displays
-        self._open: list[Display] = []
+    Args:
+        run_dir: where checkpoints are looked for; None: nowhere.
+        resume_step: the steps up to this one are read from metrics.jsonl, for the curves.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        progress: Progress,
+        *,
+        run_name: str,
+        logs: Path,
+        run_dir: RunDir | None = None,
+        resume_step: int | None = None,
+    ) -> None:
+        self._console = console
+        self._progress = progress
+        self._run_name = run_name
+        self._footer = f"logs: {logs} · Ctrl-C saves and stops"
+        self._run_dir = run_dir
+        if run_dir is not None and resume_step is not None and run_dir.metrics.exists():
+            for line in read_metrics(run_dir.metrics):
+                if line["step"] <= resume_step:
+                    progress.add_past_step(line)
+        self._live = Live(console=console, screen=True, auto_refresh=False, transient=True)
+        self._changed = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._draw, name="dashboard", daemon=True)
 
     def __enter__(self) -> Self:
-        for display in self._displays:
-            self._open.append(display.__enter__())
+        self._live.start()
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._open:
-            self._open.pop().__exit__(kind, error, trace)
+        self._ended.set()
+        self._changed.set()
+        self._thread.join(_END_S)
+        self._live.stop()
+        progress = self._progress
+        for message in progress.messages:  # the screen that had them is gone
+            print_line(self._console, f"warning: {message.text}" if message.is_warning else message.text)
+        if progress.verdict is not None:
+            print_line(self._console, f"learning: {progress.verdict.text}")
+        if progress.advice is not None:
+            print_line(self._console, f"advice at step {progress.advice_step}: {progress.advice.text}")
 
-    def phase(self, name: str) -> None:
-        for display in self._displays:
-            display.phase(name)
+    def show(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Events that have no place of their own on the dashboard become messages."""
+        texts: list[tuple[str, bool]] = []
+        if event == "evaluation":
+            texts = [(evaluation_line(fields["when"], fields["metrics"]), False)]
+        elif event == "preflight":
+            found = [check.status for check in fields["checks"]]
+            counts = f"{found.count('pass')} passed, {found.count('warn')} warned, {found.count('fail')} failed"
+            texts = [(f"preflight: {counts}", False)]
+            texts += [
+                (f"preflight: {check.status}: {check.name}: {check.detail}", True)
+                for check in fields["checks"]
+                if check.status != "pass"
+            ]
+        with self._progress.lock:
+            for text, is_warning in texts:
+                self._progress.add_message(text, is_warning=is_warning)
+        self._changed.set()
 
-    def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
-        for display in self._displays:
-            display.step(step, max_steps, metrics)
-
-    def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
-        for display in self._displays:
-            display.evaluation(when, metrics)
-
-    def preflight(self, checks: Sequence[Check]) -> None:
-        for display in self._displays:
-            display.preflight(checks)
-
-    def server(self, name: str, trouble: str | None) -> None:
-        for display in self._displays:
-            display.server(name, trouble)
-
-    def servers(self, servers: Sequence[Mapping[str, Any]]) -> None:
-        for display in self._displays:
-            display.servers(servers)
-
-    def advice(self, step: int, advice: Finding) -> None:
-        for display in self._displays:
-            display.advice(step, advice)
-
-    def learning(self, verdict: Verdict) -> None:
-        for display in self._displays:
-            display.learning(verdict)
-
-    def note(self, text: str) -> None:
-        for display in self._displays:
-            display.note(text)
-
-    def warning(self, text: str) -> None:
-        for display in self._displays:
-            display.warning(text)
-
-
-def print_table(console: Console, checks: Sequence[Check]) -> None:
-    """The checks as a table, as text that no terminal obeys."""
-    clean = [replace(check, name=plain(check.name), detail=plain(check.detail)) for check in checks]
-    print_checks(console, clean, title="Preflight")
-    console.file.flush()
+    def _draw(self) -> None:
+        while not self._ended.is_set():  # leaving the context ends it; a daemon thread
+            self._changed.clear()
+            width, height = self._console.size
+            with self._progress.lock:
+                if self._run_dir is not None:
+                    self._progress.read_checkpoints(self._run_dir)
+                picture = dashboard(
+                    self._progress, run_name=self._run_name, footer=self._footer, width=width, height=height
+                )
+            try:
+                self._live.update(picture, refresh=True)
+            except OSError:  # the terminal is gone; the run is not
+                return
+            drawn = time.monotonic()
+            self._changed.wait(_INTERVAL_S)
+            self._ended.wait(max(0.0, _LEAST_INTERVAL_S - (time.monotonic() - drawn)))
 
 
 def print_line(console: Console, text: str) -> None:

@@ -6,31 +6,17 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from grpo_async.checks.report import Check
-from grpo_async.display.display import ProgressDisplay
-from grpo_async.display.progress import Progress
-from grpo_async.findings import Finding, Verdict
+from grpo_async.display.display import View
 
 EVENTS = (
-    "start",
-    "phase",
-    "preflight",
-    "step",
-    "evaluation",
-    "server",
-    "servers",
-    "advice",
-    "learning",
-    "note",
-    "warning",
-    "error",
+    "start", "phase", "preflight", "step", "evaluation", "server", "servers", "advice", "learning", "note", "warning", "error",
     "end",
-)
-"""All of them; what each has stands in the help of the commands (cli.options)."""
+)  # fmt: skip
+"""All of them; what each has is in the help of the commands (cli.options)."""
 
 
 class JsonLog:
@@ -57,44 +43,21 @@ def finite(value: Any) -> Any:
     return value
 
 
-class JsonDisplay(ProgressDisplay):
-    """Every call is an event."""
+class JsonView(View):
+    """Every event is a line; the servers are one when a state changes, not with every figure of their load."""
 
-    def __init__(self, log: JsonLog, *, max_steps: int) -> None:
-        super().__init__(Progress(max_steps=max_steps))
+    def __init__(self, log: JsonLog) -> None:
         self._log = log
         self._states: list[tuple[Any, ...]] = []
 
-    def phase(self, name: str) -> None:
-        self._log.write("phase", name=name)
-
-    def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
-        super().step(step, max_steps, metrics)
-        self._log.write("step", step=step, max_steps=max_steps, eta_s=self.progress.seconds_left, metrics=dict(metrics))
-
-    def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
-        self._log.write("evaluation", when=when, metrics=dict(metrics))
-
-    def preflight(self, checks: Sequence[Check]) -> None:
-        self._log.write("preflight", checks=[asdict(check) for check in checks])
-
-    def server(self, name: str, trouble: str | None) -> None:
-        self._log.write("server", name=name, trouble=trouble)
-
-    def servers(self, servers: Sequence[Mapping[str, Any]]) -> None:
-        states = [(server.get("index"), server.get("state"), server.get("restarts")) for server in servers]
-        if states != self._states:  # the load comes with every step
+    def show(self, event: str, fields: Mapping[str, Any]) -> None:
+        if event == "servers":
+            states = [
+                (server.get("index"), server.get("state"), server.get("restarts")) for server in fields["servers"]
+            ]
+            if states == self._states:
+                return
             self._states = states
-            self._log.write("servers", servers=[dict(server) for server in servers])
-
-    def advice(self, step: int, advice: Finding) -> None:
-        self._log.write("advice", step=step, **advice.as_advice())
-
-    def learning(self, verdict: Verdict) -> None:
-        self._log.write("learning", **verdict.as_dict())
-
-    def note(self, text: str) -> None:
-        self._log.write("note", text=text)
-
-    def warning(self, text: str) -> None:
-        self._log.write("warning", text=text)
+        if event == "preflight":
+            fields = {"checks": [asdict(check) for check in fields["checks"]]}
+        self._log.write(event, **fields)

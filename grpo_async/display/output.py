@@ -12,9 +12,9 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
-from grpo_async.display.display import Display, LineDisplay, QuietDisplay
-from grpo_async.display.json_log import JsonDisplay, JsonLog
-from grpo_async.display.live_display import LiveDisplay
+from grpo_async.display.display import Display, LineView, LiveView, QuietView, View, print_line
+from grpo_async.display.json_log import JsonLog, JsonView
+from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.processes.lasting_stream import LastingStream
 from grpo_async.processes.wording import plain
@@ -51,7 +51,7 @@ class Output:
     def say(self, text: str) -> None:
         """A line, or several, that one can do without."""
         if self.mode is OutputMode.FULL:
-            self._print(text)
+            print_line(self.console, text)
         elif self.mode is OutputMode.JSON:
             self._log.write("note", text=text)
 
@@ -68,7 +68,7 @@ class Output:
         if self.mode is OutputMode.JSON:
             self._log.write("note", text=text)
         else:
-            self._print(text)
+            print_line(self.console, text)
 
     def start(self, *, run_name: str, directory: Path, pid: int, plan: str) -> None:
         """A run begins."""
@@ -87,21 +87,21 @@ class Output:
         lines_only: bool = False,
     ) -> Display:
         """For the run: on a terminal that can redraw the dashboard, else lines. `lines_only`: lines everywhere."""
-        if self.mode is OutputMode.JSON:
-            return JsonDisplay(self._log, max_steps=max_steps)
-        if self.mode is OutputMode.QUIET:
-            return QuietDisplay(self.console)
-        logs = run_dir.latest_logs
-        if lines_only or not self.console.is_terminal or self.console.is_dumb_terminal:
-            return LineDisplay(self.console, run_name=run_name, max_steps=max_steps, logs=logs)
-        return LiveDisplay(
+        progress, console, logs = (
+            Progress(max_steps=max_steps, step=resume_step or 0),
             self.console,
-            run_name=run_name,
-            max_steps=max_steps,
-            logs=logs,
-            run_dir=run_dir,
-            resume_step=resume_step,
+            run_dir.latest_logs,
         )
+        view: View
+        if self.mode is OutputMode.JSON:
+            view = JsonView(self._log)
+        elif self.mode is OutputMode.QUIET:
+            view = QuietView(console)
+        elif lines_only or not console.is_terminal or console.is_dumb_terminal:
+            view = LineView(console, progress, logs=logs)
+        else:
+            view = LiveView(console, progress, run_name=run_name, logs=logs, run_dir=run_dir, resume_step=resume_step)
+        return Display(progress, [view])
 
     def end(
         self,
@@ -135,7 +135,3 @@ class Output:
 
     def _lose(self, text: str) -> None:
         self.on_lost(text)
-
-    def _print(self, text: str) -> None:
-        self.console.print(Text(plain(text)), soft_wrap=True)
-        self.console.file.flush()

@@ -1,16 +1,19 @@
-"""What is known of a running run, from the trainer's messages: the state behind both displays. No I/O.
+"""What is known of a running run: one state, from which the dashboard, the lines, the events and status.json are all made. No I/O
+but for `read_checkpoints`.
 
-Unknown metrics are ignored and missing ones left out, so a trainer may report more or less than the display shows.
+Unknown metrics are ignored and missing ones left out, so a trainer may report more or less than is shown.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from typing import Any
 
 from grpo_async.display.curve import Curve
@@ -24,27 +27,26 @@ _OF_SAMPLES = re.compile(r"(pass|mean|majority)@\d+")
 _MOST_MESSAGES = 500
 LEDGER_STATES = ("trained", "filtered", "stale", "failed", "cancelled", "queued", "in_flight")
 
-
 CURVES: Mapping[str, str] = {
     "reward": "reward",
-    "generated": "perf/generated_tokens_per_s",
-    "trained": "perf/trained_tokens_per_s",
-    "length": "completions/mean_length",
+    "generated tokens/s": "perf/generated_tokens_per_s",
+    "completion length": "completions/mean_length",
     "trainer idle": "pipeline/trainer_idle_ratio",
     "servers idle": "pipeline/generator_idle_ratio",
     "entropy": "entropy",
     "gradient norm": "grad_norm",
+    "trained tokens/s": "perf/trained_tokens_per_s",
 }
-"""What is kept over the whole run, and the metric that it is."""
+"""What is kept over the whole run, in the order of the charts, and the metric that it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerLine:
-    """One server, as the trainer last said. Figures that are not known are None."""
+class ServerStatus:
+    """One server, as the trainer last reported it. Figures that are not known are None."""
 
     index: int
-    url: str
-    state: str
+    url: str = ""
+    state: str = "?"
     version: int | None = None
     running: int | None = None
     waiting: int | None = None
@@ -55,25 +57,12 @@ class ServerLine:
     """What is wrong with one that is not up."""
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> ServerLine | None:
-        """From a message or from status.json; None where it is something else. Text is made safe for a terminal."""
-        index = content.get("index")
-        if not isinstance(index, int):
-            return None
-        whole = {
-            name: int(value)
-            for name in ("version", "running", "waiting", "max_running", "restarts")
-            if isinstance(value := content.get(name), int | float) and math.isfinite(value)
+    def of(cls, content: Mapping[str, Any]) -> ServerStatus:
+        """From a message or from status.json; text is made safe for a terminal."""
+        known: dict[str, Any] = {
+            each.name: content[each.name] for each in fields(cls) if content.get(each.name) is not None
         }
-        usage = content.get("kv_usage")
-        return cls(
-            index=index,
-            url=one_line(str(content.get("url", ""))),
-            state=one_line(str(content.get("state", "?"))),
-            kv_usage=float(usage) if isinstance(usage, int | float) and math.isfinite(usage) else None,
-            words=one_line(str(content.get("words", ""))),
-            **whole,
-        )
+        return cls(**known | {name: one_line(value) for name, value in known.items() if isinstance(value, str)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +87,7 @@ class LastPush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """What stands on disk; `at`: when the newest was finished, by time.time()."""
+    """What is on disk; `at`: when the newest was finished, by time.time()."""
 
     step: int | None = None
     at: float | None = None
@@ -107,18 +96,19 @@ class Checkpoints:
 
 @dataclass(slots=True)
 class Progress:
-    """Mutable state of one run. `started` is in time.monotonic() seconds, moments of events in those of time.time()."""
+    """Mutable state of one run. Hold `lock` to change it, or to read several fields that belong together. `started` is in
+    time.monotonic() seconds, moments of events in those of time.time()."""
 
     max_steps: int
     step: int = 0
     phase: str = "starting"
     metrics: dict[str, float] = field(default_factory=dict)
-    rewards: list[float] = field(default_factory=list)
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_AVERAGED_STEPS + 1))
     """Of the last steps: as many as are shown."""
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     servers_down: dict[str, str] = field(default_factory=dict)
     """What is wrong, by name of the server."""
-    servers: list[ServerLine] = field(default_factory=list)
+    servers: list[ServerStatus] = field(default_factory=list)
     messages: deque[RunMessage] = field(default_factory=lambda: deque(maxlen=_MOST_MESSAGES))
     advice: Finding | None = None
     advice_step: int = 0
@@ -128,52 +118,46 @@ class Progress:
     checkpoints: Checkpoints = Checkpoints()
     curves: dict[str, Curve] = field(default_factory=lambda: {name: Curve() for name in CURVES})
     started: float = field(default_factory=time.monotonic)
-    _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=10))
+    step_times: deque[float] = field(default_factory=lambda: deque(maxlen=10))
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def add_step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
         self.step, self.max_steps, self.metrics = step, max_steps, dict(metrics)
-        if math.isfinite(reward := _number(metrics, "reward")):
-            self.rewards = [*self.rewards, reward][-_AVERAGED_STEPS - 1 :]
-        if math.isfinite(step_time := _number(metrics, "step_time")):
-            self._step_times.append(step_time)
-        self.add_to_curves(step, metrics)
-        if math.isfinite(seconds := _number(metrics, "sync/push_s")):
-            num_bytes, bytes_per_s = (_number(metrics, f"sync/{name}") for name in ("bytes", "bytes_per_s"))
+        self.add_past_step(metrics)
+        if (step_time := self.value("step_time")) is not None:
+            self.step_times.append(step_time)
+        if (seconds := self.value("sync/push_s")) is not None:
+            num_bytes, bytes_per_s = self.value("sync/bytes"), self.value("sync/bytes_per_s")
             self.push = LastPush(
-                at=time.time(),
-                seconds=seconds,
-                step=step,
-                num_bytes=num_bytes if math.isfinite(num_bytes) else None,
-                bytes_per_s=bytes_per_s if math.isfinite(bytes_per_s) else None,
+                at=time.time(), seconds=seconds, step=step, num_bytes=num_bytes, bytes_per_s=bytes_per_s
             )
 
-    def set_speed(self, step_s: float) -> None:
-        """Seconds of a step, where they are known from elsewhere."""
-        self._step_times.append(step_s)
-
-    def add_to_curves(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """A step of the past, for the curves only."""
+    def add_past_step(self, metrics: Mapping[str, float | None]) -> None:
+        """The curves and the last rewards, of a step that lies behind."""
         for name, metric in CURVES.items():
-            spread = _number(metrics, "reward_std") if name == "reward" else 0.0
-            self.curves[name].add(step, _number(metrics, metric), spread)
+            value = _finite(metrics.get(metric))
+            if value is not None:
+                self.curves[name].add(value)
+                if name == "reward":
+                    self.rewards.append(value)
 
     def add_message(self, text: str, *, is_warning: bool = False) -> None:
         self.messages.append(RunMessage(at=time.time(), text=one_line(text), is_warning=is_warning))
 
-    @property
-    def last_warning(self) -> RunMessage | None:
-        return next((message for message in reversed(self.messages) if message.is_warning), None)
-
-    @property
-    def last_note(self) -> RunMessage | None:
-        return next((message for message in reversed(self.messages) if not message.is_warning), None)
+    def last_message(self, *, is_warning: bool) -> RunMessage | None:
+        return next((message for message in reversed(self.messages) if message.is_warning is is_warning), None)
 
     def set_servers(self, servers: Iterable[Mapping[str, Any]]) -> None:
-        """What the trainer says of every server."""
-        lines = [line for content in servers if (line := ServerLine.of(content)) is not None]
-        self.servers = sorted(lines, key=lambda line: line.index)
+        """What the trainer reports of every server."""
+        self.servers = sorted((ServerStatus.of(content) for content in servers), key=lambda server: server.index)
 
-    def look_at_checkpoints(self, run_dir: RunDir) -> None:
+    def set_server(self, name: str, trouble: str | None) -> None:
+        """Note what is wrong with a server; None: it serves again."""
+        self.servers_down.pop(one_line(name), None)
+        if trouble is not None:
+            self.servers_down[one_line(name)] = one_line(trouble)
+
+    def read_checkpoints(self, run_dir: RunDir) -> None:
         """Read from the disk what the trainer has written."""
         steps = run_dir.checkpoint_steps()
         step = steps[-1] if steps else None
@@ -181,20 +165,11 @@ class Progress:
         writing = max((int(name) for name in names if name.isdecimal()), default=None)
         at = self.checkpoints.at
         if step != self.checkpoints.step:
-            at = None
-            if step is not None:
-                try:
-                    at = run_dir.checkpoint(step).stat().st_mtime
-                except FileNotFoundError:  # removed between the two looks
-                    step = None
+            try:
+                at = None if step is None else run_dir.checkpoint(step).stat().st_mtime
+            except FileNotFoundError:  # removed since the folder was listed
+                step = at = None
         self.checkpoints = Checkpoints(step=step, at=at, writing=writing)
-
-    def set_server(self, name: str, trouble: str | None) -> None:
-        """Note what is wrong with a server; None: nothing any more."""
-        if trouble is None:
-            self.servers_down.pop(one_line(name), None)
-        else:
-            self.servers_down[one_line(name)] = one_line(trouble)
 
     @property
     def reward(self) -> float | None:
@@ -203,50 +178,43 @@ class Progress:
     @property
     def reward_average(self) -> float | None:
         """Mean of the last 5 steps."""
-        recent = self.rewards[-_AVERAGED_STEPS:]
+        recent = list(self.rewards)[-_AVERAGED_STEPS:]
         return sum(recent) / len(recent) if recent else None
 
     @property
     def reward_change(self) -> float | None:
         """The newest reward minus the mean of up to 5 before it: rewards 0.4, 0.6, 0.7 -> 0.7 - 0.5 = +0.2."""
-        before = self.rewards[-_AVERAGED_STEPS - 1 : -1]
+        before = list(self.rewards)[:-1]
         return self.rewards[-1] - sum(before) / len(before) if before else None
 
     @property
     def seconds_left(self) -> float | None:
         """Steps left x mean step time of the last 10."""
-        if not self._step_times:
+        if not self.step_times:
             return None
-        return (self.max_steps - self.step) * sum(self._step_times) / len(self._step_times)
+        return (self.max_steps - self.step) * sum(self.step_times) / len(self.step_times)
 
     @property
     def seconds_elapsed(self) -> float:
         return time.monotonic() - self.started
 
-    def text(self, name: str, pattern: str, *, scale: float = 1.0) -> str | None:
-        """The metric `name` in `pattern` ("push {:.2f} s"), or None where it is missing or not finite."""
-        value = _number(self.metrics, name)
-        return pattern.format(value * scale) if math.isfinite(value) else None
-
     def value(self, name: str) -> float | None:
         """The metric `name` of the newest step, or None where it is missing or not finite."""
-        value = _number(self.metrics, name)
-        return value if math.isfinite(value) else None
+        return _finite(self.metrics.get(name))
 
-    def staleness_shares(self) -> dict[int, float]:
-        """Share of the newest step's trained tokens by staleness, in steps: {0: 0.75, 1: 0.25}; empty where it is not said."""
+    def text(self, name: str, pattern: str, *, scale: float = 1.0) -> str | None:
+        """The metric `name` in `pattern` ("push {:.2f} s"), or None where there is none."""
+        value = self.value(name)
+        return None if value is None else pattern.format(value * scale)
+
+    def staleness_fractions(self) -> dict[int, float]:
+        """Fraction of the newest step's trained tokens by staleness in steps: {0: 0.75, 1: 0.25}; empty where it is unknown."""
         prefix = "async/staleness/"
-        shares = {
-            int(name.removeprefix(prefix)): value
-            for name in self.metrics
-            if name.startswith(prefix)
-            and name.removeprefix(prefix).isdecimal()
-            and (value := self.value(name)) is not None
-        }
-        return dict(sorted(shares.items()))
+        ages = (name.removeprefix(prefix) for name in self.metrics if name.startswith(prefix))
+        return {age: value for age in sorted(map(int, ages)) if (value := self.value(f"{prefix}{age}")) is not None}
 
-    def trainer_shares(self) -> dict[str, float]:
-        """How the trainer spent the newest step: waiting for samples, training, pushing, copying a checkpoint; shares of 1.
+    def trainer_fractions(self) -> dict[str, float]:
+        """How the trainer spent the newest step: waiting for samples, training, pushing, copying a checkpoint; fractions of 1.
 
         step_time 10, idle ratio 0.2, push 1 s -> idle 0.2, train 0.7, push 0.1
         """
@@ -255,21 +223,18 @@ class Progress:
             return {}
         push = min(1.0, (self.value("sync/push_s") or 0.0) / step_s) if step_s else 0.0
         saving = min(1.0, (self.value("checkpoint/staged_s") or 0.0) / step_s) if step_s else 0.0
-        shares = {"idle": idle, "train": max(0.0, 1.0 - idle - push - saving), "push": push}
-        return {**shares, "save": saving} if saving >= 0.005 else shares
+        fractions = {"idle": idle, "train": max(0.0, 1.0 - idle - push - saving), "push": push}
+        return {**fractions, "save": saving} if saving >= 0.005 else fractions
 
 
-def _number(metrics: Mapping[str, float | None], name: str) -> float:
-    """The value, or NaN where there is none (metrics.jsonl has null for what was not finite)."""
-    value = metrics.get(name)
-    return float(value) if isinstance(value, int | float) else math.nan
+def _finite(value: object) -> float | None:
+    """The number; None where there is none (metrics.jsonl has null for what was not finite)."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def duration(seconds: float) -> str:
-    """75 -> "1:15", 3700 -> "1:01:40"."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """75 -> "0:01:15"."""
+    return str(timedelta(seconds=max(0, round(seconds))))
 
 
 def join(parts: Iterable[str | None], separator: str = "  ") -> str:
@@ -280,16 +245,18 @@ def join(parts: Iterable[str | None], separator: str = "  ") -> str:
 def step_line(progress: Progress) -> str:
     """One line about the newest step: `step 12/60  reward 0.530 (all groups, +0.020)  1234 tok/s generated  ...`."""
     reward, change = progress.reward, progress.reward_change
+    mean, most = (progress.text(f"async/staleness_{which}", "{:.3g}") for which in ("mean", "max"))
+    changed = "" if change is None else f", {change:+.3f}"
     return join(
         [
             f"step {progress.step}/{progress.max_steps}",
-            None
-            if reward is None
-            else f"reward {reward:.3f} (all groups{f', {change:+.3f}' if change is not None else ''})",
+            None if reward is None else f"reward {reward:.3f} (all groups{changed})",
             progress.text("perf/generated_tokens_per_s", "{:.0f} tok/s generated"),
             progress.text("perf/trained_tokens_per_s", "{:.0f} tok/s trained"),
-            staleness_text(progress),
-            queue_text(progress),
+            f"staleness {mean}/{most}" if mean and most else None,
+            progress.text("buffer/queued_groups", "queued {:.0f}")
+            or progress.text("ledger/groups/queued", "queued {:.0f}"),
+            progress.text("ledger/groups/in_flight", "in flight {:.0f}"),
             progress.text("pipeline/trainer_idle_ratio", "trainer idle {:.0f}%", scale=100),
             progress.text("sync/push_s", "push {:.2f} s"),
             restarts_text(progress),
@@ -299,29 +266,18 @@ def step_line(progress: Progress) -> str:
     )
 
 
-def staleness_text(progress: Progress) -> str | None:
-    mean, most = (progress.text(f"async/staleness_{which}", "{:.3g}") for which in ("mean", "max"))
-    return f"staleness {mean}/{most}" if mean and most else None
-
-
-def queue_text(progress: Progress) -> str | None:
-    queued = progress.text("buffer/queued_groups", "{:.0f}") or progress.text("ledger/groups/queued", "{:.0f}")
-    in_flight = progress.text("ledger/groups/in_flight", "{:.0f}")
-    return join([queued and f"queued {queued}", in_flight and f"in flight {in_flight}"]) or None
-
-
 def restarts_text(progress: Progress) -> str | None:
     """`servers 1  restarts 2  last recovery 12.3 s`; None while no server was ever lost."""
-    if not progress.metrics.get("servers/restarts") and not progress.servers_down:
+    if not progress.value("servers/restarts") and not progress.servers_down:
         return None
-    parts = [
-        progress.text("servers/serving", "servers {:.0f}"),
-        progress.text("servers/restarts", "restarts {:.0f}"),
-        progress.text("servers/recovery_s", "last recovery {:.1f} s")
-        if progress.metrics.get("servers/recovery_s")
-        else None,
-    ]
-    return join(parts) or None
+    recovery = progress.text("servers/recovery_s", "last recovery {:.1f} s")
+    return join(
+        [
+            progress.text("servers/serving", "servers {:.0f}"),
+            progress.text("servers/restarts", "restarts {:.0f}"),
+            recovery if progress.value("servers/recovery_s") else None,
+        ]
+    )
 
 
 def evaluation_line(when: str, metrics: Mapping[str, float]) -> str:
@@ -337,8 +293,11 @@ def evaluation_line(when: str, metrics: Mapping[str, float]) -> str:
     return f"held-out {where}: {join([shown, mixed])}"
 
 
-def evaluations_text(progress: Progress) -> str | None:
+def evaluations_text(progress: Progress) -> str:
     """The rewards of the first evaluation and of the last three: `before 0.300  step 20 0.450`."""
     known = [(when, metrics["reward"]) for when, metrics in progress.evaluations.items() if "reward" in metrics]
-    shown = known[:1] + known[1:][-3:]
-    return join(f"{plain(when)} {reward:.3f}" for when, reward in shown) or None
+    return join(f"{plain(when)} {reward:.3f}" for when, reward in known[:1] + known[1:][-3:])
+
+
+def ago(at: float, now: float) -> str:
+    return f"{duration(now - at)} ago"

@@ -1,28 +1,35 @@
-"""Reads status.json: what a run said last, and whether its launcher still lives to say more."""
+"""`grpo-async status`: what a run said last in status.json, whether its launcher still lives to say more; and watching it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.display.charts import meter
+from grpo_async.display.dashboard import dashboard
+from grpo_async.display.display import print_line
 from grpo_async.display.progress import (
     LEDGER_STATES,
     Checkpoints,
     LastPush,
     Progress,
     RunMessage,
-    ServerLine,
+    ServerStatus,
+    ago,
     duration,
     evaluations_text,
     join,
+    step_line,
 )
 from grpo_async.display.status_file import VERSION
 from grpo_async.errors import ConfigError, RunError
@@ -30,29 +37,24 @@ from grpo_async.findings import Evidence, Finding, Severity, Verdict
 from grpo_async.findings import judge as is_it_learning
 from grpo_async.processes.wording import one_line
 from grpo_async.rundir import RunDir
+from grpo_async.tracking.jsonl import read_line
+from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, judge
 
 EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, KILLED: 4, SILENT: 4}
 """Of `grpo-async status`; 2 is a run that does not exist."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Figure:
-    """A figure of status.json (`metric`) and of summary.json (`mean`), and how it is written."""
-
-    metric: str
-    mean: str
-    form: str
-    scale: float = 1.0
-
+WATCH_INTERVAL_S = 1.0
 
 _TOKENS = (
-    _Figure("perf/generated_tokens_per_s", "generated_tokens_per_s", "{:.0f} generated"),
-    _Figure("perf/trained_tokens_per_s", "trained_tokens_per_s", "{:.0f} trained"),
+    ("perf/generated_tokens_per_s", "generated_tokens_per_s", "{:.0f} generated", 1.0),
+    ("perf/trained_tokens_per_s", "trained_tokens_per_s", "{:.0f} trained", 1.0),
 )
+"""Figures: name in status.json, name in summary.json, how it is written, times what."""
 _IDLE = (
-    _Figure("pipeline/trainer_idle_ratio", "trainer_idle_ratio", "trainer {:.0f}%", 100.0),
-    _Figure("pipeline/generator_idle_ratio", "generator_idle_ratio", "servers {:.0f}%", 100.0),
+    ("pipeline/trainer_idle_ratio", "trainer_idle_ratio", "trainer {:.0f}%", 100.0),
+    ("pipeline/generator_idle_ratio", "generator_idle_ratio", "servers {:.0f}%", 100.0),
 )
 
 
@@ -137,54 +139,47 @@ def _summary(run_dir: RunDir) -> Mapping[str, Any]:
 def describe(status: RunStatus, *, now: float | None = None) -> Table:
     """A table for people; everything in it is text that no terminal obeys."""
     now = time.time() if now is None else now
-    content = status.content
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    colour = {RUNNING: "green", FINISHED: "green", STOPPED: "yellow"}.get(status.state, "bold red")
-    for name, text in _rows(status, content, now):
+    for name, text in _rows(status, now):
         if text:
+            colour = {RUNNING: "green", FINISHED: "green", STOPPED: "yellow"}.get(status.state, "bold red")
             table.add_row(name, Text(one_line(text), style=colour if name == "state" else ""))
     return table
 
 
-def _rows(status: RunStatus, content: Mapping[str, Any], now: float) -> list[tuple[str, str]]:
-    progress = progress_of(content)
-    step, max_steps = int(content.get("step", 0)), int(content.get("max_steps", 0))
-    eta, started = content.get("eta_s"), float(content.get("started_at", now))
-    is_running = status.state == RUNNING
-    ended = now if is_running else float(content.get("updated_at", now))
-    share = step / max_steps if max_steps else 0.0
-    saved = progress.checkpoints
-    return [
-        ("run", f"{content.get('run')}  ({content.get('directory')})"),
-        ("state", join([status.state, status.why, f"{content.get('phase')}" if is_running else None])),
-        ("error", str(content.get("error") or "")),
-        ("step", f"{step}/{max_steps} {meter(share, 20)} {share:.0%}"),
-        (
-            "time",
-            join(
-                [
-                    f"{duration(ended - started)} since the start"
-                    if is_running
-                    else f"took {duration(ended - started)}",
-                    f"{duration(eta)} left" if isinstance(eta, int | float) and is_running else None,
-                    progress.text("step_time", "{:.1f} s/step" if is_running else "the last step {:.1f} s"),
-                ]
-            ),
-        ),
-        ("reward", _reward(content)),
-        ("tokens/s", _figures(status, progress, _TOKENS)),
-        ("idle", _figures(status, progress, _IDLE)),
-        ("groups", _groups(content)),
-        *((f"server {server.index}", _server(server)) for server in progress.servers if is_running),
-        ("checkpoint", "none" if saved.step is None else f"step {saved.step}"),
-        ("held out", evaluations_text(progress) or ""),
-        ("learning", _text_of(status.learning())),
-        ("advice", _text_of(content.get("advice"))),
-        ("warning", _text_of(content.get("last_warning"))),
-        ("launcher", f"pid {content.get('pid')} on {content.get('host')}, {_last_word(status, now)}"),
-    ]
+def _rows(status: RunStatus, now: float) -> Iterator[tuple[str, str]]:
+    content = status.content
+    progress, is_running = progress_of(content), status.state == RUNNING
+    eta, updated = content.get("eta_s"), float(content.get("updated_at", 0.0))
+    took = duration((now if is_running else updated) - float(content.get("started_at", now)))
+    yield "run", f"{content.get('run')}  ({content.get('directory')})"
+    yield "state", join([status.state, status.why, progress.phase if is_running else None])
+    yield "error", str(content.get("error") or "")
+    fraction = f"  {progress.step / progress.max_steps:.0%}" if progress.max_steps else ""
+    yield "step", f"{progress.step}/{progress.max_steps}{fraction}"
+    if is_running:
+        left = f"{duration(eta)} left" if isinstance(eta, int | float) else None
+        yield "time", join([f"{took} since the start", left, progress.text("step_time", "{:.1f} s/step")])
+    else:
+        yield "time", join([f"took {took}", progress.text("step_time", "the last step {:.1f} s")])
+    reward = content.get("reward") or {}
+    known = [f"{name} {reward[name]:.3f}" for name in ("last", "average") if isinstance(reward.get(name), int | float)]
+    yield "reward", join([*known, "(all groups of a step)"]) if known else ""
+    yield "tokens/s", _figures(status, progress, _TOKENS)
+    yield "idle", _figures(status, progress, _IDLE)
+    groups = (content.get("ledger") or {}).get("groups") or {}
+    yield "groups", join(f"{state.replace('_', ' ')} {groups[state]}" for state in LEDGER_STATES if state in groups)
+    for server in progress.servers if is_running else ():
+        yield f"server {server.index}", _server(server)
+    yield "checkpoint", "none" if progress.checkpoints.step is None else f"step {progress.checkpoints.step}"
+    yield "held out", evaluations_text(progress)
+    yield "learning", _text_of(status.learning())
+    yield "advice", _text_of(content.get("advice"))
+    yield "warning", _text_of(content.get("last_warning"))
+    last = "ended" if status.state in (FINISHED, STOPPED, FAILED) else "last word"
+    yield "launcher", f"{_launcher(status)}, {last} {ago(updated, now)}"
 
 
 def progress_of(content: Mapping[str, Any], *, now: float | None = None) -> Progress:
@@ -198,7 +193,7 @@ def progress_of(content: Mapping[str, Any], *, now: float | None = None) -> Prog
     progress.started = time.monotonic() - max(0.0, now - float(content.get("started_at", now)))
     left = progress.max_steps - progress.step
     if isinstance(eta := content.get("eta_s"), int | float) and left > 0:
-        progress.set_speed(eta / left)
+        progress.step_times.append(eta / left)
     if push := content.get("last_push"):
         progress.push = LastPush(**push)
     progress.checkpoints = Checkpoints(**(content.get("checkpoint") or {}))
@@ -214,40 +209,22 @@ def progress_of(content: Mapping[str, Any], *, now: float | None = None) -> Prog
     return progress
 
 
-def _figures(status: RunStatus, progress: Progress, figures: Sequence[_Figure]) -> str:
+def _figures(status: RunStatus, progress: Progress, figures: Sequence[tuple[str, str, str, float]]) -> str:
     """Of the newest step while the run goes on; after it the means of the whole run, or else those of the last step, named so."""
+    newest = join(progress.text(metric, form, scale=scale) for metric, _, form, scale in figures)
     if status.state == RUNNING:
-        return join(progress.text(each.metric, each.form, scale=each.scale) for each in figures)
-    means = [status.means.get(each.mean) for each in figures]
-    whole = [
-        each.form.format(value * each.scale)
-        for each, value in zip(figures, means, strict=True)
-        if isinstance(value, int | float)
+        return newest
+    means = [
+        form.format(value * scale)
+        for _, mean, form, scale in figures
+        if isinstance(value := status.means.get(mean), int | float)
     ]
-    if whole:
-        return join([*whole, "(mean of the run)"])
-    last = join(progress.text(each.metric, each.form, scale=each.scale) for each in figures)
-    return join([last, "(in the last step)"]) if last else ""
+    if means:
+        return join([*means, "(mean of the run)"])
+    return join([newest, "(in the last step)"]) if newest else ""
 
 
-def _last_word(status: RunStatus, now: float) -> str:
-    ago = f"{duration(max(0, now - _at(status.content)))} ago"
-    return f"ended {ago}" if status.state in (FINISHED, STOPPED, FAILED) else f"last word {ago}"
-
-
-def _reward(content: Mapping[str, Any]) -> str:
-    reward = content.get("reward") or {}
-    known = [(name, reward.get(name)) for name in ("last", "average")]
-    text = join(f"{name} {value:.3f}" for name, value in known if isinstance(value, int | float))
-    return f"{text}  (all groups of a step)" if text else ""
-
-
-def _groups(content: Mapping[str, Any]) -> str:
-    groups = (content.get("ledger") or {}).get("groups") or {}
-    return join(f"{state.replace('_', ' ')} {groups[state]}" for state in LEDGER_STATES if state in groups)
-
-
-def _server(server: ServerLine) -> str:
+def _server(server: ServerStatus) -> str:
     load = None if server.running is None else f"run {server.running}  wait {server.waiting or 0}"
     usage = None if server.kv_usage is None else f"KV {server.kv_usage:.0%}"
     restarts = f"restarts {server.restarts}" if server.restarts else None
@@ -259,5 +236,66 @@ def _text_of(content: Any) -> str:
     return str(content.get("text", "")) if isinstance(content, Mapping) else ""
 
 
-def _at(content: Mapping[str, Any]) -> float:
-    return float(content.get("updated_at", 0.0))
+def _launcher(status: RunStatus) -> str:
+    return f"pid {status.content.get('pid')} on {status.content.get('host')}"
+
+
+class MetricsTail:
+    """What metrics.jsonl says, as curves and last rewards; begins anew when a resume has cut the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GrowingFile(path, self._forget)
+        self.progress = Progress(max_steps=0)
+
+    def read(self) -> None:
+        """Take the new lines; a line that is not whole yet is taken the next time."""
+        for _, line in self._file.new_lines():
+            if (metrics := read_line(line)) is not None:
+                self.progress.add_past_step(metrics)
+
+    def _forget(self) -> None:
+        self.progress = Progress(max_steps=0)
+
+
+def watch(run_dir: RunDir, console: Console) -> RunStatus:
+    """Show the run until it has ended (or Ctrl-C); returns what was said last. Without a terminal: one line per step.
+
+    Raises:
+        ConfigError, RunError: there is no status to be read.
+    """
+    tail, status, pause = MetricsTail(run_dir.metrics), read_status(run_dir), threading.Event()
+    shown = (-1, "")
+    with contextlib.ExitStack() as stack:
+        live = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False, transient=True))
+        try:
+            while True:  # until the run ends, or Ctrl-C
+                status = read_status(run_dir)
+                if live is not None:
+                    tail.read()
+                    live.update(_picture(status, tail, console), refresh=True)
+                else:
+                    shown = _print_news(status, shown, console)
+                if status.state != RUNNING:
+                    return status
+                pause.wait(WATCH_INTERVAL_S)  # a file of another process: there is no event to wait for
+        except KeyboardInterrupt:
+            return status
+
+
+def _picture(status: RunStatus, tail: MetricsTail, console: Console) -> RenderableType:
+    progress = progress_of(status.content)
+    progress.curves, progress.rewards = tail.progress.curves, tail.progress.rewards
+    width, height = console.size
+    footer = f"{_launcher(status)} · Ctrl-C leaves, the run goes on"
+    return dashboard(progress, run_name=str(status.content.get("run", "")), footer=footer, width=width, height=height)
+
+
+def _print_news(status: RunStatus, shown: tuple[int, str], console: Console) -> tuple[int, str]:
+    progress = progress_of(status.content)
+    if progress.phase != shown[1]:
+        print_line(console, progress.phase)
+    elif progress.step > max(0, shown[0]):
+        print_line(console, step_line(progress))
+    return progress.step, progress.phase

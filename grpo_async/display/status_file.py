@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import psutil
 
-from grpo_async.display.display import ProgressDisplay
+from grpo_async.display.display import View
 from grpo_async.display.json_log import finite
 from grpo_async.display.progress import Progress
 from grpo_async.processes.failures import words_of
@@ -63,23 +63,22 @@ FIELDS: Mapping[str, str] = {
 """What stands in status.json."""
 
 
-class StatusFile(ProgressDisplay):
+class StatusFile(View):
     """See the module. Open while the run goes on; `end` says how it went, else leaving it by an exception says it."""
 
     def __init__(
         self,
         run_dir: RunDir,
+        progress: Progress,
         *,
         run_name: str,
-        max_steps: int,
         attempt: str,
-        resume_step: int | None = None,
         engine: str | None = None,
         on_gpu: bool | None = None,
         num_gpus: int | None = None,
     ) -> None:
-        super().__init__(Progress(max_steps=max_steps, step=resume_step or 0))
         self._run_dir = run_dir
+        self._progress = progress
         self._run_name = run_name
         self._attempt = attempt
         self._engine, self._on_gpu, self._num_gpus = engine, on_gpu, num_gpus
@@ -88,7 +87,8 @@ class StatusFile(ProgressDisplay):
         self._changed = threading.Event()
         self._ended = threading.Event()
         self._result: tuple[str, int | None, str | None] = ("running", None, None)
-        self._trouble: str | None = None
+        self.trouble: str | None = None
+        """Why the file could not be written the last time; None: it was."""
         self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
 
     def __enter__(self) -> Self:
@@ -113,20 +113,15 @@ class StatusFile(ProgressDisplay):
         if self._ended.is_set():
             self._write()
 
-    def on_change(self) -> None:
+    def show(self, event: str, fields: Mapping[str, Any]) -> None:
         self._changed.set()
-
-    @property
-    def trouble(self) -> str | None:
-        """Why the file could not be written the last time; None: it was."""
-        return self._trouble
 
     def content(self) -> dict[str, Any]:
         """As FIELDS says."""
-        with self.lock:
-            progress, (state, exit_code, error) = self.progress, self._result
-            progress.look_at_checkpoints(self._run_dir)
-            warning, advice = progress.last_warning, progress.advice
+        progress, (state, exit_code, error) = self._progress, self._result
+        with progress.lock:
+            progress.read_checkpoints(self._run_dir)
+            warning, advice = progress.last_message(is_warning=True), progress.advice
             return {
                 "version": VERSION,
                 "run": self._run_name,
@@ -169,9 +164,9 @@ class StatusFile(ProgressDisplay):
     def _write(self) -> None:
         try:
             write_atomically(self._run_dir.status, json.dumps(finite(self.content()), indent=1))
-            self._trouble = None
+            self.trouble = None
         except OSError as error:  # a full disk ends the run elsewhere, with better words
-            self._trouble = str(error)
+            self.trouble = str(error)
 
 
 def _ledger(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:

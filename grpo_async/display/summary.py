@@ -1,4 +1,4 @@
-"""What a run reached, as a table for the terminal, from the content of summary.json."""
+"""What a run reached, from the content of summary.json, and the numbers of an evaluation: tables for the terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.checks.memory import describe_peak
-from grpo_async.display.evaluation_table import print_evaluation
-from grpo_async.display.progress import LEDGER_STATES, duration
+from grpo_async.display.progress import LEDGER_STATES, duration, join
 from grpo_async.processes.wording import plain
+
+_FIRST = ("num_prompts", "reward", "reward_stderr")
+_LAST = ("mean_length", "truncated", "num_failed", "num_unscored")
+_WHOLE = ("num_prompts", "num_failed", "num_unscored")
+_NAMES = {
+    "num_prompts": "prompts",
+    "reward_stderr": "+-",
+    "mean_length": "length",
+    "num_failed": "failed",
+    "num_unscored": "unscored",
+}
+_MOST_COLUMNS = 5
+_LONGEST_NAME = 18
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *, report: Path | None = None) -> None:
@@ -23,105 +35,62 @@ def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in _rows(summary, run_dir):
-        table.add_row(name, Text(value))
+        if value:
+            table.add_row(name, Text(plain(value)))
     console.print(table)
-    _print_evaluation(console, summary.get("evaluation"))
+    _print_evaluation(console, summary.get("evaluation") or {})
     console.print(Text("\nnext:"))
     for command in _next_commands(summary, run_dir, report):
         console.print(Text(f"  {command}"), soft_wrap=True)
 
 
 def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]]:
+    def text(form: str, *names: str) -> str | None:
+        """The numbers of these names in `form`, or None where one is missing or not finite."""
+        values = [value for name in names if (value := _number(summary, name)) is not None]
+        return form.format(*values) if len(values) == len(names) else None
+
     took = duration(_number(summary, "wall_s") or 0.0)
     yield "run", f"{summary.get('status', '?')} after {summary.get('steps', '?')} steps in {took}"
-    learning = summary.get("learning")
-    if isinstance(learning, Mapping) and learning.get("text"):
-        yield "learning", plain(str(learning["text"]))
+    yield "learning", str((summary.get("learning") or {}).get("text") or "")
     first, last = _number(summary, "reward_first"), _number(summary, "reward_last")
     if first is not None and last is not None:
         yield "reward", f"{first:.3f} -> {last:.3f} (all groups of the first and last 3 steps, {last - first:+.3f})"
-    yield from _held_out(summary.get("evaluation"))
-    generated, trained = _number(summary, "generated_tokens_per_s"), _number(summary, "trained_tokens_per_s")
-    if generated is not None and trained is not None:
-        yield "tokens/s", f"{generated:.0f} generated, {trained:.0f} trained ({summary.get('engine', '?')} engine)"
-    idle = [(who, _number(summary, f"{who}_idle_ratio")) for who in ("trainer", "generator")]
-    if known := [f"{who} {ratio:.0%}" for who, ratio in idle if ratio is not None]:
-        yield "idle", ", ".join(known)
-    if (overlap := _number(summary, "overlap_efficiency")) is not None:
-        yield "overlap", f"{overlap:.0%} efficiency"
-    mean, most = _number(summary, "staleness_mean"), _number(summary, "staleness_max")
-    if mean is not None and most is not None:
-        yield "staleness", f"mean {mean:.2f}, max {most:.0f} steps"
-    yield from _ledger(summary)
-    yield from _memory(summary)
-    yield from _server_failures(summary.get("server_failures"))
+    yield "held out", _held_out(summary.get("evaluation") or {})
+    tokens = text("{:.0f} generated, {:.0f} trained", "generated_tokens_per_s", "trained_tokens_per_s")
+    yield "tokens/s", f"{tokens} ({summary.get('engine', '?')} engine)" if tokens else ""
+    idle = [text("trainer {:.0%}", "trainer_idle_ratio"), text("generator {:.0%}", "generator_idle_ratio")]
+    yield "idle", join(idle, ", ")
+    yield "overlap", text("{:.0%} efficiency", "overlap_efficiency") or ""
+    yield "staleness", text("mean {:.2f}, max {:.0f} steps", "staleness_mean", "staleness_max") or ""
+    if groups := (summary.get("ledger") or {}).get("groups"):
+        parts = [f"{groups[state]} {state.replace('_', ' ')}" for state in LEDGER_STATES if groups.get(state)]
+        closed = "closed" if summary.get("ledger_closed") else "NOT CLOSED: groups are missing, please report this"
+        yield "groups", f"{groups.get('started', '?')} started = {' + '.join(parts) or '0'} ({closed})"
+    if memory := summary.get("memory"):
+        peak = describe_peak(memory["peaks"], memory.get("estimated", math.nan), on_gpu=bool(summary.get("on_gpu")))
+        yield "memory", f"after its first step a rank had taken {peak}"
+    yield "servers", _server_failures(summary.get("server_failures") or ())
     yield "directory", str(run_dir)
-    if summary.get("model"):
-        yield "model", str(summary["model"])
+    yield "model", str(summary.get("model") or "")
 
 
-def _held_out(evaluation: Any) -> Iterator[tuple[str, str]]:
-    if not isinstance(evaluation, Mapping):
-        return
+def _held_out(evaluation: Mapping[str, Any]) -> str:
     results = [(when, _number(evaluation.get(when) or {}, "reward")) for when in ("before", "after")]
     text = ", ".join(f"{value:.3f} {when}" for when, value in results if value is not None)
     baseline = _number(evaluation, "majority_baseline")
-    if baseline is not None:
-        text += f" (always the most frequent answer: {baseline:.3f})"
-    if text:
-        yield "held out", text
+    return text if baseline is None else f"{text} (always the most frequent answer: {baseline:.3f})"
 
 
-def _print_evaluation(console: Console, evaluation: Any) -> None:
-    """The last whole one, where it says more than the line above it does: parts of the data, or several samples."""
-    if not isinstance(evaluation, Mapping):
-        return
-    for when in ("after", "before"):
-        metrics = evaluation.get(when)
-        by_group = (evaluation.get("by_group") or {}).get(when) or {}
-        if isinstance(metrics, Mapping) and (by_group or "pass@2" in metrics):
-            console.print()
-            group_by = evaluation.get("group_by")
-            print_evaluation(console, metrics, by_group, group_by=group_by, title=f"held out, {when} training")
-            return
-
-
-def _ledger(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    ledger = summary.get("ledger")
-    groups = ledger.get("groups") if isinstance(ledger, Mapping) else None
-    if not isinstance(groups, Mapping):
-        return
-    parts = [f"{groups[state]} {state.replace('_', ' ')}" for state in LEDGER_STATES if groups.get(state)]
-    closed = "closed" if summary.get("ledger_closed") else "NOT CLOSED: groups are missing, please report this"
-    yield "groups", f"{groups.get('started', '?')} started = {' + '.join(parts) or '0'} ({closed})"
-
-
-def _memory(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    memory = summary.get("memory")
-    if isinstance(memory, Mapping) and memory.get("peaks"):
-        on_gpu = bool(summary.get("on_gpu"))
-        words = describe_peak(memory["peaks"], memory.get("estimated", math.nan), on_gpu=on_gpu)
-        yield "memory", f"after its first step a rank had taken {words}"
-
-
-def _server_failures(failures: Any) -> Iterator[tuple[str, str]]:
-    """`2 failures, recovered after 12.3, 8.0 s; not recovered: server 1 (hung)`; nothing where there were none."""
-    if not isinstance(failures, Sequence) or isinstance(failures, str):
-        return
-    entries = [failure for failure in failures if isinstance(failure, Mapping)]
-    if not entries:
-        return
-    recovered = [seconds for failure in entries if (seconds := _number(failure, "recovery_s")) is not None]
-    parts = [f"{len(entries)} failure{'' if len(entries) == 1 else 's'}"]
-    if recovered:
-        parts.append(f"recovered after {', '.join(f'{seconds:.1f}' for seconds in recovered)} s")
-    text = ", ".join(parts)
-    lost = [failure for failure in entries if _number(failure, "recovery_s") is None]
-    if lost:
-        text += "; not recovered: " + ", ".join(
-            f"{entry.get('server', '?')} ({entry.get('reason', '?')})" for entry in lost
-        )
-    yield "servers", plain(text)
+def _server_failures(failures: Sequence[Mapping[str, Any]]) -> str:
+    """`2 failures, recovered after 12.3, 8.0 s; not recovered: server 1 (hung)`; empty where there were none."""
+    if not failures:
+        return ""
+    recovered = [f"{seconds:.1f}" for failure in failures if (seconds := _number(failure, "recovery_s")) is not None]
+    lost = [f"{each.get('server')} ({each.get('reason')})" for each in failures if each.get("recovery_s") is None]
+    text = f"{len(failures)} failure{'' if len(failures) == 1 else 's'}"
+    text += f", recovered after {', '.join(recovered)} s" if recovered else ""
+    return f"{text}; not recovered: {', '.join(lost)}" if lost else text
 
 
 def _next_commands(summary: Mapping[str, Any], run_dir: Path, report: Path | None) -> Iterator[str]:
@@ -135,3 +104,61 @@ def _next_commands(summary: Mapping[str, Any], run_dir: Path, report: Path | Non
 def _number(values: Mapping[str, Any], key: str) -> float | None:
     value = values.get(key)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _print_evaluation(console: Console, evaluation: Mapping[str, Any]) -> None:
+    """The last whole one, where it says more than the line above it does: parts of the data, or several samples."""
+    for when in ("after", "before"):
+        metrics = evaluation.get(when)
+        by_group = (evaluation.get("by_group") or {}).get(when) or {}
+        if metrics and (by_group or "pass@2" in metrics):
+            console.print()
+            group_by = evaluation.get("group_by")
+            print_evaluation(console, metrics, by_group, group_by=group_by, title=f"held out, {when} training")
+            return
+
+
+def print_evaluation(
+    console: Console, metrics: Mapping[str, Any], by_group: Mapping[str, Any], *, group_by: str | None, title: str
+) -> None:
+    """Every number of everything and of each value of `group_by`, in a column; with more than a handful of values a row for each,
+    and of the numbers the most important."""
+    columns = {**by_group, "all": metrics}
+    names = [name for name in _order(metrics) if name in metrics]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(plain(group_by or ""), no_wrap=True)
+    if len(columns) <= _MOST_COLUMNS:
+        for column in columns:
+            table.add_column(Text(_short(column)), justify="right", overflow="fold")
+        for name in names:
+            table.add_row(_NAMES.get(name, name), *(_shown(name, values.get(name)) for values in columns.values()))
+    else:
+        names = _important(names)
+        for name in names:
+            table.add_column(_NAMES.get(name, name), justify="right", no_wrap=True)
+        for column, values in columns.items():
+            table.add_row(Text(_short(column)), *(_shown(name, values.get(name)) for name in names))
+    console.print(Text(plain(title), style="bold"))
+    console.print(table)
+
+
+def _order(metrics: Mapping[str, Any]) -> list[str]:
+    return [*_FIRST, *(name for name in metrics if name.partition("@")[0] in ("pass", "mean", "majority")), *_LAST]
+
+
+def _important(names: Sequence[str]) -> list[str]:
+    """Rewards and lengths, and of pass@k and majority@k those with the largest k."""
+    largest = {name.partition("@")[0]: name for name in names if "@" in name}
+    wanted = (*_FIRST, largest.get("pass"), largest.get("majority"), "mean_length")
+    return [name for name in names if name in wanted]
+
+
+def _short(name: str) -> str:
+    text = plain(name)
+    return text if len(text) <= _LONGEST_NAME else text[: _LONGEST_NAME - 3] + "..."
+
+
+def _shown(name: str, value: Any) -> str:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return ""
+    return f"{value:.0f}" if name in _WHOLE else f"{value:.1f}" if name == "mean_length" else f"{value:.3f}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from grpo_async.display.display import Display, Displays
+from grpo_async.display.display import Display, View
 from grpo_async.findings import Evidence, Verdict, judge
 from grpo_async.findings.pipeline_figures import PipelineSetup, figures_of
 from grpo_async.findings.speed import advise
@@ -17,8 +18,8 @@ from grpo_async.rundir import RunDir, write_atomically
 _LEAST_STEPS = 5
 
 
-class AdvisedDisplays(Displays):
-    """Every `every_steps` steps all displays are told what bounds the run, by the figures of the steps since the last time, and
+class Advisor(View):
+    """Every `every_steps` steps it tells `display` what bounds the run, by the figures of the steps since the last time, and
     whether it learns, by the files of the run; the latter after each evaluation, too.
 
     Args:
@@ -29,14 +30,14 @@ class AdvisedDisplays(Displays):
 
     def __init__(
         self,
-        displays: Sequence[Display],
+        display: Display,
         *,
         setup: PipelineSetup,
         every_steps: int,
         run_dir: RunDir,
         resume_step: int | None = None,
     ) -> None:
-        super().__init__(displays)
+        self._display = display
         self._setup = setup
         self._every_steps = every_steps
         self._run_dir = run_dir
@@ -48,29 +49,30 @@ class AdvisedDisplays(Displays):
             with self._warning():
                 _drop_later(log, resume_step or 0)
 
-    def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
-        super().step(step, max_steps, metrics)
-        self._steps.append(dict(metrics))
+    def show(self, event: str, fields: Mapping[str, Any]) -> None:
+        if event == "evaluation":
+            self._judge()
+        elif event == "step":
+            self._after_step(fields["step"], fields["metrics"])
+
+    def _after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._steps.append(metrics)
         if not self._every_steps or step % self._every_steps:
             return
         self._judge()
         advice = advise(figures_of(list(self._steps)), self._setup)
         if advice is None:
             return
-        self.advice(step, advice)
+        self._display.advice(step, advice)
         with self._warning(), self._log.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **advice.as_advice()}) + "\n")
-
-    def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
-        super().evaluation(when, metrics)
-        self._judge()
 
     def _judge(self) -> None:
         """Say it when it is another than before."""
         verdict = judge(Evidence.read(self._run_dir))
         if verdict != self._verdict:
             self._verdict = verdict
-            self.learning(verdict)
+            self._display.learning(verdict)
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
@@ -80,7 +82,7 @@ class AdvisedDisplays(Displays):
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self.warning(f"advice cannot be written to {self._log}: {error}")
+                self._display.warning(f"advice cannot be written to {self._log}: {error}")
 
 
 def _drop_later(log: Path, last_step: int) -> None:

@@ -15,7 +15,7 @@ from grpo_async.display.output import Output
 from grpo_async.display.status_file import StatusFile
 from grpo_async.display.summary import print_summary
 from grpo_async.findings.pipeline_figures import setup_of
-from grpo_async.launcher.advising import AdvisedDisplays
+from grpo_async.launcher.advising import Advisor
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.server_keeper import RestartRules
 from grpo_async.launcher.supervisor import Outcome, Supervisor
@@ -33,10 +33,10 @@ def conduct(
     Args:
         make_hub: of several machines, this is node 0: makes the channel to the others.
     """
-    run_dir, max_steps = plan.places.run_dir, config.training.max_steps
+    run_dir = plan.places.run_dir
     display = output.display(
         run_name=config.run.name,
-        max_steps=max_steps,
+        max_steps=config.training.max_steps,
         run_dir=run_dir,
         resume_step=plan.resume_step,
         lines_only=plan.preflight_only,
@@ -46,23 +46,23 @@ def conduct(
     on_gpu = bool(plan.trainer.gpus)
     status = StatusFile(
         run_dir,
+        display.progress,
         run_name=config.run.name,
-        max_steps=max_steps,
         attempt=str(plan.places.attempt),
-        resume_step=plan.resume_step,
         engine=plan.engine.engine,
         on_gpu=on_gpu,
         num_gpus=plan.num_gpus,
     )
-    output.on_lost = status.warning
-    displays = AdvisedDisplays(
-        [display, status],
+    output.on_lost = lambda text: display.progress.add_message(text, is_warning=True)  # prints nothing
+    advisor = Advisor(
+        display,
         setup=setup_of(config, engine=plan.engine.engine, on_gpu=on_gpu, num_gpus=plan.num_gpus),
         every_steps=config.record.advise_every_steps,
         run_dir=run_dir,
         resume_step=plan.resume_step,
     )
-    outcome = _carry_out(config, plan, displays, make_hub)
+    display.views += [status, advisor]
+    outcome = _carry_out(config, plan, display, make_hub)
     states = {0: "finished", 1: "failed"}
     status.end(states.get(outcome.exit_code, "stopped"), exit_code=outcome.exit_code, error=outcome.error)
     return outcome

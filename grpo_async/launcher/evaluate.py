@@ -23,8 +23,8 @@ from rich.text import Text
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.checks.surroundings import check_run_place
 from grpo_async.config import ExperimentConfig
-from grpo_async.display.evaluation_table import print_evaluation
 from grpo_async.display.output import Output
+from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.subject import Subject, choose_subject
 from grpo_async.inference.surface import token_from_environment

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
-from grpo_async.display.evaluation_table import print_evaluation
+from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.subject import Subject, choose_subject
 from grpo_async.launcher import evaluate as evaluate_module

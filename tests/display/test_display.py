@@ -1,20 +1,22 @@
-"""What the user sees while a run goes and when it has ended."""
+"""What the user sees while a run goes on and when it has ended: lines, dashboard, warnings alone, events, the summary."""
 
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from grpo_async.checks.report import Check
-from grpo_async.display.display import LineDisplay, QuietDisplay
-from grpo_async.display.live_display import LiveDisplay
+from grpo_async.display.display import Display, LineView, LiveView, QuietView
+from grpo_async.display.json_log import JsonLog, JsonView
 from grpo_async.display.output import Output, OutputMode
-from grpo_async.display.progress import Progress, duration
+from grpo_async.display.progress import Progress, duration, evaluation_line, evaluations_text
 from grpo_async.display.summary import print_summary
+from grpo_async.findings import Finding, Severity
 from grpo_async.processes.wording import one_line, plain
 from grpo_async.rundir import RunDir
 
@@ -28,12 +30,12 @@ METRICS = {
     "async/staleness_max": 1.0,
     "sync/push_s": 0.04,
     "buffer/queued_groups": 3.0,
-    **{f"ledger/groups/{state}": 1000.0 for state in ("trained", "filtered", "stale", "failed", "cancelled", "queued")},
     "ledger/groups/in_flight": 16.0,
 }
+LOGS = Path("runs/x/logs/latest")
 
 
-def _console(*, terminal: bool, width: int = 80) -> Console:
+def _console(*, terminal: bool = False, width: int = 80) -> Console:
     return Console(file=io.StringIO(), force_terminal=terminal, width=width, height=24, highlight=False, _environ={})
 
 
@@ -42,67 +44,62 @@ def _text(console: Console) -> str:
     return console.file.getvalue()
 
 
-def _show(kind: type[LineDisplay | LiveDisplay], console: Console) -> LineDisplay | LiveDisplay:
-    return kind(console, run_name="x", max_steps=60, logs=Path("runs/x/logs/latest"))
+def _lines(console: Console) -> Display:
+    progress = Progress(max_steps=60)
+    return Display(progress, [LineView(console, progress, logs=LOGS)])
 
 
-def test_each_step_is_one_plain_line() -> None:
-    console = _console(terminal=False)
-    with _show(LineDisplay, console) as display:
+def test_each_step_is_one_plain_line_and_missing_metrics_are_left_out() -> None:
+    console = _console()
+    with _lines(console) as display:
         display.phase("training")
+        display.step(
+            10, 60, {"reward": float("nan"), "sync/push_s": 0.5, "servers/serving": 2.0, "servers/restarts": 0.0}
+        )
         display.step(11, 60, {**METRICS, "reward": 0.51})
-        display.step(12, 60, METRICS)
+        display.step(12, 60, {**METRICS, "servers/serving": 1.0, "servers/restarts": 3.0})
         display.evaluation("after", {"reward": 0.9, "mean_length": 20.0})
     assert _text(console).splitlines() == [
         "logs: runs/x/logs/latest",
         "training",
+        "step 10/60  push 0.50 s",
         # 49 steps x 2 s = 98 s
         "step 11/60  reward 0.510 (all groups)  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  in flight 16  "
-        "trainer idle 12%  push 0.04 s  2.0 s/step  1:38 left",
+        "trainer idle 12%  push 0.04 s  2.0 s/step  0:01:38 left",
         "step 12/60  reward 0.530 (all groups, +0.020)  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  "
-        "in flight 16  trainer idle 12%  push 0.04 s  2.0 s/step  1:36 left",
+        "in flight 16  trainer idle 12%  push 0.04 s  servers 1  restarts 3  2.0 s/step  0:01:36 left",
         "held-out after training: reward 0.900  mean_length 20.000",
     ]
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_no_text_moves_the_cursor(terminal: bool) -> None:
-    console = Console(file=io.StringIO(), force_terminal=terminal, no_color=True, color_system=None, width=80)
-    display = _show(LiveDisplay if terminal else LineDisplay, console)  # not entered: that writes escapes of its own
-    bad = "a\x1b]0;x\x07b\x1b[2Jc\rd"
-    display.phase(bad)
-    display.note(bad)
-    display.evaluation(f"step {bad}", {"mean_length": 1.0})
-    display.warning(bad)
-    display.server(bad, bad)
-    display.servers([{"index": 0, "url": bad, "state": bad, "words": bad}])
-    if isinstance(display, LiveDisplay):
-        console.print(display.render())
-    assert "\x1b" not in _text(console)
-    assert "\r" not in _text(console)
-    assert _text(console).count("abcd") >= 3
+def test_no_text_of_others_moves_the_cursor() -> None:
+    console, bad = _console(), "a\x1b]0;x\x07b\x1b[2Jc\rd"
+    with _lines(console) as display:
+        display.phase(bad)
+        display.note(bad)
+        display.evaluation(f"step {bad}", {"mean_length": 1.0})
+        display.warning(bad)
+        display.preflight([Check(bad, "fail", bad)])
+    assert not set("\x1b\r") & set(_text(console))
+    assert _text(console).count("abcd") == 6
 
 
-def test_missing_and_undefined_metrics_are_left_out() -> None:
-    console = _console(terminal=False)
-    with _show(LineDisplay, console) as display:
-        display.step(1, 60, {"reward": float("nan"), "sync/push_s": 0.5})
-    assert _text(console).splitlines()[1] == "step 1/60  push 0.50 s"
-
-
-def test_a_terminal_gets_the_dashboard_and_a_pipe_gets_lines(tmp_path: Path) -> None:
+def test_the_mode_and_the_terminal_decide_what_is_shown(tmp_path: Path) -> None:
     options: dict[str, Any] = {"run_name": "x", "max_steps": 1, "run_dir": RunDir(tmp_path)}
-    live, lines = (Output(console=_console(terminal=terminal)).display(**options) for terminal in (True, False))
-    assert isinstance(live, LiveDisplay)
-    assert isinstance(lines, LineDisplay)
-    assert isinstance(Output(console=_console(terminal=True)).display(**options, lines_only=True), LineDisplay)
-    quiet = Output(OutputMode.QUIET, _console(terminal=True)).display(**options)
-    assert isinstance(quiet, QuietDisplay)
+
+    def view(mode: OutputMode, *, terminal: bool, **more: Any) -> type:
+        return type(Output(mode, _console(terminal=terminal)).display(**options, **more).views[0])
+
+    assert view(OutputMode.FULL, terminal=True) is LiveView
+    assert view(OutputMode.FULL, terminal=True, lines_only=True) is LineView
+    assert view(OutputMode.FULL, terminal=False) is LineView
+    assert view(OutputMode.QUIET, terminal=True) is QuietView
+    assert view(OutputMode.JSON, terminal=True) is JsonView
 
 
 def test_a_quiet_run_tells_of_warnings_only() -> None:
-    console = _console(terminal=False)
-    with QuietDisplay(console) as display:
+    console = _console()
+    with Display(Progress(max_steps=2), [QuietView(console)]) as display:
         display.phase("training")
         display.step(1, 2, METRICS)
         display.note("the server starts again")
@@ -111,47 +108,40 @@ def test_a_quiet_run_tells_of_warnings_only() -> None:
     assert _text(console).splitlines() == ["preflight: warn: memory: little", "warning: the server was killed"]
 
 
+def test_the_dashboard_leaves_what_was_said_when_it_goes() -> None:
+    console, progress = _console(terminal=True), Progress(max_steps=2)
+    with Display(progress, [LiveView(console, progress, run_name="x", logs=LOGS)]) as display:
+        display.step(1, 2, METRICS)
+        display.evaluation("before", {"reward": 0.5})
+        display.preflight([Check("memory", "warn", "little\x1b[2J")])
+        display.advice(1, Finding(key="generation", severity=Severity.NOTE, what="", text="more servers"))
+    after = plain(_text(console).rpartition("\x1b[?1049l")[2]).splitlines()  # the alternate screen is left
+    assert [line for line in after if line.strip()] == [
+        "held-out before training: reward 0.500",
+        "preflight: 0 passed, 1 warned, 0 failed",
+        "warning: preflight: warn: memory: little",
+        "advice at step 1: more servers",
+    ]
+
+
+def test_events_have_what_the_help_says_and_servers_come_when_a_state_changes() -> None:
+    file = io.StringIO()
+    with Display(Progress(max_steps=4), [JsonView(JsonLog(file))]) as display:
+        display.step(2, 4, {"step_time": 3.0, "grad_norm": float("nan")})
+        for state, running in (("serving", 1), ("serving", 2), ("down", 0)):
+            display.servers([{"index": 0, "state": state, "running": running}])
+        display.preflight([Check("disk", "pass", "enough")])
+    step, *servers, preflight = [json.loads(line) for line in file.getvalue().splitlines()]
+    assert (step.pop("time") > 0, step) == (
+        True,
+        {"event": "step", "step": 2, "max_steps": 4, "eta_s": 6.0, "metrics": {"step_time": 3.0, "grad_norm": None}},
+    )
+    assert [event["servers"][0]["state"] for event in servers] == ["serving", "down"]
+    assert preflight["checks"] == [{"name": "disk", "status": "pass", "detail": "enough"}]
+
+
 def test_text_on_one_line_keeps_its_spaces_and_loses_what_turns_a_terminal_around() -> None:
     assert one_line("a  b\n\t c\u202ed\x1b[31me") == "a  b cde"
-
-
-def test_a_step_line_tells_of_restarts_only_when_there_were_any() -> None:
-    console = _console(terminal=False)
-    with _show(LineDisplay, console) as display:
-        display.step(1, 60, {"servers/serving": 2.0, "servers/restarts": 0.0})
-        display.step(2, 60, {"servers/serving": 1.0, "servers/restarts": 3.0})
-    assert _text(console).splitlines()[1:] == ["step 1/60", "step 2/60  servers 1  restarts 3"]
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_the_checks_are_a_table_that_is_coloured_on_a_terminal_only(terminal: bool) -> None:
-    colors: Literal["standard", "auto"] = "standard" if terminal else "auto"
-    console = Console(file=io.StringIO(), force_terminal=terminal, color_system=colors, width=80, _environ={})
-    display = _show(LineDisplay, console)
-    display.preflight([Check("logprobs", "pass", "mean 1e-6"), Check("a\x1b[2Jb", "fail", "[red]\x1b]0;x\x07no")])
-    text = _text(console)
-    words = [plain(line).split() for line in text.splitlines()]
-    assert ["pass", "logprobs", "mean", "1e-6"] in words
-    assert ["fail", "ab", "[red]no"] in words
-    assert ("\x1b[32m" in text) == terminal  # green
-    assert "\x1b[2J" not in text
-    assert "\x1b]" not in text
-
-
-def test_the_summary_tells_of_servers_in_one_line_only_when_some_failed() -> None:
-    failures = [
-        {"server": "server 0", "reason": "killed", "recovery_s": 12.34},
-        {"server": "server 1", "reason": "hung\x1b[2J", "recovery_s": None},
-    ]
-    for entries, line in (
-        ([], None),
-        (failures[:1], "servers 1 failure, recovered after 12.3 s"),
-        (failures, "servers 2 failures, recovered after 12.3 s; not recovered: server 1 (hung)"),
-    ):
-        console = _console(terminal=False, width=200)
-        print_summary(console, {"status": "finished", "server_failures": entries}, Path("runs/x"))
-        lines = [" ".join(text.split()) for text in _text(console).splitlines() if text.startswith("servers")]
-        assert lines == ([] if line is None else [line])
 
 
 def test_averages_and_changes_are_what_their_formulas_say() -> None:
@@ -161,35 +151,70 @@ def test_averages_and_changes_are_what_their_formulas_say() -> None:
         progress.add_step(step, 10, {"reward": reward})
     assert progress.reward_change == pytest.approx(0.2)  # 0.7 - (0.4 + 0.6) / 2
     assert progress.reward_average == pytest.approx(1.7 / 3)
-    assert (duration(75), duration(3700)) == ("1:15", "1:01:40")
+    assert (duration(75), duration(3700)) == ("0:01:15", "1:01:40")
+
+
+def test_an_evaluation_is_a_line_with_the_versions_that_made_it_and_a_few_words_of_the_dashboard() -> None:
+    metrics = {"reward": 0.5, "reward_std": 0.1, "pass@4": 0.75, "majority@4": 0.6, "version_min": 4.0, "version_max": 6.0,
+               "mixed": 1.0, "reward/gsm8k": 0.25, "pass@4/gsm8k": 0.5}  # fmt: skip
+    assert evaluation_line("step 4", metrics) == (
+        "held-out at step 4: reward 0.500  pass@4 0.750  majority@4 0.600  versions 4 to 6"
+    )
+    progress = Progress(max_steps=9)
+    for number, when in enumerate(("before", "step 2", "step 4", "step 6", "step 8")):
+        progress.evaluations[when] = {"reward": number / 10}
+    assert evaluations_text(progress) == "before 0.000  step 4 0.200  step 6 0.300  step 8 0.400"
+
+
+# The summary.
+
+
+def _summary(**fields: Any) -> str:
+    console = _console(width=200)
+    print_summary(console, {"status": "finished", **fields}, Path("runs/x"))
+    return _text(console)
+
+
+@pytest.mark.parametrize(
+    ("num", "line"),
+    [
+        (0, None),
+        (1, "servers 1 failure, recovered after 12.3 s"),
+        (2, "servers 2 failures, recovered after 12.3 s; not recovered: server 1 (hung)"),
+    ],
+)
+def test_the_summary_tells_of_servers_in_one_line_only_when_some_failed(num: int, line: str | None) -> None:
+    failures = [
+        {"server": "server 0", "reason": "killed", "recovery_s": 12.34},
+        {"server": "server 1", "reason": "hung\x1b[2J", "recovery_s": None},
+    ]
+    text = _summary(server_failures=failures[:num])
+    assert [" ".join(each.split()) for each in text.splitlines() if each.startswith("servers")] == [line][: num > 0]
 
 
 def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
-    console = _console(terminal=False)
     states = {"trained": 90, "filtered": 6, "stale": 0, "failed": 0, "cancelled": 4, "queued": 0, "in_flight": 0}
-    summary = {
-        "status": "finished",
-        "steps": 60,
-        "wall_s": 75.0,
-        "model": "runs/x/model",
-        "engine": "embedded",
-        "reward_first": 0.25,
-        "reward_last": 0.9,
-        "evaluation": {"before": {"reward": 0.54}, "after": {"reward": 0.93}, "majority_baseline": 0.1},
-        "generated_tokens_per_s": 1234.0,
-        "trained_tokens_per_s": 987.0,
-        "trainer_idle_ratio": 0.12,
-        "generator_idle_ratio": 0.3,
-        "overlap_efficiency": 0.8,
-        "staleness_mean": 0.75,
-        "staleness_max": 1,
-        "ledger": {"groups": {"started": 100, **states}},
-        "ledger_closed": True,
-    }
-    print_summary(console, summary, Path("runs/x"))
-    text = " ".join(_text(console).split())
+    text = _summary(
+        steps=60,
+        wall_s=75.0,
+        model="runs/x/model",
+        engine="embedded",
+        reward_first=0.25,
+        reward_last=0.9,
+        evaluation={"before": {"reward": 0.54}, "after": {"reward": 0.93}, "majority_baseline": 0.1},
+        generated_tokens_per_s=1234.0,
+        trained_tokens_per_s=987.0,
+        trainer_idle_ratio=0.12,
+        generator_idle_ratio=0.3,
+        overlap_efficiency=0.8,
+        staleness_mean=0.75,
+        staleness_max=1,
+        ledger={"groups": {"started": 100, **states}},
+        ledger_closed=True,
+        memory={"peaks": [3 << 29], "estimated": 1 << 30},
+    )
     for part in (
-        "finished after 60 steps in 1:15",
+        "finished after 60 steps in 0:01:15",
         "0.250 -> 0.900",
         "0.540 before, 0.930 after (always the most frequent answer: 0.100)",
         "1234 generated, 987 trained (embedded engine)",
@@ -197,8 +222,20 @@ def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
         "80% efficiency",
         "mean 0.75, max 1 steps",
         "100 started = 90 trained + 6 filtered + 4 cancelled (closed)",
+        "a rank had taken 1.5 GiB",
         "runs/x/model",
         "grpo-async inspect-rollouts runs/x",
     ):
-        assert part in text, text
+        assert part in " ".join(text.split()), text
     assert "--resume" not in text
+
+
+def test_the_summary_ends_with_a_table_where_it_says_more_than_a_line() -> None:
+    samples = {"num_prompts": 8.0, "reward": 0.5, "pass@1": 0.5, "pass@2": 0.625}
+    parts = {"gsm8k": {**samples, "reward": 0.125}}
+    text = _summary(evaluation={"before": None, "after": samples, "by_group": {"after": parts}, "group_by": "source"})
+    for part in ("held out, after training", "gsm8k", "0.125"):
+        assert part in text
+    greedy = {"num_prompts": 8.0, "reward": 0.5, "pass@1": 0.5}
+    assert "held out, " not in _summary(evaluation={"before": greedy, "after": greedy, "by_group": {"after": {}}})
+    assert "held out, before training" in _summary(evaluation={"before": samples, "after": None, "by_group": {}})

@@ -6,8 +6,6 @@ import io
 import json
 import os
 import platform
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,15 +16,15 @@ import psutil
 import pytest
 from rich.console import Console
 
-from grpo_async.display import status_watch
+from grpo_async.display import status as status_module
 from grpo_async.display.display import Display
-from grpo_async.display.status import describe, newest_run, progress_of, read_status
+from grpo_async.display.progress import Progress
+from grpo_async.display.status import MetricsTail, describe, newest_run, progress_of, read_status, watch
 from grpo_async.display.status_file import FIELDS, StatusFile
-from grpo_async.display.status_watch import MetricsTail, watch
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Finding, Severity
 from grpo_async.findings.pipeline_figures import PipelineSetup
-from grpo_async.launcher.advising import AdvisedDisplays
+from grpo_async.launcher.advising import Advisor
 from grpo_async.rundir import RunDir
 from tests.support.waiting import eventually
 
@@ -60,8 +58,15 @@ def run_dir(tmp_path: Path) -> RunDir:
     return run_dir
 
 
-def _open(run_dir: RunDir) -> StatusFile:
-    return StatusFile(run_dir, run_name="x", max_steps=10, attempt="attempt_1", engine="vllm", on_gpu=True, num_gpus=4)
+class _Run(Display):
+    """What the supervisor tells, and the file that is made of it."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        super().__init__(Progress(max_steps=10))
+        self.file = StatusFile(
+            run_dir, self.progress, run_name="x", attempt="attempt_1", engine="vllm", on_gpu=True, num_gpus=4
+        )
+        self.views.append(self.file)
 
 
 def _content(run_dir: RunDir) -> dict[str, Any]:
@@ -70,23 +75,15 @@ def _content(run_dir: RunDir) -> dict[str, Any]:
     return content
 
 
-def _fill(status: StatusFile) -> None:
+def _fill(status: Display) -> None:
     status.phase("training")
     status.step(3, 10, METRICS)
     status.evaluation("before", {"reward": 0.25})
     status.servers([SERVER])
-    status.advice(
-        3,
-        Finding(
-            key="generation",
-            severity=Severity.NOTE,
-            what="",
-            text="more servers",
-            setting="a.b",
-            current=1,
-            suggested=2,
-        ),
+    advice = Finding(
+        key="generation", severity=Severity.NOTE, what="", text="more servers", setting="a.b", current=1, suggested=2
     )
+    status.advice(3, advice)
     status.warning("the server was killed")
     status.note("no warning")
 
@@ -94,7 +91,7 @@ def _fill(status: StatusFile) -> None:
 def test_it_has_every_field_and_nothing_else_and_says_what_was_reported(run_dir: RunDir) -> None:
     run_dir.checkpoint(2).mkdir(parents=True)
     (run_dir.checkpoints / "writing_step_3").mkdir()
-    with _open(run_dir) as status:
+    with _Run(run_dir) as status:
         assert _content(run_dir)["state"] == "running", "written at once"
         _fill(status)
         assert eventually(lambda: _content(run_dir)["last_warning"] is not None, 10.0)
@@ -112,7 +109,7 @@ def test_it_has_every_field_and_nothing_else_and_says_what_was_reported(run_dir:
     assert content["last_push"]["bytes_per_s"] is None
     assert (content["checkpoint"]["step"], content["checkpoint"]["writing"]) == (2, 3)
     assert content["evaluations"] == {"before": {"reward": 0.25}}
-    assert content["advice"] == {
+    expected = {
         "bound_by": "generation",
         "text": "more servers",
         "setting": "a.b",
@@ -120,43 +117,23 @@ def test_it_has_every_field_and_nothing_else_and_says_what_was_reported(run_dir:
         "suggested": 2,
         "step": 3,
     }
+    assert content["advice"] == expected
     assert content["last_warning"]["text"] == "the server was killed"
     assert (content["host"], content["pid"]) == (platform.node(), os.getpid())
     assert content["pid_started_at"] == psutil.Process().create_time()
 
 
 def test_it_is_written_again_without_any_event(run_dir: RunDir) -> None:
-    with _open(run_dir):
+    with _Run(run_dir):
         first = _content(run_dir)["updated_at"]
         assert eventually(lambda: _content(run_dir)["updated_at"] >= first + 1.5, 10.0)
 
 
-def test_readers_never_see_half_of_it(run_dir: RunDir) -> None:
-    ended = threading.Event()
-    with _open(run_dir) as status:
-
-        def report() -> None:
-            step = 0
-            while not ended.is_set():
-                step += 1
-                status.step(step, 10_000, METRICS | {f"m{number}": 0.5 for number in range(200)})
-
-        thread = threading.Thread(target=report)
-        thread.start()
-        try:
-            deadline = time.monotonic() + 1.5
-            while time.monotonic() < deadline:
-                _content(run_dir)
-        finally:
-            ended.set()
-            thread.join(10.0)
-
-
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("stopped", 130), ("failed", 1)])
 def test_the_end_is_said(run_dir: RunDir, state: str, code: int) -> None:
-    with _open(run_dir) as status:
+    with _Run(run_dir) as status:
         pass
-    status.end(state, exit_code=code, error="why" if code == 1 else None)
+    status.file.end(state, exit_code=code, error="why" if code == 1 else None)
     content = _content(run_dir)
     assert (content["state"], content["exit_code"], content["error"]) == (state, code, "why" if code == 1 else None)
     assert content["eta_s"] is None
@@ -165,53 +142,34 @@ def test_the_end_is_said(run_dir: RunDir, state: str, code: int) -> None:
 
 
 def test_an_exception_is_a_failure(run_dir: RunDir) -> None:
-    with pytest.raises(ZeroDivisionError), _open(run_dir):
+    with pytest.raises(ZeroDivisionError), _Run(run_dir):
         raise ZeroDivisionError("no samples")
     assert (_content(run_dir)["state"], _content(run_dir)["error"]) == ("failed", "ZeroDivisionError: no samples")
 
 
 def test_a_disk_that_cannot_be_written_does_not_end_the_run(run_dir: RunDir) -> None:
     run_dir.status.mkdir()  # os.replace fails on it, for root, too
-    with _open(run_dir) as status:
+    with _Run(run_dir) as status:
         status.step(1, 10, METRICS)
-        assert eventually(lambda: status.trouble is not None, 10.0)
+        assert eventually(lambda: status.file.trouble is not None, 10.0)
 
 
 def _running(run_dir: RunDir, **changes: Any) -> None:
     if not run_dir.status.exists():
-        with _open(run_dir):
+        with _Run(run_dir):
             pass
     run_dir.status.write_text(json.dumps({**_content(run_dir), **changes}))
 
 
-def test_a_launcher_that_lives_is_running(run_dir: RunDir) -> None:
+def test_a_launcher_that_lives_is_running_and_one_that_is_gone_was_killed(run_dir: RunDir) -> None:
+    """tests/utils/test_run_state.py has the other cases."""
     _running(run_dir)
     found = read_status(run_dir)
     assert (found.state, found.exit_code) == ("running", 0)
-
-
-def test_a_launcher_that_is_gone_was_killed_although_the_file_says_running(run_dir: RunDir) -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait(60)
-    _running(run_dir, pid=child.pid)
+    _running(run_dir, pid_started_at=psutil.Process().create_time() - 100.0)  # of a later process with the same number
     found = read_status(run_dir)
-    assert (found.state, found.exit_code) == ("killed", 4)
-    assert f"(pid {child.pid}) is gone" in found.why
-    assert found.as_json()["state"] == "killed"
-
-
-def test_a_later_process_with_the_same_number_is_not_the_launcher(run_dir: RunDir) -> None:
-    _running(run_dir, pid_started_at=psutil.Process().create_time() - 100.0)
-    assert read_status(run_dir).state == "killed"
-
-
-def test_a_launcher_of_another_machine_is_believed_for_a_minute(run_dir: RunDir) -> None:
-    _running(run_dir, host="far", pid=1)
-    now = _content(run_dir)["updated_at"]
-    assert read_status(run_dir, now=now + 59).state == "running"
-    found = read_status(run_dir, now=now + 61)
-    assert (found.state, found.exit_code) == ("silent", 4)
-    assert "on far, has written nothing for 0:01:01" in found.why
+    assert (found.state, found.exit_code, found.as_json()["state"]) == ("killed", 4, "killed")
+    assert f"(pid {os.getpid()}) is gone" in found.why
 
 
 def test_what_is_no_status_is_said(run_dir: RunDir) -> None:
@@ -244,7 +202,7 @@ def _table(run_dir: RunDir) -> str:
 
 
 def test_the_table_tells_what_people_ask_for_and_no_text_is_obeyed(run_dir: RunDir) -> None:
-    with _open(run_dir) as status:
+    with _Run(run_dir) as status:
         _fill(status)
         status.warning("bad\x1b[2J\nworse")
     run_dir.metrics.write_text(
@@ -258,9 +216,9 @@ def test_the_table_tells_what_people_ask_for_and_no_text_is_obeyed(run_dir: RunD
 
 
 def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None:
-    with _open(run_dir) as status:
+    with _Run(run_dir) as status:
         _fill(status)
-        status.end("finished", exit_code=0, error=None)
+        status.file.end("finished", exit_code=0, error=None)
     text = _table(run_dir)
     for part in ("server 0", "serving", "http://h:1", " left", "since the start", "last word"):
         assert part not in text, f"{part!r} is of a run that goes on:\n{text}"
@@ -277,7 +235,7 @@ def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None
 
 @pytest.mark.parametrize("state", ["failed", "running"])
 def test_the_summary_of_an_earlier_attempt_is_not_taken_for_this_one(run_dir: RunDir, state: str) -> None:
-    with _open(run_dir) as status:
+    with _Run(run_dir) as status:
         _fill(status)
     _running(run_dir, state=state, pid=2**22 + 1)  # running: it was killed
     run_dir.summary.write_text(json.dumps({"trainer_idle_ratio": 0.25}))
@@ -287,7 +245,7 @@ def test_the_summary_of_an_earlier_attempt_is_not_taken_for_this_one(run_dir: Ru
 
 
 def test_a_dashboard_can_be_made_of_the_files(run_dir: RunDir) -> None:
-    with _open(run_dir) as status:
+    with _Run(run_dir) as status:
         _fill(status)
     progress = progress_of(_content(run_dir))
     assert (progress.step, progress.phase) == (3, "training")
@@ -296,34 +254,34 @@ def test_a_dashboard_can_be_made_of_the_files(run_dir: RunDir) -> None:
     assert progress.push.step == 3
     assert progress.advice is not None
     assert progress.advice.text == "more servers"
-    assert progress.last_warning is not None
+    assert progress.last_message(is_warning=True) is not None
     assert progress.servers[0].running == 5
 
 
 def test_the_tail_of_the_metrics_reads_each_line_once_and_begins_anew_after_a_resume(run_dir: RunDir) -> None:
     tail = MetricsTail(run_dir.metrics)
     tail.read()
-    assert tail.curves["reward"].points == []
+    assert tail.progress.curves["reward"].points == []
     with run_dir.metrics.open("w") as file:
         file.write('{"step": 1, "reward": 0.1}\n{"step": 2, "rew')
         file.flush()
         tail.read()
-        assert [point.step for point in tail.curves["reward"].points] == [1]
+        assert tail.progress.curves["reward"].points == [0.1]
         file.write('ard": 0.2}\n')
     for _ in range(2):
         tail.read()
-        assert [point.value for point in tail.curves["reward"].points] == [0.1, 0.2]
+        assert tail.progress.curves["reward"].points == [0.1, 0.2]
     run_dir.metrics.with_name("other").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.6}\n')
     run_dir.metrics.with_name("other").replace(run_dir.metrics)
     tail.read()
-    assert [point.value for point in tail.curves["reward"].points] == [0.5, 0.6]
+    assert tail.progress.curves["reward"].points == [0.5, 0.6]
 
 
 def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_watch, "INTERVAL_S", 0.02)  # what is watched is a file
+    monkeypatch.setattr(status_module, "WATCH_INTERVAL_S", 0.02)  # what is watched is a file
     text = io.StringIO()
     console = Console(file=text, width=100)
-    status = _open(run_dir)
+    status = _Run(run_dir)
 
     def shows(words: str) -> bool:
         return eventually(lambda: words in text.getvalue(), 20.0)
@@ -336,40 +294,41 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
         for step in (1, 2):
             status.step(step, 2, METRICS)
             assert shows(f"step {step}/2")
-    status.end("finished", exit_code=0, error=None)
+    status.file.end("finished", exit_code=0, error=None)
     watching.join(20.0)
     assert not watching.is_alive()
 
 
-def test_advice_is_given_every_so_many_steps_to_all_and_kept(run_dir: RunDir) -> None:
-    setup = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=256)
+SETUP = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=256)
+
+
+def _advised(run_dir: RunDir, every_steps: int) -> Mock:
+    """Steps 16 to 40 after a resume from 15; returns what was told."""
+    display = Mock(spec=Display)
+    advisor = Advisor(display, setup=SETUP, every_steps=every_steps, run_dir=run_dir, resume_step=15)
+    for step in range(16, 41):
+        advisor.show("step", {"step": step, "metrics": METRICS})
+    return display
+
+
+def test_advice_is_given_every_so_many_steps_and_kept(run_dir: RunDir) -> None:
     run_dir.advice.write_text('{"step": 10}\n{"step": 30}\n{"ste')
-    with _open(run_dir) as status:
-        displays = AdvisedDisplays([status], setup=setup, every_steps=10, run_dir=run_dir, resume_step=15)
-        for step in range(16, 41):
-            displays.step(step, 100, METRICS)
+    display = _advised(run_dir, 10)
+    assert [call.args[0] for call in display.advice.call_args_list] == [20, 30, 40]
     lines = [json.loads(line) for line in run_dir.advice.read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 20, 30, 40], "a line of a later step goes when that step runs again"
     assert lines[-1]["bound_by"] == "generation"  # t = 1 s, g = 1.96 s of 2 s: two servers
     assert (lines[-1]["setting"], lines[-1]["current"], lines[-1]["suggested"]) == ("inference.replicas", 1, 2)
-    assert _content(run_dir)["advice"]["step"] == 40
 
 
 def test_an_advice_file_that_cannot_be_used_costs_one_warning(run_dir: RunDir) -> None:
-    setup = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=256)
     run_dir.advice.mkdir()
-    display = Mock(spec=Display)
-    displays = AdvisedDisplays([display], setup=setup, every_steps=10, run_dir=run_dir, resume_step=15)
-    for step in range(16, 41):
-        displays.step(step, 100, METRICS)
+    display = _advised(run_dir, 10)
     (call,) = display.warning.call_args_list
     assert "advice cannot be written" in call.args[0]
-    assert display.advice.call_count == 3  # steps 20, 30 and 40
+    assert display.advice.call_count == 3
 
 
 def test_advice_may_be_switched_off(run_dir: RunDir) -> None:
-    setup = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=256)
-    displays = AdvisedDisplays([], setup=setup, every_steps=0, run_dir=run_dir)
-    for step in range(1, 50):
-        displays.step(step, 100, METRICS)
+    assert not _advised(run_dir, 0).advice.called
     assert not run_dir.advice.exists()

@@ -21,7 +21,7 @@ from grpo_async.display.status import read_status
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import Evidence, Verdict, find, judge
 from grpo_async.findings.statistics import held_out_change, trend
-from grpo_async.launcher.advising import AdvisedDisplays
+from grpo_async.launcher.advising import Advisor
 from grpo_async.records import RolloutGroup, ScoredGroup
 from grpo_async.rewards.errors import RewardError
 from grpo_async.rollout.no_signal import why_no_signal
@@ -258,8 +258,8 @@ def test_every_surface_gives_the_same_verdict(tmp_path: Path, name: str) -> None
     assert f'data-verdict="{verdict.key}"' in page
     assert verdict.text in html.unescape(page)
     told: list[Verdict] = []
-    displays = AdvisedDisplays([Mock(learning=told.append)], setup=Mock(), every_steps=0, run_dir=run_dir)
-    displays.evaluation("after", {})
+    advisor = Advisor(Mock(learning=told.append), setup=Mock(), every_steps=0, run_dir=run_dir)
+    advisor.show("evaluation", {})
     assert told == [verdict]
     console = Console(file=io.StringIO(), width=10_000)
     print_summary(console, {"status": "finished", "steps": 1, "learning": verdict.as_dict()}, tmp_path)
