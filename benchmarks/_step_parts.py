@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import _step_sides
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.training import logprobs, policy, step, step_metrics
-from grpo_async.training.objective import Objective
+from grpo_async.training import logprobs, metrics, model, step
+from grpo_async.training.loss import Objective
 
 REST = "the rest"
 
@@ -59,12 +59,12 @@ def split_time(side: _step_sides.OurSide, device: torch.device) -> Iterator[Part
         (_step_sides, "pack_rank", "pack"),
         (MicroBatch, "to", "to the device"),
         (side.policy, "forward", "forward of the layers"),
-        (policy, "chunked_objective", "logprobs and their gradients"),
+        (model, "chunked_objective", "logprobs and their gradients"),
         (Objective, "__call__", "objective"),
         (torch.autograd, "backward", "backward of the layers"),
-        (step_metrics.UpdateFigures, "add", "figures of a micro-batch"),
+        (metrics.UpdateFigures, "add", "figures of a micro-batch"),
         (step, "square_norm", "gradient norm"),
-        (step_metrics.UpdateFigures, "gather", "figures to the host"),
+        (metrics.UpdateFigures, "gather", "figures to the host"),
         (step, "clip_", "clip"),
         (side.optimizer, "step", "optimizer"),
         (side.optimizer, "zero_grad", "drop gradients"),

@@ -25,10 +25,9 @@ from grpo_async.config.loss_sections import ClippedLoss
 from grpo_async.config.model_sections import OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training.attention import choose_attention
-from grpo_async.training.objective import Objective
-from grpo_async.training.optimizers import make_optimizer
-from grpo_async.training.policy import Policy
-from grpo_async.training.shard import make_mesh, shard_policy
+from grpo_async.training.loss import Objective
+from grpo_async.training.model import Policy, make_mesh, shard_policy
+from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.step import train_step
 
 EPSILON = 0.2

@@ -101,7 +101,7 @@ def simulate(setup: Setup) -> Outcome:
         AssertionError: the ledger does not add up, or something staler than allowed was trained.
     """
     from grpo_async.training.loop import LeaderLoop  # here: torch is not loaded for --help
-    from grpo_async.training.meter import PipelineMeter, Reading
+    from grpo_async.training.metrics import PipelineMeter, Reading
     from grpo_async.training.step import StepResult
 
     loop = VirtualLoop()

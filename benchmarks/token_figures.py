@@ -90,8 +90,8 @@ def _measure(report: Report, options: argparse.Namespace, model: str) -> None:
     from grpo_async.config.record_sections import RolloutRecordSection
     from grpo_async.store.rollout_store import RolloutStore
     from grpo_async.training.load import load_policy
-    from grpo_async.training.objective import Objective
-    from grpo_async.training.optimizers import make_optimizer
+    from grpo_async.training.loss import Objective
+    from grpo_async.training.optimizer import make_optimizer
 
     if options.threads:
         torch.set_num_threads(options.threads)

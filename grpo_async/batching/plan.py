@@ -146,7 +146,7 @@ def _cost(tokens: int, squares: int) -> int:
 def _squares(length: int, known: int) -> int:
     """Attention of a sample whose first `known` tokens are computed elsewhere. Its other queries attend to those, too, so only
     their square is saved; and the forward pass of what is left, a third of a step's attention, is made once more in the backward
-    pass (training/sample_attention.py)."""
+    pass (training/attention.py)."""
     return length**2 if not known else (length**2 - known**2) * 4 // 3
 
 

@@ -349,7 +349,7 @@ def _check_own_functions(config: ExperimentConfig, problems: list[str]) -> None:
         problems.append(str(error))
     try:
         if config.loss.type == "custom":
-            from grpo_async.training.losses.user_loss import UserLoss  # here: it imports torch
+            from grpo_async.training.loss import UserLoss  # here: it imports torch
 
             UserLoss(config.loss)
     except ConfigError as error:

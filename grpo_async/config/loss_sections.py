@@ -162,7 +162,7 @@ class CustomLoss(BaseLoss):
     """Your own; reduction dapo unless set."""
     function: Reference
     """`module:attribute`, f(inputs: LossInputs, **arguments) -> tensor (N,), the loss of each token; see
-    grpo_async.training.losses.user_loss."""
+    grpo_async.training.loss."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""
 

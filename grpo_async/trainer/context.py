@@ -17,15 +17,14 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.processes.assignment import Assignment
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.training.checkpoint_write import CheckpointWriter
-from grpo_async.training.compile import compile_layers
+from grpo_async.training.checkpoint import CheckpointWriter
 from grpo_async.training.families import check_tokenizer_size
 from grpo_async.training.load import build_policy, load_weights
-from grpo_async.training.objective import Objective
-from grpo_async.training.optimizers import make_optimizer
+from grpo_async.training.loss import Objective
+from grpo_async.training.model import Policy, compile_layers, make_mesh, shard_policy
+from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import choose_parameters
-from grpo_async.training.policy import Policy
-from grpo_async.training.ranks import CommandChannel, device_for
+from grpo_async.training.ranks import CommandChannel, Workplace, device_for
 from grpo_async.training.reference import (
     AdaptersOff,
     FrozenPolicy,
@@ -33,9 +32,7 @@ from grpo_async.training.reference import (
     check_vocabulary,
     is_policy_without_adapters,
 )
-from grpo_async.training.shard import make_mesh, shard_policy
-from grpo_async.training.step_clock import StepClock
-from grpo_async.training.workplace import Workplace
+from grpo_async.training.timing import StepClock
 
 logger = logging.getLogger(__name__)
 

@@ -37,13 +37,11 @@ from grpo_async.trainer.run_summary import run_summary
 from grpo_async.trainer.run_timeline import RunPhases, watch_servers
 from grpo_async.trainer.stall import StallGuard
 from grpo_async.trainer.weight_sync import FleetSync
-from grpo_async.training.checkpoint import load_state, load_tensors, set_aside_later_checkpoints
-from grpo_async.training.keeping import CheckpointKeeper
+from grpo_async.training.checkpoint import CheckpointKeeper, load_state, load_tensors, set_aside_later_checkpoints
+from grpo_async.training.export import write_model_card
 from grpo_async.training.loop import LeaderLoop
-from grpo_async.training.meter import PipelineMeter, Reading, Totals
-from grpo_async.training.model_card import write_model_card
-from grpo_async.training.ranks import StopCommand
-from grpo_async.training.workplace import Workplace
+from grpo_async.training.metrics import PipelineMeter, Reading, Totals
+from grpo_async.training.ranks import StopCommand, Workplace
 from grpo_async.user_code.threads import call_when_set
 from grpo_async.weights.transport import WeightTransport
 from grpo_async.weights.verify import probe_sequences

@@ -32,7 +32,7 @@ def _run(place: Assignment, config: ExperimentConfig, control: ControlClient, ti
     from grpo_async.trainer.context import build_workplace, join_process_group
     from grpo_async.trainer.lead import lead
     from grpo_async.training.checkpoint import load_tensors
-    from grpo_async.training.workplace import follow
+    from grpo_async.training.ranks import follow
 
     timeline.add("import", "run", began, time.time())
     torch.set_num_threads(config.launch.trainer_threads)

@@ -1,7 +1,10 @@
-"""The trainer. `loop` is rank 0's main loop, `workplace.follow` that of the others; `ranks` carries the commands between them.
+"""The trainer, on every rank.
 
-`policy` is the sharded model, `logprobs` its head in chunks, `losses` and `objective` what is minimised, `step` one step,
-`parameters` gathers for the push, `meter` measures who waited for whom. `checkpoint` is what a resume needs and loads it,
-`checkpoint_write` writes it beside training, `checkpoint_manifest` says whether it is whole, `keeping` which ones stay, `export`
-makes Hugging Face folders.
+loop, ranks                     rank 0's main loop; the commands by which the others follow it
+step, loss, logprobs            one step; what is minimised; the model's head in chunks
+model, attention, families      the sharded policy; packed samples apart; which model families it computes right
+load, parameters, lora, nf4     from Hugging Face files into shards; what a push sends; adapters; 4 bits
+optimizer, reference            what moves the weights; forwards without a gradient
+checkpoint, checkpoint_manifest, export      for a resume; whether one is whole (without torch); Hugging Face folders
+metrics, token_figures, timing, watchdog     figures of a step and of each token; clocks; a run that stands still
 """

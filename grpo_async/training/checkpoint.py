@@ -1,40 +1,57 @@
-"""What a checkpoint holds, and loading it.
+"""Checkpoints: what they hold, writing them while training and generation go on, loading them, and which ones stay.
 
     checkpoints/step_N/
     |- *.distcp, .metadata   model and optimizer, by torch's distributed checkpoint (DCP)
     |- rank_K.json           random number generators of rank K
     |- state.json            step, counters, ledger, data cursor, prompts to issue again
     |- rollouts.jsonl        finished groups that were not trained, and rollouts in progress (buffer.resume)
-    `- manifest.json         sizes and checksums of the others, written last
+    `- manifest.json         sizes and checksums of the others, written last (checkpoint_manifest)
 
-Invariant: a directory named step_N is whole: it is written under another name (checkpoint_write) and renamed. A crash or a full
-disk leaves the last good checkpoint untouched. A checkpoint loads on another number of ranks.
+    training thread   begin = wait for the last one -> copy this rank's tensors to the CPU -> start the writer, go on
+    writer thread     generators of this rank -> DCP, all ranks together, in a gloo group of its own
+                      rank 0 then: state -> manifest with checksums -> rename to step_N -> remove old ones
+
+Invariant: a directory named step_N is whole. It is written under another name and renamed, so a crash or a full disk leaves the
+last good checkpoint untouched. DCP's save returns on rank 0 only after every rank has written its tensors, and rank 0 looks for
+every other file before it renames; so nobody waits for anybody but within DCP, whose group has a deadline. (dcp.async_save would
+give the writer thread, but neither what stands before and after DCP in it nor its deadline.) A checkpoint loads on another number
+of ranks.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import logging
+import math
 import os
+import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from grpo_async.buffer.resume import ResumeState, read_resume_state
-from grpo_async.errors import CheckpointError
+from grpo_async.config.sections import CheckpointSection
+from grpo_async.errors import CheckpointError, DeadlineError
 from grpo_async.records import Prompt
-from grpo_async.rundir import RunDir
-from grpo_async.training.checkpoint_manifest import FORMAT, STATE
-from grpo_async.training.checkpoint_rng import restore_rng, seed_rng
-from grpo_async.training.policy import Policy
+from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.training.checkpoint_manifest import FORMAT, STATE, sync_folder, write_manifest
+from grpo_async.training.model import Policy
+from grpo_async.training.optimizer import give_state_to_all
 
 logger = logging.getLogger(__name__)
 
@@ -181,3 +198,343 @@ def set_aside(checkpoint: Path, reason: str) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     os.replace(checkpoint, target)
     return target
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every generator of this process."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "torch": _text(torch.get_rng_state()),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = _text(torch.cuda.get_rng_state())
+    if "numpy" in sys.modules:
+        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Set every generator that `state` knows and this process has.
+
+    Raises:
+        ValueError, KeyError, TypeError, RuntimeError: this is not what `rng_state` returned.
+    """
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(_tensor(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    if "numpy" in state and "numpy" in sys.modules:
+        numpy = sys.modules["numpy"]
+        name, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+
+
+def seed_rng(seed: int) -> None:
+    """Begin every generator at a seed, for a rank that a checkpoint knows nothing of."""
+    random.seed(seed)
+    torch.manual_seed(seed)  # those of all GPUs too
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return base64.b64encode(tensor.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+_PREFIX = "writing_"
+_SLICE_S = 20.0
+_MARGIN_S = 30.0
+
+
+class CheckpointWriter:
+    """One of these on every rank. Making it is a collective.
+
+    Args:
+        timeout_s: deadline of the collectives within a write, and of one write on the whole is twice that.
+        timeline: takes what the writer's thread does.
+    """
+
+    def __init__(self, rundir: RunDir, *, timeout_s: float, timeline: Timeline = NO_TIMELINE) -> None:
+        self._timeline = timeline
+        self._rundir = rundir
+        self._timeout_s = timeout_s
+        # of its own: the writer's collectives must not mix with those of the training thread
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        pins = torch.cuda.is_available()
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins
+            )
+        )
+        self._thread: threading.Thread | None = None
+        self._writing: int | None = None
+        self._error: BaseException | None = None
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def writing(self) -> int | None:
+        """The step whose checkpoint is being written, or was and nobody has waited for it yet."""
+        return self._writing
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is being written now. From any thread."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    @property
+    def longest_s(self) -> float:
+        """How long one write may take."""
+        return 2 * self._timeout_s + _MARGIN_S
+
+    def prepare(self, heartbeat: Callable[[], None] = lambda: None) -> None:
+        """Rank 0, before it tells the others to begin: wait for the last one and remove what a crash left half-written.
+
+        Raises:
+            CheckpointError: the last one could not be written.
+            DeadlineError: it takes too long.
+        """
+        self.wait(heartbeat)
+        for leftover in self._rundir.checkpoints.glob(f"{_PREFIX}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def begin(
+        self,
+        step: int,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        state: TrainerState | None,
+        *,
+        on_written: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copy the tensors and begin to write. Every rank calls it; rank 0 passes the state.
+
+        Args:
+            on_written: called by the writer's thread on rank 0 when the checkpoint stands.
+
+        Raises:
+            CheckpointError: the last one could not be written.
+            DeadlineError: the last one has not been written in time.
+        """
+        self.wait()
+        began = time.monotonic()
+        give_state_to_all(optimizer)  # loading expects it of every trained parameter
+        model_state, optimizer_state = get_state_dict(policy, optimizer)
+        staged = self._stager.stage({"model": model_state, "optimizer": optimizer_state})
+        generators = rng_state()
+        self._metrics["checkpoint/staged_s"] = time.monotonic() - began
+        self._writing = step
+
+        def write() -> None:
+            try:
+                with self._timeline.span("write checkpoint", "checkpoint", step=step):
+                    self._write(step, staged, generators, state)
+                with self._timeline.span("remove old checkpoints", "checkpoint", step=step):
+                    on_written()
+            except BaseException as error:  # noqa: BLE001 - handed to the training thread; DCP's is no Exception
+                self._error = error
+                if state is not None:
+                    shutil.rmtree(self._partial(step), ignore_errors=True)
+
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> None:
+        """Look without waiting whether a write has ended.
+
+        Raises:
+            CheckpointError: it could not be written; earlier checkpoints are untouched.
+        """
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
+        """Until nothing is being written. `heartbeat` is called now and then.
+
+        Raises:
+            CheckpointError: it could not be written; earlier checkpoints are untouched.
+            DeadlineError: it takes too long.
+        """
+        thread, step = self._thread, self._writing
+        if thread is None:
+            return
+        began = time.monotonic()
+        while thread.is_alive():
+            thread.join(timeout=_SLICE_S)
+            waited_s = time.monotonic() - began
+            if thread.is_alive() and waited_s > self.longest_s:
+                raise DeadlineError(
+                    f"the checkpoint of step {step} to be written",
+                    waited_s=waited_s,
+                    setting="training.collective_timeout_s",
+                    hint="A disk that hangs causes this.",
+                )
+            if thread.is_alive():
+                heartbeat()
+        self._thread = self._writing = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(
+                f"cannot write checkpoint {self._rundir.checkpoint(step or 0)}: {error}; free space or set run.dir to another "
+                "disk, then `train --resume`"
+            ) from error
+
+    def take_metrics(self) -> dict[str, float]:
+        """Seconds that the training thread stood still and that the writer wrote, and bytes on the disk, of what ended since the
+        last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _partial(self, step: int) -> Path:
+        return self._rundir.checkpoints / f"{_PREFIX}step_{step}"
+
+    def _write(self, step: int, staged: dict[str, Any], generators: dict[str, Any], state: TrainerState | None) -> None:
+        began = time.monotonic()
+        partial = self._partial(step)
+        failed: OSError | None = None
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            _write_whole(partial / rank_file(dist.get_rank()), json.dumps(generators))
+        except OSError as error:
+            failed = error  # the others are on their way into DCP and would wait there: said when that is over
+        dcp.save(staged, checkpoint_id=str(partial), process_group=self._group)
+        if failed is not None:
+            raise failed
+        if state is not None:
+            num_bytes = self._complete(step, partial, state)
+            self._metrics |= {
+                "checkpoint/written_s": time.monotonic() - began,
+                "checkpoint/bytes": float(num_bytes),
+            }
+
+    def _complete(self, step: int, partial: Path, state: TrainerState) -> int:
+        """Rank 0, when every rank has written: the rest, and the name."""
+        world_size = dist.get_world_size()
+        missing = [rank for rank in range(world_size) if not (partial / rank_file(rank)).is_file()]
+        if missing:
+            raise OSError(f"no file of rank {', '.join(map(str, missing))} in {partial}")
+        write_state(partial, state)
+        num_bytes = write_manifest(partial, step=step, world_size=world_size)
+        final = self._rundir.checkpoint(step)
+        replaced = final.with_name(f"{_PREFIX}replaced_{final.name}")
+        if final.exists():
+            os.replace(final, replaced)
+        os.replace(partial, final)
+        sync_folder(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+        return num_bytes
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Rank 0 takes a file of this name for whole: it gets the name when it is on the disk."""
+    temporary = path.with_name(f"{_PREFIX}{path.name}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+_NAME = "evaluations.json"
+
+
+def steps_to_keep(
+    steps: Collection[int],
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    keep_best: int = 0,
+    scores: Mapping[int, float] | None = None,
+) -> set[int]:
+    """Which of `steps` stay. Larger scores are better; of equal ones the newer step stays. A step without a score is not among the
+    best, and one whose score is not finite neither.
+
+    steps 5 10 15 20, keep_last 1, keep_every 10, keep_best 1, scores 5: .9, 10: .2 -> {20} and {10, 20} and {5} = {5, 10, 20}
+    """
+    kept = set(sorted(steps)[-keep_last:])
+    if keep_every is not None:
+        kept |= {step for step in steps if step > 0 and step % keep_every == 0}
+    if keep_best:
+        scored = [(score, step) for step, score in (scores or {}).items() if step in steps and math.isfinite(score)]
+        kept |= {step for _, step in sorted(scored)[-keep_best:]}
+    return kept
+
+
+class CheckpointKeeper:
+    """Removes checkpoints that need not stay. `note_evaluation` and `prune` may be called from different threads.
+
+    Args:
+        resumed_step: the checkpoint that the run goes on from; evaluations of later steps are forgotten: those steps come again.
+
+    Raises:
+        CheckpointError: evaluations.json is damaged.
+    """
+
+    def __init__(self, rundir: RunDir, section: CheckpointSection, *, resumed_step: int | None = None) -> None:
+        self._rundir = rundir
+        self._section = section
+        self._lock = threading.Lock()
+        self._evaluated_now: int | None = None
+        self._evaluations = self._read()
+        if resumed_step is not None:
+            self._evaluations = {step: found for step, found in self._evaluations.items() if step <= resumed_step}
+
+    @property
+    def evaluations(self) -> Mapping[int, Mapping[str, float]]:
+        """Metrics of every evaluation, by step."""
+        with self._lock:
+            return dict(self._evaluations)
+
+    def expect_evaluation(self, step: int | None) -> None:
+        """The policy of `step` is being evaluated: with `keep_best`, its checkpoint stays until the result is known. None: no
+        policy is."""
+        with self._lock:
+            self._evaluated_now = step
+
+    def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The policy of `step` was evaluated. Its checkpoint need not exist, or not yet.
+
+        Raises:
+            OSError: it cannot be written down.
+        """
+        with self._lock:
+            self._evaluations[step] = dict(metrics)
+            content = {str(step): found for step, found in sorted(self._evaluations.items())}
+            self._rundir.checkpoints.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._rundir.checkpoints / _NAME, json.dumps(content))
+
+    def prune(self) -> None:
+        """Remove what need not stay. The newest always stays, so the one that the run goes on from does until there is a newer one;
+        what is being written has no such name yet. Call it after a checkpoint has been written."""
+        section = self._section
+        with self._lock:
+            steps = self._rundir.checkpoint_steps()
+            metric = section.best_metric
+            kept = steps_to_keep(
+                steps,
+                keep_last=section.keep_last,
+                keep_every=section.keep_every,
+                keep_best=section.keep_best,
+                scores={step: found[metric] for step, found in self._evaluations.items() if metric in found},
+            )
+            if section.keep_best and self._evaluated_now is not None:
+                kept.add(self._evaluated_now)
+            for step in set(steps) - kept:
+                # renamed first: a kill in the middle must not leave a part of it under the name of a whole one
+                shutil.rmtree(set_aside(self._rundir.checkpoint(step), "writing_removed"), ignore_errors=True)
+
+    def _read(self) -> dict[int, dict[str, float]]:
+        path = self._rundir.checkpoints / _NAME
+        if not path.is_file():
+            return {}
+        try:
+            return {int(step): dict(found) for step, found in json.loads(path.read_text(encoding="utf-8")).items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}; remove it to go on without the evaluations") from error

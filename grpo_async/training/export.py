@@ -1,6 +1,6 @@
 """Hugging Face folders of the policy: of the one in memory, on all ranks, and of a checkpoint, in one process.
 
-    model/     merged weights, generation config, tokenizer with chat template, README.md (model_card)
+    model/     merged weights, generation config, tokenizer with chat template, README.md (the model card)
     adapter/   with LoRA: the adapter alone, as peft loads it
 
 Invariant: a folder that exists is whole; it is written beside and renamed.
@@ -8,6 +8,7 @@ Invariant: a folder that exists is whole; it is written beside and renamed.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import threading
@@ -25,13 +26,14 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.loader import dump_values
+from grpo_async.config.public import public_config
 from grpo_async.errors import CheckpointError
-from grpo_async.rundir import RunDir
+from grpo_async.rundir import RunDir, write_atomically
 from grpo_async.training.checkpoint import DCP_ERRORS
 from grpo_async.training.checkpoint_manifest import problem_of
 from grpo_async.training.lora import gather_adapter, gather_weights, has_adapters, write_adapter
-from grpo_async.training.model_card import write_model_card
-from grpo_async.training.policy import Policy
+from grpo_async.training.model import Policy
 
 _SLICE_S = 20.0
 
@@ -176,3 +178,105 @@ def _write_adapter(folder: Path, policy: Policy, state: dict[str, torch.Tensor])
 def _put(partial: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(partial, folder)
+
+
+_PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors")
+
+
+def write_model_card(
+    folder: Path, config: ExperimentConfig, *, step: int, evaluation: Mapping[str, float] | None = None
+) -> None:
+    """Write README.md, or replace it (the last evaluation comes after the export).
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_atomically(folder / "README.md", model_card(config, step=step, evaluation=evaluation))
+
+
+def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, float] | None = None) -> str:
+    """The card of the policy after `step` steps. `evaluation`: metrics on held-out data, if there are any."""
+    base, rollout = config.model.path, config.rollout
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"base_model: {_quoted(base)}",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- grpo",
+        "- reinforcement-learning",
+        "---",
+        "",
+        f"# {config.run.name}",
+        "",
+        f"`{base}`, trained for {step} of {config.training.max_steps} steps by reinforcement learning (loss `{config.loss.type}`, "
+        f"{rollout.groups_per_step} prompts with {rollout.group_size} completions per step, policies up to "
+        f"{rollout.max_staleness} steps old).",
+        *_adapter_lines(config),
+        "",
+        "## Data and rewards",
+        "",
+        f"- data: `{_data(config.data.train)}`",
+        *(f"- reward: `{_reward(section)}`, weight {section.weight:g}" for section in config.rewards),
+        *(["- no reward function: environments give the rewards"] if not config.rewards else []),
+        "",
+        "## Evaluation",
+        "",
+        *_evaluation_lines(evaluation),
+        "",
+        "## Versions",
+        "",
+        *(f"- {name} {version}" for name in _PACKAGES if (version := _version(name)) is not None),
+        "",
+        "## Configuration",
+        "",
+        "Without servers, launch and trackers; values of arguments are left out.",
+        "",
+        "```yaml",
+        dump_values(public_config(config)).rstrip("\n").replace("```", "'''"),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _adapter_lines(config: ExperimentConfig) -> list[str]:
+    lora = config.model.lora
+    if lora is None:
+        return []
+    return ["", f"LoRA of rank {lora.rank}, merged into these weights; the adapter alone stands beside this folder."]
+
+
+def _evaluation_lines(evaluation: Mapping[str, float] | None) -> list[str]:
+    if not evaluation:
+        return ["This policy was not evaluated on held-out data."]
+    rows = [f"| {name} | {value:.6g} |" for name, value in evaluation.items() if isinstance(value, int | float)]
+    return ["| metric | value |", "| --- | --- |", *rows]
+
+
+def _data(source: object) -> str:
+    """The kind of source and where it is: "jsonl: data/train.jsonl"."""
+    for name in ("path", "name", "function", "task"):
+        value = getattr(source, name, None)
+        if value is not None:
+            return f"{getattr(source, 'type', 'data')}: {value}"
+    return str(getattr(source, "type", type(source).__name__))
+
+
+def _reward(section: object) -> str:
+    for name in ("function", "url", "type"):
+        value = getattr(section, name, None)
+        if value is not None:
+            return str(value)
+    return type(section).__name__
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

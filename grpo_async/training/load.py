@@ -22,12 +22,10 @@ from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.attention import choose_attention
 from grpo_async.training.families import check_family
-from grpo_async.training.layout import Read, plan_reads
 from grpo_async.training.lora import add_adapters, initialise_adapters
+from grpo_async.training.model import Policy, recompute_activations
 from grpo_async.training.nf4 import quantize_layers
-from grpo_async.training.policy import Policy
-from grpo_async.training.recompute import recompute_activations
-from grpo_async.training.sources import Source, list_sources
+from grpo_async.training.parameters import Read, Source, list_sources, plan_reads
 from grpo_async.weights.checkpoint_files import CheckpointFiles
 
 # old checkpoints hold these buffers, which are computed now

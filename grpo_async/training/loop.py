@@ -1,9 +1,8 @@
-"""The trainer's main loop on rank 0; the others follow its commands (training.workplace).
+"""The trainer's main loop on rank 0; the other ranks follow its commands (training.ranks).
 
     take groups -> plan -> pack -> step -> settle -> push weights -> log -> checkpoint
 
-Version = finished optimizer steps. The loop knows its sources and sinks as small protocols (training.protocols);
-`launch.lead` connects them.
+Version = finished optimizer steps. The loop knows its sources and sinks as small protocols; `trainer.lead` connects them.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from grpo_async.batching.minibatch import Minibatch, split_groups
 from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
+from grpo_async.buffer.resume import ResumeState
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenFigures
 from grpo_async.tracking.timeline import NO_TIMELINE, Span, Timeline
 from grpo_async.training.checkpoint import TrainerState
 from grpo_async.training.export import Provenance, export_model
-from grpo_async.training.meter import PipelineMeter, Reading
-from grpo_async.training.protocols import Evaluations, NoEvaluations, RolloutSource, WeightSync
+from grpo_async.training.metrics import PipelineMeter, Reading
 from grpo_async.training.ranks import (
     Command,
     ExportCommand,
@@ -36,12 +35,12 @@ from grpo_async.training.ranks import (
     StepCommand,
     StopCommand,
     WaitCommand,
+    Workplace,
 )
 from grpo_async.training.step import StepResult
-from grpo_async.training.stopwatch import Stopwatch
+from grpo_async.training.timing import Stopwatch
 from grpo_async.training.token_figures import FigurePlan
 from grpo_async.training.watchdog import Activity
-from grpo_async.training.workplace import Workplace
 from grpo_async.weights.verify import TrainerScores
 
 logger = logging.getLogger(__name__)
@@ -389,3 +388,92 @@ def _staleness(samples: Sequence[RolloutSample], trainer_version: int) -> Counte
     for sample in samples:
         versions.update(sample.policy_versions)
     return Counter({trainer_version - version: count for version, count in versions.items() if version >= 0})
+
+
+class RolloutSource(Protocol):
+    """Where samples come from: the rollout thread with its buffer and ledger."""
+
+    def take(
+        self,
+        num_groups: int,
+        *,
+        trainer_version: int,
+        heartbeat: Callable[[], None],
+        attend: Callable[[], None],
+    ) -> list[ScoredGroup] | None:
+        """Block until there are groups, calling `heartbeat` now and then and `attend` whenever the servers change; None when the
+        run is to stop."""
+
+    def stores(self, group_id: int) -> bool:
+        """Whether the rollout store keeps this group should it be trained. (What fails or gets stale is kept in any case.)"""
+
+    def settle(
+        self,
+        groups: Sequence[ScoredGroup],
+        status: GroupStatus,
+        *,
+        step: int,
+        figures: Mapping[str, TokenFigures] = ...,
+    ) -> None:
+        """The trainer is done with these groups. `figures`: of their trained tokens, by rollout id, where there are some."""
+
+    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]: ...
+
+    def advance(self, version: int) -> None:
+        """The servers serve `version` from now on."""
+
+    def resume_state(self) -> ResumeState:
+        """Everything that a resume needs of this side, of one instant; call it between two steps."""
+
+    def gauges(self) -> dict[str, float]:
+        """Queue length and ledger."""
+
+
+class WeightSync(Protocol):
+    """The way of the weights to the inference servers."""
+
+    @property
+    def has_joiners(self) -> bool:
+        """Whether some server could serve if it had the weights."""
+
+    @property
+    def has_serving(self) -> bool:
+        """Whether some server serves."""
+
+    def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
+        """Push the current weights as `version` to every server that is up, and return metrics; None when no server is.
+
+        Calls `before_gather` before each pass over the parameters: the other ranks have to take part in it.
+        """
+
+    def verify(self, score: Callable[[Sequence[Sequence[int]], str], TrainerScores]) -> dict[str, float]:
+        """Where it is due, compare the servers with `score`, which gives the trainer's own log-probabilities of sequences at the
+        rounding of a dtype; returns metrics.
+
+        Raises:
+            RunError: a server serves other weights than the trainer has.
+        """
+
+    def rest(self) -> None:
+        """A step begins to train. What the servers hold of a shared GPU may be given back until the next push."""
+
+
+class Evaluations(Protocol):
+    """Evaluations beside training. Neither member ever blocks."""
+
+    @property
+    def holds_push(self) -> bool:
+        """Whether one is running that wants one policy version only: the servers keep theirs until it is over."""
+
+    def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
+        """`step` is done: add the results of an evaluation that has ended to its metrics, and start the one that is due, if the
+        weights of this step are served."""
+
+
+class NoEvaluations:
+    """A run without evaluations."""
+
+    holds_push = False
+
+    def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
+        """There is nothing to do."""

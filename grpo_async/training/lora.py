@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_async.config.model_sections import LoraSection
 from grpo_async.errors import ConfigError
-from grpo_async.training.sources import list_sources
+from grpo_async.training.parameters import list_sources
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -171,7 +171,7 @@ def _generator(key: str) -> torch.Generator:
 
 def _fill(parameter: torch.Tensor, whole: torch.Tensor | None) -> None:
     """Give this rank's rows of `parameter` the values of `whole`; None: zeros."""
-    from grpo_async.training.sources import rows_of
+    from grpo_async.training.parameters import rows_of
 
     rows, offset = rows_of(parameter)
     with torch.no_grad():

@@ -1,23 +1,376 @@
-"""What a push sends, gathered bucket by bucket: whole parameters, or the factors of adapters alone.
+"""The tensors of a model: how they are sharded, how its checkpoint has them, and what a push sends of them.
 
-Gathers sharded parameters in the dtype of the wire. Every rank takes part in every bucket.
+    list_sources        tied ones once, adapters merged, buffers that are saved; gathered from shards when asked for, never before
+    checkpoint_groups   transformers 5 fuses some parameters when it loads (the experts of a mixture): taken apart for a push
+    plan_reads          the other way, for loading
+    ShardedParameters, AdapterParameters    gathered bucket by bucket in the dtype of the wire; every rank takes part
+
+Worked example, 2 experts: layers.0.mlp.experts.gate_up_proj (2, 2 x 8, 16)
+-> experts.0.gate_proj.weight, experts.0.up_proj.weight, experts.1.gate_proj.weight, experts.1.up_proj.weight, each (8, 16).
+LoRA (arXiv 2106.09685): W' = W + sum over active adapters of scaling x B A, in float32, also where W is kept in bfloat16 (peft
+rounds each product to the dtype of the weights).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import ServedParameters
-from grpo_async.training.layout import Group, checkpoint_groups, to_checkpoint
-from grpo_async.training.sources import Product, Source, list_sources
+from grpo_async.training.nf4 import Nf4Linear, dequantize_rows, quantize_rows
 from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights, problems_with_base
 from grpo_async.weights.buckets import ITEM_SIZES, ParameterSpec, cut_into_buckets
 from grpo_async.weights.names import check_names
+
+_ROWS = 16_384  # of a tensor that are copied or quantized at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """scaling x B A of one adapter, B of shape (M, r) and A of shape (r, N), or its transpose (N, M)."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+    is_transposed: bool
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(left, right), float32, whole, with scaling x B A (or its transpose) = left @ right. A collective."""
+        a, b = _whole(self.a).float(), _whole(self.b).float() * self.scaling
+        return (a.T, b.T) if self.is_transposed else (b, a)
+
+    def add_to(self, weight: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(weight, *self.factors())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summand:
+    """scaling x b: the bias of an adapter."""
+
+    b: torch.Tensor
+    scaling: float
+
+    def add_to(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.scaling * _whole(self.b).float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A parameter or buffer under the name it has without adapters."""
+
+    name: str
+    tensor: torch.Tensor
+    is_buffer: bool = False
+    changes: list[Product | Summand] = field(default_factory=list)
+    packed_columns: int | None = None
+    """in_features of a weight that `tensor` holds in 4 bits."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = tuple(self.tensor.shape)
+        return shape if self.packed_columns is None else (shape[0], self.packed_columns)
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """dtype in which an export has it: bfloat16 for what is kept in 4 bits."""
+        return self.tensor.dtype if self.packed_columns is None else torch.bfloat16
+
+    def local_rows(self) -> tuple[torch.Tensor, int]:
+        """This rank's entries of the first dimension, as they are kept, and the number of the first one."""
+        return rows_of(self.tensor)
+
+    def fill(self, read: Callable[[int, int], torch.Tensor]) -> None:
+        """Copy this rank's rows from `read(start, stop)`, which gives those entries of the whole tensor."""
+        rows, offset = self.local_rows()
+        if not rows.ndim:
+            rows.copy_(read(0, 1))
+            return
+        for start in range(0, rows.shape[0], _ROWS):
+            stop = min(start + _ROWS, rows.shape[0])
+            values = read(offset + start, offset + stop)
+            if self.packed_columns is not None:
+                values = quantize_rows(values.to(rows.device))
+            rows[start:stop].copy_(values)
+
+    def gather(self) -> torch.Tensor:
+        """The whole tensor with its adapters, on the device of the shards. A collective: call it on every rank."""
+        full = _whole(self.tensor)
+        if self.packed_columns is not None:
+            full = dequantize_rows(full, self.packed_columns, torch.float32)
+        if not self.changes:
+            return full
+        merged = full.float()
+        for change in self.changes:
+            merged = change.add_to(merged)
+        return merged
+
+
+def list_sources(model: Any) -> list[Source]:
+    """Every tensor of the checkpoint of `model`, a Hugging Face model or a peft model around one.
+
+    Raises:
+        ConfigError: adapters of a kind that cannot be merged one weight at a time.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    ignored = set(getattr(base, "_keys_to_ignore_on_save", None) or ())
+    tied = set(getattr(base, "all_tied_weights_keys", None) or ())  # names that a checkpoint leaves out
+    by_tensor: dict[int, list[Source]] = {}
+    for source in _walk(base, ""):
+        if source.name not in ignored:
+            by_tensor.setdefault(id(source.tensor), []).append(source)
+    sources = []
+    for shared in by_tensor.values():
+        if len(shared) > 1 and any(source.changes for source in shared):
+            names = " and ".join(source.name for source in shared)
+            raise ConfigError(
+                f"LoRA: {names} are one tied weight, an adapter on one of them would untie it; take it from the targets"
+            )
+        sources.append(next((source for source in shared if source.name not in tied), shared[0]))
+    return sources
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[Source]:
+    """Own tensors, then those of the children, without the wrappers that peft puts in between."""
+    if "peft" in sys.modules:
+        from peft.tuners.lora import LoraLayer
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+        if isinstance(module, LoraLayer):
+            yield from _walk_lora(module, prefix)
+            return
+        if isinstance(module, ModulesToSaveWrapper):
+            active = [name for name in module.active_adapters if name in module.modules_to_save]
+            used = (
+                module.modules_to_save[active[0]] if active and not module.disable_adapters else module.original_module
+            )
+            yield from _walk(used, prefix)
+            return
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            raise ConfigError(
+                f"adapters of the kind {type(module).__name__} ({prefix}) cannot be sent to a server; use LoRA"
+            )
+    dot = f"{prefix}." if prefix else ""
+    if isinstance(module, Nf4Linear):
+        yield Source(name=f"{dot}weight", tensor=module.qweight, packed_columns=module.in_features)
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not (isinstance(module, Nf4Linear) and name == "qweight"):
+            yield Source(name=f"{dot}{name}", tensor=parameter)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield Source(name=f"{dot}{name}", tensor=buffer, is_buffer=True)
+    for name, child in module.named_children():
+        yield from _walk(child, f"{dot}{name}")
+
+
+def _walk_lora(layer: nn.Module, prefix: str) -> Iterator[Source]:
+    """The base layer's tensors with the products of the adapters that are active and not merged yet."""
+    from peft.tuners.lora import Embedding, Linear
+
+    module: Any = layer
+    changes: dict[str, list[Product | Summand]] = {"weight": [], "bias": []}
+    for adapter in [] if module.disable_adapters else module.active_adapters:
+        if adapter in module.merged_adapters:
+            continue
+        if adapter in module.lora_variant:
+            kind = type(module.lora_variant[adapter]).__name__
+            raise ConfigError(f"LoRA: {prefix} is of the variant {kind}; only plain LoRA can be sent to a server")
+        if not isinstance(layer, Linear | Embedding):
+            raise ConfigError(
+                f"LoRA: {prefix} is a {type(module).__name__}; only linear layers and embeddings can be sent to a server"
+            )
+        if adapter in module.lora_A:
+            a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight  # (r, in), (out, r)
+            product = Product(a=a, b=b, scaling=module.scaling[adapter], is_transposed=bool(module.fan_in_fan_out))
+            changes["weight"].append(product)
+            if module.lora_bias[adapter]:
+                changes["bias"].append(Summand(b=module.lora_B[adapter].bias, scaling=module.scaling[adapter]))
+        elif adapter in module.lora_embedding_A:
+            a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]  # (r, vocabulary), (width, r)
+            changes["weight"].append(Product(a=a, b=b, scaling=module.scaling[adapter], is_transposed=True))
+    for source in _walk(module.get_base_layer(), prefix):
+        own = changes.get(source.name.removeprefix(f"{prefix}."), [])
+        yield replace(source, changes=own)
+
+
+def rows_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's entries of the first dimension of a parameter, in its own memory, and the number of the first one.
+
+    Worked example: (5, 8) over 2 ranks -> (3, 8) and 0 on rank 0, (2, 8) and 3 on rank 1.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    if tuple(shape[1:]) != tuple(tensor.shape[1:]) or tuple(local.shape) != tuple(shape):
+        raise ValueError(f"a tensor is sharded by {tensor.placements}, only its first dimension may be")
+    return local, offset[0] if offset else 0
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Tensors in memory that belong together, and what they are in the checkpoint: name -> (shape, dtype)."""
+
+    sources: tuple[str, ...]
+    outputs: Shapes
+    is_renamed_only: bool
+    """One tensor, which the checkpoint has as it is."""
+
+
+def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[Group]:
+    """Groups in the order of `sources`, as small as possible.
+
+    Args:
+        model: the Hugging Face model that knows how it was loaded.
+        sources: name -> a tensor of that shape and dtype, on the device "meta".
+
+    Raises:
+        ConfigError: the model cannot be taken apart.
+    """
+    try:
+        everything = _shapes(to_checkpoint(model, sources))
+    except Exception as error:  # whatever transformers raises for a model that it cannot save either
+        raise ConfigError(
+            f"transformers cannot bring {type(model).__name__} into the form of its checkpoint: {error}"
+        ) from error
+    groups: dict[str, Group] = {}
+    rest = list(sources)
+    for key in (lambda name: name, _module_of, _layer_of, lambda _: ""):
+        rest = _group(model, sources, rest, key, everything, groups)
+    missing = everything.keys() - {name for group in groups.values() for name in group.outputs}
+    if missing or rest:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be sent in parts: {sorted(missing)[:5]} come of tensors all over the model"
+        )
+    return [groups[name] for name in sources if name in groups]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Tensors of a checkpoint that are read together, and the parameter that they become (or, fused, the first of them)."""
+
+    target: str
+    keys: list[str] = field(default_factory=list)
+    converter: Any = None
+    """A WeightConverter of transformers; None: the one key is the parameter as it is."""
+    patterns: list[str] = field(default_factory=list)
+    """Of the converter, one for each key."""
+
+    def convert(self, model: Any, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parameters by name; whole, and unfused ones are views of what `read` returned."""
+        if self.converter is None:
+            return {self.target: read(self.keys[0])}
+        converter = deepcopy(self.converter)
+        for key, pattern in zip(self.keys, self.patterns, strict=True):
+            converter.add_tensor(self.target, key, pattern, lambda key=key: read(key))
+        converted = converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def plan_reads(model: Any, names: Collection[str], available: Iterable[str]) -> tuple[list[Read], list[str]]:
+    """What to read of a checkpoint, in its natural order, and its keys that belong to nothing in `model`.
+
+    Worked example: 2 experts -> one Read with target layers.0.mlp.experts.gate_up_proj and four keys, and one for down_proj.
+
+    Args:
+        names: parameters and saved buffers of the model, tied names included.
+        available: keys of the checkpoint.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    wanted = dict.fromkeys(names, True)  # what rename_source_key asks whether a name exists
+    reads: dict[str, Read] = {}
+    unexpected = []
+    for key in sorted(available, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
+        if name not in wanted:
+            unexpected.append(key)
+            continue
+        converter = by_pattern[pattern] if pattern is not None else None
+        read = reads.setdefault(name, Read(target=name, converter=converter))
+        read.keys.append(key)
+        if pattern is not None:
+            read.patterns.append(pattern)
+    model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]  # for saving
+    return list(reads.values()), unexpected
+
+
+def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name and form of the checkpoint for tensors of `model`, as `save_pretrained` writes them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+    return converted
+
+
+def _group(
+    model: Any,
+    sources: Mapping[str, torch.Tensor],
+    names: Sequence[str],
+    key: Callable[[str], str],
+    everything: Shapes,
+    groups: dict[str, Group],
+) -> list[str]:
+    """Add the groups by `key` that give what the whole model gives, under the name of their first tensor; returns the rest."""
+    by_key: dict[str, list[str]] = {}
+    for name in names:
+        by_key.setdefault(key(name), []).append(name)
+    rest = []
+    for members in by_key.values():
+        try:
+            converted = to_checkpoint(model, {name: sources[name] for name in members})
+        except Exception:  # noqa: BLE001 - parts of what belongs together cannot be converted: a larger group is tried
+            rest.extend(members)
+            continue
+        outputs = _shapes(converted)
+        if not outputs or any(everything.get(name) != shape for name, shape in outputs.items()):
+            rest.extend(members)
+            continue
+        untouched = len(members) == 1 and next(iter(converted.values())) is sources[members[0]]
+        groups[members[0]] = Group(
+            sources=tuple(members), outputs=outputs, is_renamed_only=len(outputs) == 1 and untouched
+        )
+    return rest
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> Shapes:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _layer_of(name: str) -> str:
+    match = re.match(r".*?\.\d+(?=\.)", name)
+    return match.group() if match else ""
 
 
 class ShardedParameters:

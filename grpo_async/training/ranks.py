@@ -1,9 +1,9 @@
 """Keeps the trainer's ranks in lockstep: rank 0 decides, the others follow its commands.
 
-    rank 0:  lead.step(...)   lead.push()   lead.save(...)   lead.stop()
-    others:  follow() runs the same work on every command until `stop`
+    rank 0     LeaderLoop (training.loop) sends a command and does its own part of it
+    others     follow: receive a command -> do the same, until StopCommand
 
-The command travels on a gloo group of its own, whose deadline is long: the other ranks wait there while rank 0 waits for samples.
+A command travels on a gloo group of its own, whose deadline is long: the other ranks wait there while rank 0 waits for samples.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +19,19 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.batching.pack import MicroBatch
+from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, RunError
-from grpo_async.training.token_figures import FigureOrder
+from grpo_async.rundir import RunDir
+from grpo_async.training.checkpoint import CheckpointWriter
+from grpo_async.training.export import export_model
+from grpo_async.training.loss import Objective
+from grpo_async.training.model import Policy
+from grpo_async.training.parameters import AdapterParameters, ShardedParameters
+from grpo_async.training.reference import Reference, score_twice
+from grpo_async.training.step import StepResult, train_step
+from grpo_async.training.timing import NO_CLOCK, StepClock, peak_bytes
+from grpo_async.training.token_figures import FigureOrder, TokenCollector
+from grpo_async.weights.verify import TrainerScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +156,95 @@ class CommandChannel:
 def device_for(kind: str, local_rank: int) -> torch.device:
     """cpu, or the GPU of this local rank."""
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", local_rank)
+
+
+@dataclass(slots=True, kw_only=True)
+class Workplace:
+    """What every rank has: its shard of the policy and how it talks to the others."""
+
+    config: ExperimentConfig
+    rundir: RunDir
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    reference: Reference | None  # where the objective has a KL
+    parameters: ShardedParameters | AdapterParameters
+    channel: CommandChannel
+    checkpoints: CheckpointWriter
+    tokenizer: Any
+    device: torch.device
+    num_ranks: int
+    clock: StepClock = NO_CLOCK
+    peaks: Sequence[int] | None = None
+    """Most memory that each rank had taken when its first step was done, in bytes; known to rank 0, empty on the others."""
+
+    @property
+    def obstacle_to_shared_prompts(self) -> str | None:
+        """Why a prompt is computed for each of its samples; None: once for those in a micro-batch. The same on every rank; rank 0
+        plans by it."""
+        training = self.config.training
+        if not training.share_prompts:
+            return "training.share_prompts is false"
+        if not training.pack:
+            return "samples are not packed (training.pack)"
+        obstacle = self.policy.obstacle_to_shared_prompts
+        if obstacle is None and self.reference is not None:
+            obstacle = self.reference.obstacle_to_shared_prompts
+        return obstacle
+
+    def step(
+        self, minibatches: Sequence[Sequence[MicroBatch]], lr: float, figures: FigureOrder | None = None
+    ) -> StepResult:
+        """This rank's part of one training step, an update for each minibatch; `figures` of its tokens go to rank 0. A
+        collective."""
+        tokens = None if figures is None else TokenCollector(figures, self.device)
+        result = train_step(
+            self.policy,
+            self.optimizer,
+            minibatches,
+            objective=self.objective,
+            reference=self.reference,
+            lr=lr,
+            max_grad_norm=self.config.optimizer.max_grad_norm,
+            device=self.device,
+            tokens=tokens,
+            clock=self.clock,
+        )
+        if self.peaks is None:
+            peaks = self.channel.gather(torch.tensor([peak_bytes(self.device)]))
+            self.peaks = [int(peak) for peak in peaks or ()]
+        return result if tokens is None else replace(result, token_figures=self.channel.gather(tokens.on_host()))
+
+    def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
+        """See score_twice; `rounding` is the name of a dtype. A collective."""
+        model = self.config.model
+        return score_twice(
+            self.policy,
+            sequences,
+            device=self.device,
+            compute=getattr(torch, model.compute_dtype or model.dtype),
+            rounding=getattr(torch, rounding),
+        )
+
+
+def follow(place: Workplace) -> None:
+    """Ranks 1..N-1: do rank 0's commands until it says stop."""
+    while True:
+        command = place.channel.receive()
+        match command:
+            case WaitCommand():
+                continue
+            case StepCommand():
+                place.step(command.minibatches, command.lr, command.figures)
+            case GatherCommand():
+                for _ in place.parameters.buckets(command.bucket_bytes):
+                    pass  # only rank 0 sends
+            case ScoreCommand():
+                place.score(command.sequences, command.rounding)
+            case SaveCommand():
+                place.checkpoints.begin(command.step, place.policy, place.optimizer, None)
+            case ExportCommand():
+                export_model(place.rundir.model, place.policy, place.tokenizer, adapter=place.rundir.adapter)
+            case StopCommand():
+                place.checkpoints.wait()
+                return

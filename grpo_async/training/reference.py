@@ -1,11 +1,13 @@
-"""The reference policy of a KL term: what the loss may not drift away from.
+"""Forward passes without a gradient: the reference policy of a KL term, and scores that are compared with a server's.
 
-Two kinds. With LoRA and `loss.reference: initial` it is the policy itself without its adapters, which costs no memory. Otherwise it
-is a second model, frozen, sharded over the same ranks, in the compute dtype.
+A reference is one of two kinds. With LoRA and `loss.reference: initial` it is the policy itself without its adapters, which costs
+no memory. Otherwise it is a second model, frozen, sharded over the same ranks, in the compute dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +17,8 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.training.families import other_vocabulary
 from grpo_async.training.lora import adapters_off
-from grpo_async.training.policy import Policy
-from grpo_async.training.shard import reshard
+from grpo_async.training.model import Policy, PolicyOutput, reshard
+from grpo_async.weights.verify import TrainerScores
 
 
 class Reference(Protocol):
@@ -87,3 +89,81 @@ def _forward(policy: Policy, batch: MicroBatch) -> torch.Tensor:
         logprobs: torch.Tensor = policy(batch).logprobs
     reshard(policy)
     return logprobs.float()
+
+
+def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, device: torch.device) -> list[list[float]]:
+    """log softmax(logits) at temperature 1 of every token but the first, given those before it; natural log.
+
+    A collective: every rank calls it with the same sequences, one forward for each.
+
+    Args:
+        sequences: at least two token ids each.
+
+    Returns:
+        One list per sequence, one entry shorter than it.
+    """
+    scores: list[list[float]] = []
+    with torch.no_grad():
+        for sequence in sequences:
+            output: PolicyOutput = policy(_one_row(sequence).to(device), temperature=1.0)
+            scores.append(output.logprobs.tolist())
+    reshard(policy)
+    return scores
+
+
+def score_twice(
+    policy: Policy,
+    sequences: Sequence[Sequence[int]],
+    *,
+    device: torch.device,
+    compute: torch.dtype,
+    rounding: torch.dtype,
+) -> TrainerScores:
+    """`score_sequences`, and once more with every rounding made anew: what `weights.verify` judges a server by.
+
+    Args:
+        compute: dtype of the forward pass.
+        rounding: dtype whose rounding the second scores are to show; not finer than `compute`.
+    """
+    logprobs = score_sequences(policy, sequences, device=device)
+    with _rounded_anew(policy, rounding, device=device, is_coarser=rounding != compute):
+        return TrainerScores(logprobs=logprobs, rounded_anew=score_sequences(policy, sequences, device=device))
+
+
+@contextmanager
+def _rounded_anew(policy: Policy, dtype: torch.dtype, *, device: torch.device, is_coarser: bool) -> Iterator[None]:
+    """Embeddings are moved by a unit in their last place at most, as another rounding would have done. All that is computed from
+    them is then other numbers, whose roundings have nothing to do with those of the undisturbed pass. Where `dtype` is coarser than
+    what the policy computes in, autocast brings its rounding."""
+    generator = torch.Generator(device).manual_seed(0)
+    unit = torch.finfo(dtype).eps
+
+    def move(_: torch.nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(output.shape, generator=generator, device=output.device)
+        return (output * (1.0 + unit * (2.0 * noise - 1.0))).to(output.dtype)
+
+    hook = policy.model.get_input_embeddings().register_forward_hook(move)
+    try:
+        # without the cache, which would hold weights that FSDP takes back
+        with torch.autocast(device.type, dtype, enabled=is_coarser, cache_enabled=False):
+            yield
+    finally:
+        hook.remove()
+
+
+def _one_row(sequence: Sequence[int]) -> MicroBatch:
+    length, num_scored = len(sequence), len(sequence) - 1
+    ids = torch.tensor(sequence, dtype=torch.int64)
+    unused = torch.zeros(num_scored, dtype=torch.float32)
+    return MicroBatch(
+        input_ids=ids[None],
+        position_ids=torch.arange(length)[None],
+        segment_ids=torch.zeros(1, length, dtype=torch.int64),
+        source_index=torch.arange(num_scored),
+        target_ids=ids[1:],
+        sample_index=torch.zeros(num_scored, dtype=torch.int64),
+        sampler_logprobs=unused,
+        advantages=unused,
+        weights=unused,
+        staleness=torch.zeros(num_scored, dtype=torch.int64),
+    )

@@ -21,7 +21,7 @@ import torch
 
 from grpo_async.batching.plan import BatchPlan
 from grpo_async.records import RolloutSample, TokenFigures, TokenMark
-from grpo_async.training.objective import ObjectiveOutput
+from grpo_async.training.loss import ObjectiveOutput
 
 _ROWS = ("logprobs", "proximal_logprobs", "weights", "entropies", "marks")
 _MARKS = len(_ROWS) - 1

@@ -6,8 +6,8 @@
     same = difference.mean <= verify_limit(config, trainer)
 
 With the same weights both differ by their rounding alone, and how much that is depends on depth, width, dtype and tokens, so it is
-measured: the trainer computes the same tokens twice, t and t', where every rounding of t' falls out anew (training.score). With e
-for the rounding errors of each, of size E|e| ~ r for the trainer's and k r for the server's, independent of each other,
+measured: the trainer computes the same tokens twice, t and t', where every rounding of t' falls out anew (training.reference). With
+e for the rounding errors of each, of size E|e| ~ r for the trainer's and k r for the server's, independent of each other,
 
     E|t - t'| ~ sqrt(2) r        E|t - s| ~ sqrt(1 + k^2) r        ratio = sqrt((1 + k^2) / 2)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from grpo_async.training.losses import LossInputs
+    from grpo_async.training.loss import LossInputs
 
 _calls = 0
 

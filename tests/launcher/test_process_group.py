@@ -19,7 +19,7 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.rundir import RunDir
 from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer.main import run_rank
-from grpo_async.training.workplace import Workplace
+from grpo_async.training.ranks import Workplace
 from tests.launcher.sides import side_config
 from tests.launcher.support import make_config
 from tests.support.records import make_sample

@@ -13,7 +13,7 @@ from grpo_async.errors import ConfigError, WeightPushError
 from grpo_async.inference.surface import PARAMETERS_PATH, SCORE_PATH, ServedParameters
 from grpo_async.training.load import load_policy
 from grpo_async.training.parameters import AdapterParameters, choose_parameters
-from grpo_async.training.score import score_sequences
+from grpo_async.training.reference import score_sequences
 from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights
 from grpo_async.weights.buckets import ParameterSpec
 from tests.servers.embedded_support import live, load

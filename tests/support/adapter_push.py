@@ -9,8 +9,8 @@ import torch
 from grpo_async.config.model_sections import LoraSection, ModelSection
 from grpo_async.inference.control import ServerControl
 from grpo_async.training.load import load_policy
+from grpo_async.training.model import Policy
 from grpo_async.training.parameters import choose_parameters
-from grpo_async.training.policy import Policy
 from grpo_async.weights.push import PushReport, PushSettings, push_weights
 from grpo_async.weights.transport import WeightTransport
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from grpo_async.errors import CheckpointError
 from grpo_async.rundir import RunDir
-from grpo_async.training import checkpoint, checkpoint_rng, checkpoint_write
-from grpo_async.training.checkpoint_write import CheckpointWriter
+from grpo_async.training import checkpoint
+from grpo_async.training.checkpoint import CheckpointWriter
 from grpo_async.training.export import export_model
 from tests.support.rank_jobs import build, fingerprint, one_step, random_samples
 
@@ -51,7 +51,7 @@ def save_after_one_step(model: str, run: str) -> dict[str, Any]:
     one_step(policy, optimizer, random_samples(seed=0))
     saved = fingerprint(policy)
     _, writer = _writer(run)
-    checkpoint_rng.seed_rng(17 + dist.get_rank())
+    checkpoint.seed_rng(17 + dist.get_rank())
     _draws()
     writer.begin(1, policy, optimizer, _state(1))
     drawn = _gathered(_draws())
@@ -138,7 +138,7 @@ def save_while_a_rank_cannot(model: str, run: str) -> dict[str, Any]:
     policy, optimizer = build(model)
     rundir, writer = _writer(run)
     if dist.get_rank() == dist.get_world_size() - 1:
-        checkpoint_write.rank_file = lambda rank: "missing/folder.json"
+        checkpoint.rank_file = lambda rank: "missing/folder.json"
     writer.begin(1, policy, optimizer, _state(1))
     error = None
     try:
@@ -153,7 +153,7 @@ def save_slowly(model: str, run: str) -> dict[str, Any]:
     policy, optimizer = build(model)
     rundir, writer = _writer(run)
     events: list[str] = []
-    save = checkpoint_write.dcp.save
+    save = checkpoint.dcp.save
 
     def slowly(*arguments: Any, **named: Any) -> Any:
         time.sleep(2.0)
@@ -162,7 +162,7 @@ def save_slowly(model: str, run: str) -> dict[str, Any]:
     def note(event: str) -> None:
         events.append(event)
 
-    checkpoint_write.dcp.save = slowly
+    checkpoint.dcp.save = slowly
     for step in (1, 2):
         one_step(policy, optimizer, random_samples(seed=9))
         writer.begin(step, policy, optimizer, _state(step), on_written=lambda step=step: note(f"written {step}"))

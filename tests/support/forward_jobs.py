@@ -10,10 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from grpo_async.training.compile import compile_layers
-from grpo_async.training.policy import Policy
-from grpo_async.training.recompute import recompute_activations
-from grpo_async.training.shard import shard_policy
+from grpo_async.training.model import Policy, compile_layers, recompute_activations, shard_policy
 from tests.training.tiny_families import build_family, pack_rows, padding_only, random_samples
 
 LENGTHS = [13, 30, 2, 24, 17]

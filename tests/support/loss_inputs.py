@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from grpo_async.training.losses import LossInputs
+from grpo_async.training.loss import LossInputs
 
 
 def make_inputs(

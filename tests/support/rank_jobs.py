@@ -19,13 +19,11 @@ from grpo_async.config.model_sections import ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training import step as step_module
 from grpo_async.training.load import load_policy
-from grpo_async.training.objective import Objective
-from grpo_async.training.optimizers import make_optimizer
+from grpo_async.training.loss import Objective
+from grpo_async.training.model import Policy, shard_policy
+from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import ShardedParameters
-from grpo_async.training.policy import Policy
-from grpo_async.training.reference import FrozenPolicy, Reference
-from grpo_async.training.score import score_twice
-from grpo_async.training.shard import shard_policy
+from grpo_async.training.reference import FrozenPolicy, Reference, score_twice
 from grpo_async.training.step import StepResult, train_step
 from tests.support.records import make_sample
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.training.loop import LeaderLoop
-from grpo_async.training.meter import PipelineMeter, Reading
+from grpo_async.training.metrics import PipelineMeter, Reading
 from grpo_async.weights.verify import TrainerScores
 
 

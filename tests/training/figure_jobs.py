@@ -17,11 +17,10 @@ from grpo_async.errors import GrpoAsyncError
 from grpo_async.records import RolloutSample, ScoredGroup, TokenFigures
 from grpo_async.rundir import RunDir
 from grpo_async.training.loop import LeaderLoop
-from grpo_async.training.meter import PipelineMeter, Reading
-from grpo_async.training.objective import Objective
-from grpo_async.training.ranks import CommandChannel
+from grpo_async.training.loss import Objective
+from grpo_async.training.metrics import PipelineMeter, Reading
+from grpo_async.training.ranks import CommandChannel, Workplace, follow
 from grpo_async.training.reference import FrozenPolicy
-from grpo_async.training.workplace import Workplace, follow
 from tests.support.rank_jobs import random_samples
 from tests.support.records import make_scored
 from tests.training.fakes import FakeSync

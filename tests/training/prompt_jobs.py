@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_async.config.loss_sections import ClippedLoss
-from grpo_async.training.policy import Policy
+from grpo_async.training.model import Policy
 from grpo_async.training.reference import FrozenPolicy
 from tests.support import rank_jobs
 from tests.training.test_shared_prompts import make_groups

@@ -11,13 +11,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from grpo_async.config.model_sections import LoraSection, ModelSection, OptimizerSection
 from grpo_async.training.load import build_policy, load_weights
-from grpo_async.training.optimizers import make_optimizer
-from grpo_async.training.policy import Policy
-from grpo_async.training.reference import AdaptersOff, FrozenPolicy
-from grpo_async.training.score import _one_row as one_row
-from grpo_async.training.score import score_sequences
-from grpo_async.training.shard import make_mesh, reshard, shard_policy
-from grpo_async.training.sources import list_sources
+from grpo_async.training.model import Policy, make_mesh, reshard, shard_policy
+from grpo_async.training.optimizer import make_optimizer
+from grpo_async.training.parameters import list_sources
+from grpo_async.training.reference import AdaptersOff, FrozenPolicy, score_sequences
+from grpo_async.training.reference import _one_row as one_row
 from tests.support.rank_jobs import one_step, random_samples
 
 MODULE = "tests.training.shard_jobs"

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from benchmarks._sync_counter import count_syncs
 from grpo_async.batching.minibatch import split_groups
 from grpo_async.records import ScoredGroup
-from grpo_async.training.policy import Policy
-from grpo_async.training.workplace import follow
+from grpo_async.training.model import Policy
+from grpo_async.training.ranks import follow
 from tests.training.figure_jobs import FigureSource, figure_config, figure_groups, figure_loop, figure_place
 
 MODULE = "tests.training.sync_jobs"

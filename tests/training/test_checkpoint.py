@@ -10,7 +10,7 @@ import pytest
 
 from grpo_async.errors import CheckpointError
 from grpo_async.rundir import RunDir
-from grpo_async.training import checkpoint, checkpoint_write
+from grpo_async.training import checkpoint
 from grpo_async.training.checkpoint import load_state, set_aside_later_checkpoints
 from tests.support import ranks
 
@@ -97,11 +97,11 @@ def test_the_file_of_a_rank_has_its_name_only_when_it_is_on_the_disk(
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_write.os, "fsync", fails)
+        patched.setattr(checkpoint.os, "fsync", fails)
         with pytest.raises(OSError, match="no space left"):
-            checkpoint_write._write_whole(path, "{}")
+            checkpoint._write_whole(path, "{}")
     assert not path.exists()
-    checkpoint_write._write_whole(path, "{}")
+    checkpoint._write_whole(path, "{}")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("rank_0.json", "{}")]
 
 

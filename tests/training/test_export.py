@@ -16,8 +16,7 @@ from grpo_async.config.public import public_config
 from grpo_async.errors import CheckpointError
 from grpo_async.rundir import RunDir
 from grpo_async.training import export
-from grpo_async.training.export import export_model
-from grpo_async.training.model_card import model_card, write_model_card
+from grpo_async.training.export import export_model, model_card, write_model_card
 from tests.support.ranks import run_on_ranks
 
 MODULE = "tests.support.checkpoint_jobs"

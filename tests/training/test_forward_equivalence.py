@@ -10,9 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from grpo_async.training.compile import compile_layers
-from grpo_async.training.policy import Policy, PolicyOutput
-from grpo_async.training.recompute import recompute_activations
+from grpo_async.training.model import Policy, PolicyOutput, compile_layers, recompute_activations
 from tests.support.ranks import run_on_ranks
 from tests.training.tiny_families import build_family, pack_rows, random_samples
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_async.training.gradients import clip_, square_norm
+from grpo_async.training.step import clip_, square_norm
 
 CPU = torch.device("cpu")
 

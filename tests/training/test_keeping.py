@@ -11,7 +11,7 @@ import pytest
 from grpo_async.config.sections import CheckpointSection
 from grpo_async.errors import CheckpointError
 from grpo_async.rundir import RunDir
-from grpo_async.training.keeping import CheckpointKeeper, steps_to_keep
+from grpo_async.training.checkpoint import CheckpointKeeper, steps_to_keep
 
 
 def _run(folder: Path, *steps: int) -> RunDir:

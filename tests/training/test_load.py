@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.load import build_policy, load_policy
-from grpo_async.training.score import score_sequences
-from grpo_async.training.sources import list_sources
+from grpo_async.training.parameters import list_sources
+from grpo_async.training.reference import score_sequences
 from grpo_async.weights.checkpoint_files import CheckpointFiles
 from tests.support.ranks import run_on_ranks
 from tests.training.load_models import save_model

@@ -12,8 +12,7 @@ import pytest
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import WeightPushError
 from grpo_async.records import ScoredGroup
-from grpo_async.training.loop import LeaderLoop
-from grpo_async.training.protocols import Evaluations
+from grpo_async.training.loop import Evaluations, LeaderLoop
 from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand
 from grpo_async.training.step import StepResult
 from grpo_async.weights.verify import TrainerScores

@@ -12,10 +12,10 @@ from grpo_async.config.model_sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.load import build_policy, load_policy
 from grpo_async.training.lora import adapters_off, gather_adapter, gather_weights, write_adapter
+from grpo_async.training.model import Policy
 from grpo_async.training.nf4 import Nf4Linear, dequantize_rows, packed_width, quantize_rows
 from grpo_async.training.parameters import ShardedParameters
-from grpo_async.training.policy import Policy
-from grpo_async.training.score import _one_row
+from grpo_async.training.reference import _one_row
 from tests.support.ranks import run_on_ranks
 from tests.training.load_models import save_model
 from tests.training.parameter_models import collect

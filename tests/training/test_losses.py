@@ -8,16 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_async.training.losses import LossInputs, TokenLoss
-from grpo_async.training.losses.cispo import cispo_loss
-from grpo_async.training.losses.clipped import clipped_loss
-from grpo_async.training.losses.correction import correction_weights
-from grpo_async.training.losses.gspo import gspo_loss
-from grpo_async.training.losses.kl import kl_k3
-from grpo_async.training.losses.masks import entropy_threshold, is_on_policy
-from grpo_async.training.losses.proximal import log_linear_logprobs
-from grpo_async.training.losses.ratios import sequence_mean, sequence_sum
-from grpo_async.training.losses.sapo import sapo_loss
+from grpo_async.training.loss import (
+    LossInputs,
+    TokenLoss,
+    cispo_loss,
+    clipped_loss,
+    correction_weights,
+    entropy_threshold,
+    gspo_loss,
+    is_on_policy,
+    kl_k3,
+    log_linear_logprobs,
+    sapo_loss,
+    sequence_mean,
+    sequence_sum,
+)
 from tests.support.loss_inputs import make_inputs
 
 

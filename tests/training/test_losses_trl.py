@@ -19,10 +19,9 @@ from grpo_async.config.loss_sections import (
     SapoLoss,
 )
 from grpo_async.records import RolloutSample
-from grpo_async.training.losses.masks import entropy_threshold
-from grpo_async.training.objective import Objective, ObjectiveOutput, Prepass
-from grpo_async.training.policy import PolicyOutput
-from grpo_async.training.step_metrics import UpdateFigures, step_metrics
+from grpo_async.training.loss import Objective, ObjectiveOutput, Prepass, entropy_threshold
+from grpo_async.training.metrics import UpdateFigures, step_metrics
+from grpo_async.training.model import PolicyOutput
 from tests.support.trl_losses import TrlBatch, trl_loss
 
 pytestmark = pytest.mark.slow  # importing TRL takes its time

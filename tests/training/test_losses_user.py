@@ -10,8 +10,7 @@ import torch
 
 from grpo_async.config.loss_sections import CustomLoss
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.training.losses import LossInputs
-from grpo_async.training.losses.user_loss import UserLoss
+from grpo_async.training.loss import LossInputs, UserLoss
 from tests.support.loss_inputs import make_inputs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.training.meter import PipelineMeter, Reading, Totals
+from grpo_async.training.metrics import PipelineMeter, Reading, Totals
 
 
 def _reading(time_s: float, busy_s: float, tokens: int) -> Reading:

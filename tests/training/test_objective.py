@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loss_sections import BaseLoss, LossSection
-from grpo_async.training.objective import Objective, ObjectiveOutput, Prepass
-from grpo_async.training.policy import PolicyOutput
+from grpo_async.training.loss import Objective, ObjectiveOutput, Prepass
+from grpo_async.training.model import PolicyOutput
 
 
 def _section(**values: Any) -> BaseLoss:

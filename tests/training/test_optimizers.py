@@ -13,11 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from grpo_async.config.model_sections import LoraSection, ModelSection, OptimizerSection
 from grpo_async.errors import ConfigError
-from grpo_async.training import optimizers
-from grpo_async.training.adamw_8bit import AdamW8bit, block_size
+from grpo_async.training import optimizer as optimizers
 from grpo_async.training.load import load_policy
-from grpo_async.training.muon import Muon, orthogonalise
-from grpo_async.training.optimizers import give_state_to_all, make_optimizer
+from grpo_async.training.optimizer import AdamW8bit, Muon, block_size, give_state_to_all, make_optimizer, orthogonalise
 from tests.support.ranks import run_on_ranks
 from tests.training.load_models import save_model
 from tests.training.shard_jobs import MODULE

@@ -14,7 +14,7 @@ from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import RolloutSample
 from grpo_async.training.load import load_policy
-from grpo_async.training.policy import Policy
+from grpo_async.training.model import Policy
 from tests.support.records import make_sample
 from tests.training.tiny_families import FAMILIES, build_family, pack_rows, padding_only, random_samples
 

@@ -11,9 +11,8 @@ import torch
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.load import load_policy
-from grpo_async.training.policy import Policy
-from grpo_async.training.reference import check_vocabulary, is_policy_without_adapters
-from grpo_async.training.score import score_sequences
+from grpo_async.training.model import Policy
+from grpo_async.training.reference import check_vocabulary, is_policy_without_adapters, score_sequences
 from tests.support.ranks import run_on_ranks
 from tests.training.load_models import save_model
 from tests.training.shard_jobs import MODULE, SEQUENCES

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from grpo_async.errors import ConfigError
-from grpo_async.training.policy import Policy
-from grpo_async.training.router import load_balancing_loss
+from grpo_async.training.model import Policy, load_balancing_loss
 from tests.training.tiny_families import build_family, pack_rows, padding_only, random_samples
 
 
@@ -62,7 +61,7 @@ def _own_loss(model: Any, lengths: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("recompute", [False, True], ids=["straight", "recomputed"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "qwen2-moe", "olmoe"])
 def test_the_loss_of_a_packed_batch_is_that_of_its_samples_unpacked(family: str, recompute: bool) -> None:
-    from grpo_async.training.recompute import recompute_activations
+    from grpo_async.training.model import recompute_activations
 
     model = build_family(family)
     own = copy.deepcopy(model)

@@ -11,7 +11,7 @@ import torch
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.servers.embedded.scoring import score_tokens
 from grpo_async.training.load import load_policy
-from grpo_async.training.score import score_sequences, score_twice
+from grpo_async.training.reference import score_sequences, score_twice
 from grpo_async.weights.verify import coarsest_dtype, compare_logprobs, probe_sequences, verify_limit
 from tests.launcher.support import make_config
 from tests.support.ranks import run_on_ranks

@@ -12,9 +12,8 @@ from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.load import load_policy
-from grpo_async.training.recompute import decoder_layers
-from grpo_async.training.score import _one_row
-from grpo_async.training.shard import shard_policy
+from grpo_async.training.model import decoder_layers, shard_policy
+from grpo_async.training.reference import _one_row
 from tests.support.ranks import run_on_ranks
 from tests.training.load_models import save_model
 from tests.training.shard_jobs import MODULE

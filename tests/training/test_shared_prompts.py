@@ -22,10 +22,9 @@ from grpo_async.records import RolloutSample
 from grpo_async.training import attention
 from grpo_async.training.attention import CausalMask, SampleLayout, Stretch
 from grpo_async.training.load import load_policy
-from grpo_async.training.policy import Policy
-from grpo_async.training.recompute import recompute_activations
+from grpo_async.training.model import Policy, recompute_activations
+from grpo_async.training.ranks import Workplace
 from grpo_async.training.reference import AdaptersOff, FrozenPolicy
-from grpo_async.training.workplace import Workplace
 from tests.support.dense_mask import dense_mask
 from tests.support.ranks import run_on_ranks
 from tests.support.records import make_sample

@@ -17,12 +17,11 @@ from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import BaseLoss, LossSection
 from grpo_async.config.model_sections import ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample
-from grpo_async.training import policy as policy_module
+from grpo_async.training import model as policy_module
 from grpo_async.training.load import load_policy
-from grpo_async.training.losses import LossInputs, TokenLoss
-from grpo_async.training.objective import Objective
-from grpo_async.training.optimizers import make_optimizer
-from grpo_async.training.policy import Policy
+from grpo_async.training.loss import LossInputs, Objective, TokenLoss
+from grpo_async.training.model import Policy
+from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.step import StepResult, train_step
 from tests.support.rank_jobs import random_samples
 from tests.support.ranks import run_on_ranks

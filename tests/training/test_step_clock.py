@@ -12,8 +12,8 @@ import torch
 
 from grpo_async.tracking.timeline import Timeline
 from grpo_async.tracking.timeline_file import read_events
-from grpo_async.training import step_clock
-from grpo_async.training.step_clock import StepClock
+from grpo_async.training import timing as step_clock
+from grpo_async.training.timing import StepClock
 
 
 class _Settings:

@@ -9,9 +9,9 @@ import torch
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.loss_sections import ClippedLoss
-from grpo_async.training.objective import Objective
-from grpo_async.training.policy import PolicyOutput
-from grpo_async.training.step_metrics import UpdateFigures, step_metrics
+from grpo_async.training.loss import Objective
+from grpo_async.training.metrics import UpdateFigures, step_metrics
+from grpo_async.training.model import PolicyOutput
 
 
 def test_the_extremes_of_clipping_are_those_of_samples() -> None:

@@ -13,7 +13,7 @@ import torch
 from benchmarks._sync_counter import FSDP, count_syncs
 from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
-from grpo_async.training.step_metrics import UpdateFigures
+from grpo_async.training.metrics import UpdateFigures
 from tests.support.rank_jobs import random_samples
 from tests.support.ranks import run_on_ranks
 from tests.training.sync_jobs import LONGEST, MODULE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.training.stopwatch import Stopwatch
+from grpo_async.training.timing import Stopwatch
 
 
 def _watch() -> tuple[Stopwatch, list[float]]:

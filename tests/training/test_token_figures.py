@@ -24,11 +24,11 @@ from grpo_async.config.loss_sections import BaseLoss, LossSection
 from grpo_async.config.model_sections import ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample, TokenFigures, TokenMark
 from grpo_async.training.load import load_policy
-from grpo_async.training.objective import Objective, ObjectiveOutput
-from grpo_async.training.optimizers import make_optimizer
-from grpo_async.training.policy import Policy
+from grpo_async.training.loss import Objective, ObjectiveOutput
+from grpo_async.training.metrics import UpdateFigures
+from grpo_async.training.model import Policy
+from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.step import StepResult, train_step
-from grpo_async.training.step_metrics import UpdateFigures
 from grpo_async.training.token_figures import FigureOrder, FigurePlan, TokenCollector
 from tests.support.ranks import run_on_ranks
 from tests.support.records import make_sample

@@ -13,7 +13,7 @@ import pytest
 from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
 from grpo_async.config import ExperimentConfig
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.training.meter import PipelineMeter, Reading
+from grpo_async.training.metrics import PipelineMeter, Reading
 from grpo_async.training.ranks import Command, WaitCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored

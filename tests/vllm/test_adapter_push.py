@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_async.inference.control import ServerControl
-from grpo_async.training.score import score_sequences
+from grpo_async.training.reference import score_sequences
 from tests.support.adapter_push import adapted_policy, merged, push
 from tests.vllm.server import VllmServer
 

@@ -1,17 +1,12 @@
-"""When the parts of a training step ran, for the timeline.
-
-CPU: by the wall clock. GPU: the host runs ahead of it, so a part is timed by a pair of CUDA events, in the lane "gpu". Nothing
-waits for them: they are read when the host has waited for the GPU anyway (`synchronised`), and an event that the GPU passed at that
-moment ties its clock to the host's.
-
-Invariant: nothing here raises. An event that the GPU has not passed yet is read the next time; where CUDA refuses, the clock stops.
-"""
+"""When the parts of a training step ran (StepClock), what a thread's seconds went into (Stopwatch), and the peak of memory."""
 
 from __future__ import annotations
 
 import logging
+import resource
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -120,3 +115,53 @@ def _seconds(since: torch.cuda.Event, until: torch.cuda.Event) -> float:
 
 NO_CLOCK = StepClock(NO_TIMELINE, torch.device("cpu"))
 """Times nothing."""
+
+
+class Stopwatch:
+    """Adds up seconds by what was done in them. What is done inside something else is not counted there.
+
+    Worked example: 5 s of waiting, in the middle of which 2 s go into a push -> {"waiting": 3.0, "pushing": 2.0}.
+
+    Args:
+        clock: seconds, never going back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._spent: dict[str, float] = {}
+        self._running: list[str] = []  # the innermost last
+        self._counted_until = clock()
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Count the block as `what`."""
+        self._count()
+        self._running.append(what)
+        try:
+            yield
+        finally:
+            self._count()
+            self._running.pop()
+
+    def take(self) -> dict[str, float]:
+        """Seconds since the last call, by what was done in them; those in which nothing was named are missing."""
+        self._count()
+        spent, self._spent = self._spent, {}
+        return spent
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._running:
+            what = self._running[-1]
+            self._spent[what] = self._spent.get(what, 0.0) + now - self._counted_until
+        self._counted_until = now
+
+
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Of the GPU what PyTorch has allocated at once; on a CPU the resident memory of the process, its libraries included."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT

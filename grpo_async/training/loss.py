@@ -1,0 +1,609 @@
+"""The loss: what a training step minimises. See `Objective` for the whole, the functions above it for its terms.
+
+    policy loss of each token (clipped, gspo, cispo, sapo, your own)  x  correction weight, 0 where a mask leaves the token out
+        + beta x KL                                             weighed by the reduction (batching.weights), summed
+        - entropy_bonus x mean entropy of the kept tokens       over the minibatch
+        + router_aux_loss x load balancing                      by the micro-batch's share of the minibatch's tokens
+
+Every term is a sum over tokens with weights known before the first forward, so it does not depend on how samples are packed,
+cut into micro-batches or spread over ranks (bnpo excepted, by definition; and the router's loss, which is not a sum over tokens).
+A loss of your own is f(inputs: LossInputs, **arguments) -> tensor (N,), see `UserLoss`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from grpo_async.batching.pack import MicroBatch
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.loss_sections import BaseLoss, CispoLoss, ClippedLoss, CustomLoss, GspoLoss, SapoLoss
+from grpo_async.errors import RunError
+from grpo_async.training.logprobs import TokenObjective
+from grpo_async.training.model import PolicyOutput
+from grpo_async.user_code.references import resolve_plain_function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """The N trained tokens of one micro-batch, one after another; N >= 1. This is what a loss of your own is given.
+
+    Two samples of 2 and 1 trained tokens: sample_index = [0, 0, 1]. The loss of the minibatch is the sum of weights x loss over
+    all its micro-batches and ranks. A shipped loss that is a sum over tokens is given parts of a micro-batch with gradient (their
+    samples keep their numbers), and all of it without.
+    """
+
+    logprobs: torch.Tensor  # (N,) float32, of the trained policy, with gradient
+    old_logprobs: torch.Tensor  # (N,) float32, of the proximal policy (`loss.proximal`), no gradient
+    sampler_logprobs: torch.Tensor  # (N,) float32, as the server that sampled reported them
+    ref_logprobs: torch.Tensor | None  # (N,) float32, of `loss.reference`; None while loss.beta is 0
+    entropy: torch.Tensor  # (N,) float32, nats; with gradient where loss.entropy_bonus is set or the loss is your own
+    advantages: torch.Tensor  # (N,) float32, the same for all tokens of a sample
+    weights: torch.Tensor  # (N,) float32, the reduction: see batching.weights
+    sample_index: torch.Tensor  # (N,) int64, which sample of the micro-batch: 0, 1, ... without gaps
+    staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """Loss of each token and what the metrics need; all tensors are (N,), all but `loss` without gradient."""
+
+    loss: torch.Tensor
+    ratio: (
+        torch.Tensor
+    )  # importance weight as the loss uses it; clipping apart, which `clipped_low` and `clipped_high` tell
+    clipped_low: torch.Tensor | None = None  # bool; None for losses that do not clip
+    clipped_high: torch.Tensor | None = None
+    is_per_sequence: bool = False  # the ratio is that of the whole sample: figures count samples, not tokens
+
+
+_LARGEST_LOG = 80.0
+
+
+def sequence_sum(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:
+    """At every token, the sum of `values` over its sample.
+
+    A micro-batch has at most as many samples as tokens, so the sums get N places: their number need not come from the device.
+    Worked example: values [1, 2, 5], sample_index [0, 0, 1] -> [3, 3, 5].
+
+    Args:
+        values: (N,)
+        sample_index: (N,) int64, less than N.
+    """
+    sums = torch.zeros_like(values).index_add(0, sample_index, values)
+    return sums[sample_index]
+
+
+def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(log_ratio), at most e^80: what lies above is beyond every clip, and as inf it would make the gradient 0 x inf = NaN, also
+    where the loss does not depend on it.
+
+    Args:
+        log_ratio: (N,) float32
+    """
+    return torch.exp(log_ratio.clamp(max=_LARGEST_LOG))
+
+
+def sequence_mean(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:
+    """At every token, the mean of `values` over its sample.
+
+    Worked example: values [1, 2, 5], sample_index [0, 0, 1] -> [1.5, 1.5, 5].
+    """
+    return sequence_sum(values, sample_index) / sequence_sum(torch.ones_like(values), sample_index)
+
+
+def clipped_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float, delta: float | None = None) -> TokenLoss:
+    """Clipped surrogate per token (PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300; two epsilons: DAPO, arXiv 2503.14476).
+
+        rho = exp(logprob - old_logprob)
+        loss = -min(min(rho, delta) A, clamp(rho, 1 - epsilon, 1 + epsilon_high) A)
+
+    Without delta a bad token (A < 0) that became likelier has an unbounded loss; delta bounds it (INTELLECT-2, arXiv 2505.07291).
+    Worked example: A = 2, rho = 1.5, epsilon_high = 0.28: loss = -min(3.0, 2.56) = -2.56, clipped high.
+    A = -2, rho = 5: loss = -min(-10, -2.56) = 10; with delta = 4: -min(-8, -2.56) = 8.
+    """
+    ratio = ratio_of(inputs.logprobs - inputs.old_logprobs)
+    return clipped_surrogate(ratio, inputs.advantages, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta)
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    epsilon: float,
+    epsilon_high: float,
+    delta: float | None = None,
+    is_per_sequence: bool = False,
+) -> TokenLoss:
+    """The formula of `clipped_loss`, for ratios of tokens or of sequences. (N,) each."""
+    capped = ratio if delta is None else ratio.clamp(max=delta)
+    clamped = ratio.clamp(1.0 - epsilon, 1.0 + epsilon_high)
+    loss = -torch.minimum(capped * advantages, clamped * advantages)
+    known = ratio.detach()
+    return TokenLoss(
+        loss=loss,
+        ratio=capped.detach(),
+        clipped_low=(known < 1.0 - epsilon) & (advantages < 0),
+        clipped_high=(known > 1.0 + epsilon_high) & (advantages > 0),
+        is_per_sequence=is_per_sequence,
+    )
+
+
+def gspo_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float) -> TokenLoss:
+    """Clipped surrogate on the ratio of whole samples, the geometric mean of their tokens' ratios (arXiv 2507.18071, equation 7).
+
+        s = exp(mean over the sample of (logprob - old_logprob));   loss = -min(s A, clamp(s, 1 - epsilon, 1 + epsilon_high) A)
+
+    Every token of a sample has that loss, so its mean over the sample (reduction grpo) is the paper's objective, and the gradient
+    of a token is s A / (tokens of the sample). As TRL's `importance_sampling_level="sequence"`.
+    Worked example: log ratios [0.1, 0.3], A = 2: s = exp(0.2) = 1.2214; epsilon_high = 4e-4: loss = -min(2.4428, 2.0008) = -2.0008.
+    """
+    ratio = ratio_of(sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs.sample_index))
+    return clipped_surrogate(ratio, inputs.advantages, epsilon=epsilon, epsilon_high=epsilon_high, is_per_sequence=True)
+
+
+def cispo_loss(inputs: LossInputs, *, epsilon_high: float) -> TokenLoss:
+    """REINFORCE with capped ratios: no token loses its gradient (MiniMax-M1, arXiv 2506.13585, equation 4).
+
+        rho = exp(logprob - old_logprob);   loss = -min(rho, epsilon_high) A logprob, without gradient through rho
+
+    epsilon_high is the cap itself, not a distance from 1. `clipped_high` counts capped tokens with A > 0, as TRL does.
+    Worked example: A = 2, logprob = -1, rho = 7, epsilon_high = 5: loss = -5 x 2 x -1 = 10, its gradient -5 x 2 = -10.
+    """
+    ratio = torch.exp(inputs.logprobs.detach() - inputs.old_logprobs)
+    capped = ratio.clamp(max=epsilon_high)
+    return TokenLoss(
+        loss=-capped * inputs.advantages * inputs.logprobs,
+        ratio=capped,
+        clipped_low=torch.zeros_like(ratio, dtype=torch.bool),
+        clipped_high=(ratio > epsilon_high) & (inputs.advantages > 0),
+    )
+
+
+def sapo_loss(inputs: LossInputs, *, temperature_positive: float, temperature_negative: float) -> TokenLoss:
+    """A soft gate in place of the clip (arXiv 2511.20347).
+
+        rho = exp(logprob - old_logprob);   loss = -A sigmoid(tau (rho - 1)) 4 / tau;   tau by the sign of A
+
+    At rho = 1 the gradient is -A, as REINFORCE's; away from it the gate closes smoothly.
+    Worked example: A = 2, tau = 1, rho = 1: loss = -2 x 0.5 x 4 = -4, gradient -2. rho = 2: sigmoid(1) = 0.73106, loss = -5.8485.
+    """
+    ratio = ratio_of(inputs.logprobs - inputs.old_logprobs)
+    positive = torch.full_like(inputs.advantages, temperature_positive)
+    steepness = torch.where(inputs.advantages > 0, positive, torch.full_like(positive, temperature_negative))
+    gate = torch.sigmoid(steepness * (ratio - 1.0)) * 4.0 / steepness
+    return TokenLoss(loss=-gate * inputs.advantages, ratio=ratio.detach())
+
+
+# in my_losses.py;   loss: {type: custom, function: "my_losses:reinforce", arguments: {scale: 2.0}}
+def reinforce(inputs: LossInputs, *, scale: float) -> torch.Tensor:
+    ratio = torch.exp(inputs.logprobs.detach() - inputs.old_logprobs)
+    return -scale * ratio * inputs.advantages * inputs.logprobs  # (N,), the loss of each token
+
+
+class UserLoss:
+    """f(inputs: LossInputs, **arguments) -> loss of each token, (N,), with gradient. The reduction, and where they are set the
+    correction, the masks, the KL and the entropy bonus, are put on top of it as on any other loss.
+
+    Args:
+        section: with `type: custom`.
+
+    Raises:
+        ConfigError: the function is not there, is a coroutine, or does not take what it would be given.
+    """
+
+    def __init__(self, section: CustomLoss) -> None:
+        self._name = section.function
+        self._arguments = dict(section.arguments)
+        self._function = resolve_plain_function(
+            section.function,
+            "loss.function",
+            given={"inputs": None},
+            arguments=self._arguments,
+            turns="tensors to turn into a tensor",
+        )
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """Its loss of each token. What it raises goes on as it is: the traceback shows the user's own line.
+
+        Raises:
+            RunError: it returned something else than a (N,) tensor of floating point numbers with a gradient.
+        """
+        loss = self._function(inputs, **self._arguments)
+        expected = tuple(inputs.logprobs.shape)
+        wanted = f"it is to return a floating point tensor of shape {expected}, the loss of each token"
+        if not isinstance(loss, torch.Tensor):
+            raise RunError(f"loss.function: {self._name} returned a {type(loss).__name__}; {wanted}")
+        if tuple(loss.shape) != expected or not loss.is_floating_point():
+            raise RunError(
+                f"loss.function: {self._name} returned a tensor of shape {tuple(loss.shape)} and {loss.dtype}; {wanted}"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise RunError(
+                f"loss.function: {self._name} returned a tensor without gradient, so nothing would be learned; make it depend on "
+                "inputs.logprobs (not detached)"
+            )
+        with torch.no_grad():
+            ratio = ratio_of(inputs.logprobs - inputs.old_logprobs)
+        return TokenLoss(loss=loss.float(), ratio=ratio)
+
+
+def log_linear_logprobs(
+    logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, staleness: torch.Tensor
+) -> torch.Tensor:
+    """Log-probabilities of the policy at the start of the step, estimated without a forward pass (A-3PO, of AReaL).
+
+        log prox = log smp + a (log pi - log smp),   a = (v_prox - v_smp) / (v - v_smp)
+
+    per token, without gradient. v_smp is the version that sampled the token, v_prox the trainer's at the start of the step, and
+    v = v_prox + 1 the one that the step makes; with staleness d = v_prox - v_smp that is a = d / (d + 1). A token of the newest
+    version (d = 0) keeps its sampler's value; the older it is, the closer the proximal policy is to the trained one.
+    AReaL's code counts the same formula from one version earlier (v is the trainer's version at the start, v_prox the one before
+    it), so there a = (d - 1) / d.
+    Worked example: smp = -2, pi = -1, d = 1: a = 1/2, prox = -1.5; d = 3: a = 3/4, prox = -1.25.
+
+    Args:
+        logprobs: of the trained policy. (N,)
+        sampler_logprobs: (N,)
+        staleness: finished steps since the token was sampled. (N,) int64
+    """
+    age = staleness.clamp(min=0).to(sampler_logprobs.dtype)
+    return sampler_logprobs + age / (age + 1.0) * (logprobs.detach() - sampler_logprobs)
+
+
+def correction_weights(
+    old_logprobs: torch.Tensor,
+    sampler_logprobs: torch.Tensor,
+    sample_index: torch.Tensor,
+    *,
+    level: Literal["token", "sequence"],
+    action: Literal["truncate", "mask", "none"],
+    cap: float,
+    floor: float | None = None,
+) -> torch.Tensor:
+    """Weight of each token, without gradient: pi_prox / pi_smp of decoupled PPO (arXiv 2505.24298), truncated (TIS) or masked
+    (MIS).
+
+        w = exp(old - sampler)                      level token
+        w = exp(sum of (old - sampler))             level sequence, over the trained tokens of the sample
+        truncate: clamp(w, floor, cap)      mask: w where floor <= w <= cap, else 0      none: w
+
+    Worked example, old - sampler = [0.5, 1.0 | -0.2] in two samples, cap 3: token: [1.6487, 2.7183, 0.8187], nothing changes;
+    sequence: exp(1.5) = 4.4817, so truncate gives [3, 3, 0.8187] and mask [0, 0, 0.8187].
+
+    Args:
+        old_logprobs: of the proximal policy. (N,)
+        sampler_logprobs: (N,)
+        sample_index: (N,) int64
+    """
+    difference = old_logprobs.detach() - sampler_logprobs
+    if level == "sequence":
+        difference = sequence_sum(difference, sample_index)
+    weights = torch.exp(difference)
+    if action == "truncate":
+        return weights.clamp(min=floor, max=cap)
+    if action == "mask":
+        outside = weights > cap
+        if floor is not None:
+            outside |= weights < floor
+        return weights.masked_fill(outside, 0.0)
+    return weights
+
+
+def is_on_policy(
+    logprobs: torch.Tensor,
+    sampler_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    sample_index: torch.Tensor,
+    *,
+    threshold: float,
+) -> torch.Tensor:
+    """Off-policy sequence mask (OPSM, DeepSeek-V3.2): True for the tokens that are kept. (N,) bool
+
+        keep = A >= 0 or mean over the sample of (sampler - logprob) <= threshold
+
+    Worked example, threshold 0.1: sampler - logprob = [0.3, 0.1 | 0.0, 0.1] and A = -1: means 0.2 and 0.05, so the first sample is
+    left out; with A = 1 it is kept.
+    """
+    divergence = sequence_mean(sampler_logprobs - logprobs.detach(), sample_index)
+    return (advantages >= 0) | (divergence <= threshold)
+
+
+def entropy_threshold(entropy: torch.Tensor, *, share: float) -> torch.Tensor:
+    """The entropy that a token must have to be among the `share` with the highest (arXiv 2506.01939). () float64
+
+    It is the (1 - share) quantile, between two values by linear interpolation, as numpy's and TRL's.
+    Worked example: entropies [0.1, 0.5, 0.2, 0.9, 0.4], share 0.4: place 0.6 x 4 = 2.4 of [.1, .2, .4, .5, .9] -> 0.44: 0.5 and
+    0.9 stay.
+
+    Args:
+        entropy: of all trained tokens of the minibatch, of all ranks; may be empty. (n,)
+        share: 0 < share <= 1.
+    """
+    if entropy.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=entropy.device)
+    values = torch.sort(entropy.detach().double()).values
+    place = (1.0 - share) * (values.numel() - 1)
+    below = int(place)
+    above = min(below + 1, values.numel() - 1)
+    return values[below] + (place - below) * (values[above] - values[below])
+
+
+def all_entropies(entropy: torch.Tensor, *, num_tokens: int, most_rank_tokens: int) -> torch.Tensor:
+    """The entropies of a minibatch on all ranks, the same on each of them, ascending. (num_tokens,) float64
+
+    A collective where there are several ranks. How many each has need not be told to the host: they are filled up to the same
+    number with infinity, which sorting puts last.
+
+    Args:
+        entropy: of the trained tokens of this rank. (n,), n <= most_rank_tokens
+        num_tokens: of all ranks.
+    """
+    values = entropy.detach().double()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        padded = torch.full((most_rank_tokens,), math.inf, dtype=values.dtype, device=values.device)
+        padded[: values.numel()] = values
+        parts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, padded)
+        values = torch.cat(parts)
+    return torch.sort(values).values[:num_tokens]
+
+
+def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """The k3 estimator of KL(policy || reference) per token: unbiased, never negative (http://joschu.net/blog/kl-approx.html; GRPO,
+    arXiv 2402.03300, equation 4). Its gradient goes through `logprobs`.
+
+        exp(ref - logprob) - (ref - logprob) - 1
+
+    Worked example: ref - logprob = 0.5: 1.6487 - 0.5 - 1 = 0.1487, gradient 1 - 1.6487 = -0.6487.
+    """
+    difference = ref_logprobs - logprobs
+    return torch.exp(difference) - difference - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepass:
+    """What a forward before the first update of the step says of one micro-batch's N tokens."""
+
+    logprobs: torch.Tensor  # (N,) of the policy at the start of the step
+    has_high_entropy: torch.Tensor | None  # (N,) bool, the tokens that top_entropy_share keeps; None = all
+    num_kept: torch.Tensor | None  # () how many those are in the whole minibatch, on all ranks; None = all
+
+    def of_tokens(self, rows: slice) -> Prepass:
+        """What it says of these tokens."""
+        mask = self.has_high_entropy
+        return replace(self, logprobs=self.logprobs[rows], has_high_entropy=None if mask is None else mask[rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveOutput:
+    """What one micro-batch adds to the objective. `total` has the gradient; the rest is for metrics, (N,) and without."""
+
+    total: torch.Tensor  # () share of this micro-batch in the loss of the minibatch
+    policy_loss: torch.Tensor  # () of that, what comes from policy loss and KL
+    inputs: LossInputs
+    token_loss: TokenLoss
+    used_weights: torch.Tensor  # importance weights: the correction's where there is one, else the ratios of the loss
+    kl: torch.Tensor | None
+    is_corrected_away: torch.Tensor | None  # bool, weight 0 by the correction
+    is_off_policy: torch.Tensor | None  # bool, left out by off_policy_mask
+    has_low_entropy: torch.Tensor | None  # bool, left out by top_entropy_share
+    router_loss: torch.Tensor | None  # ()
+
+
+class Objective:
+    """See the module's docstring. Pure: state is the settings alone.
+
+    Args:
+        section: `loss`.
+        num_minibatches: updates of a step.
+        router_weight: `model.router_aux_loss`.
+
+    Raises:
+        ConfigError: the user's own loss cannot be used.
+    """
+
+    def __init__(self, section: BaseLoss, *, num_minibatches: int = 1, router_weight: float = 0.0) -> None:
+        self.section = section
+        self._num_minibatches = num_minibatches
+        self._router_weight = router_weight
+        self._policy_loss = _policy_loss(section)
+
+    @classmethod
+    def from_config(cls, config: ExperimentConfig) -> Objective:
+        return cls(config.loss, num_minibatches=config.training.minibatches, router_weight=config.model.router_aux_loss)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.section.beta != 0.0
+
+    @property
+    def needs_prepass(self) -> bool:
+        """Whether a step begins with a forward without gradient over all its micro-batches."""
+        recomputes = self.section.proximal == "recomputed" and self._num_minibatches > 1
+        return recomputes or self.section.top_entropy_share < 1.0
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        return self.section.entropy_bonus != 0.0 or isinstance(self.section, CustomLoss)
+
+    @property
+    def needs_router_loss(self) -> bool:
+        return self._router_weight != 0.0
+
+    @property
+    def clips(self) -> bool:
+        """Whether the loss has a clip whose figures mean something."""
+        return not isinstance(self.section, SapoLoss | CustomLoss)
+
+    @property
+    def weighs_sequences(self) -> bool:
+        """Whether the importance weights in use belong to whole samples: figures then count each sample once."""
+        correction = self.section.correction
+        return isinstance(self.section, GspoLoss) if correction is None else correction.level == "sequence"
+
+    @property
+    def is_sum_over_tokens(self) -> bool:
+        """Whether what a token adds depends on no other token of the micro-batch; the router's loss apart."""
+        section = self.section
+        is_by_token = section.correction is None or section.correction.level == "token"
+        return is_by_token and section.off_policy_mask is None and not isinstance(section, GspoLoss | CustomLoss)
+
+    def of_tokens(
+        self,
+        batch: MicroBatch,
+        *,
+        ref_logprobs: torch.Tensor | None = None,
+        prepass: Prepass | None = None,
+    ) -> TokenObjective | None:
+        """For `Policy.forward`: what some of the trained tokens add, with its slopes; None where it is no sum over tokens.
+
+        Args:
+            ref_logprobs, prepass: as those of the call.
+        """
+        if not self.is_sum_over_tokens:
+            return None
+
+        def of(
+            logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+            with torch.enable_grad():
+                logprobs = logprobs.detach().requires_grad_()
+                entropy = entropy.detach().requires_grad_(self.needs_entropy_gradient)
+                total = self(
+                    PolicyOutput(logprobs=logprobs, entropy=entropy),
+                    batch.of_tokens(rows),
+                    ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
+                    prepass=None if prepass is None else prepass.of_tokens(rows),
+                ).total
+                wanted = [logprobs, entropy] if self.needs_entropy_gradient else [logprobs]
+                slopes = torch.autograd.grad(total, wanted)
+            return total.detach(), slopes[0], slopes[1] if self.needs_entropy_gradient else None
+
+        return of
+
+    def __call__(
+        self,
+        output: PolicyOutput,
+        batch: MicroBatch,
+        *,
+        ref_logprobs: torch.Tensor | None = None,
+        prepass: Prepass | None = None,
+    ) -> ObjectiveOutput:
+        """What a micro-batch with at least one trained token adds.
+
+        Args:
+            ref_logprobs: of the reference. (N,); needed where `needs_reference`
+            prepass: needed where `needs_prepass`.
+        """
+        section = self.section
+        inputs = LossInputs(
+            logprobs=output.logprobs,
+            old_logprobs=self._proximal_logprobs(output.logprobs, batch, prepass),
+            sampler_logprobs=batch.sampler_logprobs,
+            ref_logprobs=ref_logprobs,
+            entropy=output.entropy,
+            advantages=batch.advantages,
+            weights=batch.weights,
+            sample_index=batch.sample_index,
+            staleness=batch.staleness,
+        )
+        token_loss = self._policy_loss(inputs)
+        loss, used_weights = token_loss.loss, token_loss.ratio
+        is_corrected_away = is_off_policy = has_low_entropy = None
+        if section.correction is not None:
+            correction = section.correction
+            used_weights = correction_weights(
+                inputs.old_logprobs,
+                inputs.sampler_logprobs,
+                inputs.sample_index,
+                level=correction.level,
+                action=correction.action,
+                cap=correction.cap,
+                floor=correction.floor,
+            )
+            loss = loss * used_weights
+            if correction.action == "mask":
+                is_corrected_away = used_weights == 0.0
+                loss = loss.masked_fill(is_corrected_away, 0.0)  # a loss that overflowed, times 0, is not 0
+        if section.off_policy_mask is not None:
+            is_off_policy = ~is_on_policy(
+                inputs.logprobs,
+                inputs.sampler_logprobs,
+                inputs.advantages,
+                inputs.sample_index,
+                threshold=section.off_policy_mask,
+            )
+            loss = loss.masked_fill(is_off_policy, 0.0)
+        if prepass is not None and prepass.has_high_entropy is not None:
+            has_low_entropy = ~prepass.has_high_entropy
+            loss = loss.masked_fill(has_low_entropy, 0.0)
+        kl = None
+        if section.beta != 0.0:
+            assert ref_logprobs is not None
+            kl = kl_k3(inputs.logprobs, ref_logprobs)
+            loss = loss + section.beta * kl
+        policy_loss = (loss * inputs.weights).sum()
+        total = policy_loss
+        if section.entropy_bonus != 0.0:
+            total = total - section.entropy_bonus * _share_of_mean_entropy(output.entropy, batch, prepass)
+        if output.objective is not None:
+            total = output.objective  # the same number, with the gradient
+        router_loss = None
+        if output.router_loss is not None and self._router_weight != 0.0:
+            router_loss = output.router_loss * (batch.num_trained_tokens / batch.minibatch_tokens)
+            total = total + self._router_weight * router_loss
+        return ObjectiveOutput(
+            total=total,
+            policy_loss=policy_loss.detach(),
+            inputs=inputs,
+            token_loss=token_loss,
+            used_weights=used_weights,
+            kl=None if kl is None else kl.detach(),
+            is_corrected_away=is_corrected_away,
+            is_off_policy=is_off_policy,
+            has_low_entropy=has_low_entropy,
+            router_loss=None if router_loss is None else router_loss.detach(),
+        )
+
+    def _proximal_logprobs(self, logprobs: torch.Tensor, batch: MicroBatch, prepass: Prepass | None) -> torch.Tensor:
+        """sampler: its own. recomputed: the policy at the start of the step, which with one update is the one of this forward.
+        log_linear: between them."""
+        match self.section.proximal:
+            case "sampler":
+                return batch.sampler_logprobs
+            case "log_linear":
+                return log_linear_logprobs(logprobs, batch.sampler_logprobs, batch.staleness)
+            case "recomputed":
+                if self._num_minibatches == 1:
+                    return logprobs.detach()
+                assert prepass is not None
+                return prepass.logprobs
+
+
+def _share_of_mean_entropy(entropy: torch.Tensor, batch: MicroBatch, prepass: Prepass | None) -> torch.Tensor:
+    """Sum of this micro-batch's kept entropies / number of kept tokens of the minibatch; as in TRL the mean is over the tokens that
+    the entropy mask keeps, whatever the reduction of the policy loss. ()"""
+    if prepass is None or prepass.has_high_entropy is None or prepass.num_kept is None:
+        return entropy.sum() / batch.minibatch_tokens
+    return entropy.masked_fill(~prepass.has_high_entropy, 0.0).sum() / prepass.num_kept
+
+
+def _policy_loss(section: BaseLoss) -> Callable[[LossInputs], TokenLoss]:
+    match section:
+        case ClippedLoss(epsilon=low, epsilon_high=high, delta=delta):
+            return lambda inputs: clipped_loss(inputs, epsilon=low, epsilon_high=high, delta=delta)
+        case GspoLoss(epsilon=low, epsilon_high=high):
+            return lambda inputs: gspo_loss(inputs, epsilon=low, epsilon_high=high)
+        case CispoLoss(epsilon_high=cap):
+            return lambda inputs: cispo_loss(inputs, epsilon_high=cap)
+        case SapoLoss(temperature_positive=positive, temperature_negative=negative):
+            return lambda inputs: sapo_loss(inputs, temperature_positive=positive, temperature_negative=negative)
+        case CustomLoss():
+            return UserLoss(section)
+    raise AssertionError(f"no policy loss for {type(section).__name__}")

@@ -1,0 +1,352 @@
+"""The policy: a Hugging Face causal LM behind one forward that goes from packed ids to log-probabilities, sharded by FSDP2.
+
+    adapters (lora) -> recompute_activations -> compile_layers -> shard_policy -> load_weights (load)
+
+The head is applied inside the forward, so that FSDP's root hooks gather its weight for both passes. Gathered weights, activations
+and products are in the compute dtype; gradients are reduced and parameters kept in the master dtype (float32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from grpo_async.batching.pack import MicroBatch
+from grpo_async.errors import ConfigError
+from grpo_async.training.attention import AttentionName, SampleLayout, use_attention
+from grpo_async.training.logprobs import (
+    LogitTransform,
+    TokenObjective,
+    chunked_logprobs,
+    chunked_objective,
+    is_plain_linear,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOutput:
+    """What one forward says of the N trained tokens of its micro-batch."""
+
+    logprobs: torch.Tensor  # (N,) float32, with gradient unless `objective` has it
+    entropy: torch.Tensor  # (N,) float32, nats; with gradient only when asked for, and unless `objective` has it
+    objective: torch.Tensor | None = None  # () float32, with gradient: of its tokens, where it was made with them
+    router_loss: torch.Tensor | None = None  # () float32, load balancing of a mixture of experts, over the real tokens
+    anchor: torch.Tensor | None = None  # () zero that depends on every parameter; only without trained tokens
+
+
+class Policy(nn.Module):
+    """See the module's docstring. `model` is the Hugging Face model; its parameter names are those of its checkpoints."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        attention: AttentionName = "mask",
+        with_router_loss: bool = False,
+    ) -> None:
+        """Replaces the attention of `model`.
+
+        Args:
+            chunk_tokens: logits are computed for this many tokens at a time.
+            attention: see `attention.choose_attention`.
+            with_router_loss: compute the load-balancing loss of a mixture of experts.
+
+        Raises:
+            ConfigError: the model's attention cannot be replaced, or it has no states before a head, or no router.
+        """
+        super().__init__()
+        if model.base_model is model:
+            raise ConfigError(
+                f"model.path: {type(model).__name__} has no part that ends before the head; this family cannot be trained"
+            )
+        self.model = model
+        self._temperature = temperature
+        self._chunk_tokens = chunk_tokens
+        self._experts_per_token = experts_per_token(model) if with_router_loss else None
+        config = model.config.get_text_config()
+        self._transform = LogitTransform.from_config(config)
+        self._num_layers = int(config.num_hidden_layers)
+        self._attention = attention
+        use_attention(model, attention)
+
+    @property
+    def obstacle_to_shared_prompts(self) -> str | None:
+        """Why every sample needs its prompt in its own place; None: one copy does for all that begin with it. The same on every
+        rank."""
+        if self._experts_per_token is not None:
+            return "the router's loss (model.router_aux_loss) counts the tokens of every sample"
+        if self._attention != "mask":
+            return (
+                f"the attention is {self._attention} (model.attention), which finds keys in a sample's own place only"
+            )
+        return None
+
+    def forward(
+        self,
+        batch: MicroBatch,
+        *,
+        temperature: float | None = None,
+        entropy_gradient: bool = False,
+        token_objective: TokenObjective | None = None,
+    ) -> PolicyOutput:
+        """Log-probabilities and entropies of the trained tokens.
+
+        Args:
+            temperature: of the distribution; None = that of the run.
+            entropy_gradient: whether the loss depends on the entropy.
+            token_objective: where the loss is a sum over tokens: a plain linear head makes its gradients with the logprobs.
+
+        Raises:
+            ConfigError: the model's layers do not keep packed samples apart.
+        """
+        hidden, router_logits = self._hidden(batch)
+        flat = hidden.reshape(-1, hidden.shape[-1])  # (R x T, H)
+        states = flat[batch.source_index]  # (N, H)
+        head = self.model.get_output_embeddings()
+        if batch.num_trained_tokens == 0:
+            # a rank without trained tokens: every parameter, the head's too, still has to get a gradient (of zeros),
+            # because FSDP reduces the same parameters on every rank
+            nothing = states.sum(-1).float()
+            return PolicyOutput(logprobs=nothing, entropy=nothing.detach(), anchor=head(flat[:1]).float().sum() * 0.0)
+        temperature = self._temperature if temperature is None else temperature
+        objective = None
+        if token_objective is not None and is_plain_linear(head):
+            logprobs, entropy, objective = chunked_objective(
+                states,
+                batch.target_ids,
+                head,
+                token_objective,
+                temperature=temperature,
+                chunk_tokens=self._chunk_tokens,
+                transform=self._transform,
+            )
+        else:
+            logprobs, entropy = chunked_logprobs(
+                states,
+                batch.target_ids,
+                head,
+                temperature=temperature,
+                chunk_tokens=self._chunk_tokens,
+                transform=self._transform,
+                entropy_gradient=entropy_gradient,
+            )
+        router_loss = None
+        if self._experts_per_token is not None:
+            is_real = batch.segment_ids >= 0
+            router_loss = load_balancing_loss(router_logits, is_real, experts_per_token=self._experts_per_token)
+        return PolicyOutput(logprobs=logprobs, entropy=entropy, objective=objective, router_loss=router_loss)
+
+    def _hidden(self, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """States before the head, (R, T, H), and router logits of each layer where they are asked for."""
+        segment_ids = batch.segment_ids if batch.host_segment_ids is None else batch.host_segment_ids
+        layout = SampleLayout(segment_ids, device=batch.input_ids.device, continuations=batch.continuations)
+        extra = {} if self._experts_per_token is None else {"output_router_logits": True}
+        output = self.model.base_model(
+            input_ids=batch.input_ids,
+            attention_mask=layout.no_padding,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            sample_layout=layout,
+            **extra,
+        )
+        if layout.num_uses < self._num_layers:
+            raise ConfigError(
+                f"model.path: only {layout.num_uses} of {self._num_layers} layers of {type(self.model).__name__} keep packed "
+                "samples apart; this family cannot be trained"
+            )
+        return output.last_hidden_state, getattr(output, "router_logits", None) or ()
+
+
+def load_balancing_loss(
+    router_logits: Sequence[torch.Tensor], is_real: torch.Tensor, *, experts_per_token: int
+) -> torch.Tensor:
+    """num_experts x sum_e f_e P_e over real tokens of all layers together (Switch Transformer, arXiv 2101.03961, equations 4 to 6;
+    for k experts a token as in Mixtral, arXiv 2401.04088: f sums to k, so that even routing costs k).
+
+    f_e: expert e is among the k chosen for this share of tokens. P_e: mean probability that the router gives it.
+
+    Worked example, 2 experts, k = 1, two tokens with probabilities (0.8, 0.2) and (0.6, 0.4): f = (1, 0), P = (0.7, 0.3),
+    loss = 2 x (1 x 0.7 + 0 x 0.3) = 1.4; even routing would cost 1.
+
+    Args:
+        router_logits: of each layer, (tokens, num_experts) or (R, T, num_experts).
+        is_real: which tokens are not padding. (R, T) bool
+
+    Returns:
+        () float32; 0 without real tokens.
+    """
+    mask = is_real.reshape(-1, 1).float()
+    num_experts = router_logits[0].shape[-1]
+    chosen = torch.zeros(num_experts, dtype=torch.float32, device=mask.device)
+    probability = torch.zeros_like(chosen)
+    for logits in router_logits:
+        probabilities = torch.softmax(logits.reshape(-1, num_experts).float(), dim=-1)
+        experts = probabilities.topk(experts_per_token, dim=-1).indices
+        is_chosen = torch.zeros_like(probabilities).scatter_(-1, experts, 1.0)
+        chosen = chosen + (is_chosen * mask).sum(0)
+        probability = probability + (probabilities * mask).sum(0)
+    tokens = (mask.sum() * len(router_logits)).clamp(min=1.0)
+    return num_experts * ((chosen / tokens) * (probability / tokens)).sum()
+
+
+def experts_per_token(model: Any) -> int:
+    """How many experts one token goes to.
+
+    Raises:
+        ConfigError: the model is no mixture of experts, or one that does not say what its router computed.
+    """
+    config = model.config.get_text_config()
+    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
+    count = getattr(config, "num_experts_per_tok", None)
+    if count is None or "router_logits" not in recorded:
+        raise ConfigError(
+            f"model.router_aux_loss: {type(model).__name__} gives no router logits, so there is no load-balancing loss; "
+            "set it to 0"
+        )
+    return int(count)
+
+
+_KEPT_NAMES = (
+    ("aten", "mm"),
+    ("aten", "addmm"),
+    ("aten", "bmm"),
+    ("aten", "baddbmm"),
+    ("aten", "_grouped_mm"),
+    ("aten", "_scaled_dot_product_flash_attention"),
+    ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
+    ("aten", "_scaled_dot_product_efficient_attention"),
+    ("aten", "_scaled_dot_product_cudnn_attention"),
+    ("aten", "_flash_attention_forward"),
+    ("aten", "_efficient_attention_forward"),
+    ("torch_attn", "_varlen_attn"),
+)
+"""Operators whose results `selective` keeps: matrix products and attention, nearly all of the time of a layer."""
+
+
+def recompute_activations(model: Any, mode: Literal["none", "selective", "full"]) -> None:
+    """Make every decoder layer of `model` recompute. Call it before the layers are compiled and sharded.
+
+    Args:
+        mode: full: everything but a layer's input. selective: everything but matrix products and attention.
+    """
+    if mode == "none":
+        return
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
+    if mode == "selective":
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    for layer in decoder_layers(model):
+        layer.forward = partial(_recomputed, layer.forward, settings)
+
+
+def decoder_layers(model: Any) -> Sequence[nn.Module]:
+    """The decoder layers of a Hugging Face causal LM: the longest of its outermost ModuleLists."""
+    lists: list[nn.ModuleList] = []
+    pending: list[nn.Module] = [model]
+    while pending:
+        module = pending.pop()
+        if isinstance(module, nn.ModuleList):
+            lists.append(module)
+        else:
+            pending.extend(module.children())
+    return cast(Sequence[nn.Module], max(lists, key=len)) if lists else []
+
+
+def _recomputed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, **settings, **kwargs)
+
+
+def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _kept() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _kept() -> frozenset[Any]:
+    global _operators
+    if _operators is None:
+        found = (getattr(getattr(torch.ops, library), name, None) for library, name in _KEPT_NAMES)
+        _operators = frozenset(packet.default for packet in found if packet is not None)
+    return _operators
+
+
+_operators: frozenset[Any] | None = None
+
+
+def compile_layers(model: Any) -> None:
+    """Compile the forward of every decoder layer of a Hugging Face causal LM, in place; the first forward pass does the work.
+
+    Call it after adapters were added and before `shard_policy`, whose hooks stay outside. Sizes are dynamic: tokens differ between
+    micro-batches. One row (packed) and several are compiled once each.
+    """
+    for layer in decoder_layers(model):
+        forward = layer.forward
+        if isinstance(forward, partial):
+            # recompute_activations was here: what it recomputes is compiled. Around it, recomputation would be inside the compiled
+            # function, and with the attention that is not compiled there, torch would compile nothing
+            compiled = torch.compile(forward.args[0], dynamic=True)
+            layer.forward = partial(forward.func, compiled, *forward.args[1:], **forward.keywords)
+        else:
+            layer.forward = torch.compile(forward, dynamic=True)
+
+
+def make_mesh(
+    device_type: str, *, world_size: int, num_nodes: int = 1, sharding: Literal["full", "hybrid"] = "full"
+) -> DeviceMesh:
+    """The ranks as FSDP divides them: all of them, or (nodes, ranks of a node) where a node holds a whole copy (HSDP).
+
+    Worked example: 4 ranks on 2 nodes, hybrid -> [[0, 1], [2, 3]], sharded within a row and replicated over rows.
+    """
+    if sharding == "full" or num_nodes == 1:
+        return init_device_mesh(device_type, (world_size,))
+    return init_device_mesh(device_type, (num_nodes, world_size // num_nodes), mesh_dim_names=("replicate", "shard"))
+
+
+def shard_policy(
+    policy: Policy,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+) -> None:
+    """Apply FSDP2 in place: every decoder layer is one unit, the rest (embeddings, norm, head) is the root's. Parameters on "meta"
+    stay there until `load_weights`.
+
+    Args:
+        reshard_after_forward: give a layer's gathered parameters back until the backward pass.
+        cpu_offload: keep the shards in the machine's memory.
+
+    Raises:
+        ConfigError: there is nothing to offload on a CPU.
+    """
+    if cpu_offload and mesh.device_type == "cpu":
+        raise ConfigError(
+            "training.cpu_offload: the trainer runs on the CPU, everything is in the machine's memory already; set it to false"
+        )
+    if not any(parameter.device.type == "meta" for parameter in policy.parameters()):
+        policy.to(mesh.device_type)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    for layer in decoder_layers(policy.model):
+        fully_shard(
+            layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward, offload_policy=offload
+        )
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+
+def reshard(policy: nn.Module) -> None:
+    """Give back every parameter that is gathered; call it after a forward pass that no backward pass follows. What stayed gathered
+    would miss the next update."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
