@@ -39,7 +39,7 @@ def _no_cuda() -> str:
     version = importlib.metadata.version("torch")
     if version.partition("+")[2].startswith("cpu"):
         return f"torch {version} is built for CPUs"
-    if machine.look().gpus:
+    if machine.inspect().gpus:
         return ""
     import torch  # here: it takes seconds; the driver may be one that is found by no file
 

@@ -22,7 +22,7 @@ def validate(config: ConfigArgument, overrides: SetOption = None) -> None:
       grpo-async validate configs/quickstart.yaml --set launch.num_trainer_ranks=2 > resolved.yaml
     """
     from grpo_async.config.loader import dump_config, load_config
-    from grpo_async.launcher.dry_run import plan_only
+    from grpo_async.launcher.plan import plan_only
 
     resolved = load_config(config, overrides or ())
     plan = plan_only(resolved)

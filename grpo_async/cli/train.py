@@ -86,12 +86,12 @@ def train(
 
     from grpo_async.config.loader import load_config
     from grpo_async.display.output import Output, OutputMode
-    from grpo_async.launcher import run
+    from grpo_async.launcher.train import launch
 
     output = Output(OutputMode.of(quiet=quiet, json_logs=json_logs))
     with output.reporting():
         loaded = load_config(config, overrides or ())
-    code = run(loaded, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank, output=output)
+    code = launch(loaded, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank, output=output)
     raise typer.Exit(code)
 
 

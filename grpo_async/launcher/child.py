@@ -15,39 +15,17 @@ from pathlib import Path
 
 import psutil
 
+from grpo_async.cluster.nodes import NODE_RANK_VARIABLE
 from grpo_async.errors import RunError
 from grpo_async.inference.surface import TOKEN_VARIABLE
-from grpo_async.launcher.trainer_plan import ProcessSpec
+from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.launcher.tree import MARK_VARIABLE
-from grpo_async.processes.assignment import (
-    ATTEMPT_VARIABLE,
-    PREFLIGHT_VARIABLE,
-    RESUME_VARIABLE,
-    RUN_DIR_VARIABLE,
-    SERVER_URLS_VARIABLE,
-    STORE_VARIABLE,
-    TRANSPORT_VARIABLE,
-)
-from grpo_async.processes.control import CONTROL_VARIABLE
-from grpo_async.processes.heartbeat import HEARTBEAT_VARIABLE
-from grpo_async.processes.node_place import NODE_RANK_VARIABLE
+from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE
 from grpo_async.processes.wording import describe_exit, tail
 from grpo_async.utils.lifetime import LAUNCHER_PID_VARIABLE
 
 _OF_ANOTHER_RUN = {
-    *(
-        TOKEN_VARIABLE,
-        CONTROL_VARIABLE,
-        HEARTBEAT_VARIABLE,
-        RUN_DIR_VARIABLE,
-        RESUME_VARIABLE,
-        SERVER_URLS_VARIABLE,
-        TRANSPORT_VARIABLE,
-        STORE_VARIABLE,
-        PREFLIGHT_VARIABLE,
-        ATTEMPT_VARIABLE,
-        NODE_RANK_VARIABLE,
-    ),
+    *(TOKEN_VARIABLE, ASSIGNMENT_VARIABLE, NODE_RANK_VARIABLE),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }
 

@@ -9,7 +9,6 @@ The folder of the results is laid out as a run directory, so `inspect-rollouts` 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
@@ -28,12 +27,12 @@ from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.subject import Subject, choose_subject
 from grpo_async.inference.surface import token_from_environment
+from grpo_async.launcher.conduct import carry_out
 from grpo_async.launcher.guardian import private_folder
-from grpo_async.launcher.plan import ProcessPlan, plan_processes
-from grpo_async.launcher.server_keeper import RestartRules
-from grpo_async.launcher.supervisor import Outcome, Supervisor
-from grpo_async.launcher.trainer_plan import Places
+from grpo_async.launcher.plan import ProcessPlan, free_ports, plan_processes
+from grpo_async.launcher.supervisor import Outcome
 from grpo_async.processes import machine as machine_module
+from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.wording import plain
 from grpo_async.rundir import RunDir, write_atomically
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
@@ -155,41 +154,27 @@ def _run(
 ) -> Outcome:
     write_atomically(run_dir.config, _dumped(config))
     attempt = run_dir.new_attempt()
-    ports = () if config.inference.urls else machine_module.free_ports(config.inference.host, config.inference.replicas)
-    with _token(engine, run_dir) as token, private_folder() as private:
-        places = Places(run_dir=run_dir, attempt=attempt, private=private, ports=ports)
+    with contextlib.ExitStack() as stack:
+        is_external = engine.engine == "external"
+        token = token_from_environment() if is_external else stack.enter_context(run_dir.new_token())
         plan = plan_processes(
             config,
             engine=engine,
-            places=places,
-            machine=machine_module.look(),
+            assignment=Assignment(
+                run_dir=run_dir,
+                attempt_dir=attempt,
+                private=stack.enter_context(private_folder()),
+                preflight_only=True,  # nothing to resume: what ends early is begun again
+            ),
+            ports=free_ports(config),
+            machine=machine_module.inspect(),
             token=token,
-            preflight_only=True,  # nothing to resume: what ends early is begun again
             notes=notes,
         )
         plan = _without_trainer(plan)
         write_atomically(run_dir.plan, plan.describe())
         display = output.display(run_name=config.run.name, max_steps=0, run_dir=run_dir, lines_only=True)
-        restarts = RestartRules(max_restarts=config.inference.max_restarts, delay_s=config.inference.restart_delay_s)
-        supervisor = Supervisor(
-            plan,
-            display,
-            stop_timeout_s=config.launch.stop_timeout_s,
-            heartbeat_timeout_s=config.launch.heartbeat_timeout_s,
-            restarts=restarts,
-        )
-        with display:
-            return asyncio.run(supervisor.run())
-
-
-@contextlib.contextmanager
-def _token(engine: EngineChoice, run_dir: RunDir) -> Iterator[str | None]:
-    """The token of the servers: that of running ones from the environment, of our own ones a new one."""
-    if engine.engine == "external":
-        yield token_from_environment()
-        return
-    with run_dir.new_token() as token:
-        yield token
+        return carry_out(config, plan, display)
 
 
 def _without_trainer(plan: ProcessPlan) -> ProcessPlan:
@@ -199,7 +184,6 @@ def _without_trainer(plan: ProcessPlan) -> ProcessPlan:
         plan.trainer,
         name="evaluation",
         command=(python, "-m", "grpo_async.trainer.evaluation_process"),
-        environment={**plan.trainer.environment, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
         log_name="evaluation.log",
         num_processes=1,
     )

@@ -12,20 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo_async.cluster.node_link import NodeLink, Offer
+from grpo_async.cluster.nodes import following_node, shared_token
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
 from grpo_async.launcher.child import Child
 from grpo_async.launcher.guardian import private_folder
 from grpo_async.launcher.liveness import Liveness
-from grpo_async.launcher.plan import ProcessPlan, plan_follower
+from grpo_async.launcher.plan import ProcessPlan, plan_processes
 from grpo_async.launcher.signals import GRACE_S, Signals, end_children, first_of
 from grpo_async.launcher.supervisor import Outcome
-from grpo_async.launcher.trainer_plan import Places
 from grpo_async.launcher.tree import ProcessTree, adopting_orphans
 from grpo_async.processes import machine as machine_module
+from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.failures import explain
-from grpo_async.processes.node_place import NodePlace, address_towards_leader, shared_token, socket_names
 from grpo_async.rundir import RunDir
+from grpo_async.servers.engine_choice import choose_engine
 
 _KILL_TIMEOUT_S = 10.0
 _MARGIN_S = 60.0  # for node 0 to end its servers and to say how the run went
@@ -46,10 +47,9 @@ class Follower:
         self._config = config
         self._run_dir = run_dir
         self._output = output
-        self._rank = rank
         self._amend = amend
         self._token = shared_token()
-        self._address, self._own_address = address_towards_leader(config)
+        self._node = following_node(config, rank)
 
     async def run(self) -> Outcome:
         """Join, train, end. Call it from the main thread.
@@ -62,8 +62,8 @@ class Follower:
         with self._signals.installed(), private_folder() as private:
             link = await NodeLink.join(
                 self._config,
-                address=self._address,
-                rank=self._rank,
+                address=self._node.address,
+                rank=self._node.rank,
                 token=self._token,
                 run_dir=self._run_dir,
                 interrupted=self._signals.arrived,
@@ -79,7 +79,7 @@ class Follower:
 
     async def _follow(self, link: NodeLink, private: Path) -> Outcome:
         plan = self._amend(self._plan(link.offer, private))
-        self._say(f"{plan.describe()}\nnode {self._rank} has joined node 0 ({self._address})")
+        self._say(f"{plan.describe()}\nnode {self._node.rank} has joined node 0 ({self._node.address})")
         await first_of(self._signals, [], [link.started, link.ended])
         if self._signals.first is not None:
             link.signal(self._signals.first)
@@ -88,14 +88,14 @@ class Follower:
             return self._ended(link)
         tree = ProcessTree()
         self._liveness = Liveness(
-            plan.places.heartbeat,
+            plan.assignment.heartbeat_socket,
             timeout_s=self._config.launch.heartbeat_timeout_s,
-            logs=plan.places.attempt,
+            logs=plan.assignment.attempt_dir,
             warn=self._say,
         )
         async with self._liveness:
-            trainer = await Child.spawn(plan.trainer, plan.places.attempt)
-            self._say(f"node {self._rank} trains; log: {trainer.log}")
+            trainer = await Child.spawn(plan.trainer, plan.assignment.attempt_dir)
+            self._say(f"node {self._node.rank} trains; log: {trainer.log}")
             try:
                 return await self._watch(link, trainer)
             finally:
@@ -159,23 +159,21 @@ class Follower:
         return Outcome(exit_code=self._signals.exit_code, error=f"{self._signals.first.name} {when}")
 
     def _plan(self, offer: Offer, private: Path) -> ProcessPlan:
-        attempt = self._run_dir.logs / offer.attempt
-        return plan_follower(
-            self._config,
-            node=NodePlace(
-                rank=self._rank,
-                count=self._config.launch.nodes,
-                address=self._address,
-                store_port=offer.store_port,
-                own_address=self._own_address,
-                socket_names=socket_names(self._own_address),
-            ),
-            places=Places(run_dir=self._run_dir, attempt=attempt, private=private, ports=()),
-            machine=machine_module.look(),
-            token=self._token,
+        assignment = Assignment(
+            run_dir=self._run_dir,
+            attempt_dir=self._run_dir.logs / offer.attempt,
+            private=private,
             server_urls=offer.server_urls,
             transport=offer.transport,
             resume_step=offer.resume_step,
+            node=self._node.model_copy(update={"store_port": offer.store_port}),
+        )
+        return plan_processes(
+            self._config,
+            engine=choose_engine(self._config),
+            assignment=assignment,
+            machine=machine_module.inspect(),
+            token=self._token,
         )
 
     def _say(self, text: str) -> None:

@@ -1,9 +1,11 @@
-"""The processes of a run, as data: commands, environment, ports, threads, devices. A pure function of its arguments.
+"""The processes of a run, as data: commands, environment, ports, threads, devices.
 
-    plan = plan_processes(config, engine=..., places=..., machine=...)
+    plan = plan_processes(config, engine=..., assignment=..., machine=...)
     print(plan.describe())
 
-Secrets travel by environment only, and `describe` shows neither the token nor anything else of the environment.
+One machine: the trainer's ranks meet through private files, and nothing listens beyond loopback. Several: torchrun on each of
+them, and one store that node 0's torchrun opens on the address of `launch.rdzv` and on no other (launcher.torchrun). Secrets
+travel by environment only, and `describe` shows neither the token nor anything else of the environment.
 """
 
 from __future__ import annotations
@@ -11,28 +13,38 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
+from grpo_async.cluster.nodes import socket_names
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.inference.surface import TOKEN_VARIABLE, TransportKind
-from grpo_async.launcher.layout import MemorySplit, plan_transport, share_gpus
-from grpo_async.launcher.trainer_plan import (
-    Places,
-    ProcessSpec,
-    threads_environment,
-    trainer_spec,
-    visible_gpus,
-)
+from grpo_async.inference.surface import TOKEN_VARIABLE
+from grpo_async.launcher.gpus import MemorySplit, plan_transport, share_gpus
+from grpo_async.launcher.torchrun import RENDEZVOUS_BACKEND
+from grpo_async.processes import machine as machine_module
+from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
 from grpo_async.processes.machine import Machine
-from grpo_async.processes.node_place import NodePlace
-from grpo_async.rundir import attempt_config
-from grpo_async.servers.engine_choice import EngineChoice
+from grpo_async.rundir import RunDir, attempt_config
+from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 
 _FOLLOWS = "node 0 looks after the servers"
-_ALONE = NodePlace()
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to connect to instead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One child. `environment` holds what is added to the caller's, `threads` are the CPU threads of each process."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    log_name: str
+    num_processes: int
+    threads: int
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +53,14 @@ class ProcessPlan:
 
     run_name: str
     engine: EngineChoice
-    server_urls: tuple[str, ...]
+    assignment: Assignment
     servers: tuple[ProcessSpec, ...]
     trainer: ProcessSpec
-    places: Places
-    resume_step: int | None
-    transport: TransportKind = "gloo"
-    preflight_only: bool = False
     num_gpus: int | None = None
     """That this machine has for the run; None: not known."""
     facts: tuple[tuple[str, str], ...] = ()
     """Further lines of the description: weights, TLS, memory; (name, text)."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
@@ -60,169 +68,160 @@ class ProcessPlan:
 
     def describe(self) -> str:
         """The plan for humans; also the content of plan.txt."""
-        start = "from the beginning" if self.resume_step is None else f"from the checkpoint of step {self.resume_step}"
-        if self.preflight_only:
+        given = self.assignment
+        start = (
+            "from the beginning" if given.resume_step is None else f"from the checkpoint of step {given.resume_step}"
+        )
+        if given.preflight_only:
             start = "checks only"
         external = "" if self.servers or self.engine.reason == _FOLLOWS else " (not started by this run)"
         lines = [
             f"run        {self.run_name}, {start}",
-            f"directory  {self.places.run_dir.root}",
+            f"directory  {given.run_dir.root}",
             f"engine     {self.engine.engine}: {self.engine.reason}",
-            *(f"server     {url}{external}" for url in self.server_urls),
+            *(f"server     {url}{external}" for url in given.server_urls),
             *(f"{name:<10} {text}" for name, text in self.facts),
         ]
         for spec in self.processes:
             where = f"GPU {','.join(spec.gpus)}" if spec.gpus else "CPU"
+            processes = "process" if spec.num_processes == 1 else "processes"
+            threads = "CPU thread" if spec.threads == 1 else "CPU threads"
             lines += [
                 "",
-                f"{spec.name}: {_count(spec.num_processes, 'process', 'processes')}, "
-                f"{_count(spec.threads, 'CPU thread', 'CPU threads')} each, {where}",
+                f"{spec.name}: {spec.num_processes} {processes}, {spec.threads} {threads} each, {where}",
                 f"  command  {shlex.join(spec.command)}",
-                f"  log      {self.places.attempt / spec.log_name}",
+                f"  log      {given.attempt_dir / spec.log_name}",
             ]
         if self.notes:
             lines += ["", *(f"note: {note}" for note in self.notes)]
         return "\n".join(lines) + "\n"
 
 
+def plan_only(config: ExperimentConfig) -> ProcessPlan:
+    """The processes that `config` would start; looks at the machine, not at the files that `config` names."""
+    return plan_processes(
+        config,
+        engine=choose_engine(config),
+        assignment=dry_assignment(config, node_rank=0),
+        ports=free_ports(config),
+        machine=machine_module.inspect(),
+        token=None,
+    )
+
+
+def dry_assignment(config: ExperimentConfig, *, node_rank: int, resume_step: int | None = None) -> Assignment:
+    """Of a run that is not started: names of the right shape. Nothing is made or looked up; port 0 stands for one that is chosen at
+    the start, and the other machines need not be there."""
+    run_dir = RunDir(config.run_path.absolute())
+    node = Node()
+    if config.launch.nodes > 1:
+        host, _ = config.launch.meeting_point
+        own = host if node_rank == 0 else ""
+        node = Node(rank=node_rank, count=config.launch.nodes, address=host, own_address=own)
+    return Assignment(
+        run_dir=run_dir,
+        attempt_dir=run_dir.logs / "attempt_N",
+        private=Path(tempfile.gettempdir()) / "grpo-async-RANDOM",
+        resume_step=resume_step,
+        node=node,
+    )
+
+
+def free_ports(config: ExperimentConfig) -> tuple[int, ...]:
+    """One for each server that the run starts; nothing holds them."""
+    if config.inference.urls:
+        return ()
+    return machine_module.free_ports(config.inference.host, config.inference.replicas)
+
+
 def plan_processes(
     config: ExperimentConfig,
     *,
     engine: EngineChoice,
-    places: Places,
+    assignment: Assignment,
+    ports: Sequence[int] = (),
     machine: Machine,
     token: str | None,
     memory: MemorySplit | None = None,
-    resume_step: int | None = None,
-    preflight_only: bool = False,
     notes: Sequence[str] = (),
-    node: NodePlace = _ALONE,
 ) -> ProcessPlan:
-    """Plan the processes of one run; of several machines, those of node 0 (of the others: `plan_follower`).
+    """Plan the processes of this machine: servers and torchrun; torchrun alone on a machine that follows node 0.
 
     Args:
-        node: this machine among those of the run.
+        assignment: of node 0, without `server_urls` and `transport`, which are planned here; of a machine that follows, whole.
+        ports: of the servers, which keep them over restarts.
         token: guards the servers; None only with servers that ask for none.
-        memory: of a GPU that the trainer shares with vLLM, see layout.split_memory.
+        memory: of a GPU that the trainer shares with vLLM, see gpus.split_memory.
         notes: shown with the plan, after its own.
 
     Raises:
         ConfigError: `weights.transport` or `inference.vllm.sleep_while_training` is impossible here.
     """
-    if config.inference.vllm.sleep_while_training and not (engine.engine == "vllm" and engine.on_gpu):
+    node = assignment.node
+    facts = list(_nodes_facts(config, node))
+    if node.rank > 0:
+        engine = EngineChoice(engine="external", reason=_FOLLOWS)
+    elif config.inference.vllm.sleep_while_training and not (engine.engine == "vllm" and engine.on_gpu):
         raise ConfigError(
             f"inference.vllm.sleep_while_training: only a vLLM that this run starts on a GPU can sleep, and the engine is "
             f"{engine.engine}{'' if engine.on_gpu else ' without a GPU'}; leave the setting out"
         )
     shares = share_gpus(config, engine, machine.gpus)
-    transport, reason = plan_transport(config, engine, shares)
-    if engine.engine == "external":
-        urls = tuple(config.inference.urls)
-    else:
-        urls = tuple(_url(config.inference.scheme, config.inference.host, port) for port in places.ports)
-    # where everything is on one machine, NCCL must not meet on another address of it
-    is_here = sys.platform == "linux" and engine.engine != "external" and node.is_alone
-    common = {
-        **common_environment(machine, token, node),
-        **({"NCCL_SOCKET_IFNAME": "lo"} if is_here else {}),
-    }
-    servers = (
-        ()
-        if engine.engine == "external"
-        else tuple(
-            _server(config, engine, places, machine, common, memory=memory, index=index, gpus=gpus)
-            for index, gpus in enumerate(shares.servers)
+    if node.rank == 0:
+        transport, reason = plan_transport(config, engine, shares)
+        urls = tuple(config.inference.urls) or tuple(
+            _url(config.inference.scheme, config.inference.host, port) for port in ports
         )
+        assignment = assignment.model_copy(update={"server_urls": urls, "transport": transport})
+        facts += _facts(config, f"{transport}: {reason}", memory)
+    environment = _common_environment(machine, token, node)
+    if sys.platform == "linux" and engine.engine != "external" and node.is_alone:
+        environment["NCCL_SOCKET_IFNAME"] = "lo"  # everything is here: NCCL must not meet on another address
+    servers = tuple(
+        _server(config, engine, assignment, machine, environment, port, memory=memory, index=index, gpus=gpus)
+        for index, (port, gpus) in enumerate(zip(ports, shares.servers, strict=False))
     )
-    trainer = trainer_spec(
-        config,
-        places,
-        machine,
-        common,
-        node=node,
-        gpus=shares.trainer,
-        server_urls=urls,
-        transport=transport,
-        resume_step=resume_step,
-        preflight_only=preflight_only,
-    )
+    trainer = _trainer(config, assignment, machine, environment, shares.trainer)
     return ProcessPlan(
         run_name=config.run.name,
         engine=engine,
-        server_urls=urls,
+        assignment=assignment,
         servers=servers,
         trainer=trainer,
-        places=places,
-        resume_step=resume_step,
-        preflight_only=preflight_only,
-        transport=transport,
         num_gpus=len(machine.gpus),
-        facts=(*_nodes_facts(config, node), *_facts(config, transport, reason, memory)),
+        facts=tuple(facts),
         notes=(*shares.notes, *_own_notes(config, machine, [*servers, trainer], memory), *notes),
     )
 
 
-def plan_follower(
-    config: ExperimentConfig,
-    *,
-    node: NodePlace,
-    places: Places,
-    machine: Machine,
-    token: str | None = None,
-    server_urls: Sequence[str] = (),
-    transport: TransportKind = "gloo",
-    resume_step: int | None = None,
-) -> ProcessPlan:
-    """Plan the processes of a machine that follows node 0: torchrun with its ranks, and nothing else.
-
-    Args:
-        server_urls: as node 0 says, like `transport` and `resume_step`.
-    """
-    engine = EngineChoice(engine="external", reason=_FOLLOWS)
-    shares = share_gpus(config, engine, machine.gpus)
-    trainer = trainer_spec(
-        config,
-        places,
-        machine,
-        common_environment(machine, token, node),
-        node=node,
-        gpus=shares.trainer,
-        server_urls=server_urls,
-        transport=transport,
-        resume_step=resume_step,
-    )
-    return ProcessPlan(
-        run_name=config.run.name,
-        engine=engine,
-        server_urls=tuple(server_urls),
-        servers=(),
-        trainer=trainer,
-        places=places,
-        resume_step=resume_step,
-        transport=transport,
-        num_gpus=len(machine.gpus),
-        facts=tuple(_nodes_facts(config, node)),
-        notes=(*shares.notes, *_own_notes(config, machine, [trainer], None)),
-    )
-
-
-def common_environment(machine: Machine, token: str | None, node: NodePlace) -> dict[str, str]:
+def _common_environment(machine: Machine, token: str | None, node: Node) -> dict[str, str]:
     """What every process of a run gets."""
     return {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.working_dir), machine.python_path])),
         **({TOKEN_VARIABLE: token} if token else {}),
-        **(node.socket_names or {}),
+        **socket_names(node.own_address),
     }
+
+
+def _threads_environment(count: int) -> dict[str, str]:
+    """CPU threads of a process, for every library that has a say."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(count))
+
+
+def _visible_gpus(gpus: tuple[str, ...] | None) -> dict[str, str]:
+    """Hide all other GPUs from a process; nothing where `gpus` is None."""
+    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def _server(
     config: ExperimentConfig,
     engine: EngineChoice,
-    places: Places,
+    assignment: Assignment,
     machine: Machine,
     common: Mapping[str, str],
+    port: int,
     *,
     memory: MemorySplit | None,
     index: int,
@@ -236,16 +235,16 @@ def _server(
     return ProcessSpec(
         name="inference server" if is_alone else f"inference server {index}",
         command=(
-            *(machine.python, "-m", "grpo_async", command, str(attempt_config(places.attempt))),
-            *("--port", str(places.ports[index])),
+            *(machine.python, "-m", "grpo_async", command, str(attempt_config(assignment.attempt_dir))),
+            *("--port", str(port)),
             *split,
         ),
         environment={
             **common,
-            **threads_environment(config.inference.threads),
-            **visible_gpus(gpus),
+            **_threads_environment(config.inference.threads),
+            **_visible_gpus(gpus),
             # unix sockets between vLLM's processes: by default in a folder that everybody can list
-            **({"VLLM_RPC_BASE_PATH": str(places.private)} if engine.engine == "vllm" else {}),
+            **({"VLLM_RPC_BASE_PATH": str(assignment.private)} if engine.engine == "vllm" else {}),
         },
         log_name="server.log" if is_alone else f"server_{index}.log",
         num_processes=1,
@@ -254,7 +253,61 @@ def _server(
     )
 
 
-def _nodes_facts(config: ExperimentConfig, node: NodePlace) -> Iterator[tuple[str, str]]:
+def _trainer(
+    config: ExperimentConfig,
+    assignment: Assignment,
+    machine: Machine,
+    common: Mapping[str, str],
+    gpus: tuple[str, ...] | None,
+) -> ProcessSpec:
+    """torchrun with the ranks of this machine."""
+    launch, node = config.launch, assignment.node
+    alone: dict[str, str] = {}
+    if node.is_alone:
+        meeting = (
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(assignment.private / "rendezvous")),
+            *("--rdzv-conf", "store_type=file"),
+        )
+        # torchrun would otherwise listen on every interface, for a store that the ranks do not use
+        alone = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        if sys.platform == "linux":
+            alone["GLOO_SOCKET_IFNAME"] = "lo"
+    else:
+        host = f"[{node.address}]" if ":" in node.address else node.address
+        settings = f"rank={node.rank},timeout={max(1, round(launch.rdzv_timeout_s))}"
+        meeting = (
+            *("--rdzv-backend", RENDEZVOUS_BACKEND),
+            *("--rdzv-endpoint", f"{host}:{node.store_port}", "--rdzv-conf", settings),
+        )
+    return ProcessSpec(
+        name="trainer",
+        command=(
+            *(machine.python, "-m", "grpo_async.launcher.torchrun"),
+            *("--nnodes", str(node.count), "--nproc-per-node", str(launch.num_trainer_ranks), "--max-restarts", "0"),
+            *meeting,
+            # without an address the host's name is looked up
+            *("--rdzv-id", config.run.name, "--local-addr", node.own_address or "127.0.0.1"),
+            # of its own; without a place it makes a folder in the temporary directory, and leaves it there
+            *("--log-dir", str(assignment.private / "torchrun")),
+            *("-m", "grpo_async.trainer.main"),
+        ),
+        environment={
+            **common,
+            **_threads_environment(launch.trainer_threads),
+            **_visible_gpus(gpus),
+            **alone,
+            # a generator of rows that walks a set then gives the same rows to a resumed run
+            "PYTHONHASHSEED": "0",
+            ASSIGNMENT_VARIABLE: assignment.model_dump_json(),
+        },
+        log_name="trainer.log" if node.rank == 0 else f"trainer_node{node.rank}.log",
+        num_processes=launch.num_trainer_ranks,
+        threads=launch.trainer_threads,
+        gpus=gpus or (),
+    )
+
+
+def _nodes_facts(config: ExperimentConfig, node: Node) -> Iterator[tuple[str, str]]:
     """Which machine does what; nothing where there is one."""
     if node.is_alone:
         return
@@ -270,18 +323,15 @@ def _nodes_facts(config: ExperimentConfig, node: NodePlace) -> Iterator[tuple[st
         leads = "leads: run directory, spawned servers, progress; " if rank == 0 else ""
         here = " (this machine)" if rank == node.rank else f": grpo-async train CONFIG --node-rank {rank}"
         yield f"node {rank}", f"{leads}{own}{here}"
-    names = node.socket_names or {}
-    if names:
+    if names := socket_names(node.own_address):
         yield (
             "interface",
             f"{', '.join(sorted(set(names.values())))} ({node.own_address}), for {' and '.join(sorted(names))}",
         )
 
 
-def _facts(
-    config: ExperimentConfig, transport: TransportKind, reason: str, memory: MemorySplit | None
-) -> Iterator[tuple[str, str]]:
-    yield "weights", f"{transport}: {reason}; requests in flight: {config.weights.mode} (weights.mode)"
+def _facts(config: ExperimentConfig, weights: str, memory: MemorySplit | None) -> Iterator[tuple[str, str]]:
+    yield "weights", f"{weights}; requests in flight: {config.weights.mode} (weights.mode)"
     tls = config.inference.tls
     if tls is not None:
         own = f"certificate {tls.certificate}, " if tls.certificate is not None else ""
@@ -306,7 +356,3 @@ def _own_notes(
 def _url(scheme: str, host: str, port: int) -> str:
     host = _WILDCARDS.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"

@@ -23,7 +23,7 @@ import psutil
 
 from grpo_async.errors import RunError
 from grpo_async.launcher.child import Child, mark_of
-from grpo_async.launcher.trainer_plan import ProcessSpec
+from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.launcher.tree import ProcessTree
 from grpo_async.processes.wording import describe_exit
 

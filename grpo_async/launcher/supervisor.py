@@ -26,10 +26,9 @@ from grpo_async.errors import DeadlineError
 from grpo_async.launcher.child import Child
 from grpo_async.launcher.liveness import Liveness
 from grpo_async.launcher.place_watch import PlaceWatch
-from grpo_async.launcher.plan import ProcessPlan
+from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
 from grpo_async.launcher.server_keeper import RestartRules, ServerEvent, ServerKeepers
 from grpo_async.launcher.signals import Signals, end_children, first_of
-from grpo_async.launcher.trainer_plan import ProcessSpec
 from grpo_async.launcher.tree import ProcessTree, adopting_orphans
 from grpo_async.processes.control import ControlServer
 from grpo_async.processes.failures import explain
@@ -89,13 +88,13 @@ class Supervisor:
             tree = ProcessTree()
             self._servers = ServerKeepers(self._plan.servers, self, spawn=self._spawn, tree=tree, rules=self._restarts)
             try:
-                places, warn = self._plan.places, self._display.warning
+                given, warn = self._plan.assignment, self._display.warning
                 self._liveness = Liveness(
-                    places.heartbeat, timeout_s=self._heartbeat_timeout_s, logs=places.attempt, warn=warn
+                    given.heartbeat_socket, timeout_s=self._heartbeat_timeout_s, logs=given.attempt_dir, warn=warn
                 )
-                self._place = PlaceWatch(places.run_dir.root)
-                self._config_text = places.run_dir.config.read_text(encoding="utf-8")
-                listening = ControlServer(places.control_socket, self._on_message, warn)
+                self._place = PlaceWatch(given.run_dir.root)
+                self._config_text = given.run_dir.config.read_text(encoding="utf-8")
+                listening = ControlServer(given.control_socket, self._on_message, warn)
                 async with listening as control, self._liveness, self._place:
                     self._control = control
                     return await self._supervise_with_nodes(control)
@@ -160,9 +159,9 @@ class Supervisor:
     async def _lose_place(self, failure: str, control: ControlServer, trainer: Child) -> Outcome:
         """The weights are all that is left: they are saved in a directory made anew, where nobody has put another one."""
         if trainer.is_running and self._place.is_free:
-            places = self._plan.places
-            places.run_dir.create(self._config_text)
-            places.attempt.mkdir(parents=True, exist_ok=True)
+            given = self._plan.assignment
+            given.run_dir.create(self._config_text)
+            given.attempt_dir.mkdir(parents=True, exist_ok=True)
             self._display.phase("the run directory is gone: saving in a new one")
             control.request_stop("the run directory is gone")
             await first_of(self._signals, [trainer], timeout_s=self._stop_timeout_s)
@@ -210,11 +209,11 @@ class Supervisor:
         assert hub.failure is not None
         if hub.has_lost_a_node:
             return hub.failure
-        words = explain(self._plan.places.attempt, self._liveness.failures)
+        words = explain(self._plan.assignment.attempt_dir, self._liveness.failures)
         return hub.failure if words is None else f"{words}\nreported by {hub.failed_node}"
 
     async def _spawn(self, spec: ProcessSpec, life: int = 0) -> Child:
-        child = await Child.spawn(spec, self._plan.places.attempt, life=life)
+        child = await Child.spawn(spec, self._plan.assignment.attempt_dir, life=life)
         self._children.append(child)
         return child
 
@@ -258,7 +257,7 @@ class Supervisor:
 
     def _judge(self, trainer: Child, exit_code: int) -> Outcome:
         status = trainer.exited.result()
-        if self._plan.preflight_only and self._checks is not None and exit_code == 0:
+        if self._plan.assignment.preflight_only and self._checks is not None and exit_code == 0:
             failed = [check.name for check in self._checks if check.status == "fail"]
             if failed:
                 words = f"preflight: {len(failed)} of {len(self._checks)} checks failed: {', '.join(failed)}"
@@ -274,11 +273,11 @@ class Supervisor:
     def _trainer_failure(self, trainer: Child) -> str:
         status = trainer.exited.result()
         if status == 0:
-            result = "the result of its checks" if self._plan.preflight_only else "a summary"
+            result = "the result of its checks" if self._plan.assignment.preflight_only else "a summary"
             return f"the trainer ended without {result}\n{trainer.describe_end()}"
         if self._hub is not None and self._hub.has_lost_a_node:
             return self._nodes_failure(self._hub)
-        words = explain(self._plan.places.attempt, self._liveness.failures) or self._reported_failure
+        words = explain(self._plan.assignment.attempt_dir, self._liveness.failures) or self._reported_failure
         words = "\nafter that ".join(filter(None, [self._liveness.silent(), words])) or None
         if words is None or status < 0:
             return "\n".join(filter(None, [words, f"the {trainer.describe_end()}"]))
@@ -288,9 +287,9 @@ class Supervisor:
         return Outcome(exit_code=1, error="\n".join(filter(None, [what, self._how_to_continue()])))
 
     def _how_to_continue(self) -> str:
-        if self._plan.preflight_only:
+        if self._plan.assignment.preflight_only:
             return ""
-        run_dir = self._plan.places.run_dir
+        run_dir = self._plan.assignment.run_dir
         steps = run_dir.checkpoint_steps()
         if not steps:
             trained = run_dir.metrics.exists() and run_dir.metrics.stat().st_size > 0

@@ -6,15 +6,12 @@ and their ranks meet in a store that node 0's agent opens on one address (torchr
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_async.processes.assignment import ATTEMPT_VARIABLE
+from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.failures import RankExit, write_rank_exits
 from grpo_async.processes.heartbeat import AGENT, Heartbeat
-from grpo_async.processes.node_place import NODE_RANK_VARIABLE
 from grpo_async.utils.lifetime import die_with_launcher
 
 if TYPE_CHECKING:
@@ -26,7 +23,8 @@ RENDEZVOUS_BACKEND = "grpo_async"
 
 def main() -> int:
     die_with_launcher()
-    Heartbeat(AGENT)
+    assignment = Assignment.from_environment()
+    Heartbeat(AGENT, assignment.heartbeat_socket)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -41,9 +39,7 @@ def main() -> int:
             RankExit(rank=rank, pid=failure.pid, time=failure.timestamp, exit_code=failure.exitcode)
             for rank, failure in failures
         ]
-        attempt = os.environ.get(ATTEMPT_VARIABLE)
-        if attempt:
-            write_rank_exits(Path(attempt), exits, node_rank=int(os.environ.get(NODE_RANK_VARIABLE, "0")))
+        write_rank_exits(assignment.attempt_dir, exits, node_rank=assignment.node.rank)
         return 1
     return 0
 

@@ -1,5 +1,7 @@
 """From a configuration to an exit code: check, plan, prepare the run directory, supervise, report.
 
+config -> checks -> plan -> run directory -> supervisor { inference server, torchrun { trainer ranks } } -> summary
+
 User faults are raised (ConfigError) before anything is started. What goes wrong later is printed to stderr here,
 because only here is it known when the live panel is gone, and becomes exit code 1.
 """
@@ -7,138 +9,97 @@ because only here is it known when the live panel is gone, and becomes exit code
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.checks.report import Check
 from grpo_async.cluster.node_hub import HubListener, NodeHub
 from grpo_async.cluster.node_link import Offer, leave_mark, own_versions
+from grpo_async.cluster.nodes import choose_node_rank, leading_node, shared_token
 from grpo_async.cluster.slurm import note_job
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
 from grpo_async.inference.surface import token_from_environment
-from grpo_async.launcher.conduct import conduct, report_end
-from grpo_async.launcher.dry_run import dry_run_node, dry_run_places, free_ports
-from grpo_async.launcher.final_report import end_with_report
+from grpo_async.launcher.conduct import conduct, end_with_report, report_end
 from grpo_async.launcher.follower import Follower
+from grpo_async.launcher.gpus import split_memory
 from grpo_async.launcher.guardian import private_folder
-from grpo_async.launcher.layout import split_memory
-from grpo_async.launcher.plan import ProcessPlan, plan_follower, plan_processes
+from grpo_async.launcher.plan import ProcessPlan, dry_assignment, free_ports, plan_processes
 from grpo_async.launcher.prepare import Start, check_start, empty, lock, set_aside_broken, writing
 from grpo_async.launcher.signals import unwinding
 from grpo_async.launcher.supervisor import Outcome
-from grpo_async.launcher.trainer_plan import Places
 from grpo_async.processes import machine as machine_module
-from grpo_async.processes.machine import Machine
-from grpo_async.processes.node_place import NodePlace, choose_node_rank, leading_address, shared_token, socket_names
+from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.rundir import RunDir, write_atomically
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 
-_ALONE = NodePlace()
+_ALONE = Node()
+_FROM_THE_BEGINNING = Start(resume_step=None)
 Amend = Callable[[ProcessPlan], ProcessPlan]
 
 
 def launch(
     config: ExperimentConfig,
     *,
-    resume: str | None,
-    clean: bool,
-    dry_run: bool,
+    resume: str | None = None,
+    clean: bool = False,
+    dry_run: bool = False,
     node_rank: int | None = None,
     preflight_only: bool = False,
     on_checks: Callable[[Sequence[Check]], None] = lambda checks: None,
     amend: Amend = lambda plan: plan,
     output: Output | None = None,
 ) -> int:
-    """Run one experiment; returns the exit code. See `grpo_async.launcher.run`.
+    """Run an experiment to its end, with all its processes; call it from the main thread.
 
     Args:
-        node_rank: of this machine; None: see node_place.choose_node_rank. Of several, node 0 decides all that concerns the run
+        resume: None begins a new run; "auto" goes on from the newest whole checkpoint, "40" from that of step 40.
+        clean: remove an old run of the same name first.
+        dry_run: check, print the plan and the resolved configuration, start and write nothing.
+        node_rank: of this machine; None: see nodes.choose_node_rank. Of several, node 0 decides all that concerns the run
             directory (`resume`, `clean`); the others follow it.
         preflight_only: start the processes, make the checks before the first step, print them and end everything: exit code 0
             when none failed, else 1. Everything is written to a temporary run directory; that of `config` is not touched.
         on_checks: with `preflight_only`, gets the checks at the end, if they were made.
         amend: changes the plan before it is carried out (other commands for the same roles).
-        output: how it tells of itself; None: everything on stdout.
+        output: how it tells of itself; None: everything, as a dashboard on a terminal and as lines elsewhere.
+
+    Returns:
+        The exit code: 0 finished, 1 failed (the cause is on stderr), 130 after SIGINT, 143 after SIGTERM or SIGHUP.
 
     Raises:
-        ConfigError: the input is wrong; nothing was started.
+        ConfigError: the configuration, or something that it names, is wrong; nothing was started.
+        RunError: a child could not be started at all, or the machine has no usable temporary folder.
     """
     output = output or Output()
     with output.reporting():
-        return _launch(
-            config,
-            resume=resume,
-            clean=clean,
-            dry_run=dry_run,
-            node_rank=node_rank,
-            preflight_only=preflight_only,
-            on_checks=on_checks,
-            amend=amend,
-            output=output,
-        )
-
-
-def _launch(
-    config: ExperimentConfig,
-    *,
-    resume: str | None,
-    clean: bool,
-    dry_run: bool,
-    node_rank: int | None,
-    preflight_only: bool,
-    on_checks: Callable[[Sequence[Check]], None],
-    amend: Amend,
-    output: Output,
-) -> int:
-    from grpo_async.config.loader import dump_config
-
-    if preflight_only:
-        config, alone = _on_one_machine(config)
+        alone: tuple[str, ...] = ()
         rank = 0
-    else:
-        alone = ()
-        rank = 0 if dry_run and node_rank is None else choose_node_rank(config, node_rank)
-    engine = choose_engine(config)
-    notes = [*check_inputs(config, engine=engine, node_rank=rank, deep=dry_run), *alone]
-    if rank > 0 and not dry_run:
-        return _follow(config, output, rank=rank, amend=amend)
-    if preflight_only:
-        return _preflight(config, engine, output, notes=notes, on_checks=on_checks, amend=amend)
-    start = check_start(config, resume=resume, clean=clean)
-    run_dir = RunDir(config.run_path.absolute())
-    if dry_run:
-        machine = machine_module.look()
-        places = dry_run_places(run_dir, config)
-        node = dry_run_node(config, rank)
-        if rank == 0:
-            plan = _plan(config, engine, machine, places, token=None, start=start, notes=notes, node=node)
-        else:
-            plan = plan_follower(config, node=node, places=places, machine=machine)
-        plan = amend(plan)
-        output.answer(f"{plan.describe()}\n{dump_config(config)}dry run: nothing was started or written")
-        return 0
-    node = _lead_nodes(config)
-    with lock(run_dir):
-        start = check_start(config, resume=resume, clean=clean)  # again: another launcher may have had it until now
-        with writing(run_dir):
-            if clean or start.is_reused:
-                empty(run_dir, keeps_logs=not clean)
-            set_aside_broken(run_dir, start)
-        outcome = _run(config, engine, run_dir, output, start=start, notes=notes, amend=amend, node=node)
-        return end_with_report(outcome, config, run_dir, output)
-
-
-def _follow(config: ExperimentConfig, output: Output, *, rank: int, amend: Amend) -> int:
-    run_dir = RunDir(config.run_path.absolute())
-    outcome = asyncio.run(Follower(config, run_dir, output, rank=rank, amend=amend).run())
-    return report_end(outcome, run_dir, output)
+        if preflight_only:
+            config, alone = _on_one_machine(config)
+        elif node_rank is not None or not dry_run:
+            rank = choose_node_rank(config, node_rank)
+        engine = choose_engine(config)
+        notes = (*check_inputs(config, engine=engine, node_rank=rank, deep=dry_run), *alone)
+        launcher = _Launcher(config, engine, output, notes, amend)
+        if preflight_only:
+            return launcher.preflight(on_checks)
+        if rank > 0 and not dry_run:
+            return launcher.follow(rank)
+        start = check_start(config, resume=resume, clean=clean)
+        if dry_run:
+            return launcher.describe(rank, start)
+        node = leading_node(config)
+        with lock(launcher.run_dir):
+            start = check_start(config, resume=resume, clean=clean)  # again: another launcher may have had it until now
+            return launcher.lead(node, start, clean=clean)
 
 
 def _on_one_machine(config: ExperimentConfig) -> tuple[ExperimentConfig, tuple[str, ...]]:
@@ -151,149 +112,126 @@ def _on_one_machine(config: ExperimentConfig) -> tuple[ExperimentConfig, tuple[s
     return config.model_copy(update={"launch": launch_section}), (note,)
 
 
-def _lead_nodes(config: ExperimentConfig) -> NodePlace:
-    """This machine's place as node 0, before anything is written.
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """One command, whose configuration has been checked."""
 
-    Raises:
-        ConfigError: the machines could not meet here.
-    """
-    if config.launch.nodes == 1:
-        return NodePlace()
-    shared_token()
-    address = leading_address(config)
-    _, port = config.launch.meeting_point
-    machine_module.check_can_listen(address, port, "launch.rdzv")
-    return NodePlace(
-        count=config.launch.nodes,
-        address=address,
-        store_port=machine_module.free_ports(address, 1)[0],
-        own_address=address,
-        socket_names=socket_names(address),
-    )
+    config: ExperimentConfig
+    engine: EngineChoice
+    output: Output
+    notes: tuple[str, ...]
+    amend: Amend
 
+    @property
+    def run_dir(self) -> RunDir:
+        return RunDir(self.config.run_path.absolute())
 
-def _preflight(
-    config: ExperimentConfig,
-    engine: EngineChoice,
-    output: Output,
-    *,
-    notes: Sequence[str],
-    on_checks: Callable[[Sequence[Check]], None],
-    amend: Amend,
-) -> int:
-    folder = Path(tempfile.mkdtemp(prefix="grpo-async-preflight-"))
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
-    run_dir = RunDir(config.run_path)
-    keep = False
-    try:
-        start = Start(resume_step=None)
-        outcome = _run(config, engine, run_dir, output, start=start, notes=notes, amend=amend, preflight_only=True)
-        if outcome.checks is not None:
-            on_checks(outcome.checks)
-        keep = outcome.exit_code == 1 and outcome.checks is None  # it broke: the logs say more than the error
-        if keep:
-            outcome = Outcome(exit_code=1, error=f"{outcome.error}\nthe logs are kept: {run_dir.logs}")
-        return report_end(outcome, run_dir, output)
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+    def describe(self, rank: int, start: Start) -> int:
+        """Print the plan of machine `rank` and the configuration."""
+        from grpo_async.config.loader import dump_config
 
+        assignment = dry_assignment(self.config, node_rank=rank, resume_step=start.resume_step)
+        plan = self._plan(assignment, free_ports(self.config) if rank == 0 else (), token=None, start=start)
+        self.output.answer(f"{plan.describe()}\n{dump_config(self.config)}dry run: nothing was started or written")
+        return 0
 
-def _run(
-    config: ExperimentConfig,
-    engine: EngineChoice,
-    run_dir: RunDir,
-    output: Output,
-    *,
-    start: Start,
-    notes: Sequence[str],
-    amend: Amend,
-    preflight_only: bool = False,
-    node: NodePlace = _ALONE,
-) -> Outcome:
-    from grpo_async.config.loader import dump_config
+    def follow(self, rank: int) -> int:
+        """Take part in a run that another machine leads."""
+        follower = Follower(self.config, self.run_dir, self.output, rank=rank, amend=self.amend)
+        return report_end(asyncio.run(follower.run()), self.run_dir, self.output)
 
-    machine = machine_module.look()
-    with writing(run_dir):
-        run_dir.create(dump_config(config))
-        attempt = run_dir.new_attempt()
-        note_job(attempt)
-    with unwinding(), _token(engine, run_dir, node) as token, private_folder() as private:
-        places = Places(run_dir=run_dir, attempt=attempt, private=private, ports=free_ports(config))
-        plan = amend(
-            _plan(
-                config,
-                engine,
-                machine,
-                places,
-                token=token,
-                start=start,
-                notes=notes,
+    def lead(self, node: Node, start: Start, *, clean: bool) -> int:
+        """Train in the run directory, which is ours."""
+        with writing(self.run_dir):
+            if clean or start.is_reused:
+                empty(self.run_dir, keeps_logs=not clean)
+            set_aside_broken(self.run_dir, start)
+        return end_with_report(self._run(start, node=node), self.config, self.run_dir, self.output)
+
+    def preflight(self, on_checks: Callable[[Sequence[Check]], None]) -> int:
+        """Make the checks in a temporary run directory."""
+        folder = Path(tempfile.mkdtemp(prefix="grpo-async-preflight-"))
+        run = self.config.run.model_copy(update={"dir": folder})
+        elsewhere = _Launcher(
+            self.config.model_copy(update={"run": run}), self.engine, self.output, self.notes, self.amend
+        )
+        keep = False
+        try:
+            outcome = elsewhere._run(_FROM_THE_BEGINNING, preflight_only=True)
+            if outcome.checks is not None:
+                on_checks(outcome.checks)
+            keep = outcome.exit_code == 1 and outcome.checks is None  # it broke: the logs say more than the error
+            if keep:
+                logs = elsewhere.run_dir.logs
+                outcome = Outcome(exit_code=1, error=f"{outcome.error}\nthe logs are kept: {logs}")
+            return report_end(outcome, elsewhere.run_dir, self.output)
+        finally:
+            if not keep:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _run(self, start: Start, *, preflight_only: bool = False, node: Node = _ALONE) -> Outcome:
+        from grpo_async.config.loader import dump_config
+
+        config, run_dir = self.config, self.run_dir
+        with writing(run_dir):
+            run_dir.create(dump_config(config))
+            attempt = run_dir.new_attempt()
+            note_job(attempt)
+        with unwinding(), ExitStack() as stack:
+            if self.engine.engine == "external" or not node.is_alone:
+                token = token_from_environment()  # that of running servers, or of several machines
+            else:
+                with writing(run_dir):
+                    token = stack.enter_context(run_dir.new_token())
+            assignment = Assignment(
+                run_dir=run_dir,
+                attempt_dir=attempt,
+                private=stack.enter_context(private_folder()),
+                resume_step=start.resume_step,
                 preflight_only=preflight_only,
                 node=node,
             )
+            plan = self._plan(assignment, free_ports(config), token=token, start=start)
+            with writing(run_dir):
+                write_atomically(run_dir.plan, plan.describe())
+            self.output.start(run_name=config.run.name, directory=run_dir.root, pid=os.getpid(), plan=plan.describe())
+            return conduct(config, plan, self.output, _hub_maker(config, plan))
+
+    def _plan(self, assignment: Assignment, ports: Sequence[int], *, token: str | None, start: Start) -> ProcessPlan:
+        machine = machine_module.inspect()
+        leads = assignment.node.rank == 0
+        return self.amend(
+            plan_processes(
+                self.config,
+                engine=self.engine,
+                assignment=assignment,
+                ports=ports,
+                machine=machine,
+                token=token,
+                memory=split_memory(self.config, self.engine, machine.gpus, machine.gpu_bytes) if leads else None,
+                notes=(*start.notes, *self.notes) if leads else (),
+            )
         )
-        with writing(run_dir):
-            write_atomically(run_dir.plan, plan.describe())
-        output.start(run_name=config.run.name, directory=run_dir.root, pid=os.getpid(), plan=plan.describe())
-        return conduct(config, plan, output, _hub_maker(config, plan, node))
 
 
-@contextlib.contextmanager
-def _token(engine: EngineChoice, run_dir: RunDir, node: NodePlace) -> Iterator[str | None]:
-    """The token of the servers: that of running ones, and that of several machines, from the environment; else a new one."""
-    if engine.engine == "external" or not node.is_alone:
-        yield token_from_environment()
-        return
-    with contextlib.ExitStack() as stack:
-        with writing(run_dir):
-            token = stack.enter_context(run_dir.new_token())
-        yield token
-
-
-def _plan(
-    config: ExperimentConfig,
-    engine: EngineChoice,
-    machine: Machine,
-    places: Places,
-    *,
-    token: str | None,
-    start: Start,
-    notes: Sequence[str],
-    preflight_only: bool = False,
-    node: NodePlace = _ALONE,
-) -> ProcessPlan:
-    return plan_processes(
-        config,
-        engine=engine,
-        places=places,
-        machine=machine,
-        token=token,
-        memory=split_memory(config, engine, machine.gpus, machine.gpu_bytes),
-        resume_step=start.resume_step,
-        preflight_only=preflight_only,
-        notes=(*start.notes, *notes),
-        node=node,
-    )
-
-
-def _hub_maker(config: ExperimentConfig, plan: ProcessPlan, node: NodePlace) -> Callable[[HubListener], NodeHub] | None:
+def _hub_maker(config: ExperimentConfig, plan: ProcessPlan) -> Callable[[HubListener], NodeHub] | None:
     """Builds node 0's channel to the other machines; None where there are none."""
     from grpo_async.config.loader import dump_config
 
+    given, node = plan.assignment, plan.assignment.node
     if node.is_alone:
         return None
     mark = secrets.token_hex(16)
-    leave_mark(plan.places.attempt, mark)
+    leave_mark(given.attempt_dir, mark)
     offer = Offer(
         config=dump_config(config),
         versions=own_versions(),
-        attempt=plan.places.attempt.name,
+        attempt=given.attempt_dir.name,
         mark=mark,
         store_port=node.store_port,
-        server_urls=plan.server_urls,
-        transport=plan.transport,
-        resume_step=plan.resume_step,
+        server_urls=given.server_urls,
+        transport=given.transport,
+        resume_step=given.resume_step,
     )
     _, port = config.launch.meeting_point
 

@@ -1,88 +1,94 @@
-"""What the launcher tells a trainer rank, by environment variables (see launch.plan, which sets them)."""
+"""What the launcher tells the trainer's processes: one record, as JSON in one environment variable (launcher.plan sets it)."""
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TransportKind
 from grpo_async.rundir import RunDir
 
-ATTEMPT_VARIABLE = "GRPO_ASYNC_ATTEMPT_DIR"
-RUN_DIR_VARIABLE = "GRPO_ASYNC_RUN_DIR"
-SERVER_URLS_VARIABLE = "GRPO_ASYNC_SERVER_URLS"
-"""A JSON list."""
-TRANSPORT_VARIABLE = "GRPO_ASYNC_TRANSPORT"
-RESUME_VARIABLE = "GRPO_ASYNC_RESUME"
-STORE_VARIABLE = "GRPO_ASYNC_STORE"
-"""A file through which the ranks meet; unset: at torchrun's address."""
-PREFLIGHT_VARIABLE = "GRPO_ASYNC_PREFLIGHT_ONLY"
-"""Set to 1 for a trainer that makes its checks and ends: exit code 0 when none failed, else 1."""
+ASSIGNMENT_VARIABLE = "GRPO_ASYNC_ASSIGNMENT"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """One rank's place in the run. `store_file` is where the ranks meet; None: in the store of torchrun (several machines)."""
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rundir: RunDir
+
+class Node(_Record):
+    """One machine among those that train. With one machine nothing but the defaults."""
+
+    rank: int = 0
+    count: int = 1
+    address: str = ""
+    """Node 0's: the store of the trainer's ranks listens there, at `store_port`."""
+    store_port: int = 0
+    own_address: str = ""
+    """This machine's, in the same network."""
+
+    @property
+    def is_alone(self) -> bool:
+        return self.count == 1
+
+
+class Assignment(_Record):
+    """One process of the trainer, and what it works on.
+
+    Worked example: on the second of two machines with two ranks each, torchrun's second process has node.rank 1, rank 3,
+    local_rank 1 and world_size 4.
+    """
+
+    run_dir: RunDir
     attempt_dir: Path
-    server_urls: tuple[str, ...]
+    """Folder of this attempt's logs."""
+    private: Path
+    """A folder that only this user can enter, of this machine: sockets, the files through which ranks meet."""
+    server_urls: tuple[str, ...] = ()
     """A server's index is its place in here; it keeps its URL over restarts."""
     transport: TransportKind = "gloo"
     """How weights travel, as planned from `weights.transport` and the devices."""
-    rank: int
-    local_rank: int
-    world_size: int
-    num_nodes: int = 1
-    node_rank: int = 0
-    """Of this machine among `num_nodes`; each has world_size / num_nodes ranks, in the order of the machines."""
-    store_file: Path | None
-    resume_step: int | None
+    resume_step: int | None = None
     preflight_only: bool = False
     """Make the checks of `grpo-async preflight`, report them and end: exit code 0 when none failed, else 1."""
+    node: Node = Node()
+    rank: int = 0
+    """Of this process among `world_size`, over all machines; torchrun sets it, like the other two."""
+    local_rank: int = 0
+    world_size: int = 1
+
+    @property
+    def control_socket(self) -> Path:
+        """Of the launcher, for rank 0 (processes.control)."""
+        return self.private / "control"
+
+    @property
+    def heartbeat_socket(self) -> Path:
+        """Of the launcher (launcher.liveness)."""
+        return self.private / "heartbeat"
+
+    @property
+    def store(self) -> Path | None:
+        """The file through which the ranks meet; None: in the store of torchrun (several machines)."""
+        return self.private / "store" if self.node.is_alone else None
 
     @classmethod
     def from_environment(cls) -> Assignment:
-        """Read the variables.
+        """Read the variable, and torchrun's.
 
         Raises:
-            ConfigError: one is missing or is nonsense (the trainer was started by hand).
+            ConfigError: it is missing or is nonsense (the trainer was started by hand).
         """
         env = os.environ
         try:
-            rundir = RunDir(Path(env[RUN_DIR_VARIABLE]))
-            urls = json.loads(env[SERVER_URLS_VARIABLE])
-            transport = env[TRANSPORT_VARIABLE]
-            rank, local_rank, world_size = int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
-            num_nodes, node_rank = int(env.get("GROUP_WORLD_SIZE", "1")), int(env.get("GROUP_RANK", "0"))
+            given = cls.model_validate_json(env[ASSIGNMENT_VARIABLE])
+            ranks = {
+                name: int(env[name.upper()]) for name in ("rank", "local_rank", "world_size") if name.upper() in env
+            }
         except KeyError as error:
-            raise ConfigError(
-                f"${error.args[0]} is not set; start the trainer with `grpo-async train CONFIG`"
-            ) from error
-        except ValueError as error:
-            raise ConfigError(
-                f"the launcher's variables are broken ({error}); start with `grpo-async train`"
-            ) from error
-        if not isinstance(urls, list) or transport not in get_args(TransportKind):
-            raise ConfigError(
-                f"${SERVER_URLS_VARIABLE} or ${TRANSPORT_VARIABLE} is broken; start with `grpo-async train`"
-            )
-        resume, store = env.get(RESUME_VARIABLE), env.get(STORE_VARIABLE)
-        return cls(
-            rundir=rundir,
-            attempt_dir=Path(env.get(ATTEMPT_VARIABLE, str(rundir.latest_logs))),
-            server_urls=tuple(str(url) for url in urls),
-            transport=cast(TransportKind, transport),
-            rank=rank,
-            local_rank=local_rank,
-            world_size=world_size,
-            num_nodes=num_nodes,
-            node_rank=node_rank,
-            store_file=Path(store) if store else None,
-            resume_step=int(resume) if resume else None,
-            preflight_only=bool(env.get(PREFLIGHT_VARIABLE)),
-        )
+            raise ConfigError(f"${ASSIGNMENT_VARIABLE} is not set; start with `grpo-async train CONFIG`") from error
+        except (ValidationError, ValueError) as error:
+            raise ConfigError(f"${ASSIGNMENT_VARIABLE} is broken ({error}); start with `grpo-async train`") from error
+        return given.model_copy(update=ranks)

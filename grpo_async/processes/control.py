@@ -23,7 +23,6 @@ import atexit
 import contextlib
 import json
 import logging
-import os
 import queue
 import socket
 import threading
@@ -33,7 +32,6 @@ from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
-CONTROL_VARIABLE = "GRPO_ASYNC_CONTROL"
 LAUNCHER_GONE = "the launcher is gone"
 
 _CLOSE_TIMEOUT_S = 5.0  # for the last messages (summary, failed) to leave the process
@@ -71,12 +69,6 @@ class ControlClient:
             self._writer = threading.Thread(target=self._write, args=(self._socket,), name="control-write", daemon=True)
             self._writer.start()
             atexit.register(self.close)  # daemon threads die with the interpreter; the summary must not
-
-    @classmethod
-    def from_environment(cls) -> Self:
-        """A client of $GRPO_ASYNC_CONTROL; a null object when the variable is unset (trainer started by hand)."""
-        path = os.environ.get(CONTROL_VARIABLE)
-        return cls(Path(path) if path else None)
 
     @property
     def on_server(self) -> ServerListener | None:

@@ -43,8 +43,8 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     place = Assignment.from_environment()
-    heartbeat = Heartbeat(f"{name} {place.rank}")
-    control = ControlClient.from_environment() if place.rank == 0 else ControlClient(None)
+    heartbeat = Heartbeat(f"{name} {place.rank}", place.heartbeat_socket)
+    control = ControlClient(place.control_socket if place.rank == 0 else None)
     code = 0
     try:
         with forwarding_warnings(lambda text: control.send("warning", text=text)):

@@ -18,8 +18,6 @@ import threading
 import time
 from pathlib import Path
 
-HEARTBEAT_VARIABLE = "GRPO_ASYNC_HEARTBEAT"
-"""The launcher's socket; unset: nobody listens."""
 STACKS_SIGNAL = signal.SIGUSR2
 INTERVAL_S = 1.0
 AGENT = "torchrun"
@@ -34,30 +32,25 @@ def stacks_file(heartbeat: Path, pid: int) -> Path:
 
 
 class Heartbeat:
-    """Of this process, from construction on. Without a launcher it does nothing.
+    """Of this process, from construction on.
 
     Args:
         name: of the process, for the user ("trainer rank 0").
+        path: of the launcher's socket.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, path: Path) -> None:
         self._name = name
-        self._socket: socket.socket | None = None
-        path = os.environ.get(HEARTBEAT_VARIABLE)
-        if path is None:
-            return
-        self._stacks = stacks_file(Path(path), os.getpid()).open("w", encoding="utf-8")  # open as long as the process
+        self._stacks = stacks_file(path, os.getpid()).open("w", encoding="utf-8")  # open as long as the process
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.connect(path)  # a datagram socket only keeps the address
+        self._socket.connect(str(path))  # a datagram socket only keeps the address
         with contextlib.suppress(BlockingIOError):
             self._socket.send(self._message(), socket.MSG_DONTWAIT)  # from here on it is known, and judged
         threading.Thread(target=self._beat, args=(self._socket,), name="heartbeat", daemon=True).start()
 
     def failed(self, rank: int, error: str, trace: str) -> None:
         """Say why this process ends, for the case that no file can be written."""
-        if self._socket is None:
-            return
         words = {
             "rank": rank, "time": time.time(), "error": error[:_LONGEST_WORDS], "traceback": trace[-_LONGEST_WORDS:],
         }  # fmt: skip

@@ -31,7 +31,7 @@ class Machine:
     """The caller's PYTHONPATH."""
 
 
-def look() -> Machine:
+def inspect() -> Machine:
     """This machine, as the plan sees it."""
     gpus = _gpus()
     return Machine(

@@ -45,7 +45,7 @@ def join_process_group(place: Assignment, config: ExperimentConfig) -> None:
     kind = device_kind(config)
     if kind == "cuda":
         torch.cuda.set_device(place.local_rank)
-    store = dist.FileStore(str(place.store_file), place.world_size) if place.store_file else None
+    store = dist.FileStore(str(place.store), place.world_size) if place.store else None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
         store=store,
@@ -87,7 +87,7 @@ def build_workplace(
     )
     workplace = Workplace(
         config=config,
-        rundir=place.rundir,
+        rundir=place.run_dir,
         policy=policy,
         optimizer=make_optimizer(policy, config.optimizer),
         objective=objective,
@@ -99,7 +99,7 @@ def build_workplace(
             device=torch.device("cpu") if place.transport == "gloo" else device,
         ),
         channel=CommandChannel(timeout_s=patience_s),
-        checkpoints=CheckpointWriter(place.rundir, timeout_s=config.training.collective_timeout_s, timeline=timeline),
+        checkpoints=CheckpointWriter(place.run_dir, timeout_s=config.training.collective_timeout_s, timeline=timeline),
         tokenizer=tokenizer,
         device=device,
         num_ranks=place.world_size,

@@ -29,7 +29,7 @@ def evaluate(place: Assignment, config: ExperimentConfig, control: ControlClient
 
     with ExitStack() as stack:
         fleet = open_fleet(config, place.server_urls, control, stack)
-        store = stack.enter_context(RolloutStore(place.rundir.rollouts, settings=all_groups(config.record.rollouts)))
+        store = stack.enter_context(RolloutStore(place.run_dir.rollouts, settings=all_groups(config.record.rollouts)))
         control.send("phase", name="waiting for the server")
         _take_servers(config, fleet, control)
         fleet.start()
@@ -43,7 +43,7 @@ def evaluate(place: Assignment, config: ExperimentConfig, control: ControlClient
             return  # stopped
         info = next((server.info for server in fleet.serving() if server.info is not None), None)
         result["engine"] = "unknown" if info is None else info.engine
-        write_atomically(place.rundir.root / RESULT_NAME, json.dumps(result, indent=2))
+        write_atomically(place.run_dir.root / RESULT_NAME, json.dumps(result, indent=2))
         control.send("summary", summary=result)
 
 

@@ -87,9 +87,9 @@ class _Leader:
         self._stack = stack
         self._phases = RunPhases(control, timeline)
         stack.callback(self._phases.end)
-        self._state = load_state(place.rundir, place.resume_step) if place.resume_step is not None else None
+        self._state = load_state(place.run_dir, place.resume_step) if place.resume_step is not None else None
         self._progress: dict[str, Any] = dict(self._state.progress) if self._state else {}
-        self._keeper = CheckpointKeeper(place.rundir, config.checkpoint, resumed_step=place.resume_step)
+        self._keeper = CheckpointKeeper(place.run_dir, config.checkpoint, resumed_step=place.resume_step)
         self._fleet = open_fleet(config, place.server_urls, control, stack)
         stack.callback(watch_servers(self._fleet, timeline).close)
         self._engine = "unknown"
@@ -102,9 +102,13 @@ class _Leader:
         if self._place.resume_step is not None:
             workplace = self._workplace
             load_tensors(
-                self._place.rundir, self._place.resume_step, workplace.policy, workplace.optimizer, seed=config.run.seed
+                self._place.run_dir,
+                self._place.resume_step,
+                workplace.policy,
+                workplace.optimizer,
+                seed=config.run.seed,
             )
-            set_aside_later_checkpoints(self._place.rundir, self._place.resume_step)
+            set_aside_later_checkpoints(self._place.run_dir, self._place.resume_step)
             side.supersede()  # not before: a start that fails leaves the run's files as they are
         self._phases.begin("waiting for the server")
         self._fleet.start()
@@ -140,7 +144,7 @@ class _Leader:
 
     def _build_rollout_side(self) -> RolloutSide:
         store = self._stack.enter_context(
-            RolloutStore(self._place.rundir.rollouts, settings=self._config.record.rollouts)
+            RolloutStore(self._place.run_dir.rollouts, settings=self._config.record.rollouts)
         )
         side = build_rollout_side(
             self._config,
@@ -156,7 +160,7 @@ class _Leader:
     def _build_evaluations(self, side: RolloutSide, start: int) -> RunEvaluations:
         evaluations = RunEvaluations(
             self._config,
-            self._place.rundir,
+            self._place.run_dir,
             source=side.source,
             side=side.evaluation,
             start=start,
@@ -174,7 +178,7 @@ class _Leader:
 
     def _build_loop(self, side: RolloutSide, meter: PipelineMeter, start: int) -> LeaderLoop:
         config, workplace = self._config, self._workplace
-        log = self._stack.enter_context(MetricsLog(self._place.rundir.metrics, first_step=start + 1))
+        log = self._stack.enter_context(MetricsLog(self._place.run_dir.metrics, first_step=start + 1))
         transport = WeightTransport(
             self._place.transport,
             host=weights_host(config),
@@ -194,7 +198,7 @@ class _Leader:
             timeline=self._timeline,
         )
         is_run = not self._place.preflight_only  # a preflight is no run that anybody wants to see in a tracker
-        trackers = self._trackers = open_trackers(config, self._place.rundir) if is_run else Trackers(())
+        trackers = self._trackers = open_trackers(config, self._place.run_dir) if is_run else Trackers(())
         self._stack.push(lambda kind, *_: trackers.close(failed=kind is not None))
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
@@ -295,7 +299,7 @@ class _Leader:
         self._engine = next(server.info.engine for server in servers if server.info)
         context = PreflightContext(
             config=self._config,
-            rundir=self._place.rundir,
+            rundir=self._place.run_dir,
             renderer=self._renderer,
             servers=servers,
             prompts=side.first_prompts,
@@ -364,7 +368,7 @@ class _Leader:
         """The model was exported before the last evaluation."""
         summary = self._evaluations.summary()
         if summary is not None and summary["after"]:
-            write_model_card(self._place.rundir.model, self._config, step=step, evaluation=summary["after"])
+            write_model_card(self._place.run_dir.model, self._config, step=step, evaluation=summary["after"])
 
     def _watch_for_stalls(self, side: RolloutSide, loop: LeaderLoop) -> None:
         guard = self._guard = StallGuard(
@@ -401,9 +405,9 @@ class _Leader:
             failures=self._fleet.failures,
             meter=meter.summary(),
             evaluation=self._evaluations.summary(),
-            learning=judge(Evidence.read(self._place.rundir)),
+            learning=judge(Evidence.read(self._place.run_dir)),
             ledger=side.source.ledger_snapshot(),
             memory=self._memory(),
         )
-        write_atomically(self._place.rundir.summary, json.dumps(summary, indent=2))
+        write_atomically(self._place.run_dir.summary, json.dumps(summary, indent=2))
         self._control.send("summary", summary=summary)

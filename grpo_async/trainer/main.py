@@ -17,7 +17,7 @@ from grpo_async.trainer.run_timeline import attempt
 
 def run_rank(place: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
     """The whole life of this rank."""
-    timeline = open_timeline(place.rundir.events, config.record.timeline) if place.rank == 0 else NO_TIMELINE
+    timeline = open_timeline(place.run_dir.events, config.record.timeline) if place.rank == 0 else NO_TIMELINE
     with attempt(timeline, place):
         _run(place, config, control, timeline)
 
@@ -48,7 +48,7 @@ def _run(place: Assignment, config: ExperimentConfig, control: ControlClient, ti
         else:
             if place.resume_step is not None:
                 load_tensors(
-                    place.rundir,
+                    place.run_dir,
                     place.resume_step,
                     workplace.policy,
                     workplace.optimizer,

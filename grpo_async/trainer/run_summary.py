@@ -39,7 +39,7 @@ def run_summary(
     return {
         "status": "finished" if is_finished else "stopped",
         "steps": steps,
-        "model": str(place.rundir.model) if is_finished else None,
+        "model": str(place.run_dir.model) if is_finished else None,
         "num_devices": place.world_size,
         "engine": engine,
         "on_gpu": on_gpu,

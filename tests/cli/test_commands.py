@@ -60,7 +60,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls[-1]["mode"] = None if output is None else output.mode
         return 7
 
-    monkeypatch.setattr("grpo_async.launcher.run", run)
+    monkeypatch.setattr("grpo_async.launcher.train.launch", run)
     return calls
 
 
@@ -207,7 +207,7 @@ def test_own_errors_are_messages_and_exit_codes(
     def run(*_: object, **__: object) -> int:
         raise error
 
-    monkeypatch.setattr("grpo_async.launcher.run", run)
+    monkeypatch.setattr("grpo_async.launcher.train.launch", run)
     result = _invoke("train", config)
     assert (result.exit_code, result.stderr) == (code, f"{error}\n")
 
@@ -216,7 +216,7 @@ def test_an_interrupt_is_exit_code_130(config: str, monkeypatch: pytest.MonkeyPa
     def run(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("grpo_async.launcher.run", run)
+    monkeypatch.setattr("grpo_async.launcher.train.launch", run)
     assert _invoke("train", config).exit_code == 130
 
 
@@ -224,7 +224,7 @@ def test_an_error_that_is_a_bug_is_not_hidden(config: str, monkeypatch: pytest.M
     def run(*_: object, **__: object) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("grpo_async.launcher.run", run)
+    monkeypatch.setattr("grpo_async.launcher.train.launch", run)
     assert isinstance(_invoke("train", config).exception, ZeroDivisionError)
 
 

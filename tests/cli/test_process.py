@@ -104,12 +104,12 @@ def test_a_reader_that_leaves_early_causes_no_traceback(folder: Path) -> None:
 def test_an_interrupt_ends_a_command_with_130(folder: Path) -> None:
     script = """
 import os, signal, sys
-import grpo_async.launcher
+import grpo_async.launcher.train
 from grpo_async.cli import main
 def run(*arguments, **options):
     os.kill(os.getpid(), signal.SIGINT)
     signal.pause()
-grpo_async.launcher.run = run
+grpo_async.launcher.train.launch = run
 main(["train", "x.yaml"])
 """
     done = _python("-c", script, folder=folder)

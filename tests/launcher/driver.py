@@ -45,9 +45,6 @@ def main(options: dict[str, Any]) -> int:
     )
     code = launch(
         config,
-        resume=None,
-        clean=False,
-        dry_run=False,
         node_rank=options.get("node_rank"),
         preflight_only=options.get("preflight", False),
         amend=amend,

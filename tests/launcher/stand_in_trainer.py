@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
 from grpo_async.processes.failures import write_failure
@@ -48,8 +49,9 @@ class ServedRun:
     """A trainer that takes every server as serving when it starts. It appends the news of servers to FOLDER/news, asks for a
     restart of server 0 on SIGUSR1, and finishes on SIGUSR2."""
 
-    def __init__(self, control: ControlClient, folder: Path, *, marks_restarts: bool) -> None:
+    def __init__(self, control: ControlClient, folder: Path, *, num_servers: int, marks_restarts: bool) -> None:
         self._control = control
+        self._num_servers = num_servers
         self._news = (folder / "news").open("a", buffering=1)
         self._marks_restarts = marks_restarts
         self._finished = threading.Event()
@@ -57,7 +59,7 @@ class ServedRun:
     def run(self) -> int:
         signal.signal(signal.SIGUSR1, lambda *_: self._ask_restart())
         signal.signal(signal.SIGUSR2, lambda *_: self._finished.set())
-        for index in range(len(json.loads(os.environ["GRPO_ASYNC_SERVER_URLS"]))):
+        for index in range(self._num_servers):
             self._control.send("server_serving", index=index)
         self._control.on_server = self._take
         self._control.send("phase", name="servers serve")
@@ -110,18 +112,19 @@ def preflight_checks(mode: str) -> list[dict[str, str]]:
 
 def main(mode: str, folder: Path) -> int:
     die_with_parent()
-    rank = int(os.environ.get("RANK", "0"))
+    assignment = Assignment.from_environment()
+    rank = assignment.rank
     if mode == "start-helper":  # a process that outlives its parent, ignores SIGTERM and leaves the session
         helper = subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True)
         leave_pid(folder, "helper", helper.pid)
     if mode == "full-disk" and rank == 1:
         leave_pid(folder, "rank1")
         run_process("trainer rank", fails_on_a_full_disk)
-    Heartbeat(f"trainer rank {rank}")
+    Heartbeat(f"trainer rank {rank}", assignment.heartbeat_socket)
     leave_pid(folder, f"rank{rank}")
     if mode == "never-connect":
         threading.Event().wait(LIMIT_S)
-    control = ControlClient.from_environment() if rank == 0 else ControlClient(None)
+    control = ControlClient(assignment.control_socket if rank == 0 else None)
     control.send("phase", name="training")
     if mode == "hold":
         threading.Thread(target=holds_the_interpreter, daemon=True).start()
@@ -129,22 +132,23 @@ def main(mode: str, folder: Path) -> int:
         signal.signal(signal.SIGUSR1, lambda *_: None)
         leave_pid(folder, "ready")
         signal.pause()
-        write_failure(Path(os.environ["GRPO_ASYNC_ATTEMPT_DIR"]), rank, TimeoutError("rank 0 sends nothing"))
+        write_failure(assignment.attempt_dir, rank, TimeoutError("rank 0 sends nothing"))
         return 1
     if mode == "kill-rank-1" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if mode == "fail" and rank == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+    if mode == "fail" and rank == assignment.world_size - 1:
         try:
             raise ZeroDivisionError("no samples")
         except ZeroDivisionError as error:
-            write_failure(Path(os.environ["GRPO_ASYNC_ATTEMPT_DIR"]), rank, error)
+            write_failure(assignment.attempt_dir, rank, error)
         return 1
     if mode == "silent":
         return 0
     if mode in ("served", "served-once"):
-        return ServedRun(control, folder, marks_restarts=mode == "served").run()
+        num_servers = len(assignment.server_urls)
+        return ServedRun(control, folder, num_servers=num_servers, marks_restarts=mode == "served").run()
     if mode in ("preflight-pass", "preflight-fail"):
-        write_atomically(folder / "preflight", os.environ.get("GRPO_ASYNC_PREFLIGHT_ONLY", ""))
+        write_atomically(folder / "preflight", str(assignment.preflight_only))
         control.send("preflight", checks=preflight_checks(mode))
         control.close()
         return int(mode == "preflight-fail")

@@ -15,30 +15,27 @@ from rich.console import Console
 
 from grpo_async.display.output import Output
 from grpo_async.display.summary import print_summary
-from grpo_async.launcher import final_report
-from grpo_async.launcher.final_report import end_with_report, write_final_report
+from grpo_async.launcher import conduct
+from grpo_async.launcher.conduct import end_with_report
 from grpo_async.launcher.supervisor import Outcome
 from grpo_async.rundir import RunDir
 from tests.launcher.support import make_config
 from tests.viewer.report.support import steps, write_run
 
+FINISHED = Outcome(exit_code=0, summary={"status": "finished"})
 
-def _write(folder: Path, run_dir: RunDir, **record: object) -> Path | None:
-    return write_final_report(
-        make_config(folder, record={"report": True, **record}), run_dir, Output(console=Console(file=io.StringIO()))
-    )
+
+def _end(folder: Path, run_dir: RunDir, outcome: Outcome = FINISHED, *, report: bool = True) -> int:
+    config = make_config(folder, record={"report": report})
+    return end_with_report(outcome, config, run_dir, Output(console=Console(file=io.StringIO())))
 
 
 def test_the_report_of_a_run_is_written_by_a_child(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, metrics=steps(6), state="failed", error="the trainer ended")
-    assert _write(tmp_path, run_dir) == run_dir.report
-    assert "the trainer ended" in run_dir.report.read_text(encoding="utf-8")
-
-
-def test_no_report_is_written_where_it_is_switched_off(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, metrics=steps(6))
-    assert _write(tmp_path, run_dir, report=False) is None
+    assert _end(tmp_path, run_dir, report=False) == 0
     assert not run_dir.report.exists()
+    assert _end(tmp_path, run_dir, Outcome(exit_code=1, error="the trainer ended")) == 1
+    assert "the trainer ended" in run_dir.report.read_text(encoding="utf-8")
 
 
 def test_a_report_that_fails_is_a_warning_with_the_command_to_try_again(
@@ -46,23 +43,10 @@ def test_a_report_that_fails_is_a_warning_with_the_command_to_try_again(
 ) -> None:
     run_dir = write_run(tmp_path, metrics=steps(6))
     run_dir.report.mkdir()  # nothing can be put in its place
-    assert _write(tmp_path, run_dir) is None
+    assert _end(tmp_path, run_dir) == 0
     said = capsys.readouterr().err
     assert said.startswith("warning: there is no report.html: ")
     assert f"try again: grpo-async report {run_dir.root}" in said
-
-
-def test_a_report_that_hangs_is_given_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = write_run(tmp_path, metrics=steps(6))
-    hanging = tmp_path / "python"
-    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
-    hanging.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(hanging))
-    monkeypatch.setattr(final_report, "_TIMEOUT_S", 0.5)
-    assert _write(tmp_path, run_dir) is None
-    assert "it was not done after 0.5 s" in capsys.readouterr().err
 
 
 def test_the_summary_names_the_report_first(tmp_path: Path) -> None:
@@ -84,7 +68,7 @@ def _hanging_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return pid
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_during_the_report_ends_it_after_the_summary_and_leaves_the_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -118,14 +102,15 @@ def test_a_signal_during_the_report_ends_it_after_the_summary_and_leaves_the_exi
         os.kill(int(pid.read_text()), 0)
 
 
-def test_after_a_stop_the_report_has_little_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("outcome", "limit"),
+    [(FINISHED, "_REPORT_TIMEOUT_S"), (Outcome(exit_code=143), "_REPORT_TIMEOUT_AFTER_STOP_S")],
+)
+def test_a_report_that_hangs_is_given_up_and_sooner_after_a_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, outcome: Outcome, limit: str
 ) -> None:
-    assert final_report._TIMEOUT_AFTER_STOP_S <= 15.0
     run_dir = write_run(tmp_path, metrics=steps(6))
     _hanging_python(tmp_path, monkeypatch)
-    monkeypatch.setattr(final_report, "_TIMEOUT_AFTER_STOP_S", 0.5)
-    config = make_config(tmp_path, record={"report": True})
-    stopped = Outcome(exit_code=143, summary={"status": "stopped"})
-    assert end_with_report(stopped, config, run_dir, Output(console=Console(file=io.StringIO()))) == 143
+    monkeypatch.setattr(conduct, limit, 0.5)
+    assert _end(tmp_path, run_dir, outcome) == outcome.exit_code
     assert "it was not done after 0.5 s" in capsys.readouterr().err

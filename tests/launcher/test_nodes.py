@@ -14,20 +14,21 @@ from typing import Any, cast
 
 import pytest
 
-from grpo_async.cluster import node_channel, node_link
+from grpo_async.cluster import node_channel, node_link, nodes
 from grpo_async.cluster.node_channel import LostError, NodeChannel, apply, connect, proof
 from grpo_async.cluster.node_hub import NodeHub
 from grpo_async.cluster.node_link import NodeLink, Offer, leave_mark, own_versions
+from grpo_async.cluster.nodes import choose_node_rank, leading_node, socket_names
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.errors import ConfigError, DeadlineError
-from grpo_async.launcher.plan import ProcessPlan, plan_follower, plan_processes
+from grpo_async.launcher import plan as plan_module
+from grpo_async.launcher.plan import ProcessPlan, plan_processes
 from grpo_async.launcher.signals import Signals
-from grpo_async.launcher.trainer_plan import Places
-from grpo_async.processes import addresses, node_place
+from grpo_async.processes import addresses
 from grpo_async.processes.addresses import interface_of, weights_host
+from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.processes.machine import Machine
-from grpo_async.processes.node_place import NodePlace, choose_node_rank, leading_address, socket_names
 from grpo_async.rundir import RunDir
 from grpo_async.servers.engine_choice import choose_engine
 from grpo_async.utils.loopback import is_loopback
@@ -516,13 +517,13 @@ def test_a_meeting_point_is_one_address(tmp_path: Path, rdzv: str | None, words:
 
 
 def test_a_host_name_that_is_loopback_for_itself_only_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: None
 ) -> None:
     """Debian's /etc/hosts: node-0 is 127.0.1.1 on node-0."""
     config = make_config(tmp_path, launch={"nodes": 2, "rdzv": "node-0:29400"})
-    monkeypatch.setattr(node_place, "resolve_host", lambda host, setting: "127.0.1.1")
+    monkeypatch.setattr(nodes, "resolve_host", lambda host, setting: "127.0.1.1")
     with pytest.raises(ConfigError, match=r"launch\.rdzv: node-0 is 127\.0\.1\.1 on this machine"):
-        leading_address(config)
+        leading_node(config)
 
 
 def test_gloo_and_nccl_go_over_the_interface_of_the_meeting_unless_the_user_says_otherwise() -> None:
@@ -558,35 +559,33 @@ def test_the_weight_group_meets_at_the_address_that_the_first_server_elsewhere_r
     assert weights_host(make_config(tmp_path, inference={"urls": urls})) == "10.0.0.1"
 
 
-def _plans(folder: Path, node: NodePlace) -> ProcessPlan:
+def _plans(folder: Path, node: Node) -> ProcessPlan:
     config = _config(folder, launch={"num_trainer_ranks": 2, "rdzv": "10.0.0.1:29400"})
     run_dir = RunDir(Path("/runs/x"))
-    places = Places(run_dir=run_dir, attempt=run_dir.logs / "attempt_1", private=Path("/private"), ports=(4711,))
-    machine = Machine(num_cpus=8, python="/py")
-    if node.rank > 0:
-        return plan_follower(
-            config, node=node, places=places, machine=machine, token=TOKEN, server_urls=("http://127.0.0.1:4711",),
-            transport="gloo", resume_step=None,
-        )  # fmt: skip
-    return plan_processes(config, engine=choose_engine(config), places=places, machine=machine, token=TOKEN, node=node)
+    given = Assignment(run_dir=run_dir, attempt_dir=run_dir.logs / "attempt_1", private=Path("/private"), node=node)
+    return plan_processes(
+        config,
+        engine=choose_engine(config),
+        assignment=given,
+        ports=(4711,) if node.rank == 0 else (),
+        machine=Machine(num_cpus=8, python="/py"),
+        token=TOKEN,
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_plan_of_each_machine(tmp_path: Path, rank: int) -> None:
+def test_the_plan_of_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     names = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth7"}
-    place = NodePlace(
-        rank=rank, count=2, address="10.0.0.1", store_port=555, own_address=f"10.0.0.{rank + 1}", socket_names=names
-    )
-    plan = _plans(tmp_path, place)
-    command, environment = plan.trainer.command, plan.trainer.environment
-    words = dict(pairwise(command))
+    monkeypatch.setattr(plan_module, "socket_names", lambda own_address: names)
+    node = Node(rank=rank, count=2, address="10.0.0.1", store_port=555, own_address=f"10.0.0.{rank + 1}")
+    plan = _plans(tmp_path, node)
+    words = dict(pairwise(plan.trainer.command))
     assert words["--nnodes"] == "2"
     assert words["--rdzv-endpoint"] == "10.0.0.1:555"
     assert words["--rdzv-conf"].startswith(f"rank={rank},")
     assert words["--local-addr"] == f"10.0.0.{rank + 1}"
-    assert names.items() <= environment.items()
-    assert "GRPO_ASYNC_STORE" not in environment
-    assert ("GRPO_ASYNC_CONTROL" in environment) == (rank == 0)
+    assert names.items() <= plan.trainer.environment.items()
+    assert plan.assignment.store is None
     assert len(plan.servers) == (1 if rank == 0 else 0)
     assert plan.trainer.log_name == ("trainer.log" if rank == 0 else "trainer_node1.log")
     text = plan.describe()

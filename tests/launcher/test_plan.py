@@ -14,11 +14,10 @@ import pytest
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.launcher.layout import GpuShares, plan_transport, share_gpus, split_memory
+from grpo_async.launcher.gpus import GpuShares, plan_transport, share_gpus, split_memory
 from grpo_async.launcher.plan import ProcessPlan, plan_processes
-from grpo_async.launcher.trainer_plan import Places
-from grpo_async.processes.assignment import Assignment
-from grpo_async.processes.machine import Machine, free_ports, look
+from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment
+from grpo_async.processes.machine import Machine, free_ports, inspect
 from grpo_async.rundir import RunDir
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from grpo_async.servers.vllm import command
@@ -32,41 +31,61 @@ EXTERNAL = EngineChoice(engine="external", reason="test")
 
 def _plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) -> ProcessPlan:
     run_dir = RunDir(Path("/runs/x"))
-    ports = tuple(range(4711, 4711 + config.inference.replicas))
+    given = {key: options.pop(key) for key in ("resume_step", "preflight_only") if key in options}
+    engine = options.pop("engine", None) or choose_engine(config)
     return plan_processes(
         config,
-        engine=options.pop("engine", None) or choose_engine(config),
-        places=Places(run_dir=run_dir, attempt=run_dir.logs / "attempt_3", private=Path("/private"), ports=ports),
+        engine=engine,
+        assignment=Assignment(
+            run_dir=run_dir, attempt_dir=run_dir.logs / "attempt_3", private=Path("/private"), **given
+        ),
+        ports=() if engine.engine == "external" else tuple(range(4711, 4711 + config.inference.replicas)),
         machine=machine,
         token=options.pop("token", "secret"),
         **options,
     )
 
 
-def test_the_plan_has_one_server_and_torchrun(tmp_path: Path) -> None:
-    plan = _plan(make_config(tmp_path, launch={"num_trainer_ranks": 2, "trainer_threads": 3}), resume_step=40)
+def _read_by_a_rank(plan: ProcessPlan, monkeypatch: pytest.MonkeyPatch, **ranks: str) -> Assignment:
+    for key, value in {**plan.trainer.environment, **ranks}.items():
+        monkeypatch.setenv(key, value)
+    return Assignment.from_environment()
+
+
+def test_the_plan_has_one_server_and_torchrun_whose_ranks_read_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path, launch={"num_trainer_ranks": 2, "trainer_threads": 3})
+    plan = _plan(config, resume_step=40)
     (server,) = plan.servers
-    assert server.command == (
-        "/py",
-        "-m",
-        "grpo_async",
-        "serve-embedded",
-        "/runs/x/logs/attempt_3/config.yaml",
-        "--port",
-        "4711",
-    )
+    words = "/py -m grpo_async serve-embedded /runs/x/logs/attempt_3/config.yaml --port 4711"
+    assert list(server.command) == words.split(" ")
     assert server.environment["OMP_NUM_THREADS"] == "1"
     assert server.environment["PYTHONPATH"] == "/work dir:/lib"
     assert plan.trainer.command[plan.trainer.command.index("--nproc-per-node") + 1] == "2"
-    environment = plan.trainer.environment
-    assert environment["OMP_NUM_THREADS"] == "3"
-    assert json.loads(environment["GRPO_ASYNC_SERVER_URLS"]) == ["http://127.0.0.1:4711"]
-    assert environment["GRPO_ASYNC_TRANSPORT"] == "gloo"
-    assert "GRPO_ASYNC_PREFLIGHT_ONLY" not in environment
-    assert environment["GRPO_ASYNC_RESUME"] == "40"
-    assert environment["GRPO_ASYNC_CONTROL"] == "/private/control"
-    assert environment["GRPO_ASYNC_ATTEMPT_DIR"] == "/runs/x/logs/attempt_3"
-    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert plan.trainer.environment["OMP_NUM_THREADS"] == "3"
+    assert plan.trainer.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    given = _read_by_a_rank(plan, monkeypatch, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    assert given == Assignment(
+        run_dir=RunDir(Path("/runs/x")),
+        attempt_dir=Path("/runs/x/logs/attempt_3"),
+        private=Path("/private"),
+        server_urls=("http://127.0.0.1:4711",),
+        resume_step=40,
+        rank=1,
+        local_rank=1,
+        world_size=2,
+    )
+    assert (given.store, given.control_socket) == (Path("/private/store"), Path("/private/control"))
+    checks = _plan(config, preflight_only=True)
+    assert "run        test, checks only" in checks.describe()
+    assert _read_by_a_rank(checks, monkeypatch).preflight_only
+    monkeypatch.setenv(ASSIGNMENT_VARIABLE, '{"run_dir": 3}')
+    with pytest.raises(ConfigError, match="grpo-async train"):
+        Assignment.from_environment()
+    monkeypatch.delenv(ASSIGNMENT_VARIABLE)
+    with pytest.raises(ConfigError, match=f"{ASSIGNMENT_VARIABLE} is not set"):
+        Assignment.from_environment()
 
 
 def test_the_description_names_engine_logs_and_threads_but_not_the_token(tmp_path: Path) -> None:
@@ -83,15 +102,11 @@ def test_the_description_names_engine_logs_and_threads_but_not_the_token(tmp_pat
 
 def test_replicas_have_ports_names_and_logs_of_their_own(tmp_path: Path) -> None:
     plan = _plan(make_config(tmp_path, inference={"replicas": 3}))
-    assert plan.server_urls == ("http://127.0.0.1:4711", "http://127.0.0.1:4712", "http://127.0.0.1:4713")
+    assert plan.assignment.server_urls == ("http://127.0.0.1:4711", "http://127.0.0.1:4712", "http://127.0.0.1:4713")
     assert [spec.command[-1] for spec in plan.servers] == ["4711", "4712", "4713"]
     assert [spec.name for spec in plan.servers] == [f"inference server {index}" for index in range(3)]
     assert [spec.log_name for spec in plan.servers] == ["server_0.log", "server_1.log", "server_2.log"]
-    assert [spec.name for spec in plan.processes] == [*(spec.name for spec in plan.servers), "trainer"]
-    text = plan.describe()
-    assert "server     http://127.0.0.1:4712\n" in text
-    assert "inference server 2: 1 process, 1 CPU thread each, CPU" in text
-    assert "note: 4 compute threads on 2 CPUs" in text  # 3 servers + 1 rank
+    assert "server     http://127.0.0.1:4712\n" in plan.describe()
 
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm", "external"])
@@ -109,8 +124,7 @@ def test_configured_urls_start_no_server(tmp_path: Path) -> None:
     )
     plan = _plan(config, token=None)
     assert plan.servers == ()
-    assert plan.server_urls == ("http://gpu-7:8000", "https://gpu-8:8000")
-    assert json.loads(plan.trainer.environment["GRPO_ASYNC_SERVER_URLS"]) == list(plan.server_urls)
+    assert plan.assignment.server_urls == ("http://gpu-7:8000", "https://gpu-8:8000")
     assert "GRPO_ASYNC_TOKEN" not in plan.trainer.environment
     text = plan.describe()
     assert "engine     external: inference.urls names 2 running servers" in text
@@ -206,7 +220,7 @@ def test_the_plan_says_how_weights_travel_and_what_becomes_of_requests(tmp_path:
     assert "TLS" not in text
     tls = {"certificate": "/pki/server.pem", "key": "/pki/server.key"}
     plan = _plan(make_config(tmp_path, inference={"tls": tls}))
-    assert plan.server_urls == ("https://127.0.0.1:4711",)
+    assert plan.assignment.server_urls == ("https://127.0.0.1:4711",)
     assert "TLS        certificate /pki/server.pem, trusted: /pki/server.pem" in plan.describe()
 
 
@@ -282,25 +296,6 @@ def test_more_ranks_than_gpus_are_noted(tmp_path: Path) -> None:
     assert "launch.num_trainer_ranks: 3 is more than the 1 GPU" in notes
 
 
-def test_a_rank_reads_back_what_the_plan_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = _plan(make_config(tmp_path, inference={"replicas": 2}), preflight_only=True, resume_step=7)
-    for key, value in {**plan.trainer.environment, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(key, value)
-    place = Assignment.from_environment()
-    assert place.server_urls == plan.server_urls
-    assert (place.transport, place.rank, place.resume_step, place.preflight_only) == ("gloo", 1, 7, True)
-    assert "run        test, checks only" in plan.describe()
-    monkeypatch.delenv("GRPO_ASYNC_PREFLIGHT_ONLY")
-    assert not Assignment.from_environment().preflight_only
-    for broken in ("http://a:1", '"http://a:1"'):
-        monkeypatch.setenv("GRPO_ASYNC_SERVER_URLS", broken)
-        with pytest.raises(ConfigError, match="grpo-async train"):
-            Assignment.from_environment()
-    monkeypatch.delenv("GRPO_ASYNC_SERVER_URLS")
-    with pytest.raises(ConfigError, match="GRPO_ASYNC_SERVER_URLS is not set"):
-        Assignment.from_environment()
-
-
 def test_ports_that_are_chosen_together_differ() -> None:
     assert len(set(free_ports("127.0.0.1", 400))) == 400  # one by one, some would come twice
     with pytest.raises(ConfigError, match=r"inference\.host: 192\.0\.2\.1 cannot be bound"):
@@ -316,18 +311,20 @@ def test_the_memory_of_the_smallest_visible_gpu_is_asked_of_nvidia_smi(
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    machine = look()
+    machine = inspect()
     assert (machine.gpus, machine.gpu_bytes) == (("3", "5"), 24564 << 20)
     assert "--id=3,5" in (tmp_path / "nvidia-smi.arguments").read_text()
     tool.write_text("#!/bin/sh\necho '[N/A]'\n")
-    assert look().gpu_bytes is None
+    assert inspect().gpu_bytes is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert (look().gpus, look().gpu_bytes) == ((), None)
+    assert (inspect().gpus, inspect().gpu_bytes) == ((), None)
 
 
 def test_a_wildcard_host_is_reached_by_loopback(tmp_path: Path) -> None:
-    assert _plan(make_config(tmp_path, inference={"host": "0.0.0.0"})).server_urls == ("http://127.0.0.1:4711",)
-    assert _plan(make_config(tmp_path, inference={"host": "::1"})).server_urls == ("http://[::1]:4711",)
+    assert _plan(make_config(tmp_path, inference={"host": "0.0.0.0"})).assignment.server_urls == (
+        "http://127.0.0.1:4711",
+    )
+    assert _plan(make_config(tmp_path, inference={"host": "::1"})).assignment.server_urls == ("http://[::1]:4711",)
 
 
 @pytest.mark.parametrize(("installed", "engine"), [(True, "vllm"), (False, "embedded")])

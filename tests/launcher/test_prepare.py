@@ -17,8 +17,8 @@ from grpo_async.checks.config_checks import check_inputs
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.errors import ConfigError
-from grpo_async.launcher import run
 from grpo_async.launcher.prepare import check_start, empty, lock, set_aside_broken
+from grpo_async.launcher.train import launch
 from grpo_async.quickstart.tokenizer import train_tokenizer
 from grpo_async.rundir import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import write_manifest
@@ -253,7 +253,7 @@ def test_a_directory_that_takes_nothing_is_no_traceback(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(RunDir, "create", refuse)
     with pytest.raises(ConfigError, match=r"run\.dir: .*No space left on device.*config\.yaml\.tmp"):
-        run(config, resume=None, clean=False, dry_run=False)
+        launch(config)
 
 
 def test_a_resume_says_that_the_metrics_are_missing(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_dry_run_prints_plan_and_configuration_and_writes_nothing(
     config = make_config(tmp_path)
     train_tokenizer(["1 + 2 = 3"]).save_pretrained(config.model.path)
     before = sorted(tmp_path.rglob("*"))
-    assert run(config, resume=None, clean=False, dry_run=True) == 0
+    assert launch(config, dry_run=True) == 0
     assert sorted(tmp_path.rglob("*")) == before
     out = capsys.readouterr().out
     assert "serve-embedded" in out
@@ -330,7 +330,7 @@ def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path) -> Non
         evaluation={"data": {"type": "jsonl", "path": str(tmp_path / "train.jsonl")}, "baseline_column": "solution"},
     )
     with pytest.raises(ConfigError) as caught:
-        run(config, resume=None, clean=False, dry_run=True)
+        launch(config, dry_run=True)
     text = str(caught.value)
     for key in ("model.path: ", "data.train: ", "rewards.0.function: ", "evaluation.baseline_column: solution"):
         assert key in text
@@ -340,7 +340,7 @@ def test_a_broken_first_row_is_found_before_anything_starts(tmp_path: Path) -> N
     config = make_config(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1"}\n')
     with pytest.raises(ConfigError, match=r"data\.train: "):
-        run(config, resume=None, clean=False, dry_run=True)
+        launch(config, dry_run=True)
     assert not config.run_path.exists()
 
 

@@ -38,10 +38,7 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _place(config: ExperimentConfig, folder: Path) -> Assignment:
     rundir = RunDir(config.run_path)
     rundir.create()
-    return Assignment(
-        rundir=rundir, attempt_dir=rundir.latest_logs, server_urls=("http://server",), rank=0, local_rank=0, world_size=1,
-        store_file=folder / "store", resume_step=None,
-    )  # fmt: skip
+    return Assignment(run_dir=rundir, attempt_dir=rundir.latest_logs, private=folder, server_urls=("http://server",))
 
 
 def _run(config: ExperimentConfig, folder: Path) -> None:

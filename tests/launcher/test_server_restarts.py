@@ -18,8 +18,8 @@ import pytest
 
 from grpo_async.launcher import server_keeper
 from grpo_async.launcher.child import Child
+from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.launcher.server_keeper import RestartCount, RestartRules, ServerEvent, ServerKeepers, Work, has_worked
-from grpo_async.launcher.trainer_plan import ProcessSpec
 from grpo_async.launcher.tree import ProcessTree
 from tests.launcher.support import START_S, LauncherProcess
 from tests.support.waiting import eventually, is_alive

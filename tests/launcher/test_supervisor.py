@@ -226,7 +226,7 @@ def test_preflight_only_shows_the_checks_and_leaves_the_run_directory_alone(
         temporary = Path(launcher.temporary)
         assert list(temporary.glob("grpo-async-preflight-*")) == []
         assert list(temporary.glob("grpo-async-*")) == []
-    assert (tmp_path / "preflight").read_text() == "1"
+    assert (tmp_path / "preflight").read_text() == "True"
     assert not (tmp_path / "runs").exists()
     lines = [line.split() for line in launcher.output.splitlines()]
     assert ["pass", "logprobs", "mean", "1e-6"] in lines

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.processes.control import CONTROL_VARIABLE, LAUNCHER_GONE, ControlClient, ControlServer
+from grpo_async.processes.control import LAUNCHER_GONE, ControlClient, ControlServer
 from tests.support.waiting import eventually, until
 
 LIMIT_S = 10.0
@@ -174,9 +174,8 @@ def test_a_stuck_launcher_does_not_block_the_sender(tmp_path: Path) -> None:
     assert client.stop_requested.wait(LIMIT_S)
 
 
-def test_without_a_launcher_the_client_is_a_null_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(CONTROL_VARIABLE, raising=False)
-    client = ControlClient.from_environment()
+def test_a_rank_without_a_line_to_the_launcher_drops_its_messages() -> None:
+    client = ControlClient(None)
     client.send("phase", name="training")
     client.close()
     assert not client.stop_requested.is_set()

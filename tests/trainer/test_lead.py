@@ -202,8 +202,8 @@ def _lead(
     rundir = RunDir(config.run_path)
     rundir.create()
     place = Assignment(
-        rundir=rundir, attempt_dir=rundir.latest_logs, server_urls=(url,), rank=0, local_rank=0, world_size=1,
-        store_file=None, resume_step=resume_step, preflight_only=preflight_only,
+        run_dir=rundir, attempt_dir=rundir.latest_logs, private=rundir.root, server_urls=(url,), resume_step=resume_step,
+        preflight_only=preflight_only,
     )  # fmt: skip
     told: list[str] = []
     model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=7))

@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE, token_from_environment
 from grpo_async.processes.addresses import interface_of, own_address_towards, resolve_host
+from grpo_async.processes.assignment import Node
+from grpo_async.processes.machine import check_can_listen, free_ports
 from grpo_async.utils.loopback import is_loopback
 
 NODE_RANK_VARIABLE = "GRPO_ASYNC_NODE_RANK"
-"""Rank of this machine, where `--node-rank` is not given; the launcher sets it for its trainer."""
-_OF_SLURM = "SLURM_NODEID"
+"""Rank of this machine, where `--node-rank` is not given."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodePlace:
-    """This machine among those that train. With one machine nothing but the defaults.
-
-    `address` and `store_port` are node 0's: where the store of the trainer's ranks listens. `own_address` is this machine's in
-    the same network. `socket_names` are the variables that bind gloo and NCCL to its interface; what the user has set stays.
-    """
-
-    rank: int = 0
-    count: int = 1
-    address: str = ""
-    store_port: int = 0
-    own_address: str = ""
-    socket_names: Mapping[str, str] | None = None
-
-    @property
-    def is_alone(self) -> bool:
-        return self.count == 1
 
 
 def choose_node_rank(config: ExperimentConfig, given: int | None, environment: Mapping[str, str] = os.environ) -> int:
@@ -50,7 +30,7 @@ def choose_node_rank(config: ExperimentConfig, given: int | None, environment: M
     for name, text in (
         ("--node-rank", None if given is None else str(given)),
         (f"${NODE_RANK_VARIABLE}", environment.get(NODE_RANK_VARIABLE)),
-        (f"${_OF_SLURM}", environment.get(_OF_SLURM)),
+        ("$SLURM_NODEID", environment.get("SLURM_NODEID")),
     ):
         if text is None:
             continue
@@ -80,31 +60,37 @@ def shared_token() -> str:
     return token
 
 
-def leading_address(config: ExperimentConfig) -> str:
-    """The address that node 0 listens on.
+def leading_node(config: ExperimentConfig) -> Node:
+    """This machine as node 0, before anything is written.
 
     Raises:
-        ConfigError: `launch.rdzv` names a host that is not known, or that other machines take for themselves.
+        ConfigError: `launch.rdzv` names a host that is not known, that other machines take for themselves, or where this
+            machine cannot listen; or there is no common token.
     """
-    host, _ = config.launch.meeting_point
+    if config.launch.nodes == 1:
+        return Node()
+    shared_token()
+    host, port = config.launch.meeting_point
     address = resolve_host(host, "launch.rdzv")
     if is_loopback(address) and not is_loopback(host):
         raise ConfigError(
             f"launch.rdzv: {host} is {address} on this machine (see /etc/hosts), where no other machine can come; name the "
             "address in the network that the machines share"
         )
-    return address
+    check_can_listen(address, port, "launch.rdzv")
+    return Node(count=config.launch.nodes, address=address, store_port=free_ports(address, 1)[0], own_address=address)
 
 
-def address_towards_leader(config: ExperimentConfig) -> tuple[str, str]:
-    """Node 0's address, and this machine's own in the same network.
+def following_node(config: ExperimentConfig, rank: int) -> Node:
+    """This machine as node `rank`; `store_port` is for node 0 to say.
 
     Raises:
         ConfigError: the host of `launch.rdzv` is not known, or no route leads there.
     """
     host, port = config.launch.meeting_point
     address = resolve_host(host, "launch.rdzv")
-    return address, own_address_towards(address, port, "launch.rdzv")
+    own_address = own_address_towards(address, port, "launch.rdzv")
+    return Node(rank=rank, count=config.launch.nodes, address=address, own_address=own_address)
 
 
 def socket_names(own_address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Who gets which GPU, and what follows from it: the way of the weights, and the split of the memory of a shared GPU.
+"""Which process gets which GPU, and what follows from it: the transport of the weights, and the split of a shared GPU's memory.
 
 Pure but for `split_memory`, which reads the headers of the model's files.
 """
