@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-NOT_BENCHMARKS = {"__init__", "__main__", "report", "turns"}
+NOT_BENCHMARKS = {"__init__", "__main__", "report"}
 
 
 def names() -> dict[str, str]:

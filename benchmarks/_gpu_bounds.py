@@ -53,44 +53,41 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """FLOPs/s of dense products in the compute dtype, bytes/s of the memory, bytes/s one way of the link to another device, and
-    where the figures come from."""
+    """FLOPs/s of dense products in the compute dtype, bytes/s of the memory, and where the figures come from."""
 
     flops: float
     memory: float
-    link: float
     source: str
 
 
 _GB = 1e9
-# (name as torch says it, dense bfloat16 TFLOPS, memory GB/s, link GB/s one way: NVLink where it has one, else PCIe): the makers'
-# data sheets; the first that matches counts
-_TABLE: tuple[tuple[str, float, float, float], ...] = (
-    (r"B200", 2250, 8000, 900),
-    (r"H200", 989, 4800, 450),
-    (r"H100.*NVL", 835, 3900, 300),
-    (r"H100.*PCIe", 756, 2000, 300),
-    (r"H100|GH200", 989, 3350, 450),
-    (r"A100.*80GB", 312, 2039, 300),
-    (r"A100", 312, 1555, 300),
-    (r"L40S", 362, 864, 32),
-    (r"\bL4\b", 121, 300, 32),
-    (r"A10G?\b", 125, 600, 32),
-    (r"RTX 4090", 165, 1008, 32),
+# (name as torch says it, dense bfloat16 TFLOPS, memory GB/s): the makers' data sheets; the first that matches counts
+_TABLE: tuple[tuple[str, float, float], ...] = (
+    (r"B200", 2250, 8000),
+    (r"H200", 989, 4800),
+    (r"H100.*NVL", 835, 3900),
+    (r"H100.*PCIe", 756, 2000),
+    (r"H100|GH200", 989, 3350),
+    (r"A100.*80GB", 312, 2039),
+    (r"A100", 312, 1555),
+    (r"L40S", 362, 864),
+    (r"\bL4\b", 121, 300),
+    (r"A10G?\b", 125, 600),
+    (r"RTX 4090", 165, 1008),
 )
 
 
 def listed_peaks(device_name: str) -> Peaks | None:
     """Of the table; None: it does not know the device."""
-    for pattern, tflops, memory, link in _TABLE:
+    for pattern, tflops, memory in _TABLE:
         if re.search(pattern, device_name):
-            return Peaks(flops=tflops * 1e12, memory=memory * _GB, link=link * _GB, source="data sheet")
+            return Peaks(flops=tflops * 1e12, memory=memory * _GB, source="data sheet")
     return None
 
 
 def measured_peaks(device: str, dtype: str) -> Peaks:
     """The best of some runs of one large product and of one large copy, on all cores: what the machine itself has shown. Work on
-    fewer threads stays further below it. The link is a copy, too: both ends are in this memory."""
+    fewer threads stays further below it."""
     import torch
 
     size, megabytes = (4096, 1024) if device == "cuda" else (1024, 64)
@@ -100,7 +97,7 @@ def measured_peaks(device: str, dtype: str) -> Peaks:
     product_s = _best_s(lambda: left @ left, device)
     copy_s = _best_s(lambda: target.copy_(source), device)
     memory = 2 * source.nbytes / copy_s  # read and written
-    return Peaks(flops=2 * size**3 / product_s, memory=memory, link=memory / 2, source="measured here")
+    return Peaks(flops=2 * size**3 / product_s, memory=memory, source="measured here")
 
 
 def _best_s(work: Any, device: str, times: int = 5) -> float:
@@ -129,9 +126,3 @@ def generation_bound_s(
     num_bytes = size.num_parameters * itemsize + in_flight * context * size.kv_bytes(itemsize)
     flops = in_flight * size.forward_flops(context)
     return prefill + completion * max(num_bytes / peaks.memory, flops / peaks.flops)
-
-
-def push_bound_s(size: ModelSize, peaks: Peaks, transport: str, itemsize: int) -> float:
-    """ipc: read and written once in the memory of the GPU that both share; nccl, gloo: sent once over the link."""
-    num_bytes = size.num_parameters * itemsize
-    return 2 * num_bytes / peaks.memory if transport == "ipc" else num_bytes / peaks.link

@@ -4,7 +4,6 @@
 
 Speaks inference.surface as far as requests and policy versions go. Of every request it takes `flush_interval_s`, as the real
 servers do: a chunk holds the tokens of that time. Lengths are drawn between tokens / 2 and tokens * 3 / 2, by the request's seed.
-POST /pause holds every stream back, and new requests too, until POST /resume.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _NUM_TOKENS = 1 << 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """`rate`: tokens per second of each request; 0: all at once. `tokens`: of an answer, in the mean. `ids`: they are sampled from
-    this range; `answer`: every answer is this one instead. `cpu`: the only processor that it may use."""
+    this range; `answer`: every answer is this one instead."""
 
     rate: float
     tokens: int
@@ -41,7 +40,6 @@ class ServerSettings:
     answer: tuple[int, ...] = ()
     end_id: int
     seed: int = 0
-    cpu: int | None = None
 
 
 class _Server:
@@ -50,9 +48,6 @@ class _Server:
         low, high = settings.ids
         self.settings = settings
         self.version = 0
-        self.connections: set[_Connection] = set()
-        self.flowing = asyncio.Event()
-        self.flowing.set()
         table = settings.answer or (chance.randrange(low, high) for _ in range(_NUM_TOKENS))
         self.token_ids = [b"%d" % token for token in table]
         logprobs = (struct.unpack("f", struct.pack("f", -chance.expovariate(1.0)))[0] for _ in range(_NUM_TOKENS))
@@ -105,7 +100,7 @@ class _Connection(asyncio.Protocol):
         server = self._server
         if self._url == GENERATE_PATH.encode():
             request = orjson.loads(self._body)
-            if server.settings.rate <= 0.0 and server.flowing.is_set():
+            if server.settings.rate <= 0.0:
                 start, count = self._length(request)
                 self._transport.write(_HEAD + server.line(start, count, ends=True) + _LAST)
             else:
@@ -113,10 +108,6 @@ class _Connection(asyncio.Protocol):
             return
         if self._url == b"/finish_weight_update":
             server.version = int(orjson.loads(self._body)["weight_version"])
-        elif self._url.startswith(b"/pause"):
-            server.flowing.clear()
-        elif self._url == b"/resume":
-            server.flowing.set()
         self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 4\r\n\r\nnull")
 
     def _length(self, request: dict[str, Any]) -> tuple[int, int]:
@@ -133,15 +124,10 @@ class _Connection(asyncio.Protocol):
         start, left = self._length(request)
         rate = server.settings.rate
         self._transport.write(_HEAD)
-        per_chunk = max(1, round(rate * request["flush_interval_s"])) if rate > 0.0 else left
+        per_chunk = max(1, round(rate * request["flush_interval_s"]))
         while left:
             count = min(left, per_chunk)
-            if rate > 0.0:
-                await asyncio.sleep(count / rate)
-            while not server.flowing.is_set():
-                await server.flowing.wait()
-                # what stood still does not come all at once
-                await asyncio.sleep(random.random() * count / rate if rate > 0.0 else 0.0)
+            await asyncio.sleep(count / rate)
             self._transport.write(server.line(start, count, ends=left == count) + (_LAST if left == count else b""))
             start, left = start + count, left - count
 
@@ -163,9 +149,5 @@ def _end_with_parent() -> None:
 
 if __name__ == "__main__":
     given = ServerSettings(**json.loads(sys.argv[1]))
-    if given.cpu is not None:
-        os.sched_setaffinity(0, {given.cpu})
-        # it shares that with a rollout thread, and must not stop it in the middle, when that has the interpreter lock
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     uvloop.run(_serve(given))

@@ -3,34 +3,73 @@ nothing, and the calls by which a trainer uses it."""
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks._rollout_server import ServerSettings
-from benchmarks._tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 GROUP_SIZE = 8
 WAIT_S = 60.0
 MODEL_LENGTH = 8192
-Rewards = Literal["light", "heavy", "heavy in processes"]
-
-_REWARDS: dict[Rewards, dict[str, Any]] = {
-    "light": {"function": "benchmarks._rewards:light"},
-    "heavy": {"function": "benchmarks._rewards:heavy"},
-    "heavy in processes": {"function": "benchmarks._rewards:heavy", "run_in": "process"},
-}
 _QUESTION = (
     "What does the following function return for an empty list, and which lines decide that? Explain step by step. "
 )
+
+
+_CHATML = """{%- if tools %}<|im_start|>system
+# Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{%- for message in messages %}{%- if message.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@functools.cache
+def load_tokenizer() -> Any:
+    """One that every machine can make in seconds: byte-level BPE with 16,384 tokens, trained on Python's own library."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=16_384,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    core.train([str(file) for file in library], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=_CHATML
+    )
+
+
+def reward(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """Looks at the text once, as a reward that compares an answer does; differs within a group, so that every one is trained."""
+    texts = (completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions)
+    return [float("return" in text) + ids[0] / 65536 for text, ids in zip(texts, completion_ids, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +79,7 @@ class Load:
     in_flight: int
     tokens: int
     rate: float
-    rewards: Rewards = "light"
     seed: int = 0
-    server_cpu: int | None = None
 
     @property
     def group_size(self) -> int:
@@ -55,9 +92,10 @@ class Load:
 
 
 @contextmanager
-def rollout_server(settings: ServerSettings) -> Iterator[str]:
-    """The address of a server in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks._rollout_server", json.dumps(asdict(settings))]
+def rollout_server(**settings: Any) -> Iterator[str]:
+    """The address of a server with these ServerSettings in a process of its own."""
+    described = json.dumps(asdict(ServerSettings(**settings)))
+    command = [sys.executable, "-m", "benchmarks._rollout_server", described]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -93,13 +131,6 @@ class Side:
         """Generated so far, as the rollout side counts them."""
         return int(self.source.ledger_snapshot()["tokens"].get("started", 0))
 
-    def pause(self) -> None:
-        """No token comes until `resume`."""
-        self._control.pause()
-
-    def resume(self) -> None:
-        self._control.resume()
-
     def step(self) -> int:
         """Take the groups of a step, call them trained, and serve the next version. Returns the number of rollouts."""
         from grpo_async.records import GroupStatus
@@ -126,21 +157,18 @@ def _nothing() -> None: ...
 def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
     """A rollout side in this process and its server in another; generates from the start. `folder` takes data and store."""
     tokenizer = load_tokenizer()
-    settings = ServerSettings(
-        rate=load.rate,
-        tokens=load.tokens,
-        ids=(10, len(tokenizer)),
-        end_id=tokenizer.eos_token_id,
-        seed=load.seed,
-        cpu=load.server_cpu,
-    )
-    with rollout_server(settings) as url, built_side(folder, load, url) as side:
+    ids = (10, len(tokenizer))
+    with (
+        rollout_server(
+            rate=load.rate, tokens=load.tokens, ids=ids, end_id=tokenizer.eos_token_id, seed=load.seed
+        ) as url,
+        _built_side(folder, load, url) as side,
+    ):
         yield side
 
 
 @contextmanager
-def built_side(folder: Path, load: Load, url: str) -> Iterator[Side]:
-    """As `rollout_side`, with a server that runs."""
+def _built_side(folder: Path, load: Load, url: str) -> Iterator[Side]:
     from grpo_async.chat.renderer import ChatRenderer
     from grpo_async.config import ExperimentConfig
     from grpo_async.inference.router import FixedServers
@@ -164,7 +192,7 @@ def built_side(folder: Path, load: Load, url: str) -> Iterator[Side]:
                 "max_in_flight": load.in_flight,
                 "max_completion_tokens": MODEL_LENGTH // 2,
             },
-            "rewards": [_REWARDS[load.rewards]],
+            "rewards": [{"function": "benchmarks._rollout_side:reward"}],
             "inference": {"engine": "embedded", "max_model_len": MODEL_LENGTH},
             "training": {"max_steps": 1_000_000, "queue_timeout_s": WAIT_S, "micro_batch_tokens": MODEL_LENGTH},
         }

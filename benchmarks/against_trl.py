@@ -38,10 +38,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.report import Report, add_options
+from benchmarks.report import Report, add_options, in_turns, ratios
 from benchmarks.trl_side.meter import CpuUse, run_metered, stop
 from benchmarks.trl_side.setting import Setting, Step
-from benchmarks.turns import in_turns, ratios
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, TRL = "grpo-async", "TRL"

@@ -1,35 +1,59 @@
 """What rollouts cost the trainer's process: rollouts/s and CPU time, against a server that computes nothing.
 
-    python -m benchmarks client [--in-flight 1 64 256 1024] [--rounds 3] [--rewards light heavy] [--json FILE]
-    python -m benchmarks client --in-flight 1024 --rounds 1 --profile      and where the rollout thread spends it
+    python -m benchmarks client [--in-flight 1 64 256 1024] [--rounds 3] [--json FILE]
+    python -m benchmarks client --part conversation [--turns 64] [--conversations 20] [--json FILE]
 
-Everything from the prompt to the trained group is that of a run: worker, client, router, conversations, rewards, buffer, store,
-timeline. The server is a process of its own (its CPU time is not counted) and comes in two kinds:
+rollouts      Everything from the prompt to the trained group is that of a run: worker, client, router, conversations, rewards,
+              buffer, store, timeline. The server is a process of its own, whose CPU time is not counted, and comes in two kinds:
 
-    at once      whole answers at once: what one rollout costs, and how many there are in a second
-    streaming    `--rate` tokens per second for each rollout, in chunks as the real servers send them: CPU time per 100 tokens
+                  at once      whole answers at once: what one rollout costs, and how many there are in a second
+                  streaming    `--rate` tokens per second for each rollout, in chunks as the real servers send them
 
-"thread" is the rollout thread alone, "process" everything: rewards, the store's and the timeline's threads, and the steps.
+              "thread" is the rollout thread alone, "process" everything: rewards, the store's and the timeline's threads.
+conversation  CPU time of turn 2 of a long tool conversation against that of turn 64: serialise the context, send, read the
+              tokens, decode, parse, call the tool, render the suffix. A call and its result have about 60 tokens each.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from benchmarks._rollout_side import Load, Side, rollout_side
-from benchmarks._thread_profile import profiled
-from benchmarks.report import Report, add_options
-from benchmarks.turns import in_turns
+from benchmarks._rollout_side import Load, Side, load_tokenizer, rollout_server, rollout_side
+from benchmarks.report import Report, add_options, in_turns
 
 MOST_MS_PER_100_TOKENS = 1.0
 AT = 1024
 """In flight, where the target is."""
+MAX_RATIO = 1.5
+"""Of the last turn of a conversation to its second."""
+TIMEOUT_S = 60.0
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["rollouts", "conversation"], default="rollouts")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024], help="rollouts at once")
+    parser.add_argument("--rollouts", type=int, default=1024, help="of each measurement at once")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement that streams")
+    parser.add_argument("--tokens", type=int, default=256, help="of a rollout, in the mean")
+    parser.add_argument("--rate", type=float, default=30.0, help="tokens per second of a rollout that is streamed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=64)
+    parser.add_argument("--conversations", type=int, default=20)
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    report = Report("client", options)
+    (_rollouts if options.part == "rollouts" else _conversations)(report, options)
+    return report.finish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,72 +67,48 @@ class Cost:
     tokens: int
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024], help="rollouts at once")
-    parser.add_argument(
-        "--rollouts", type=int, default=1024, help="of each measurement at once (8 where one is in flight)"
-    )
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement that streams")
-    parser.add_argument("--tokens", type=int, default=256, help="of a rollout, in the mean")
-    parser.add_argument("--rate", type=float, default=30.0, help="tokens per second of a rollout that is streamed")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rewards", nargs="+", choices=["light", "heavy"], default=["light"])
-    parser.add_argument("--profile", action="store_true", help="print the rollout thread's functions (slows it down)")
-    add_options(parser)
-    options = parser.parse_args(arguments)
-    report = Report("client", options)
-
-    loads = {}
-    for rewards in options.rewards:
-        for in_flight in options.in_flight:
-            for rate in (0.0, options.rate):
-                kind = "streaming" if rate else "at once"
-                name = f"{kind}, {in_flight} in flight" + (", heavy rewards" if rewards == "heavy" else "")
-                loads[name] = Load(
-                    in_flight=in_flight, tokens=options.tokens, rate=rate, rewards=rewards, seed=options.seed
-                )
+def _rollouts(report: Report, options: argparse.Namespace) -> None:
+    loads = {
+        f"{'streaming' if rate else 'at once'}, {in_flight} in flight": Load(
+            in_flight=in_flight, tokens=options.tokens, rate=rate, seed=options.seed
+        )
+        for in_flight in options.in_flight
+        for rate in (0.0, options.rate)
+    }
     costs: dict[str, list[Cost]] = {name: [] for name in loads}
     for _, name in in_turns(list(loads), options.rounds):
-        load = loads[name]
-        rollouts = max(8, min(options.rollouts, 128 * load.in_flight))
-        costs[name].append(measure(load, rollouts=rollouts, seconds=options.seconds, profile=options.profile and name))
-
+        costs[name].append(_cost_of(loads[name], num_rollouts=options.rollouts, seconds=options.seconds))
     for name, load in loads.items():
         found = costs[name]
-        if not load.rate:
+        if load.rate:
+            report.row(f"{name}: rate", [cost.tokens / cost.wall_s for cost in found], "tokens/s")
+            report.row(f"{name}: thread", [1e5 * cost.thread_s / cost.tokens for cost in found], "ms/100 tokens")
+            process = [1e5 * cost.process_s / cost.tokens for cost in found]
+            report.row(f"{name}: process", process, "ms/100 tokens")
+            if load.in_flight == AT:
+                what = f"CPU ms of the process per 100 tokens, {name}"
+                report.target(what, statistics.median(process), at_most=MOST_MS_PER_100_TOKENS)
+        else:
             report.row(f"{name}: rate", [cost.rollouts / cost.wall_s for cost in found], "rollouts/s")
             report.row(f"{name}: thread", [1000 * cost.thread_s / cost.rollouts for cost in found], "ms/rollout")
             report.row(f"{name}: process", [1000 * cost.process_s / cost.rollouts for cost in found], "ms/rollout")
-            continue
-        report.row(f"{name}: rate", [cost.tokens / cost.wall_s for cost in found], "tokens/s")
-        report.row(f"{name}: thread", [1e5 * cost.thread_s / cost.tokens for cost in found], "ms/100 tokens")
-        report.row(f"{name}: process", [1e5 * cost.process_s / cost.tokens for cost in found], "ms/100 tokens")
-        if load.in_flight == AT and load.rewards == "light":
-            typical = statistics.median(cost.process_s / cost.tokens for cost in found)
-            report.target(
-                f"CPU ms of the process per 100 tokens, {name}", 1e5 * typical, at_most=MOST_MS_PER_100_TOKENS
-            )
     report.note(f"rollouts of {options.tokens} tokens in the mean; streamed with {options.rate:g} tokens/s each")
-    return report.finish()
 
 
-def measure(load: Load, *, rollouts: int, seconds: float, profile: str | bool = False) -> Cost:
-    """Cost of `rollouts` rollouts, or of `seconds` seconds where they are streamed, after as many as are in flight."""
+def _cost_of(load: Load, *, num_rollouts: int, seconds: float) -> Cost:
+    """Cost of `num_rollouts` rollouts (at most 128 for each in flight), or of `seconds` seconds where they are streamed, after as
+    many as are in flight."""
+    num_rollouts = max(8, min(num_rollouts, 128 * load.in_flight))
     with tempfile.TemporaryDirectory(prefix="bench-client-") as folder, rollout_side(Path(folder), load) as side:
-        warm = load.in_flight if load.rate else max(64, load.in_flight // 2)
-        while side.rollouts < warm:
+        while side.rollouts < (load.in_flight if load.rate else max(64, load.in_flight // 2)):
             side.step()
-        if profile:
-            with profiled(side.source, title=str(profile)):
-                return _cost(side, rollouts=rollouts, seconds=seconds)
-        return _cost(side, rollouts=rollouts, seconds=seconds)
+        return _measure(side, num_rollouts=num_rollouts, seconds=seconds)
 
 
-def _cost(side: Side, *, rollouts: int, seconds: float) -> Cost:
+def _measure(side: Side, *, num_rollouts: int, seconds: float) -> Cost:
     wall, thread, process = time.perf_counter(), side.thread_cpu_s(), time.process_time()
     tokens, taken = side.tokens(), side.rollouts
-    while side.rollouts - taken < rollouts if not side.load.rate else time.perf_counter() - wall < seconds:
+    while time.perf_counter() - wall < seconds if side.load.rate else side.rollouts - taken < num_rollouts:
         side.step()
     return Cost(
         wall_s=time.perf_counter() - wall,
@@ -117,6 +117,78 @@ def _cost(side: Side, *, rollouts: int, seconds: float) -> Cost:
         rollouts=side.rollouts - taken,
         tokens=side.tokens() - tokens,
     )
+
+
+def look_up(number: int) -> str:
+    """Look up a number.
+
+    Args:
+        number: which one
+
+    Returns:
+        What is known about it.
+    """
+    fact = (
+        "Of the parts that were counted in the warehouse on that day, the following number was written into the book: "
+    )
+    return fact * 2 + str(number * 7919)
+
+
+def _conversations(report: Report, options: argparse.Namespace) -> None:
+    tokenizer = load_tokenizer()
+    thought = "The result so far is not enough, so one more number has to be looked up before the sum can be given. "
+    answer = thought * 2 + '\n<tool_call>\n{"name": "look_up", "arguments": {"number": 12345}}\n</tool_call>'
+    ids = (*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+    with rollout_server(rate=0.0, tokens=len(ids), answer=ids, end_id=ids[-1], seed=options.seed) as url:
+        costs = asyncio.run(_cost_of_turns(tokenizer, url, options))
+    last = options.turns
+    for turn in sorted({2, 8, 16, 32, last} & set(range(2, last + 1))):
+        report.row(f"turn {turn}", [conversation[turn - 1] for conversation in costs], "CPU ms")
+    found = [conversation[last - 1] / conversation[1] for conversation in costs]
+    report.row(f"turn {last} / turn 2", found, "ratio")
+    report.target(f"CPU time of turn {last} / turn 2", statistics.median(found), at_most=MAX_RATIO)
+
+
+async def _cost_of_turns(tokenizer: Any, url: str, options: argparse.Namespace) -> list[list[float]]:
+    """CPU milliseconds of each turn, from one request to the next. [conversations][turns]"""
+    from grpo_async.chat.renderer import ChatRenderer
+    from grpo_async.inference.client import Generation, InferenceClient
+    from grpo_async.inference.router import FixedServers
+    from grpo_async.records import Origin, TaggedMessage
+    from grpo_async.rollout.conversation import Conversation, RolloutStart, SamplingSettings
+    from grpo_async.tools import Tool, ToolExecutor
+
+    renderer = ChatRenderer(tokenizer)
+    tool = Tool.from_function(look_up)
+    renderer.check_tools([tool.schema])
+    marks: list[float] = []
+
+    class Marking(InferenceClient):
+        async def generate(self, *args: Any, **kwargs: Any) -> Generation:
+            marks.append(time.process_time())
+            return await super().generate(*args, **kwargs)
+
+    settings = SamplingSettings(
+        temperature=1.0, max_completion_tokens=10_000_000, max_model_len=10_000_000, max_turns=options.turns + 1
+    )
+    message = TaggedMessage(role="user", content="Sum up what you can find.", origin=Origin.PROMPT)
+    prompt_ids = renderer.prompt_ids([message], tools=[tool.schema])
+    costs = []
+    async with Marking(
+        FixedServers([url]), token=None, request_timeout_s=TIMEOUT_S, wait_timeout_s=TIMEOUT_S
+    ) as client:
+        for number in range(options.conversations + 1):
+            marks.clear()
+            start = RolloutStart(
+                rollout_id=f"r{number}", prompt_ids=prompt_ids, seed=options.seed + number, affinity=f"g{number}/0",
+                tools=ToolExecutor([tool], max_result_chars=8192), tool_names=[tool.name],
+            )  # fmt: skip
+            completion = await Conversation(client, renderer, settings).run(start)
+            if len(completion.turns) != options.turns + 1 or any(not turn.tool_calls for turn in completion.turns[:-1]):
+                raise SystemExit("a turn did not call the tool: the tokenizer's template or parser does not fit")
+            if number:  # the first one warms up
+                costs.append([1000 * (after - before) for before, after in pairwise(marks)])
+    return costs
 
 
 if __name__ == "__main__":

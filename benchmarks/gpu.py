@@ -1,19 +1,16 @@
-"""What a GPU reaches against what it allows: generation, training, pushes, and both sides on one GPU. For whoever has one.
+"""What a GPU reaches against what it allows: generation and training. For whoever has one.
 
-    python -m benchmarks gpu [--size 0.6b] [--parts generate train push overlap] [--json FILE]
+    python -m benchmarks gpu [--size 0.6b] [--parts generate train] [--json FILE]
     python -m benchmarks gpu --size 1.7b --parts train --peak-tflops 989 --memory-gbs 4800
-    python -m benchmarks gpu --parts push --transports ipc gloo
     python -m benchmarks gpu --device cpu --size tiny --parts generate train      # the same code, as a test of itself
 
 generate  tokens/s of a server with --in-flight completions at once, and share of the bound: prompts at the peak of FLOPs, then a
           step for each token, which reads all weights and all KV, or computes: (weights + KV bytes) / bandwidth or FLOPs / peak
 train     tokens/s of a training step and MFU = tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see _gpu_bounds.py
-push      GB/s of a weight push by each transport (benchmarks/push.py), and share of bytes / link bandwidth. nccl wants a second
-          GPU; where there is one only, the ends are told that they are two hosts (NCCL_HOSTID), and it goes through sockets
-overlap   synchronous and asynchronous runs on one shared GPU in turns (benchmarks/asynchrony.py)
 
-Weights are random, made here. Peaks: --peak-tflops, --memory-gbs, --link-gbs; else a data sheet's, where the GPU is listed; else
-what one large product and one large copy reach here. Without a GPU and without --device cpu: exit code 2. There are no targets.
+Pushes on GPUs are measured by `push --device cuda`, both sides on one GPU by `asynchrony --engine vllm`.
+Weights are random, made here. Peaks: --peak-tflops, --memory-gbs; else a data sheet's, where the GPU is listed; else what one large
+product and one large copy reach here. Without a GPU and without --device cpu: exit code 2. There are no targets.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from benchmarks import _gpu_bounds as bounds
 from benchmarks.report import Report, add_options
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("generate", "train", "push", "overlap")
+PARTS = ("generate", "train")
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _CHILD_TIMEOUT_S = 3600.0
 
@@ -50,21 +47,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--completion-tokens", type=int, help="default: 512, on a CPU 16")
     parser.add_argument("--samples", type=int, help="of a training step; default: 256, on a CPU 8")
     parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="of one forward")
-    parser.add_argument("--transports", nargs="+", choices=["ipc", "nccl", "gloo"], help="default: all, on a CPU gloo")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each process")
     parser.add_argument("--gpu-memory", type=float, default=0.8, help="share of the GPU that a lone server takes")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for one round of completions")
     parser.add_argument("--peak-tflops", type=float, help="dense, in the dtype that computes")
     parser.add_argument("--memory-gbs", type=float, help="bandwidth of the memory, GB/s")
-    parser.add_argument("--link-gbs", type=float, help="one way to the other device, GB/s")
-    parser.add_argument("--overlap-options", default="", help="more options for benchmarks/asynchrony.py, in one text")
     add_options(parser)
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not _has_gpu():
         print(
-            "benchmarks/gpu.py measures GPUs, and torch sees none here; `--device cpu --parts generate train push` runs the "
-            "same code on the CPU with a tiny model, whose figures say nothing of a GPU",
+            "benchmarks/gpu.py measures GPUs, and torch sees none here; `--device cpu` runs the same code on the CPU with a tiny "
+            "model, whose figures say nothing of a GPU",
             file=sys.stderr,
         )
         return 2
@@ -74,12 +68,12 @@ def main(arguments: list[str]) -> int:
     size, peaks = bounds.SIZES[options.size], _peaks(options)
     report.note(
         f"{size.num_parameters / 1e6:.2f} M parameters; peaks ({peaks.source}): {peaks.flops / 1e12:.4g} TFLOP/s, memory "
-        f"{peaks.memory / 1e9:.4g} GB/s, link {peaks.link / 1e9:.4g} GB/s"
+        f"{peaks.memory / 1e9:.4g} GB/s"
     )
     if options.device == "cpu":
-        report.note("on a CPU: this proves that the code runs, and says nothing of a GPU; ipc and nccl need CUDA")
+        report.note("on a CPU: this proves that the code runs, and says nothing of a GPU")
     for part in dict.fromkeys(options.parts):
-        {"generate": _generate, "train": _train, "push": _push, "overlap": _overlap}[part](report, size, peaks, options)
+        {"generate": _generate, "train": _train}[part](report, size, peaks, options)
     return report.finish()
 
 
@@ -99,7 +93,6 @@ def _fill_defaults(options: argparse.Namespace) -> None:
         "prompt_tokens": (128, 8),
         "completion_tokens": (512, 16),
         "samples": (256, 8),
-        "transports": (["ipc", "nccl", "gloo"], ["gloo"]),
     }
     for name, (gpu, cpu) in defaults.items():
         if getattr(options, name) is None:
@@ -113,10 +106,9 @@ def _peaks(options: argparse.Namespace) -> bounds.Peaks:
     given = {
         "flops": options.peak_tflops and options.peak_tflops * 1e12,
         "memory": options.memory_gbs and options.memory_gbs * 1e9,
-        "link": options.link_gbs and options.link_gbs * 1e9,
     }
     given = {name: value for name, value in given.items() if value}
-    if len(given) == 3:
+    if len(given) == 2:
         return bounds.Peaks(**given, source="given")
     peaks = listed or bounds.measured_peaks(options.device, options.dtype)
     return dataclasses.replace(peaks, **given, source=f"given, else {peaks.source}" if given else peaks.source)
@@ -150,8 +142,7 @@ def _train(report: Report, size: bounds.ModelSize, peaks: bounds.Peaks, options:
         "minibatches": 1, "group_size": 1, "chunk": 1024, "vocab": size.vocab, "hidden": size.hidden, "layers": size.layers,
         "heads": size.heads, "kv_heads": size.kv_heads, "head_dim": size.head_dim,
     }  # fmt: skip
-    done = _child(["-m", "benchmarks._gpu_train", json.dumps(settings)])
-    found = json.loads(done.splitlines()[-1])
+    found = _in_a_process(settings)
     lengths = found["lengths"]
     flops = sum(length * size.training_flops(length) for length in lengths)
     seconds = found["seconds"]
@@ -165,55 +156,12 @@ def _train(report: Report, size: bounds.ModelSize, peaks: bounds.Peaks, options:
         report.row("train: memory, peak", [found["peak_bytes"] / 2**30], "GiB")
 
 
-def _push(report: Report, size: bounds.ModelSize, peaks: bounds.Peaks, options: argparse.Namespace) -> None:
-    itemsize = _ITEMSIZE[options.dtype]
-    for transport in options.transports:
-        if options.device == "cpu" and transport != "gloo":
-            report.note(f"push: {transport} needs CUDA, left out")
-            continue
-        arguments = ["--engine", options.engine, "--transport", transport, "--device", options.device]
-        arguments += ["--dtype", options.dtype, "--rounds", str(options.rounds), "--requests", "0"]
-        if options.size in ("0.6b", "1.7b"):
-            arguments += ["--shape", options.size]
-            bound_s = bounds.push_bound_s(size, peaks, transport, itemsize)
-        else:
-            arguments += ["--megabytes", str(max(1, 4 * size.num_parameters // 1_000_000))]
-            bound_s = None
-        found = _other_benchmark("push", [*arguments, "--seed", str(options.seed)])
-        pushes = found["push"]["values"]
-        report.row(f"push: {transport}", pushes, "ms")
-        report.row(f"push: {transport}, transfer", [each / 1e3 for each in found["transfer"]["values"]], "GB/s")
-        if bound_s is not None:
-            report.row(f"push: {transport}, of the bound", [bound_s / (each / 1e3) for each in pushes], "share")
-
-
-def _overlap(report: Report, size: bounds.ModelSize, peaks: bounds.Peaks, options: argparse.Namespace) -> None:
-    """The model is that of asynchrony.py, a small one; --overlap-options "--hidden 1024 --layers 12" makes it larger."""
-    found = _other_benchmark(
-        "asynchrony",
-        ["--engine", options.engine, "--seed", str(options.seed), *options.overlap_options.split()],
-    )
-    for name, row in found.items():
-        if name.startswith("speed-up") or "overlap" in name or "trained tokens" in name or "idle" in name:
-            report.row(f"overlap: {name}", row["values"], row["unit"])
-
-
-def _other_benchmark(name: str, arguments: list[str]) -> dict[str, dict[str, Any]]:
-    """Its rows by name (of two rows with one name the first). A target that it misses is its own affair."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "report.json"
-        _child(["-m", "benchmarks", name, *arguments, "--json", str(file)], allowed=(0, 1), needs=file)
-        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    return {row["name"]: row for row in reversed(rows)}
-
-
-def _child(arguments: list[str], *, allowed: tuple[int, ...] = (0,), needs: Path | None = None) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=_CHILD_TIMEOUT_S, check=False
-    )
-    if done.returncode not in allowed or (needs is not None and not needs.exists()):
-        raise RuntimeError(f"python {' '.join(arguments)} exited with {done.returncode}:\n{done.stderr[-4000:]}")
-    return done.stdout
+def _in_a_process(settings: dict[str, Any]) -> dict[str, Any]:
+    """What _gpu_train.py measures; its memory is free again afterwards."""
+    command = [sys.executable, "-m", "benchmarks._gpu_train", json.dumps(settings)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=_CHILD_TIMEOUT_S, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 if __name__ == "__main__":

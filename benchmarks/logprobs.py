@@ -27,8 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Report, add_options
-from benchmarks.turns import in_turns, median_interval, ratios
+from benchmarks.report import Report, add_options, in_turns, median_interval, ratios
 
 MAX_MEMORY = 1 / 8
 MAX_TIME = 1.1

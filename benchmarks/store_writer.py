@@ -20,8 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Report, add_options
-from benchmarks.turns import median_interval
+from benchmarks.report import Report, add_options, median_interval
 
 MATRIX = 256
 PRODUCTS_PER_LOOP = 40

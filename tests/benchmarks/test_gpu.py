@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from benchmarks.report import Report
 from tests.benchmarks.support import run_apart
 
 SMALL = bounds.ModelSize(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
-PEAKS = bounds.Peaks(flops=1e6, memory=1e4, link=1e3, source="test")
+PEAKS = bounds.Peaks(flops=1e6, memory=1e4, source="test")
 
 
 def test_parameters_and_flops_are_those_of_the_formula() -> None:
@@ -36,14 +37,9 @@ def test_generation_is_bound_by_bytes_with_few_in_flight_and_by_flops_with_many(
     # one: a step reads 656 + 5 x 16 = 736 bytes: 73.6 ms, computes 816: 0.8 ms; 2 steps; the prompt of 4: 4 x (656 + 64) / 1e6
     one = bounds.generation_bound_s(SMALL, PEAKS, in_flight=1, prompt=4, completion=2, itemsize=2)
     assert one == pytest.approx(2 * 0.0736 + 4 * 720 / 1e6)
-    fast_memory = bounds.Peaks(flops=1e6, memory=1e12, link=1e3, source="test")
+    fast_memory = bounds.Peaks(flops=1e6, memory=1e12, source="test")
     many = bounds.generation_bound_s(SMALL, fast_memory, in_flight=100, prompt=4, completion=2, itemsize=2)
     assert many == pytest.approx(2 * 100 * 816 / 1e6 + 400 * 720 / 1e6)
-
-
-def test_a_push_is_bound_by_the_link_and_over_ipc_by_the_memory() -> None:
-    assert bounds.push_bound_s(SMALL, PEAKS, "nccl", 2) == pytest.approx(656 / 1e3)
-    assert bounds.push_bound_s(SMALL, PEAKS, "ipc", 2) == pytest.approx(2 * 656 / 1e4)
 
 
 def test_a_listed_gpu_is_found_by_its_most_exact_name() -> None:
@@ -56,8 +52,7 @@ def test_a_listed_gpu_is_found_by_its_most_exact_name() -> None:
 
 
 _OPTIONS = {"seed": 0, "device": "cuda", "dtype": "bfloat16", "rounds": 2, "threads": 1, "samples": 2, "prompt_tokens": 4,
-            "completion_tokens": 2, "micro_batch_tokens": 64, "engine": "vllm", "size": "0.6b",
-            "transports": ["ipc", "gloo"]}  # fmt: skip
+            "completion_tokens": 2, "micro_batch_tokens": 64, "engine": "vllm", "size": "0.6b"}  # fmt: skip
 
 
 def _rows(report: Report) -> dict[str, tuple[float, ...]]:
@@ -78,15 +73,13 @@ def test_tokens_of_all_completions_count_and_their_bound_is_the_upper_one(monkey
 
 def test_mfu_counts_the_tokens_of_samples_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two samples of 9 tokens, 2448 FLOPs each: 44064 of 1e6 a second; in a step of 0.1 s 0.44064."""
-    asked: list[str] = []
+    asked: dict[str, Any] = {}
     found = {"seconds": [0.1, 0.2], "tokens": [24, 24], "lengths": [9, 9], "peak_bytes": 3 << 30}
-    monkeypatch.setattr(
-        gpu, "_child", lambda arguments: asked.extend(arguments) or f"said before\n{json.dumps(found)}\n"
-    )
+    monkeypatch.setattr(gpu, "_in_a_process", lambda settings: asked.update(settings) or found)
     report = Report("gpu", {"seed": 0})
     gpu._train(report, SMALL, PEAKS, Namespace(**_OPTIONS))
     rows = _rows(report)
-    assert json.loads(asked[-1])["hidden"] == SMALL.hidden
+    assert asked["hidden"] == SMALL.hidden
     assert rows["train: tokens of the samples"] == pytest.approx((180.0, 90.0))
     assert rows["train: bound"] == pytest.approx((18 / 0.044064,))
     assert rows["train: MFU"] == pytest.approx((0.44064, 0.22032))
@@ -94,34 +87,9 @@ def test_mfu_counts_the_tokens_of_samples_without_padding(monkeypatch: pytest.Mo
     assert rows["train: memory, peak"] == (3.0,)
 
 
-def test_a_push_is_measured_against_its_own_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """656 bytes: 0.656 s over the link, 0.1312 s within the memory."""
-    asked: list[list[str]] = []
-    found = {"push": {"values": [1312.0, 656.0]}, "transfer": {"values": [500.0, 1000.0]}}
-    monkeypatch.setattr(gpu, "_other_benchmark", lambda name, arguments: asked.append([name, *arguments]) or found)
-    report = Report("gpu", {"seed": 0})
-    gpu._push(report, SMALL, PEAKS, Namespace(**_OPTIONS))
-    rows = _rows(report)
-    assert [(each[0], each[each.index("--transport") + 1]) for each in asked] == [("push", "ipc"), ("push", "gloo")]
-    assert rows["push: gloo"] == (1312.0, 656.0)
-    assert rows["push: gloo, transfer"] == (0.5, 1.0)
-    assert rows["push: gloo, of the bound"] == pytest.approx((0.5, 1.0))
-    assert rows["push: ipc, of the bound"] == pytest.approx((0.1, 0.2))
-
-
 def test_peaks_that_are_given_are_taken_in_their_units() -> None:
-    given = Namespace(device="cpu", dtype="float32", peak_tflops=2.0, memory_gbs=3.0, link_gbs=4.0)
-    assert gpu._peaks(given) == bounds.Peaks(flops=2e12, memory=3e9, link=4e9, source="given")
-
-
-def test_of_two_rows_with_one_name_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def child(arguments: list[str], *, allowed: tuple[int, ...], needs: Path) -> str:
-        rows = [{"name": "bare broadcast", "unit": "ms"}, {"name": "bare broadcast", "unit": "MB/s"}]
-        needs.write_text(json.dumps({"rows": rows}))
-        return ""
-
-    monkeypatch.setattr(gpu, "_child", child)
-    assert gpu._other_benchmark("push", [])["bare broadcast"]["unit"] == "ms"
+    given = Namespace(device="cpu", dtype="float32", peak_tflops=2.0, memory_gbs=3.0)
+    assert gpu._peaks(given) == bounds.Peaks(flops=2e12, memory=3e9, source="given")
 
 
 def test_without_a_gpu_it_says_so_and_exits_with_2(

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import Report, Row
-from benchmarks.turns import in_turns, median_interval, ratios
+from benchmarks.report import Report, Row, in_turns, median_interval, ratios
 
 
 def test_a_row_has_median_quartiles_extremes_and_number() -> None:

@@ -18,7 +18,7 @@ from tests.benchmarks.support import run_apart
 TINY = [
     "--samples", "32", "--group-size", "8", "--prompt-tokens", "8", "--completion-tokens", "32", "--micro-batch-tokens", "128",
     "--vocab", "256", "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--chunk", "16",
-    "--rounds", "2", "--split-rounds", "1", "--device", "cpu",
+    "--rounds", "2", "--device", "cpu",
 ]  # fmt: skip
 
 
@@ -37,15 +37,6 @@ def test_the_step_and_the_padded_loops_compute_the_same_and_are_compared(tmp_pat
     assert rows["packed: computed tokens"]["median"] < sum(len(sample.token_ids) for sample in _samples())
     assert rows["packed over padded"]["n"] == 2
     assert rows["padded: needed / computed tokens"]["median"] == pytest.approx(_real_over_padded())
-    parts = {name: row["median"] for name, row in rows.items() if name.startswith("packed, part: ")}
-    assert sum(parts.values()) == pytest.approx(100.0)
-    # every part was met: a function that is named differently now would leave its time in another's
-    assert len(parts) == 15
-    assert min(parts.values()) > 0.0
-    assert rows["packed: host syncs of an update"]["median"] == 1.0
-    met = {target["what"]: target["met"] for target in found["targets"]}
-    assert met["host syncs of an update"]
-    assert met["collectives for figures of an update"]
 
 
 def _real_over_padded() -> float:

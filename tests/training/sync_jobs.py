@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks._sync_counter import count_syncs
 from grpo_async.batching.minibatch import split_groups
 from grpo_async.records import ScoredGroup
 from grpo_async.training.model import Policy
 from grpo_async.training.ranks import follow
 from tests.training.figure_jobs import FigureSource, figure_config, figure_groups, figure_loop, figure_place
+from tests.training.sync_counter import count_syncs
 
 MODULE = "tests.training.sync_jobs"
 LONGEST = 64

@@ -1,5 +1,5 @@
 """What a training step makes the host wait for: at most two reads of the device and two collectives for figures an update, whatever
-the number of micro-batches. Here it is one of each. On a CPU; benchmarks/_sync_counter.py says how."""
+the number of micro-batches. Here it is one of each. On a CPU; sync_counter.py says how."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks._sync_counter import FSDP, count_syncs
 from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
 from grpo_async.training.metrics import UpdateFigures
 from tests.support.rank_jobs import random_samples
 from tests.support.ranks import run_on_ranks
+from tests.training.sync_counter import FSDP, count_syncs
 from tests.training.sync_jobs import LONGEST, MODULE
 
 MAX_READS = MAX_COLLECTIVES = 2  # an update
