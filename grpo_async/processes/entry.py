@@ -42,24 +42,24 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
-    place = Assignment.from_environment()
-    heartbeat = Heartbeat(f"{name} {place.rank}", place.heartbeat_socket)
-    control = ControlClient(place.control_socket if place.rank == 0 else None)
+    assignment = Assignment.from_environment()
+    heartbeat = Heartbeat(f"{name} {assignment.rank}", assignment.heartbeat_socket)
+    control = ControlClient(assignment.control_socket if assignment.rank == 0 else None)
     code = 0
     try:
         with forwarding_warnings(lambda text: control.send("warning", text=text)):
-            work(place, load_config(attempt_config(place.attempt_dir)), control)
+            work(assignment, load_config(attempt_config(assignment.attempt_dir)), control)
     except BaseException as error:
         code = 1
         # first what needs no disk: it may be full
         words, text = words_of(error), "".join(traceback.format_exception(error))
-        heartbeat.failed(place.rank, words, text)
-        control.send("failed", rank=place.rank, error=words, traceback=text)
-        write_failure(place.attempt_dir, place.rank, error)
-        logger.exception("%s %d failed", name, place.rank)
+        heartbeat.failed(assignment.rank, words, text)
+        control.send("failed", rank=assignment.rank, error=words, traceback=text)
+        write_failure(assignment.attempt_dir, assignment.rank, error)
+        logger.exception("%s %d failed", name, assignment.rank)
     if prints.num_dropped:
         logger.warning(
-            "%s %d: %d characters of what was printed are not in this log", name, place.rank, prints.num_dropped
+            "%s %d: %d characters of what was printed are not in this log", name, assignment.rank, prints.num_dropped
         )
     control.close()
     logging.shutdown()

@@ -24,7 +24,7 @@ from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy, compile_layers, make_mesh, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import choose_parameters
-from grpo_async.training.ranks import CommandChannel, Workplace, device_for
+from grpo_async.training.ranks import CommandChannel, TrainerContext, device_for
 from grpo_async.training.reference import (
     AdaptersOff,
     FrozenPolicy,
@@ -39,18 +39,18 @@ logger = logging.getLogger(__name__)
 _MARGIN_S = 60.0
 
 
-def join_process_group(place: Assignment, config: ExperimentConfig) -> None:
+def join_process_group(assignment: Assignment, config: ExperimentConfig) -> None:
     """Meet the other ranks. On one machine through a private file, and no rank listens on any network address but loopback; on
     several in the store of node 0's torchrun, over the interface that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name."""
     kind = device_kind(config)
     if kind == "cuda":
-        torch.cuda.set_device(place.local_rank)
-    store = dist.FileStore(str(place.store), place.world_size) if place.store else None
+        torch.cuda.set_device(assignment.local_rank)
+    store = dist.FileStore(str(assignment.store), assignment.world_size) if assignment.store else None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=assignment.rank,
+        world_size=assignment.world_size,
         timeout=timedelta(seconds=config.training.collective_timeout_s),
     )
 
@@ -62,13 +62,15 @@ def device_kind(config: ExperimentConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def build_workplace(
-    place: Assignment, config: ExperimentConfig, *, tokenizer: Any, timeline: Timeline = NO_TIMELINE
-) -> Workplace:
+def build_context(
+    assignment: Assignment, config: ExperimentConfig, *, tokenizer: Any, timeline: Timeline = NO_TIMELINE
+) -> TrainerContext:
     """Load the model and shard it over all ranks. A collective. `tokenizer` is exported with the model."""
     kind = device_kind(config)
-    device = device_for(kind, place.local_rank)
-    mesh = make_mesh(kind, world_size=place.world_size, num_nodes=config.launch.nodes, sharding=config.launch.sharding)
+    device = device_for(kind, assignment.local_rank)
+    mesh = make_mesh(
+        kind, world_size=assignment.world_size, num_nodes=config.launch.nodes, sharding=config.launch.sharding
+    )
     policy = _build_policy(config, config.model, mesh, device)
     check_tokenizer_size(len(tokenizer), policy.model.get_input_embeddings().num_embeddings)
     objective = Objective.from_config(config)
@@ -85,9 +87,9 @@ def build_workplace(
             _MARGIN_S,
         )
     )
-    workplace = Workplace(
+    context = TrainerContext(
         config=config,
-        rundir=place.run_dir,
+        rundir=assignment.run_dir,
         policy=policy,
         optimizer=make_optimizer(policy, config.optimizer),
         objective=objective,
@@ -96,20 +98,22 @@ def build_workplace(
             policy.model,
             config.model,
             served_dtype=getattr(torch, config.inference.dtype),
-            device=torch.device("cpu") if place.transport == "gloo" else device,
+            device=torch.device("cpu") if assignment.transport == "gloo" else device,
         ),
         channel=CommandChannel(timeout_s=patience_s),
-        checkpoints=CheckpointWriter(place.run_dir, timeout_s=config.training.collective_timeout_s, timeline=timeline),
+        checkpoints=CheckpointWriter(
+            assignment.run_dir, timeout_s=config.training.collective_timeout_s, timeline=timeline
+        ),
         tokenizer=tokenizer,
         device=device,
-        num_ranks=place.world_size,
+        num_ranks=assignment.world_size,
         clock=StepClock(timeline, device),
     )
-    obstacle = workplace.obstacle_to_shared_prompts
+    obstacle = context.obstacle_to_shared_prompts
     logger.info(
         "prompts that samples have in common: %s", "computed once" if obstacle is None else f"not shared, {obstacle}"
     )
-    return workplace
+    return context
 
 
 def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceMesh, device: torch.device) -> Policy:

@@ -21,15 +21,17 @@ from grpo_async.processes.entry import run_process
 RESULT_NAME = "evaluation.json"
 
 
-def evaluate(place: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
+def evaluate(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
     """The whole life of this process."""
     from grpo_async.rundir import write_atomically
     from grpo_async.store.rollout_store import RolloutStore, all_groups
     from grpo_async.trainer.connections import open_fleet
 
     with ExitStack() as stack:
-        fleet = open_fleet(config, place.server_urls, control, stack)
-        store = stack.enter_context(RolloutStore(place.run_dir.rollouts, settings=all_groups(config.record.rollouts)))
+        fleet = open_fleet(config, assignment.server_urls, control, stack)
+        store = stack.enter_context(
+            RolloutStore(assignment.run_dir.rollouts, settings=all_groups(config.record.rollouts))
+        )
         control.send("phase", name="waiting for the server")
         _take_servers(config, fleet, control)
         fleet.start()
@@ -43,7 +45,7 @@ def evaluate(place: Assignment, config: ExperimentConfig, control: ControlClient
             return  # stopped
         info = next((server.info for server in fleet.serving() if server.info is not None), None)
         result["engine"] = "unknown" if info is None else info.engine
-        write_atomically(place.run_dir.root / RESULT_NAME, json.dumps(result, indent=2))
+        write_atomically(assignment.run_dir.root / RESULT_NAME, json.dumps(result, indent=2))
         control.send("summary", summary=result)
 
 

@@ -41,7 +41,7 @@ from grpo_async.training.checkpoint import CheckpointKeeper, load_state, load_te
 from grpo_async.training.export import write_model_card
 from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.metrics import PipelineMeter, Reading, Totals
-from grpo_async.training.ranks import StopCommand, Workplace
+from grpo_async.training.ranks import StopCommand, TrainerContext
 from grpo_async.user_code.threads import call_when_set
 from grpo_async.weights.transport import WeightTransport
 from grpo_async.weights.verify import probe_sequences
@@ -55,42 +55,44 @@ _WAIT_SLICE_S = 20.0
 
 
 def lead(
-    place: Assignment,
+    assignment: Assignment,
     config: ExperimentConfig,
     control: ControlClient,
-    workplace: Workplace,
+    context: TrainerContext,
     renderer: ChatRenderer,
     timeline: Timeline = NO_TIMELINE,
 ) -> None:
     """Run rank 0; everything it opened is closed when it returns or raises."""
     with ExitStack() as stack:
-        _Leader(place, config, control, workplace, renderer, timeline, stack).run()
+        _Leader(assignment, config, control, context, renderer, timeline, stack).run()
 
 
 class _Leader:
     def __init__(
         self,
-        place: Assignment,
+        assignment: Assignment,
         config: ExperimentConfig,
         control: ControlClient,
-        workplace: Workplace,
+        context: TrainerContext,
         renderer: ChatRenderer,
         timeline: Timeline,
         stack: ExitStack,
     ) -> None:
-        self._place = place
+        self._assignment = assignment
         self._config = config
         self._control = control
-        self._workplace = workplace
+        self._context = context
         self._renderer = renderer
         self._timeline = timeline
         self._stack = stack
         self._phases = RunPhases(control, timeline)
         stack.callback(self._phases.end)
-        self._state = load_state(place.run_dir, place.resume_step) if place.resume_step is not None else None
+        self._state = (
+            load_state(assignment.run_dir, assignment.resume_step) if assignment.resume_step is not None else None
+        )
         self._progress: dict[str, Any] = dict(self._state.progress) if self._state else {}
-        self._keeper = CheckpointKeeper(place.run_dir, config.checkpoint, resumed_step=place.resume_step)
-        self._fleet = open_fleet(config, place.server_urls, control, stack)
+        self._keeper = CheckpointKeeper(assignment.run_dir, config.checkpoint, resumed_step=assignment.resume_step)
+        self._fleet = open_fleet(config, assignment.server_urls, control, stack)
         stack.callback(watch_servers(self._fleet, timeline).close)
         self._engine = "unknown"
         self._evaluations: RunEvaluations  # from `run` on
@@ -99,16 +101,16 @@ class _Leader:
     def run(self) -> None:
         config, control = self._config, self._control
         side = self._build_rollout_side()
-        if self._place.resume_step is not None:
-            workplace = self._workplace
+        if self._assignment.resume_step is not None:
+            context = self._context
             load_tensors(
-                self._place.run_dir,
-                self._place.resume_step,
-                workplace.policy,
-                workplace.optimizer,
+                self._assignment.run_dir,
+                self._assignment.resume_step,
+                context.policy,
+                context.optimizer,
                 seed=config.run.seed,
             )
-            set_aside_later_checkpoints(self._place.run_dir, self._place.resume_step)
+            set_aside_later_checkpoints(self._assignment.run_dir, self._assignment.resume_step)
             side.supersede()  # not before: a start that fails leaves the run's files as they are
         self._phases.begin("waiting for the server")
         self._fleet.start()
@@ -118,7 +120,7 @@ class _Leader:
             stop=control.stop_requested,
         )
         if not is_ready:  # stopped before anything was trained: there is nothing to save
-            self._workplace.channel.send([StopCommand()] * self._place.world_size)
+            self._context.channel.send([StopCommand()] * self._assignment.world_size)
             return
         start = self._state.step if self._state else 0
         self._evaluations = self._build_evaluations(side, start)
@@ -132,7 +134,7 @@ class _Leader:
             return
         self._fleet.subscribe(side.source.wake)
         self._check_before_training(side, loop, start, first_push)
-        if self._place.preflight_only:
+        if self._assignment.preflight_only:
             loop.stop_followers()
             return
         call_when_set(control.stop_requested, side.source.interrupt)
@@ -144,7 +146,7 @@ class _Leader:
 
     def _build_rollout_side(self) -> RolloutSide:
         store = self._stack.enter_context(
-            RolloutStore(self._place.run_dir.rollouts, settings=self._config.record.rollouts)
+            RolloutStore(self._assignment.run_dir.rollouts, settings=self._config.record.rollouts)
         )
         side = build_rollout_side(
             self._config,
@@ -160,7 +162,7 @@ class _Leader:
     def _build_evaluations(self, side: RolloutSide, start: int) -> RunEvaluations:
         evaluations = RunEvaluations(
             self._config,
-            self._place.run_dir,
+            self._assignment.run_dir,
             source=side.source,
             side=side.evaluation,
             start=start,
@@ -177,28 +179,28 @@ class _Leader:
         return evaluations
 
     def _build_loop(self, side: RolloutSide, meter: PipelineMeter, start: int) -> LeaderLoop:
-        config, workplace = self._config, self._workplace
-        log = self._stack.enter_context(MetricsLog(self._place.run_dir.metrics, first_step=start + 1))
+        config, context = self._config, self._context
+        log = self._stack.enter_context(MetricsLog(self._assignment.run_dir.metrics, first_step=start + 1))
         transport = WeightTransport(
-            self._place.transport,
+            self._assignment.transport,
             host=weights_host(config),
             bucket_bytes=config.weights.bucket_mb << 20,
             timeout_s=config.weights.timeout_s,
-            device=workplace.device,
-            base=workplace.parameters.base,
+            device=context.device,
+            base=context.parameters.base,
         )
         self._stack.callback(transport.close)
         sync = FleetSync(
             config,
             self._fleet,
             transport,
-            workplace.parameters,
+            context.parameters,
             probes=self._probes(side),
             on_serving=lambda server: self._control.send("server_serving", index=server.index),
             timeline=self._timeline,
         )
-        is_run = not self._place.preflight_only  # a preflight is no run that anybody wants to see in a tracker
-        trackers = self._trackers = open_trackers(config, self._place.run_dir) if is_run else Trackers(())
+        is_run = not self._assignment.preflight_only  # a preflight is no run that anybody wants to see in a tracker
+        trackers = self._trackers = open_trackers(config, self._assignment.run_dir) if is_run else Trackers(())
         self._stack.push(lambda kind, *_: trackers.close(failed=kind is not None))
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
@@ -212,7 +214,7 @@ class _Leader:
                 self._control.send("note", text=words)
 
         return LeaderLoop(
-            workplace,
+            context,
             source=side.source,
             sync=sync,
             read=self._read,
@@ -220,7 +222,7 @@ class _Leader:
             meter=meter,
             progress=self._progress,
             evaluations=self._evaluations,
-            saved_step=self._place.resume_step,
+            saved_step=self._assignment.resume_step,
             counters=self._state.counters if self._state else None,
             on_saved=self._keeper.prune,
             timeline=self._timeline,
@@ -295,27 +297,27 @@ class _Leader:
         servers: Sequence[Server],
         probes: Sequence[Sequence[int]],
     ) -> list[Check]:
-        workplace = self._workplace
+        context = self._context
         self._engine = next(server.info.engine for server in servers if server.info)
-        context = PreflightContext(
+        preflight = PreflightContext(
             config=self._config,
-            rundir=self._place.run_dir,
+            rundir=self._assignment.run_dir,
             renderer=self._renderer,
             servers=servers,
             prompts=side.first_prompts,
             probes=probes,
             score_on_trainer=loop.score,
             parameter_problems=[],  # the push has checked them: see weight_sync
-            parameter_shapes={spec.name: spec.shape for spec in workplace.parameters.specs},
-            num_embeddings=workplace.policy.model.get_input_embeddings().num_embeddings,
+            parameter_shapes={spec.name: spec.shape for spec in context.parameters.specs},
+            num_embeddings=context.policy.model.get_input_embeddings().num_embeddings,
             policy_version=version,
-            transport=self._place.transport,
+            transport=self._assignment.transport,
             first_push=first_push,
-            device=workplace.device.type,
+            device=context.device.type,
             token=token_from_environment(),
             tool_sets=side.tool_sets,
         )
-        return run_preflight(context)
+        return run_preflight(preflight)
 
     def _await_server(self, loop: LeaderLoop) -> bool:
         """Wait until a server is up, telling the other ranks; False when the run is to stop.
@@ -368,11 +370,11 @@ class _Leader:
         """The model was exported before the last evaluation."""
         summary = self._evaluations.summary()
         if summary is not None and summary["after"]:
-            write_model_card(self._place.run_dir.model, self._config, step=step, evaluation=summary["after"])
+            write_model_card(self._assignment.run_dir.model, self._config, step=step, evaluation=summary["after"])
 
     def _watch_for_stalls(self, side: RolloutSide, loop: LeaderLoop) -> None:
         guard = self._guard = StallGuard(
-            self._place, self._config, self._control, source=side.source, loop=loop, fleet=self._fleet
+            self._assignment, self._config, self._control, source=side.source, loop=loop, fleet=self._fleet
         )
         loop.activity.begin("evaluating before training")
         guard.start()
@@ -389,25 +391,25 @@ class _Leader:
 
     def _memory(self) -> dict[str, Any]:
         """What each rank has taken at most by the end of its first step, and what was expected."""
-        workplace = self._workplace
-        on_gpu = workplace.device.type == "cuda"
-        number = sum(math.prod(spec.shape) for spec in workplace.parameters.specs)
+        context = self._context
+        on_gpu = context.device.type == "cuda"
+        number = sum(math.prod(spec.shape) for spec in context.parameters.specs)
         estimated = estimate_trainer(self._config, number, on_gpu=on_gpu).total
-        return {"peaks": list(workplace.peaks or ()), "estimated": estimated, "on_gpu": on_gpu}
+        return {"peaks": list(context.peaks or ()), "estimated": estimated, "on_gpu": on_gpu}
 
     def _write_summary(self, side: RolloutSide, meter: PipelineMeter, steps: int) -> None:
         summary = run_summary(
-            self._place,
+            self._assignment,
             self._config,
             engine=self._engine,
-            on_gpu=self._workplace.device.type == "cuda",
+            on_gpu=self._context.device.type == "cuda",
             steps=steps,
             failures=self._fleet.failures,
             meter=meter.summary(),
             evaluation=self._evaluations.summary(),
-            learning=judge(Evidence.read(self._place.run_dir)),
+            learning=judge(Evidence.read(self._assignment.run_dir)),
             ledger=side.source.ledger_snapshot(),
             memory=self._memory(),
         )
-        write_atomically(self._place.run_dir.summary, json.dumps(summary, indent=2))
+        write_atomically(self._assignment.run_dir.summary, json.dumps(summary, indent=2))
         self._control.send("summary", summary=summary)

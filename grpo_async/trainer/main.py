@@ -1,6 +1,6 @@
 """Entry point of every trainer rank (`torchrun -m grpo_async.trainer.main`).
 
-Rank 0 leads (launch.lead), the others follow its commands (training.workplace.follow).
+Rank 0 leads (trainer.lead), the others follow its commands (training.ranks.follow).
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, open_timeline
 from grpo_async.trainer.run_timeline import attempt
 
 
-def run_rank(place: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
+def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
     """The whole life of this rank."""
-    timeline = open_timeline(place.run_dir.events, config.record.timeline) if place.rank == 0 else NO_TIMELINE
-    with attempt(timeline, place):
-        _run(place, config, control, timeline)
+    timeline = open_timeline(assignment.run_dir.events, config.record.timeline) if assignment.rank == 0 else NO_TIMELINE
+    with attempt(timeline, assignment):
+        _run(assignment, config, control, timeline)
 
 
-def _run(place: Assignment, config: ExperimentConfig, control: ControlClient, timeline: Timeline) -> None:
+def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClient, timeline: Timeline) -> None:
     control.send("phase", name="loading the model")
     began = time.time()
     import torch  # here, so that a broken installation is reported like any other failure
     import torch.distributed as dist
 
     from grpo_async.chat.build import load_renderer
-    from grpo_async.trainer.context import build_workplace, join_process_group
+    from grpo_async.trainer.context import build_context, join_process_group
     from grpo_async.trainer.lead import lead
     from grpo_async.training.checkpoint import load_tensors
     from grpo_async.training.ranks import follow
@@ -37,24 +37,24 @@ def _run(place: Assignment, config: ExperimentConfig, control: ControlClient, ti
     timeline.add("import", "run", began, time.time())
     torch.set_num_threads(config.launch.trainer_threads)
     torch.manual_seed(config.run.seed)
-    join_process_group(place, config)
+    join_process_group(assignment, config)
     try:
         with timeline.span("load the tokenizer", "run"):
             renderer = load_renderer(config)
-        workplace = build_workplace(place, config, tokenizer=renderer.tokenizer, timeline=timeline)
+        context = build_context(assignment, config, tokenizer=renderer.tokenizer, timeline=timeline)
         timeline.add("loading the model", "run", began, time.time())
-        if place.rank == 0:
-            lead(place, config, control, workplace, renderer, timeline)
+        if assignment.rank == 0:
+            lead(assignment, config, control, context, renderer, timeline)
         else:
-            if place.resume_step is not None:
+            if assignment.resume_step is not None:
                 load_tensors(
-                    place.run_dir,
-                    place.resume_step,
-                    workplace.policy,
-                    workplace.optimizer,
+                    assignment.run_dir,
+                    assignment.resume_step,
+                    context.policy,
+                    context.optimizer,
                     seed=config.run.seed,
                 )
-            follow(workplace)
+            follow(context)
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -13,7 +13,7 @@ from grpo_async.processes.assignment import Assignment
 
 
 def run_summary(
-    place: Assignment,
+    assignment: Assignment,
     config: ExperimentConfig,
     *,
     engine: str,
@@ -39,8 +39,8 @@ def run_summary(
     return {
         "status": "finished" if is_finished else "stopped",
         "steps": steps,
-        "model": str(place.run_dir.model) if is_finished else None,
-        "num_devices": place.world_size,
+        "model": str(assignment.run_dir.model) if is_finished else None,
+        "num_devices": assignment.world_size,
         "engine": engine,
         "on_gpu": on_gpu,
         "server_failures": [

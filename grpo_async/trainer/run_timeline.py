@@ -18,12 +18,12 @@ _LANE = "run"
 
 
 @contextmanager
-def attempt(timeline: Timeline, place: Assignment) -> Iterator[None]:
+def attempt(timeline: Timeline, assignment: Assignment) -> Iterator[None]:
     """Mark the beginning of an attempt, and close the timeline when it ends. An attempt that is killed has no span."""
-    number = place.attempt_dir.resolve().name.removeprefix("attempt_")
+    number = assignment.attempt_dir.resolve().name.removeprefix("attempt_")
     details = {"attempt": number, "process": os.getpid()}
-    if place.resume_step is not None:
-        details["resume_step"] = place.resume_step
+    if assignment.resume_step is not None:
+        details["resume_step"] = assignment.resume_step
     timeline.instant(ATTEMPT, _LANE, **details)
     try:
         with timeline.span(ATTEMPT, _LANE, **details):

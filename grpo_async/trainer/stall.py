@@ -40,7 +40,7 @@ class StallGuard:
     """Watches a run from rank 0, from `start` to `stop`.
 
     Args:
-        place: where to leave the failure.
+        assignment: where to leave the failure.
         source: generated tokens, what is in flight, and how to end a wait for samples.
         loop: finished steps, and what the main thread is doing.
         fleet: tokens of evaluations, and whether servers are on their way.
@@ -48,7 +48,7 @@ class StallGuard:
 
     def __init__(
         self,
-        place: Assignment,
+        assignment: Assignment,
         config: ExperimentConfig,
         control: ControlClient,
         *,
@@ -56,7 +56,7 @@ class StallGuard:
         loop: LeaderLoop,
         fleet: Fleet,
     ) -> None:
-        self._place = place
+        self._assignment = assignment
         self._config = config
         self._control = control
         self._source = source
@@ -131,9 +131,9 @@ class StallGuard:
         os._exit(1)
 
     def _report(self, error: RunError) -> None:
-        write_failure(self._place.attempt_dir, self._place.rank, error)
+        write_failure(self._assignment.attempt_dir, self._assignment.rank, error)
         logger.error("%s", error)
-        self._control.send("failed", rank=self._place.rank, error=words_of(error), traceback="")
+        self._control.send("failed", rank=self._assignment.rank, error=words_of(error), traceback="")
         self._control.close()
         logging.shutdown()
 

@@ -34,8 +34,8 @@ from grpo_async.training.ranks import (
     ScoreCommand,
     StepCommand,
     StopCommand,
+    TrainerContext,
     WaitCommand,
-    Workplace,
 )
 from grpo_async.training.step import StepResult
 from grpo_async.training.timing import Stopwatch
@@ -50,7 +50,7 @@ class LeaderLoop:
     """Rank 0.
 
     Args:
-        place: this rank's shard.
+        context: this rank's shard.
         source: samples.
         sync: the way of the weights to the servers.
         read: reads clock and server counters.
@@ -66,7 +66,7 @@ class LeaderLoop:
 
     def __init__(
         self,
-        place: Workplace,
+        context: TrainerContext,
         *,
         source: RolloutSource,
         sync: WeightSync,
@@ -81,8 +81,8 @@ class LeaderLoop:
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self._timeline = timeline
-        self._place = place
-        self._config = place.config
+        self._context = context
+        self._config = context.config
         self._on_saved = on_saved
         self._source = source
         self._sync = sync
@@ -110,12 +110,12 @@ class LeaderLoop:
     @property
     def is_saving(self) -> bool:
         """Whether a checkpoint is being written. From any thread."""
-        return self._place.checkpoints.is_writing
+        return self._context.checkpoints.is_writing
 
     @property
     def longest_save_s(self) -> float:
         """How long the writing of one checkpoint may take."""
-        return self._place.checkpoints.longest_s
+        return self._context.checkpoints.longest_s
 
     def push(self, version: int) -> dict[str, float]:
         """Push the current weights as `version`, on all ranks. With no server up, training goes on with what is queued: the
@@ -156,7 +156,7 @@ class LeaderLoop:
     def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
         """Log-probabilities of token sequences under the current weights, on all ranks; see training.score."""
         self._command_all(ScoreCommand(sequences=sequences, rounding=rounding))
-        return self._place.score(sequences, rounding)
+        return self._context.score(sequences, rounding)
 
     def run(self, *, first_step: int) -> int:
         """Train to `training.max_steps` or until the source says stop; returns the number of finished steps.
@@ -167,7 +167,7 @@ class LeaderLoop:
         config = self._config
         self._stopwatch.take()  # what was before is in no step
         for step in range(first_step, config.training.max_steps + 1):
-            self._place.checkpoints.poll()
+            self._context.checkpoints.poll()
             began, wait_began = time.time(), time.monotonic()
             with self._stopwatch.during("waiting"):
                 groups = self._take(step)
@@ -201,7 +201,7 @@ class LeaderLoop:
                 )
             )
             metrics.update(self._source.gauges())
-            metrics.update(self._place.checkpoints.take_metrics())
+            metrics.update(self._context.checkpoints.take_metrics())
             if self._push_is_held and not self._evaluations.holds_push:  # it has ended since
                 metrics.pop("sync/held", None)
                 metrics.update(self._push_or_save(step))
@@ -239,19 +239,19 @@ class LeaderLoop:
     def _train(self, minibatches: Sequence[Minibatch], step: int) -> tuple[StepResult, Mapping[str, TokenFigures]]:
         """One step on all ranks, and the figures of the tokens that are stored, by rollout id."""
         self.activity.begin(f"training step {step}")
-        config, place = self._config, self._place
+        config, context = self._config, self._context
         lr = config.optimizer.lr * config.lr_factor(step - 1)
-        parts: list[list[list[MicroBatch]]] = [[] for _ in range(place.num_ranks)]  # [num_ranks][num_minibatches]
+        parts: list[list[list[MicroBatch]]] = [[] for _ in range(context.num_ranks)]  # [num_ranks][num_minibatches]
         stored = self._stored(minibatches)
-        figures = FigurePlan(place.num_ranks)
+        figures = FigurePlan(context.num_ranks)
         began = time.time()
         num_tokens = num_computed = num_shared = 0
-        shares_prompts = place.obstacle_to_shared_prompts is None
+        shares_prompts = context.obstacle_to_shared_prompts is None
         for minibatch in minibatches:
             samples = minibatch.samples
             plan = plan_batch(
                 [len(sample.token_ids) for sample in samples],
-                num_ranks=place.num_ranks,
+                num_ranks=context.num_ranks,
                 micro_batch_tokens=config.training.micro_batch_tokens,
                 pack=config.training.pack,
                 prompts=find_prompts(samples) if shares_prompts else None,
@@ -270,12 +270,12 @@ class LeaderLoop:
             num_shared += plan.num_shared_tokens
             figures.add(samples, plan, is_wanted=[sample.group_id in stored for sample in samples])
         orders = figures.orders()
-        place.channel.send(
+        context.channel.send(
             [StepCommand(minibatches=part, lr=lr, figures=order) for part, order in zip(parts, orders, strict=True)]
         )
         num_rows = sum(len(minibatch.samples) for minibatch in minibatches)
         self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
-        result = place.step(parts[0], lr, orders[0])
+        result = context.step(parts[0], lr, orders[0])
         result.metrics["training/padding_share"] = 1.0 - (num_tokens - num_shared) / num_computed
         result.metrics["training/shared_share"] = num_shared / num_tokens
         collected = result.token_figures
@@ -328,11 +328,11 @@ class LeaderLoop:
         Raises:
             CheckpointError: this one, or the last one, could not be written.
         """
-        place = self._place
+        context = self._context
         if step != self._saved_step:
             self.activity.begin("waiting for the last checkpoint to be written")
             with self._span("wait for the last checkpoint"):
-                place.checkpoints.prepare(self.heartbeat)
+                context.checkpoints.prepare(self.heartbeat)
             self.activity.begin(f"copying the checkpoint of step {step}")
             state = TrainerState.of(
                 step,
@@ -342,25 +342,25 @@ class LeaderLoop:
             )
             self._command_all(SaveCommand(step=step))
             with self._span("copy checkpoint", step=step):
-                place.checkpoints.begin(step, place.policy, place.optimizer, state, on_written=self._on_saved)
+                context.checkpoints.begin(step, context.policy, context.optimizer, state, on_written=self._on_saved)
             self._saved_step = step
         if wait:
             self.activity.begin(f"waiting for the checkpoint of step {step} to be written")
             with self._span("wait for the checkpoint", step=step):
-                place.checkpoints.wait(self.heartbeat)
+                context.checkpoints.wait(self.heartbeat)
 
     def finish(self, step: int) -> None:
         """Write the last checkpoint and the exported model, and make the servers serve the last weights."""
         self.save(step, wait=True)
         self.activity.begin("exporting the model")
         self._command_all(ExportCommand())
-        place = self._place
+        context = self._context
         with self._span("export the model"):
             export_model(
-                place.rundir.model,
-                place.policy,
-                place.tokenizer,
-                adapter=place.rundir.adapter,
+                context.rundir.model,
+                context.policy,
+                context.tokenizer,
+                adapter=context.rundir.adapter,
                 provenance=Provenance(config=self._config, step=step),
                 heartbeat=self.heartbeat,
             )
@@ -379,7 +379,7 @@ class LeaderLoop:
         return self._timeline.span(name, "trainer", **details)
 
     def _command_all(self, command: Command) -> None:
-        self._place.channel.send([command] * self._place.num_ranks)
+        self._context.channel.send([command] * self._context.num_ranks)
 
 
 def _staleness(samples: Sequence[RolloutSample], trainer_version: int) -> Counter[int]:

@@ -159,7 +159,7 @@ def device_for(kind: str, local_rank: int) -> torch.device:
 
 
 @dataclass(slots=True, kw_only=True)
-class Workplace:
+class TrainerContext:
     """What every rank has: its shard of the policy and how it talks to the others."""
 
     config: ExperimentConfig
@@ -227,24 +227,24 @@ class Workplace:
         )
 
 
-def follow(place: Workplace) -> None:
+def follow(context: TrainerContext) -> None:
     """Ranks 1..N-1: do rank 0's commands until it says stop."""
     while True:
-        command = place.channel.receive()
+        command = context.channel.receive()
         match command:
             case WaitCommand():
                 continue
             case StepCommand():
-                place.step(command.minibatches, command.lr, command.figures)
+                context.step(command.minibatches, command.lr, command.figures)
             case GatherCommand():
-                for _ in place.parameters.buckets(command.bucket_bytes):
+                for _ in context.parameters.buckets(command.bucket_bytes):
                     pass  # only rank 0 sends
             case ScoreCommand():
-                place.score(command.sequences, command.rounding)
+                context.score(command.sequences, command.rounding)
             case SaveCommand():
-                place.checkpoints.begin(command.step, place.policy, place.optimizer, None)
+                context.checkpoints.begin(command.step, context.policy, context.optimizer, None)
             case ExportCommand():
-                export_model(place.rundir.model, place.policy, place.tokenizer, adapter=place.rundir.adapter)
+                export_model(context.rundir.model, context.policy, context.tokenizer, adapter=context.rundir.adapter)
             case StopCommand():
-                place.checkpoints.wait()
+                context.checkpoints.wait()
                 return

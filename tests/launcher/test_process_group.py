@@ -19,7 +19,7 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.rundir import RunDir
 from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer.main import run_rank
-from grpo_async.training.ranks import Workplace
+from grpo_async.training.ranks import TrainerContext
 from tests.launcher.sides import side_config
 from tests.launcher.support import make_config
 from tests.support.records import make_sample
@@ -92,17 +92,17 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         place: Assignment,
         config: ExperimentConfig,
         control: ControlClient,
-        workplace: Workplace,
+        context: TrainerContext,
         renderer: Any,
         timeline: Any,
     ) -> None:
-        seen["master"] = {parameter.dtype for parameter in workplace.policy.parameters()}
-        seen["wire"] = {tensor.dtype for bucket in workplace.parameters.buckets(1 << 20) for tensor in bucket}
-        seen["announced"] = {spec.dtype_name for spec in workplace.parameters.specs}
-        workplace.policy.model.get_output_embeddings().register_forward_pre_hook(note_compute)
+        seen["master"] = {parameter.dtype for parameter in context.policy.parameters()}
+        seen["wire"] = {tensor.dtype for bucket in context.parameters.buckets(1 << 20) for tensor in bucket}
+        seen["announced"] = {spec.dtype_name for spec in context.parameters.specs}
+        context.policy.model.get_output_embeddings().register_forward_pre_hook(note_compute)
         samples = [make_sample()]
         plan = plan_batch([4], num_ranks=1, micro_batch_tokens=64, pack=True)
-        workplace.step([pack_rank(samples, [1.0], plan, 0, trainer_version=0)], 1e-3)
+        context.step([pack_rank(samples, [1.0], plan, 0, trainer_version=0)], 1e-3)
 
     monkeypatch.setattr(lead_module, "lead", leads)
     model = {"path": str(tiny_model), "dtype": master, "compute_dtype": compute}
@@ -122,9 +122,9 @@ def test_the_exported_tokenizer_has_the_configured_template(
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages[0]['content'] }}!")
     model = {"path": str(tiny_model), "chat_template": str(template)}
-    built: list[Workplace] = []
+    built: list[TrainerContext] = []
     monkeypatch.setattr(
-        lead_module, "lead", lambda place, config, control, workplace, renderer, timeline: built.append(workplace)
+        lead_module, "lead", lambda place, config, control, context, renderer, timeline: built.append(context)
     )
     _run(side_config(tmp_path, tiny_model, model=model), tmp_path)
     assert built[0].tokenizer.chat_template == "{{ messages[0]['content'] }}!"

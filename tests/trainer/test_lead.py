@@ -208,14 +208,14 @@ def _lead(
     told: list[str] = []
     model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=7))
     cpu = torch.device("cpu")
-    workplace: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         config=config, rundir=rundir, policy=SimpleNamespace(model=model), optimizer=None, tokenizer=None,
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
         parameters=SimpleNamespace(specs=[], base=None, device=cpu), num_ranks=1, device=cpu, peaks=[1 << 30],
         channel=SimpleNamespace(send=lambda commands: told.append(type(commands[0]).__name__)),
     )  # fmt: skip
     renderer: Any = SimpleNamespace(tokenizer=range(7))
-    lead(place, config, ControlClient(None), workplace, renderer)
+    lead(place, config, ControlClient(None), context, renderer)
     return told
 
 

@@ -19,7 +19,7 @@ from grpo_async.rundir import RunDir
 from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.loss import Objective
 from grpo_async.training.metrics import PipelineMeter, Reading
-from grpo_async.training.ranks import CommandChannel, Workplace, follow
+from grpo_async.training.ranks import CommandChannel, TrainerContext, follow
 from grpo_async.training.reference import FrozenPolicy
 from tests.support.rank_jobs import random_samples
 from tests.support.records import make_scored
@@ -77,7 +77,7 @@ class FigureSource:
         return self.kept is None or group_id in self.kept
 
 
-def figure_loop(place: Workplace, source: FigureSource) -> LeaderLoop:
+def figure_loop(place: TrainerContext, source: FigureSource) -> LeaderLoop:
     reading = Reading(time_s=0.0, generation_busy_s=0.0, generated_tokens=0)
     return LeaderLoop(
         place,
@@ -90,10 +90,10 @@ def figure_loop(place: Workplace, source: FigureSource) -> LeaderLoop:
     )
 
 
-def figure_place(model: str, config: ExperimentConfig, *, reference: str | None, num_nodes: int = 1) -> Workplace:
+def figure_place(model: str, config: ExperimentConfig, *, reference: str | None, num_nodes: int = 1) -> TrainerContext:
     policy, optimizer = build(model, num_nodes=num_nodes)
     unused: Any = None
-    return Workplace(
+    return TrainerContext(
         config=config,
         rundir=RunDir(Path("unused")),
         policy=policy,

@@ -23,7 +23,7 @@ from grpo_async.training import attention
 from grpo_async.training.attention import CausalMask, SampleLayout, Stretch
 from grpo_async.training.load import load_policy
 from grpo_async.training.model import Policy, recompute_activations
-from grpo_async.training.ranks import Workplace
+from grpo_async.training.ranks import TrainerContext
 from grpo_async.training.reference import AdaptersOff, FrozenPolicy
 from tests.support.dense_mask import dense_mask
 from tests.support.ranks import run_on_ranks
@@ -247,7 +247,7 @@ def _workplace(policy: Policy, reference: Any = None, **training: Any) -> Any:
     settings = SimpleNamespace(**{"share_prompts": True, "pack": True, **training})
     unused: Any = None
     config: Any = SimpleNamespace(training=settings)
-    return Workplace(
+    return TrainerContext(
         config=config,
         rundir=unused,
         policy=policy,
