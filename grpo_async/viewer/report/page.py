@@ -1,5 +1,8 @@
-"""Puts the report together: one HTML page with its scripts, styles and data inside, which may not load anything "
-"from anywhere."""
+"""Puts the report together: `report.html` with its scripts, styles and data inside, which may not load anything from anywhere.
+
+Every text goes through the template, which escapes it and makes control characters visible: text of models, data and tools stays
+text.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +13,31 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from grpo_async.viewer.report import headline, sections
-from grpo_async.viewer.report.advice import advice_section
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from grpo_async.findings import figure
+from grpo_async.tracking.catalog import describe
+from grpo_async.viewer.report import sections
 from grpo_async.viewer.report.chapters import CHAPTERS
-from grpo_async.viewer.report.markup import Markup, data_script, element, inlined, joined
-from grpo_async.viewer.report.plots import Drawing, draw
-from grpo_async.viewer.report.rollout_section import histogram_id, rollouts
-from grpo_async.viewer.report.run_data import RunData
-from grpo_async.viewer.report.special_plots import held_out_plots, histograms, staleness_histograms
-from grpo_async.viewer.report.timeline_section import TimelinePart, timeline_part
+from grpo_async.viewer.report.headline import headline
+from grpo_async.viewer.report.plots import Drawing, draw, held_out_plots, rollout_histogram, staleness_histograms
+from grpo_async.viewer.report.run_data import RunData, differences, flat
+from grpo_async.viewer.safe_text import visible
 
 _STYLES = ("uplot.min.css", "theme.css", "report/report.css")
 _SCRIPTS = ("uplot.iife.min.js", "charts.js")
-_WHY_NOT = {
-    "rewards": "No step has a reward: no optimizer step was finished, or every reward was None.",
-    "completions": "No step has figures of its completions.",
-    "update": "No optimizer step was finished.",
-    "async": "No optimizer step was finished.",
-    "pipeline": "No optimizer step was finished.",
-    "held-out": "There was no evaluation: set evaluation.data, and evaluation.every_steps for a curve.",
-}
+_NO_EVALUATION = "There was no evaluation: set evaluation.data, and evaluation.every_steps for a curve."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """One section, and the charts that its places are filled with."""
+class _Plots:
+    """A section whose places charts.js fills; `why_not` where there are none."""
 
     name: str
     title: str
-    content: Markup
-    charts: Sequence[tuple[str, dict[str, Any]]] = ()
+    drawings: Sequence[Drawing]
+    why_not: str
 
 
 def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
@@ -50,119 +48,99 @@ def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
         made_at: when, for the foot of the page.
         version: of this package.
     """
-    timeline = timeline_part(runs)
-    parts = _parts(runs, timeline)
-    charts = [{"place": place, **options} for part in parts for place, options in part.charts]
-    names = _SCRIPTS + (("timeline.js",) if timeline.data is not None else ())
-    scripts = [_asset(name) for name in (*names, "report/report.js")]
-    styles = [_asset(name) for name in _STYLES]
-    data = {"charts": charts, "timeline": timeline.data}
-    title = " and ".join(run.label for run in runs)
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=_policy(styles, scripts)),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("meta", name="referrer", content="no-referrer"),
-        element("title", f"{title}: report of grpo-async"),
-        [inlined("style", style) for style in styles],
-    )
-    foot = element(
-        "footer", f"Made by grpo-async {version} at {made_at}, from {', '.join(str(run.run_dir.root) for run in runs)}."
-    )
-    body = element(
-        "body",
-        element(
-            "div",
-            _navigation(parts),
-            element("main", _top(runs), [part.content for part in parts], foot),
-            class_="page",
-        ),
-        data_script("report-data", data),
-        [inlined("script", script) for script in scripts],
-    )
-    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
-
-
-def _top(runs: Sequence[RunData]) -> Markup:
-    if len(runs) == 1:
-        run = runs[0]
-        return element(
-            "header",
-            element("h1", run.label, " ", headline.pill(run)),
-            element("p", headline.story(run), class_="subtitle"),
-            headline.tiles(run),
-            sections.what_ended_it(run),
-            sections.problems(runs),
+    timeline = sections.timeline(runs)
+    also = {"async": staleness_histograms(runs)}
+    rewards, *others = [
+        _Plots(
+            name=chapter.name,
+            title=chapter.title,
+            drawings=[*(each for plot in chapter.plots for each in draw(plot, runs)), *also.get(chapter.name, ())],
+            why_not=chapter.why_not,
         )
-    return element(
-        "header",
-        element("h1", " against ".join(run.label for run in runs) if len(runs) == 2 else f"{len(runs)} runs"),
-        [element("p", element("strong", run.label), ": ", headline.story(run), class_="subtitle") for run in runs],
-        headline.side_by_side(runs),
-        sections.what_differs(runs),
-        [sections.what_ended_it(run) for run in runs],
-        sections.problems(runs),
-    )
-
-
-def _parts(runs: Sequence[RunData], timeline: TimelinePart) -> list[_Part]:
-    chapters = {chapter.name: [each for plot in chapter.plots for each in draw(plot, runs)] for chapter in CHAPTERS}
-    chapters["async"].extend(staleness_histograms(runs))
-    held_out = held_out_plots(runs)
-    drawn = {each.name for drawings in (*chapters.values(), held_out) for each in drawings}
-    parts = [
-        _Part(name="learning", title="Is it learning?", content=sections.is_it_learning(runs, drawn)),
-        _Part(name="advice", title="Advice", content=advice_section(runs)),
-        _chapter("rewards", "Rewards", chapters["rewards"]),
-        _held_out(runs, held_out),
-        _Part(name="rollouts", title="Rollouts", content=rollouts(runs), charts=_histogram_charts(runs)),
+        for chapter in CHAPTERS
     ]
-    parts.extend(_chapter(each.name, each.title, chapters[each.name]) for each in CHAPTERS if each.name != "rewards")
-    parts.append(_Part(name="timeline", title="Timeline", content=timeline.content))
-    parts.append(_Part(name="config", title="Configuration", content=sections.configuration(runs)))
-    return parts
+    held_out = _Plots(
+        name="held-out", title="Held-out prompts", drawings=held_out_plots(runs), why_not=_NO_EVALUATION
+    )  # fmt: skip
+    drawings = [drawing for chapter in (rewards, held_out, *others) for drawing in chapter.drawings]
+    charts = [{"place": f"chart-{each.name}", **each.data} for each in drawings] + [
+        {"place": _histogram_id(kind, run), **rollout_histogram(title, unit, bins)}
+        for run in runs
+        for kind, title, unit, bins in (
+            ("rewards", "Rewards", "reward", run.rollouts.rewards),
+            ("lengths", "Lengths", "tokens", run.rollouts.lengths),
+        )
+        if run.rollouts.num_rollouts
+    ]
+    scripts = _SCRIPTS + (("timeline.js",) if timeline.data is not None else ())
+    configured = [run for run in runs if run.config is not None]
+    return _environment().get_template("report.html").render(
+        runs=runs,
+        several=len(runs) > 1,
+        headlines=[headline(run) for run in runs],
+        difference_rows=[[each.path, *each.values] for each in differences([run.config or {} for run in configured])],
+        configs=[(run, flat(run.config or {})) for run in configured],
+        learning=[sections.learning(run) for run in runs],
+        advice=[sections.advice(run) for run in runs],
+        rewards=rewards,
+        held_out=held_out,
+        evaluations=list(sections.evaluation_tables(runs)),
+        chapters=others,
+        drawn={each.name for each in drawings},
+        timeline=timeline,
+        data={"charts": charts, "timeline": timeline.data},
+        styles=[_asset(name) for name in _STYLES],
+        scripts=[_asset(name) for name in (*scripts, "report/report.js")],
+        made_at=made_at,
+        version=version,
+    )  # fmt: skip
 
 
-def _chapter(name: str, title: str, drawings: Sequence[Drawing]) -> _Part:
-    content = sections.plots(name, title, drawings, why_not=_WHY_NOT[name])
-    return _Part(name=name, title=title, content=content, charts=_places(drawings))
-
-
-def _held_out(runs: Sequence[RunData], drawings: Sequence[Drawing]) -> _Part:
-    title = "Held-out prompts"
-    plots = sections.plots("held-out", title, drawings, why_not=_WHY_NOT["held-out"])
-    tables = sections.evaluation_tables(runs)
-    return _Part(name="held-out", title=title, content=joined(plots, tables), charts=_places(drawings))
-
-
-def _places(drawings: Sequence[Drawing]) -> list[tuple[str, dict[str, Any]]]:
-    return [(f"chart-{each.name}", each.data) for each in drawings]
-
-
-def _histogram_charts(runs: Sequence[RunData]) -> list[tuple[str, dict[str, Any]]]:
-    return [(histogram_id(kind, run.label), data) for run in runs for kind, data in histograms(run)]
-
-
-def _navigation(parts: Sequence[_Part]) -> Markup:
-    links = [element("li", element("a", part.title, href=f"#{part.name}")) for part in parts]
-    return element("nav", element("ul", links), aria_label="Sections")
-
-
-def _policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
-    """Nothing is loaded from anywhere; of scripts and styles only those that stand in the page run, known by their "
-    "hashes."""
-    return (
-        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("grpo_async.viewer.report", "."),
+        autoescape=True,
+        finalize=_finalize,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    environment.filters.update(figure=figure, number=_number, hash=_hash)
+    environment.globals.update(
+        describe=describe,
+        histogram_id=_histogram_id,
+        inspect_command=sections.inspect_command,
+        levels=sections.LEVELS,
+        words=sections.WORDS,
+        sentence=sections.sentence,
+        tools=sections.tools,
+    )
+    return environment
+
+
+def _finalize(value: Any) -> Any:
+    """Of everything that the template writes: None is nothing, control characters of a text become visible."""
+    if value is None:
+        return ""
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else figure(value)
+
+
+def _histogram_id(kind: str, run: RunData) -> str:
+    """Of the element that holds the histogram of rewards or lengths of a run."""
+    return f"histogram-{kind}-{''.join(letter if letter.isalnum() else '-' for letter in run.label)}"
 
 
 def _hash(source: str) -> str:
+    """As the Content-Security-Policy names a script or a style that may stand in the page."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
 
 
 def _asset(name: str) -> str:
+    """A script or a style sheet of ours, as it stands."""
     folder = resources.files("grpo_async.viewer") / "static"
     return folder.joinpath(*name.split("/")).read_text(encoding="utf-8").replace("\r\n", "\n")

@@ -1,10 +1,9 @@
-"""What the report shows of the rollout store: how many there are, the best, the worst, and the prompts that "
-"changed most."""
+"""What the report shows of the rollout store: how many there are, the best, the worst, and the prompts that changed most."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from grpo_async.records import TaggedMessage
 
 if TYPE_CHECKING:
     from grpo_async.store.rows import GroupRow, RolloutRow
-    from grpo_async.store.summaries import GroupSummary, Histogram, RolloutSummary
+    from grpo_async.store.summaries import Histogram, PromptChange
     from grpo_async.store.table import RolloutTable
 
 _NUM_EXTREMES = 4
@@ -26,16 +25,13 @@ _HISTOGRAM_BINS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One rollout with its text. `prompt` and `completion` are as the data and the model wrote them: hostile, "
-    "perhaps."""
+    """One rollout with its text. `prompt` and `completion` are as the data and the model wrote them: hostile, perhaps."""
 
     rollout_id: str
-    group_id: int
     step: int | None
     status: str
     reward: float | None
     rewards: Mapping[str, float | None]
-    advantage: float | None
     num_tokens: int
     num_tool_calls: int
     error: str | None
@@ -45,24 +41,12 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A prompt that was seen in several steps: the mean reward of its first and its last group, and a typical "
-    "rollout of each."""
+    """A prompt that was seen in several steps: the mean reward of its first and its last group, and a typical rollout of each."""
 
-    prompt_hash: str
-    first_step: int | None
-    last_step: int | None
     first_reward: float
     last_reward: float
     first: Example
     last: Example
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bins:
-    """`counts[i]` values lie in [edges[i], edges[i + 1])."""
-
-    edges: Sequence[float]
-    counts: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +61,15 @@ class RolloutFacts:
     worst: Sequence[Example] = ()
     improved: Sequence[Change] = ()
     worsened: Sequence[Change] = ()
-    rewards: Bins | None = None
-    lengths: Bins | None = None
+    rewards: Histogram | None = None
+    lengths: Histogram | None = None
     tools: Sequence[tuple[str, int]] = ()  # name, in how many rollouts it was called; the most frequent first
     errors: Sequence[tuple[str, int]] = ()  # message, of how many failed rollouts; the most frequent first
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str] = ()
+
+    def without_texts(self) -> RolloutFacts:
+        """The same without examples."""
+        return replace(self, best=(), worst=(), improved=(), worsened=())
 
 
 def read_rollouts(folder: Path) -> RolloutFacts:
@@ -107,26 +95,21 @@ def _read(table: RolloutTable) -> RolloutFacts:
     if counts.rollouts == 0:
         return RolloutFacts(notes=tuple(table.notes) or ("There are no rollouts: none was stored yet.",))
     extremes = table.extremes(everything, _NUM_EXTREMES)
-    texts = _Texts(table)
     return RolloutFacts(
         num_rollouts=counts.rollouts,
         num_groups=counts.groups,
         num_sampled=table.count(parse_query(_SAMPLED)).rollouts,
         num_unscored=table.count(parse_query(f"{_SAMPLED} and unscored")).rollouts,
-        best=[texts.example(summary) for summary in extremes.best],
-        worst=[texts.example(summary) for summary in extremes.worst],
-        improved=[texts.change(change.prompt_hash, change.first, change.last) for change in extremes.improved],
-        worsened=[texts.change(change.prompt_hash, change.first, change.last) for change in extremes.worsened],
-        rewards=_bins(table.histogram("reward", everything, bins=_HISTOGRAM_BINS)),
-        lengths=_bins(table.histogram("length", everything, bins=_HISTOGRAM_BINS)),
+        best=[_example(*table.rollout(each.rollout_id)) for each in extremes.best],
+        worst=[_example(*table.rollout(each.rollout_id)) for each in extremes.worst],
+        improved=[_change(table, each) for each in extremes.improved],
+        worsened=[_change(table, each) for each in extremes.worsened],
+        rewards=table.histogram("reward", everything, bins=_HISTOGRAM_BINS),
+        lengths=table.histogram("length", everything, bins=_HISTOGRAM_BINS),
         tools=table.facets("tool", everything, limit=_MOST_LISTED),
         errors=_errors(table.facets("error", parse_query("status=failed"), limit=_MOST_LISTED)),
         notes=tuple(table.notes),
     )
-
-
-def _bins(histogram: Histogram) -> Bins | None:
-    return Bins(edges=histogram.edges, counts=histogram.counts) if histogram.counts else None
 
 
 def _errors(found: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -137,59 +120,40 @@ def _errors(found: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: -item[1])
 
 
-class _Texts:
-    """Fetches the texts of what the summaries name."""
-
-    def __init__(self, table: RolloutTable) -> None:
-        self._table = table
-
-    def example(self, summary: RolloutSummary) -> Example:
-        group, rollout = self._table.rollout(summary.rollout_id)
-        return example_of(group, rollout)
-
-    def change(self, prompt_hash: str, first: GroupSummary, last: GroupSummary) -> Change:
-        earlier, later = self._table.group(first.group_id), self._table.group(last.group_id)
-        return Change(
-            prompt_hash=prompt_hash,
-            first_step=first.step,
-            last_step=last.step,
-            first_reward=first.reward_mean or 0.0,
-            last_reward=last.reward_mean or 0.0,
-            first=example_of(earlier, _typical(earlier, first.reward_mean)),
-            last=example_of(later, _typical(later, last.reward_mean)),
-        )
-
-
-def _typical(group: GroupRow, mean: float | None) -> RolloutRow:
-    """The scored rollout whose reward is next to the mean of its group."""
-    distance: Callable[[RolloutRow], float] = lambda rollout: (  # noqa: E731 - a key for min
-        float("inf") if rollout.reward is None else abs(rollout.reward - (mean or 0.0))
+def _change(table: RolloutTable, change: PromptChange) -> Change:
+    first, last = change.first.reward_mean or 0.0, change.last.reward_mean or 0.0
+    return Change(
+        first_reward=first,
+        last_reward=last,
+        first=_typical(table.group(change.first.group_id), first),
+        last=_typical(table.group(change.last.group_id), last),
     )
-    return min(group.rollouts, key=distance)
 
 
-def example_of(group: GroupRow, rollout: RolloutRow) -> Example:
+def _typical(group: GroupRow, mean: float) -> Example:
+    """The scored rollout whose reward is next to the mean of its group."""
+
+    def distance(rollout: RolloutRow) -> float:
+        return float("inf") if rollout.reward is None else abs(rollout.reward - mean)
+
+    return _example(group, min(group.rollouts, key=distance))
+
+
+def _example(group: GroupRow, rollout: RolloutRow) -> Example:
     """One rollout as the report shows it."""
     prompt = group.messages if rollout.reset_messages is None else rollout.reset_messages
     return Example(
         rollout_id=rollout.rollout_id,
-        group_id=group.group_id,
         step=group.step,
         status=rollout.status.value,
         reward=rollout.reward,
         rewards=rollout.rewards,
-        advantage=rollout.advantage,
         num_tokens=rollout.num_tokens,
         num_tool_calls=sum(len(turn.tool_calls) for turn in rollout.turns),
         error=rollout.error,
         prompt=shortened(_conversation(prompt), _LONGEST_TEXT),
         completion=shortened(_conversation(rollout.messages), _LONGEST_TEXT),
     )
-
-
-def without_texts(facts: RolloutFacts) -> RolloutFacts:
-    """The same without examples: for a second and third run of a report."""
-    return replace(facts, best=(), worst=(), improved=(), worsened=())
 
 
 def _conversation(messages: Sequence[TaggedMessage]) -> str:

@@ -1,30 +1,35 @@
-"""The sections of the report below its headline, each as HTML. Where a run has nothing for one, the section says so."""
+"""What the sections of the report say, as plain records and tables: `report.html` makes HTML of them."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from grpo_async.findings import Finding, Severity, find, judge
-from grpo_async.tracking.catalog import describe
-from grpo_async.viewer.report.configs import differences, flat
-from grpo_async.viewer.report.markup import Markup, element, joined, table
-from grpo_async.viewer.report.plots import Drawing
+from grpo_async.config.loader import load_config
+from grpo_async.errors import ConfigError
+from grpo_async.findings import Finding, Severity, Verdict, figure, find, judge, percent
+from grpo_async.findings.pipeline_figures import figures_of, setup_of
+from grpo_async.findings.speed import advise
 from grpo_async.viewer.report.run_data import RunData
+from grpo_async.viewer.timeline_data import drawing, load_events
+from grpo_async.viewer.timeline_usage import Usage, usage
 
-_LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.GOOD: "good", Severity.NOTE: "info"}
-_WORDS = {Severity.ERROR: "problem", Severity.WARNING: "look at it", Severity.GOOD: "good", Severity.NOTE: "note"}
+LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.GOOD: "good", Severity.NOTE: "info"}
+WORDS = {Severity.ERROR: "problem", Severity.WARNING: "look at it", Severity.GOOD: "good", Severity.NOTE: "note"}
+_VERDICT_LEVELS = {True: "good", False: "bad", None: "info"}
 
+_ADVICE_STEPS = 50  # of the end of the run
+_WARM_UP = 2  # steps at its beginning that are unlike the others
+_MOST_SAID = 5
 
-def section(name: str, title: str, *content: Markup | None) -> Markup:
-    return element(
-        "section", element("h2", title, id=f"{name}-title"), *content, id=name, aria_labelledby=f"{name}-title"
-    )
+_TIMELINE_STEPS = 5
+_COLUMNS = (1000, 250, 62)  # of the timeline's drawing: fewer where there are too many spans
+_MOST_SPANS = 20_000
+_WORTH_A_LINE = 0.01  # of the time of these steps
 
-
-def missing(text: str) -> Markup:
-    """Says that something is not there, and why."""
-    return element("p", text, class_="missing")
+_LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std")
 
 
 def inspect_command(run: RunData, query: str | None, sort: str | None = None) -> str:
@@ -35,117 +40,95 @@ def inspect_command(run: RunData, query: str | None, sort: str | None = None) ->
     return shlex.join([*words, *(["--sort", order] if order else [])])
 
 
-def is_it_learning(runs: Sequence[RunData], drawn: set[str]) -> Markup:
-    """The checks of every run: what is bad first. `drawn`: names of the plots that are there, to link to."""
-    parts = []
-    for run in runs:
-        evidence = run.evidence
-        found = find(evidence)
-        answer = judge(evidence, found)
-        level = {True: "good", False: "bad", None: "info"}[answer.is_learning]
-        parts.append(
-            element(
-                "div",
-                element("h3", run.label) if len(runs) > 1 else None,
-                element("p", answer.text, class_=f"verdict {level}", data_verdict=answer.key),
-                element("ul", [_finding(each, run, drawn) for each in found], class_="findings"),
-            )
-        )
-    return section("learning", "Is it learning?", *parts)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """Whether a run learns; the checks, what is bad first. `level`: of the answer's colour."""
+
+    run: RunData
+    verdict: Verdict
+    level: str
+    findings: Sequence[Finding]
 
 
-def _finding(finding: Finding, run: RunData, drawn: set[str]) -> Markup:
-    plot = next((name for name in (finding.plot, f"{finding.plot}-1") if name in drawn), None) if finding.plot else None
-    command = None if finding.query is None else inspect_command(run, finding.query, finding.sort)
-    return element(
-        "li",
-        element("p", element("span", _WORDS[finding.severity], class_="badge"), " ", element("strong", finding.what)),
-        element(
-            "p",
-            f"{finding.text} {finding.do}".strip(),
-            " ",
-            element("a", "See the plot.", href=f"#plot-{plot}") if plot else None,
-        ),
-        None if command is None else element("pre", element("code", command), class_="command"),
-        class_=f"finding {_LEVELS[finding.severity]}",
-        data_check=finding.key,
-    )
+def learning(run: RunData) -> Learning:
+    evidence = run.evidence
+    found = find(evidence)
+    verdict = judge(evidence, found)
+    return Learning(run=run, verdict=verdict, level=_VERDICT_LEVELS[verdict.is_learning], findings=found)
 
 
-def what_ended_it(run: RunData) -> Markup | None:
-    """The error of a run that failed, as the launcher printed it."""
-    if not run.ending.error:
-        return None
-    return element(
-        "div",
-        element("h3", f"How {run.label} ended"),
-        element("pre", run.ending.error.strip(), class_="text error"),
-    )
+# -- advice
 
 
-def problems(runs: Sequence[RunData]) -> Markup | None:
-    """What could not be read, or is known to be incomplete."""
-    lines = [(run.label, problem) for run in runs for problem in run.problems]
-    if not lines:
-        return None
-    items = [element("li", f"{label}: " if len(runs) > 1 else "", problem) for label, problem in lines]
-    return element("div", element("h3", "What is missing"), element("ul", items), class_="problems")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What bounds a run's speed, from its last `num_steps` steps; `why_not` where that cannot be told. `said`: what was said while
+    it ran, with the step."""
+
+    run: RunData
+    finding: Finding | None = None
+    num_steps: int = 0
+    why_not: str = ""
+    said: Sequence[tuple[str, str]] = ()
 
 
-def plots(name: str, title: str, drawings: Sequence[Drawing], *, why_not: str) -> Markup:
-    """Places for the plots of a chapter, which charts.js fills, with what their metrics are."""
-    if not drawings:
-        return section(name, title, missing(why_not))
-    figures = [
-        element(
-            "div",
-            element("div", id=f"chart-{each.name}"),
-            _explained(each.metrics),
-            id=f"plot-{each.name}",
-            class_="card plot",
-        )
-        for each in drawings
-    ]
-    return section(name, title, element("div", figures, class_="grid"))
+def advice(run: RunData) -> Advice:
+    steps = {  # of each sentence the last step that said it
+        text: each.get("step") for each in run.advice if isinstance(text := each.get("text"), str) and text.strip()
+    }
+    said = [
+        (f"step {step}: " if isinstance(step, int) else "", sentence(text)) for text, step in list(steps.items())[-_MOST_SAID:]
+    ]  # fmt: skip
+    if not run.metrics:
+        return Advice(run=run, said=said, why_not="No optimizer step was finished, so nothing was measured.")
+    try:
+        config = load_config(run.run_dir.config)
+    except ConfigError:
+        why_not = "config.yaml is of another version, or it cannot be read: there is no advice without the settings."
+        return Advice(run=run, said=said, why_not=why_not)
+    rows = list(run.metrics[_WARM_UP:] if len(run.metrics) > 2 * _WARM_UP else run.metrics)[-_ADVICE_STEPS:]
+    setup = setup_of(config, engine=run.engine, on_gpu=run.on_gpu, num_gpus=run.num_gpus)
+    found = advise(figures_of(rows), setup)
+    return Advice(run=run, said=said, finding=found, num_steps=len(rows), why_not="Too little was measured to say.")
 
 
-def _explained(metrics: Sequence[str]) -> Markup | None:
-    known = [info for name in metrics if (info := describe(name)).is_known]
-    if not known:
-        return None
-    lines = []
-    for info in known:
-        better = f" ({info.better.value} is better)" if info.better else ""
-        lines.append(joined(element("dt", element("code", info.name)), element("dd", f"{info.help}{better}")))
-    return element("details", element("summary", "what is this?"), element("dl", lines), class_="explained")
+def sentence(text: str) -> str:
+    """ "trainer idle 41%: raise x" -> "Trainer idle 41%: raise x."; lines and displays show it without."""
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def evaluation_tables(runs: Sequence[RunData]) -> Markup | None:
+# -- evaluations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text; the first cell names the row."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def evaluation_tables(runs: Sequence[RunData]) -> Iterator[Table]:
     """Every evaluation of every run, and the newest one by group."""
-    parts: list[Markup] = []
     for run in runs:
         if not run.evaluations:
             continue
-        caption = "Evaluations" if len(runs) == 1 else f"Evaluations of {run.label}"
         names = _evaluation_names(run)
+        head = ["", *(name.replace("_", " ") for name in names)]
         rows = []
         for each in sorted(run.evaluations, key=lambda evaluation: evaluation.step):
-            cells = [_value(each.metrics.get(name)) for name in names]
-            when = {"start": "before training", "end": "after training"}.get(each.when, "")
-            rows.append([f"step {each.step}{f', {when}' if when else ''}", *cells])
+            when = {"start": ", before training", "end": ", after training"}.get(each.when, "")
+            values = [_value(each.metrics.get(name)) for name in names]
             if each.why_not:
-                rows[-1][1:] = [f"none: {each.why_not}", *[""] * (len(names) - 1)]
-        heads = ["", *(name.replace("_", " ") for name in names)]
-        parts.append(table(heads, rows, caption=caption))
+                values = [f"none: {each.why_not}", *[""] * (len(names) - 1)]
+            rows.append([f"step {each.step}{when}", *values])
+        yield Table(caption="Evaluations" + (f" of {run.label}" if len(runs) > 1 else ""), head=head, rows=rows)
         newest = next((each for each in reversed(run.evaluations) if each.by_group), None)
         if newest is not None:
-            groups = [[group, *(_value(v.get(name)) for name in names)] for group, v in newest.by_group.items()]
-            groups.append(["all", *(_value(newest.metrics.get(name)) for name in names)])
-            parts.append(table(heads, groups, caption=f"By group, at step {newest.step} of {run.label}"))
-    return element("div", parts) if parts else None
-
-
-_LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std")
+            groups = {**newest.by_group, "all": newest.metrics}
+            rows = [[group, *(_value(values.get(name)) for name in names)] for group, values in groups.items()]
+            yield Table(caption=f"By group, at step {newest.step} of {run.label}", head=head, rows=rows)
 
 
 def _evaluation_names(run: RunData) -> list[str]:
@@ -160,37 +143,77 @@ def _value(value: float | None) -> str:
     return f"{value:.0f}" if value == int(value) and abs(value) >= 10 else f"{value:.4g}"
 
 
-def what_differs(runs: Sequence[RunData]) -> Markup:
-    """The settings in which several runs differ."""
-    known = [run for run in runs if run.config is not None]
-    different = differences([run.config or {} for run in known])
-    if not different:
-        return element("p", "The settings of the runs are the same.", class_="note")
-    rows = [[element("code", each.path), *each.values] for each in different]
-    return table(["setting", *(run.label for run in known)], rows, class_="differences", caption="Settings that differ")
+def tools(run: RunData) -> list[list[str]]:
+    """A row for each tool: name, rollouts that called it, calls of a rollout, share that failed, seconds of a call."""
+    last = next((row for row in reversed(run.metrics) if any(name.startswith("tools/") for name in row)), {})
+    measured = ("call_frequency", "failure_frequency", "duration_s")
+    return [
+        [
+            name,
+            f"{count:,}",
+            *(figure(last[key]) if (key := f"tools/{name}/{what}") in last else "" for what in measured),
+        ]
+        for name, count in run.rollouts.tools
+    ]
 
 
-def configuration(runs: Sequence[RunData]) -> Markup:
-    """All settings of each run that may be shown."""
-    known = [run for run in runs if run.config is not None]
-    if not known:
-        return section("config", "Configuration", missing("No configuration can be read."))
-    parts: list[Markup] = []
-    for run in known:
-        rows_of_run = [[element("code", path), value] for path, value in flat(run.config or {}).items()]
-        parts.append(
-            element(
-                "details",
-                element("summary", f"{len(rows_of_run)} settings" + (f" of {run.label}" if len(runs) > 1 else "")),
-                table(["setting", "value"], rows_of_run, class_="settings"),
-            )
-        )
-    parts.append(
-        element(
-            "p",
-            "Arguments of your code, addresses, accounts and trackers are left out: they may be secret. All of it "
-            "is in config.yaml.",
-            class_="note",
-        )
+# -- timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The data of the drawing for static/timeline.js, what it is of, and who waited for whom. `why_not` where there is nothing to
+    draw; then `data` is None."""
+
+    why_not: str = ""
+    data: dict[str, Any] | None = None
+    of: str = ""
+    notes: Sequence[str] = ()
+    waits: Table | None = None
+
+
+def timeline(runs: Sequence[RunData]) -> Timeline:
+    """The last steps of the first run: several timelines have no time in common."""
+    run = runs[0]
+    if not run.run_dir.events.is_file():
+        return Timeline(why_not="There is no timeline (events.jsonl): record.timeline.enabled writes one.")
+    try:
+        found = load_events(run.run_dir.events, newest_steps=_TIMELINE_STEPS)
+    except ConfigError as error:
+        return Timeline(why_not=str(error))
+    steps = sorted(found.steps)[-_TIMELINE_STEPS:]
+    start = min((found.steps[step].start for step in steps), default=None)
+    end = max((found.steps[step].end for step in steps), default=None)
+    for columns in _COLUMNS:
+        drawn = drawing(found.events, start=start, end=end, columns=columns)
+        if drawn is None or len(drawn.spans) <= _MOST_SPANS:
+            break
+    if drawn is None:
+        return Timeline(why_not="The timeline has no events.")
+    which = f"Steps {steps[0]} to {steps[-1]}" if steps else "No step was finished; all that there is"
+    used = usage(found.events)
+    return Timeline(
+        data=drawn.as_dict(),
+        of=which + (f" of {run.label}" if len(runs) > 1 else ""),
+        notes=found.notes,
+        waits=None if used is None or used.wall_s <= 0.0 else _waits(used),
     )
-    return section("config", "Configuration", *parts)
+
+
+def _waits(used: Usage) -> Table:
+    rows: list[tuple[str, float]] = [
+        ("the trainer waited for samples", used.trainer_waits_s),
+        ("– of it, while requests were generated", used.trainer_waits_generating_s),
+        ("no request was at a server", used.generation_idle_s),
+        *(
+            (f"– of it, during the trainer's “{what}”", seconds)
+            for what, seconds in used.generation_idle_by.items()
+            if seconds >= _WORTH_A_LINE * used.wall_s
+        ),
+        ("training and generating at once", used.both_s),
+    ]
+    return Table(
+        caption="",
+        head=["who waited for whom", "seconds", "share"],
+        rows=[[name, f"{seconds:.2f}", percent(seconds / used.wall_s)] for name, seconds in rows],
+    )

@@ -11,10 +11,8 @@ from typing import Any
 from grpo_async import __version__
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir, write_atomically
-from grpo_async.viewer.report.configs import Difference, differences
 from grpo_async.viewer.report.page import render
-from grpo_async.viewer.report.rollouts import without_texts
-from grpo_async.viewer.report.run_data import RunData, labels_of, read_config, read_run
+from grpo_async.viewer.report.run_data import Difference, RunData, differences, labels_of, read_config, read_run
 
 MOST_RUNS = 8
 """More curves in one plot cannot be told apart."""
@@ -31,9 +29,10 @@ def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:
     Raises:
         ConfigError: a run is named twice, there are more than MOST_RUNS, or the file cannot be written.
     """
-    runs = read_runs(run_dirs)
+    _check(run_dirs)
+    runs = [read_run(run_dir, label) for run_dir, label in zip(run_dirs, labels_of(run_dirs), strict=True)]
     if len(runs) > _MOST_WITH_TEXTS:
-        runs = [replace(run, rollouts=without_texts(run.rollouts)) for run in runs]
+        runs = [replace(run, rollouts=run.rollouts.without_texts()) for run in runs]
     out = out or _default_out(runs)
     page = render(runs, made_at=time.strftime("%Y-%m-%d %H:%M:%S %Z"), version=__version__)
     try:
@@ -42,16 +41,6 @@ def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from error
     return out
-
-
-def read_runs(run_dirs: Sequence[RunDir]) -> list[RunData]:
-    """What the runs hold, in their order.
-
-    Raises:
-        ConfigError: see `write_report`.
-    """
-    _check(run_dirs)
-    return [read_run(run_dir, label) for run_dir, label in zip(run_dirs, labels_of(run_dirs), strict=True)]
 
 
 def config_differences(run_dirs: Sequence[RunDir]) -> tuple[list[str], list[Difference]]:

@@ -20,7 +20,7 @@ from grpo_async.records import GroupStatus
 from grpo_async.rundir import RunDir
 from grpo_async.viewer.report.rollouts import read_rollouts
 from grpo_async.viewer.report.run_data import read_run
-from grpo_async.viewer.report.timeline_section import timeline_part
+from grpo_async.viewer.report.sections import timeline
 from grpo_async.viewer.report.write import write_report
 from tests.viewer.report.support import Group, evaluation, steps, write_run
 
@@ -211,13 +211,13 @@ def test_of_a_long_timeline_only_the_newest_steps_are_held(tmp_path: Path) -> No
             file.write(json.dumps(mark, separators=(",", ":")) + "\n")
     tracemalloc.start()
     try:
-        part = timeline_part([read_run(run, "run")])
+        part = timeline([read_run(run, "run")])
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert part.data is not None
     assert (part.data["start"], part.data["end"]) == (1996.0, 2001.0)
-    assert "Steps 996 to 1000" in part.content
+    assert part.of == "Steps 996 to 1000"
     assert peak < 3e6, "21,000 events take 12 MB and more"
 
 
