@@ -4,8 +4,7 @@
 (grpo_async.envs.guessing_game:GuessingGame).
 """
 
-from grpo_async.envs.environment import Environment
-from grpo_async.envs.errors import EnvironmentCallError
+from grpo_async.envs.environment import Environment, EnvironmentCallError
 from grpo_async.envs.load import Environments, load_environments
 from grpo_async.envs.pool import EnvironmentPool
 

@@ -11,26 +11,36 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from grpo_async.envs.errors import EnvironmentCallError
-from grpo_async.envs.instance_thread import InstanceThread
 from grpo_async.envs.kind import EnvironmentKind
-from grpo_async.records import LARGEST_REWARD
-from grpo_async.tools.errors import ToolError
-from grpo_async.tools.results import encodable, joined_parts
+from grpo_async.errors import GrpoAsyncError
+from grpo_async.tools.results import ToolError, encodable, joined_parts
 from grpo_async.tools.tool import ASYNC_LOOP, Tool
-from grpo_async.user_code.calls import Raised, Result, TimedCaller, UserCall, is_async
+from grpo_async.user_code.calls import Raised, Result, TimedCaller, UserCall, is_async, read_number, shown
 from grpo_async.user_code.loop import LoopHeldError
+from grpo_async.user_code.threads import InstanceThread
 
 logger = logging.getLogger(__name__)
 
 MAX_RESET_CHARS = 1_000_000
 """Of the text that `reset` returns. Far above every context, and far below what takes minutes to tokenize."""
 COLUMN = "environment"  # of the data: which environment a row uses
+
+
+class EnvironmentCallError(GrpoAsyncError):
+    """A call of an environment's instance failed; only the rollouts that use the instance are lost.
+
+    Args:
+        name: the environment's name in the config.
+        problem: what happened, with which value, and what to do.
+    """
+
+    def __init__(self, name: str, problem: str) -> None:
+        self.name, self.problem = name, problem
+        super().__init__(f"environment `{name}`: {problem}")
 
 
 class Environment:
@@ -238,7 +248,7 @@ def _reset_text(raw: Any) -> str | None:
     except ToolError as error:
         raise _BadResultError(f"something unusable: {error}") from error
     if text is None:
-        raise _BadResultError(f"{_short(raw)}; it must return text, a list of text parts, or None")
+        raise _BadResultError(f"{shown(raw)}; it must return text, a list of text parts, or None")
     if len(text) > MAX_RESET_CHARS:
         raise _BadResultError(
             f"{len(text):,} characters; a prompt holds at most {MAX_RESET_CHARS:,} of them: return less, or cut it"
@@ -247,23 +257,7 @@ def _reset_text(raw: Any) -> str | None:
 
 
 def _reward(raw: Any) -> float | None:
-    if raw is None:
-        return None
-    if hasattr(raw, "tolist"):  # numpy scalar, 0-dimensional tensor
-        raw = raw.tolist()
-    if not isinstance(raw, (bool, int, float)):
-        raise _BadResultError(f"{_short(raw)}; it must return a number or None")
     try:
-        number = float(raw)
-    except OverflowError:
-        number = math.inf
-    if not abs(number) <= LARGEST_REWARD:
-        raise _BadResultError(
-            f"{number:g}; it must be a number of at most {LARGEST_REWARD:g}, or None where there is no reward"
-        )
-    return number
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+        return read_number(raw)
+    except ValueError as error:
+        raise _BadResultError(str(error)) from error

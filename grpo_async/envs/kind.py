@@ -14,6 +14,7 @@ from typing import Any
 from grpo_async.config.interaction_sections import EnvironmentSection
 from grpo_async.tools.schema import BadFunctionError, ToolSpec, build_spec
 from grpo_async.tools.tool import FailureLog
+from grpo_async.user_code.calls import Parameters
 
 RESERVED = frozenset({"reset", "is_done", "get_reward", "close", "startup_notes"})
 _OPTIONAL = ("is_done", "get_reward", "close")
@@ -27,21 +28,6 @@ class BadEnvironmentError(Exception):
         super().__init__("; ".join(problems))
 
 
-@dataclass(frozen=True, slots=True)
-class ResetParameters:
-    """Which columns `reset` takes."""
-
-    names: frozenset[str]
-    required: frozenset[str]  # without a default
-    takes_any: bool  # has **kwargs
-
-    def missing(self, columns: Mapping[str, Any]) -> list[str]:
-        return sorted(self.required - set(columns))
-
-    def choose(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in columns.items() if self.takes_any or name in self.names}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentKind:
     """One configured environment."""
@@ -51,7 +37,7 @@ class EnvironmentKind:
     section: EnvironmentSection
     environment_class: type
     specs: Mapping[str, ToolSpec]  # by the method's name
-    reset_parameters: ResetParameters
+    reset_parameters: Parameters  # which columns `reset` takes
     methods: frozenset[str]  # which of is_done, get_reward and close there are
     selected_by_column: bool  # the column `environment` chose it; then it is not the environment's to see
     notes: tuple[str, ...] = ()
@@ -112,25 +98,20 @@ def examine(
     )
 
 
-def _reset_parameters(probe: Any, problems: list[str]) -> ResetParameters | None:
+def _reset_parameters(probe: Any, problems: list[str]) -> Parameters | None:
     if not _has_method(probe, "reset"):
         problems.append(f"makes a {type(probe).__name__}, which has no method `reset(**row)`; write one")
         return None
     try:
-        parameters = inspect.signature(probe.reset).parameters.values()
+        parameters = Parameters.of(probe.reset)
     except ValueError:
-        return ResetParameters(frozenset(), frozenset(), takes_any=True)
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if positional:
+        return Parameters()
+    if parameters.by_position:
         problems.append(
-            f"has a `reset` that takes {positional} by position only; it is called with keywords: remove the `/`"
+            f"has a `reset` that takes {list(parameters.by_position)} by position only; it is called with keywords: "
+            "remove the `/`"
         )
-    keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return ResetParameters(
-        names=frozenset(p.name for p in keywords),
-        required=frozenset(p.name for p in keywords if p.default is p.empty),
-        takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),
-    )
+    return parameters
 
 
 def _public_methods(probe: Any) -> list[str]:

@@ -6,6 +6,7 @@ One instance of each is made to look at, and kept as the first of its pool.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import difflib
 import inspect
 from collections import Counter
@@ -13,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_async.config.interaction_sections import EnvironmentSection
-from grpo_async.envs.construction import Construction
-from grpo_async.envs.environment import COLUMN, Environment
+from grpo_async.envs.environment import COLUMN, Environment, EnvironmentCallError
 from grpo_async.envs.kind import BadEnvironmentError, EnvironmentKind, examine
-from grpo_async.envs.pool import EnvironmentPool
+from grpo_async.envs.pool import Construction, EnvironmentPool
 from grpo_async.errors import ConfigError
 from grpo_async.tools.tool import Tool
+from grpo_async.user_code.calls import Parameters
 from grpo_async.user_code.references import resolve
 
 
@@ -144,25 +145,16 @@ def _load(name: str, section: EnvironmentSection, *, selected_by_column: bool) -
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     _check_factory(factory, section, path, where)
-    construction = Construction(name, factory, section.arguments)
+    construction = Construction(name, factory, section)
+    concurrent.futures.wait({construction.future}, timeout=section.timeout_s)
     try:
-        raised = construction.future.result(section.timeout_s)
-    except TimeoutError as error:
+        probe = construction.finish()
+        kind = examine(probe, name=name, factory=factory, section=section, selected_by_column=selected_by_column)
+    except (EnvironmentCallError, BadEnvironmentError) as error:
         construction.give_up()
-        raise ConfigError(
-            f"{where}: making an instance took longer than {section.timeout_s:g} s; raise `{path}.timeout_s` if this is expected"
-        ) from error
-    if raised is not None:
-        construction.give_up()
-        raise ConfigError(f"{where}: making an instance raised {raised.summary}") from raised.error
-    try:
-        kind = examine(
-            construction.instance, name=name, factory=factory, section=section, selected_by_column=selected_by_column
-        )
-    except BadEnvironmentError as error:
-        construction.give_up()
-        raise ConfigError("\n".join(f"{where}: {problem}" for problem in error.problems)) from error
-    return kind, Environment(construction.instance, kind, construction.thread)
+        problems = error.problems if isinstance(error, BadEnvironmentError) else [error.problem]
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems)) from error
+    return kind, Environment(probe, kind, construction.thread)
 
 
 def _check_factory(factory: Callable[..., Any], section: EnvironmentSection, path: str, where: str) -> None:
@@ -173,19 +165,15 @@ def _check_factory(factory: Callable[..., Any], section: EnvironmentSection, pat
     if inspect.iscoroutinefunction(factory):
         raise ConfigError(f"{where}: is async; instances are made in a thread, so write it as a plain function")
     try:
-        signature = inspect.signature(factory)
+        parameters = Parameters.of(factory)
     except ValueError:
         return  # a class of an extension module: calling it will tell
-    parameters = signature.parameters.values()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    missing = [name for name in required if name not in section.arguments]
     problems = [
-        f"{path}.arguments.{argument}: {section.factory} takes no `{argument}`; it takes {sorted(names)}"
+        f"{path}.arguments.{argument}: {section.factory} takes no `{argument}`; it takes {sorted(parameters.names)}"
         for argument in section.arguments
-        if argument not in names and not takes_any
+        if not parameters.accepts(argument)
     ]
+    missing = [*(name for name in parameters.by_position), *parameters.missing(section.arguments)]
     if missing:
         problems.append(
             f"{where}: needs the argument(s) {missing}; set them in `{path}.arguments`, or give them defaults"

@@ -11,24 +11,73 @@ Serves one event loop at a time.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.envs.construction import Construction
-from grpo_async.envs.environment import Environment
-from grpo_async.envs.errors import EnvironmentCallError
-from grpo_async.envs.instance_thread import result_within
+from grpo_async.config.interaction_sections import EnvironmentSection
+from grpo_async.envs.environment import Environment, EnvironmentCallError
 from grpo_async.envs.kind import EnvironmentKind
 from grpo_async.errors import DeadlineError
+from grpo_async.user_code.calls import Raised, UserCall
+from grpo_async.user_code.threads import InstanceThread
 
 # Threads cannot be killed; each of these holds a connection and a stack. An environment that keeps hanging is better said
 # to be broken than left to fill the machine.
 MAX_STUCK = 16
+
+
+class Construction:
+    """An instance on its way: made in the thread in which it will live, off the event loop, for it may connect to a server. Once
+    `future` is done, or nobody waits for it any longer, `finish` gives the instance.
+
+    Args:
+        name: of the environment.
+        factory: class or function.
+        section: its arguments and time limit.
+    """
+
+    def __init__(self, name: str, factory: Callable[..., Any], section: EnvironmentSection) -> None:
+        self.thread = InstanceThread(f"environment-{name}")
+        self._name, self._limit_s = name, section.timeout_s
+        self._made: list[Any] = []
+        call: UserCall[None] = UserCall(factory, section.arguments, self._made.append)
+        self.future: Future[Raised | None] = self.thread.post(call.attempt)
+
+    def finish(self) -> Any:
+        """What the factory made.
+
+        Raises:
+            EnvironmentCallError: the factory raised, or has not come to an end yet.
+        """
+        if not self.future.done():
+            raise EnvironmentCallError(
+                self._name,
+                f"making an instance took longer than {self._limit_s:g} s; raise `environments.{self._name}.timeout_s` if "
+                "this is expected",
+            )
+        raised = self.future.result(timeout=0.0)
+        if raised is not None:
+            problem = f"making an instance raised {raised.summary}{raised.place}"
+            raise EnvironmentCallError(self._name, problem) from raised.error
+        return self._made[0]
+
+    def give_up(self) -> Future[Any]:
+        """Close what was made, or is still going to be, and end the thread. Does not wait; the future is done then."""
+        closed = self.thread.post(UserCall(self._close_made).attempt)
+        self.thread.stop()
+        return closed
+
+    async def _close_made(self) -> None:
+        for instance in self._made:
+            close = getattr(instance, "close", None)
+            if callable(close) and inspect.isawaitable(closing := close()):
+                await closing  # the thread is a daemon
 
 
 @dataclass(eq=False, slots=True)
@@ -181,29 +230,23 @@ class EnvironmentPool:
             raise EnvironmentCallError(
                 self.name, f"{self.num_stuck} of its instances hang in calls past their time limit; no more are made"
             )
-        construction = Construction(kind.name, kind.factory, kind.section.arguments)
+        construction = Construction(kind.name, kind.factory, kind.section)
+        waiter = asyncio.wrap_future(construction.future)
         try:
-            raised = await result_within(construction.future, kind.timeout_s)
-        except BaseException as error:  # also when cancelled: what is still made must be closed
-            self._discarded.append(construction.give_up())
-            if isinstance(error, TimeoutError):
+            await asyncio.wait({waiter}, timeout=kind.timeout_s)
+            instance = construction.finish()
+            if type(instance) is not kind.environment_class:
                 raise EnvironmentCallError(
                     self.name,
-                    f"making an instance took longer than {kind.timeout_s:g} s; raise `{kind.setting}.timeout_s` if this "
-                    "is expected",
-                ) from error
+                    f"its factory made a {type(instance).__name__}, after a {kind.environment_class.__name__}; all instances "
+                    "must be of one class, for they have the same tools",
+                )
+        except BaseException:  # also when cancelled: what is still made must be closed
+            self._discarded.append(construction.give_up())
             raise
-        if raised is not None:
-            construction.give_up()
-            raise EnvironmentCallError(self.name, f"making an instance raised {raised.summary}") from raised.error
-        if type(construction.instance) is not kind.environment_class:
-            construction.give_up()
-            raise EnvironmentCallError(
-                self.name,
-                f"its factory made a {type(construction.instance).__name__}, after a {kind.environment_class.__name__}; "
-                "all instances must be of one class, for they have the same tools",
-            )
-        return Environment(construction.instance, kind, construction.thread)
+        finally:
+            waiter.cancel()  # without effect on one that is done
+        return Environment(instance, kind, construction.thread)
 
     def _give_back(self, environments: Sequence[Environment], count: int) -> None:
         self._num_taken -= count - len(environments)

@@ -4,8 +4,8 @@
                               -> judge -> Verdict           is it learning, by how much (verdict)
     metrics + settings        -> advise -> Finding          what bounds the speed (speed)
 
-Everything here is pure but `Evidence.read`; who shows it only renders. The audit of reward functions (rewards.findings) gives the
-same records.
+Everything here is pure but `Evidence.read`; who shows it only renders. The audit of reward functions gives the same records
+(rewards.audit_report).
 """
 
 from grpo_async.findings.evidence import Evaluation, Evidence, Row

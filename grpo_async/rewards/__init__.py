@@ -1,22 +1,20 @@
-"""Reward functions, in TRL's signature: `load` finds and checks them, `function` calls them, the rest are built in.
+"""Reward functions, in TRL's signature: `function` finds, checks and calls them, the rest are built in.
 
     config section -> load_rewards -> RewardFunction.score(...) -> RewardOutcome
                                         |- async function   on the event loop
-                                        |- run_in: thread   `threads` (abandoned on time-out)
-                                        `- run_in: process  `pool`, `process`, `worker` (killed on time-out)
+                                        |- run_in: thread   `user_code.threads` (abandoned on time-out)
+                                        `- run_in: process  `workers` (killed on time-out)
 
 Built in, as `grpo_async.rewards.MODULE:FUNCTION`: math:math_answer, text:exact_match, text:regex_match,
 text:number_match, format:think_format, length:soft_overlong, length:cosine_length, code:code_tests,
 reasoning_gym:task_score, http:remote_reward.
 
-`audit_report.check_reward` tries a function on good and bad completions (`fuzz`, `audit`, `findings`): `grpo-async check-reward`.
+`audit_report.check_reward` tries a function on good and bad completions (`fuzz`, `audit`): `grpo-async check-reward`.
 """
 
 from __future__ import annotations
 
-from grpo_async.rewards.call import RewardOutcome, TrainerState
-from grpo_async.rewards.errors import RewardError
-from grpo_async.rewards.function import RewardFunction
-from grpo_async.rewards.load import load_rewards
+from grpo_async.rewards.call import RewardError, RewardOutcome, TrainerState
+from grpo_async.rewards.function import RewardFunction, load_rewards
 
 __all__ = ["RewardError", "RewardFunction", "RewardOutcome", "TrainerState", "load_rewards"]

@@ -1,77 +1,98 @@
-"""Runs a reward function on the inputs of `fuzz` and notes what it does; `findings` says what that means.
+"""Runs a reward function on the inputs of `fuzz` and notes what it does; `audit_report` says what that means.
 
 Every case is scored alone, which shows what raises, hangs or takes long; then the cases of a row together, in another order and
 some twice, as a group in training, which shows scores that depend on chance or on their neighbours. A time-out or an exception
 is an observation, not the end. The function runs where its section says: event loop, thread or process.
+
+All of that happens in a process of its own: a function that holds the interpreter (one long regular expression, one huge power)
+stops every time limit that is kept inside its process. There it is killed, and what was seen until then is kept.
+
+    parent                                       child
+    _Order (section, prompts, cases)  ------>    loads the function, `observe`s
+    Trying, Observation, ...          <------    as it happens
+    Observations, or _Failed          <------    at the end
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import pickle
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
+from grpo_async.config.interaction_sections import RewardSection
+from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.records import Prompt
-from grpo_async.rewards.errors import RewardError, RewardTimeoutError
-from grpo_async.rewards.findings import Observation, Observations
-from grpo_async.rewards.function import RewardFunction
-from grpo_async.rewards.fuzz import Case, find_gold_column, gold_text, make_cases
+from grpo_async.rewards.call import RewardError, RewardTimeoutError
+from grpo_async.rewards.function import RewardFunction, load_reward
+from grpo_async.rewards.fuzz import Case
+from grpo_async.rewards.workers import READY, START_TIMEOUT_S, WorkerProcess
 from grpo_async.user_code.threads import ThreadsExhaustedError
+from grpo_async.utils.lifetime import die_with_parent
 
 _MAX_TIMEOUTS = 2  # of one input, on different rows; then it is not tried again
 _MAX_TIMEOUTS_IN_ALL = 8  # then the function is left alone
 _NUM_AGAIN = 3  # calls that tell chance from neighbours
 _ROUNDING = 1e-3  # of the range of a row: smaller differences are rounding (batches of a reward model)
-_BEAT_S = 0.02
+_TICK_S = 0.02
+_GRACE_S = 10.0  # beyond the function's own time limit
+
+
+@dataclass(frozen=True, slots=True)
+class Trying:
+    """The call that comes next."""
+
+    row: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sink:
-    """Gets what happens as it happens, so that it is not lost with a process that must be killed."""
+class Observation:
+    """One case that was scored alone. With an `error` there is no value; a value of None is the function's own."""
 
-    trying: Callable[[int, str], None] = lambda row, name: None
-    seen: Callable[[Observation], None] = lambda observation: None
-
-
-def cases_of(prompts: Sequence[Prompt], *, gold_column: str | None, seed: int) -> list[list[Case]]:
-    """The cases of each row; the wrong answers of a row are those of the next one."""
-    golds = []
-    for prompt in prompts:
-        name = gold_column or find_gold_column(prompt.columns)
-        golds.append(None if name is None else gold_text(prompt.columns.get(name)))
-    return [
-        make_cases(prompt, gold=gold, other_gold=golds[(row + 1) % len(golds)], seed=seed)
-        for row, (prompt, gold) in enumerate(zip(prompts, golds, strict=True))
-    ]
-
-
-async def observe(
-    reward: RewardFunction,
-    prompts: Sequence[Prompt],
-    rows: Sequence[Sequence[Case]],
-    *,
-    seed: int,
-    slow_s: float,
-    sink: Sink | None = None,
-) -> Observations:
-    """Score every case of every row, alone and together; each call is bounded by the function's `timeout_s`.
-
-    A case that takes longer than `slow_s` is tried once more, and the shorter time counts.
-    """
-    return await _Run(reward, prompts, rows, seed=seed, slow_s=slow_s, sink=sink or Sink()).all()
+    row: int
+    case: Case
+    value: float | None = None
+    error: str | None = None
+    timed_out: bool = False
+    duration_s: float = 0.0
+    cpu_s: float = 0.0  # of this process; meaningful for functions in threads
+    blocked_s: float = 0.0  # longest time that the event loop stood still
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Problem:
+class Observations:
+    """All that was seen of one reward function."""
+
+    singles: Sequence[Observation]
+    unstable: Sequence[tuple[int, str]] = ()  # (row, input) whose score changes from call to call
+    leaking: Sequence[tuple[int, str]] = ()  # (row, input) whose score depends on the other completions of the call
+    batch_errors: Sequence[tuple[int, str]] = ()  # (row, error) of calls with inputs that are fine alone
+    stopped: str | None = None  # why the rest was not run
+
+
+class _Problem(NamedTuple):
     text: str
     timed_out: bool
 
 
-class _Run:
-    """One function on all rows."""
+class Observer:
+    """One function on all rows; `all` runs it.
+
+    Args:
+        reward: the function; its `timeout_s` bounds every call.
+        prompts: rows.
+        rows: the cases of each.
+        seed: of the order in which the cases of a row are scored together.
+        slow_s: a case that takes longer is tried once more, and the shorter time counts.
+        tell: gets every Trying and Observation as it happens, so that it is not lost with a process that must be killed.
+    """
 
     def __init__(
         self,
@@ -81,12 +102,12 @@ class _Run:
         *,
         seed: int,
         slow_s: float,
-        sink: Sink,
+        tell: Callable[[Trying | Observation], None] = lambda event: None,
     ) -> None:
         self._reward, self._prompts, self._rows = reward, prompts, rows
         self._rng = random.Random(seed)
         self._slow_s = slow_s
-        self._sink = sink
+        self._tell = tell
         self._singles: list[Observation] = []
         self._unstable: list[tuple[int, str]] = []
         self._leaking: list[tuple[int, str]] = []
@@ -94,11 +115,12 @@ class _Run:
         self._stopped: str | None = None
         self._timeouts: Counter[str] = Counter()  # by the name of the input
         self._slow: set[str] = set()
-        self._last_beat = self._longest_gap = 0.0
-        self._heart: asyncio.TimerHandle | None = None
+        self._last_tick = self._longest_gap = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     async def all(self) -> Observations:
-        self._beat()
+        """Score every case of every row, alone and together."""
+        self._tick()
         try:
             await self._score(
                 0, self._rows[0][:1], "warming up"
@@ -107,12 +129,12 @@ class _Run:
                 for case in cases:
                     if self._stopped is None and self._timeouts[case.name] < _MAX_TIMEOUTS:
                         self._singles.append(await self._alone(row, case))
-                        self._sink.seen(self._singles[-1])
+                        self._tell(self._singles[-1])
                 if self._stopped is None:
                     await self._together(row)
         finally:
-            if self._heart is not None:
-                self._heart.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
         return Observations(
             singles=self._singles,
             unstable=self._unstable,
@@ -133,18 +155,19 @@ class _Run:
 
     async def _once(self, row: int, case: Case) -> Observation:
         began, cpu = time.perf_counter(), time.process_time()
-        self._last_beat, self._longest_gap = began, 0.0
+        self._last_tick, self._longest_gap = began, 0.0
         result = await self._score(row, [case], case.name)
         now = time.perf_counter()
+        problem = result if isinstance(result, _Problem) else None
         return Observation(
             row=row,
             case=case,
             value=None if isinstance(result, _Problem) else result[0],
-            error=result.text if isinstance(result, _Problem) else None,
-            timed_out=isinstance(result, _Problem) and result.timed_out,
+            error=problem and problem.text,
+            timed_out=problem is not None and problem.timed_out,
             duration_s=now - began,
             cpu_s=time.process_time() - cpu,
-            blocked_s=max(self._longest_gap, now - self._last_beat - _BEAT_S),
+            blocked_s=max(self._longest_gap, now - self._last_tick - _TICK_S),
         )
 
     async def _together(self, row: int) -> None:
@@ -179,7 +202,7 @@ class _Run:
 
     async def _score(self, row: int, cases: Sequence[Case], name: str) -> list[float | None] | _Problem:
         prompt, count = self._prompts[row], len(cases)
-        self._sink.trying(row, name)
+        self._tell(Trying(row, name))
         try:
             outcome = await self._reward.score(
                 [prompt.as_given()] * count,
@@ -191,27 +214,139 @@ class _Run:
             if isinstance(error.__cause__, ThreadsExhaustedError):
                 hangs = "hangs past its timeout_s in threads, which cannot be killed; set `run_in: process`"
                 self._stopped = f"It {hangs}"
-                return _Problem(text=hangs, timed_out=True)
+                return _Problem(hangs, timed_out=True)
             timed_out = isinstance(error, RewardTimeoutError)
             if timed_out:
                 self._timeouts[name] += 1
                 if self._timeouts.total() >= _MAX_TIMEOUTS_IN_ALL:
                     self._stopped = f"It took longer than its timeout_s {self._timeouts.total()} times"
-            return _Problem(text=error.problem.splitlines()[0], timed_out=timed_out)
+            return _Problem(error.problem.splitlines()[0], timed_out)
         return outcome.values
 
-    def _beat(self) -> None:
+    def _tick(self) -> None:
         """Measures for how long the loop of the reward stands still: a timer that winds itself up."""
-        self._reward.on_its_loop(self._felt)
-        self._heart = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
+        self._reward.on_its_loop(self._ticked)
+        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
-    def _felt(self) -> None:
+    def _ticked(self) -> None:
         now = time.perf_counter()
-        self._longest_gap = max(self._longest_gap, now - self._last_beat - _BEAT_S)
-        self._last_beat = now
+        self._longest_gap = max(self._longest_gap, now - self._last_tick - _TICK_S)
+        self._last_tick = now
 
 
 def _same(one: float | None, other: float | None, tolerance: float) -> bool:
     if one is None or other is None:
         return one is other
     return abs(one - other) <= tolerance
+
+
+# --------------------------------------------------------------------------------------------- in a process of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    section: dict[str, Any]
+    path: str
+    prompts: Sequence[Prompt]
+    rows: Sequence[Sequence[Case]]
+    seed: int
+    slow_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    problem: str
+
+
+def observe_in_process(
+    section: RewardSection,
+    path: str,
+    prompts: Sequence[Prompt],
+    rows: Sequence[Sequence[Case]],
+    *,
+    seed: int,
+    slow_s: float,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Observations:
+    """What an Observer saw; with `stopped` set if its process had to be killed or died.
+
+    Raises:
+        ConfigError: the function cannot be loaded there, or a column cannot be pickled.
+    """
+    order = _Order(
+        section=section.model_dump(mode="json"), path=path, prompts=prompts, rows=rows, seed=seed, slow_s=slow_s
+    )
+    try:
+        payload = pickle.dumps(order)
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: a column cannot be sent to the process that checks the function: {error}"
+        ) from error
+    worker = WorkerProcess(section.function, module=__name__)
+    try:
+        worker.wait_until_ready(START_TIMEOUT_S)
+        worker.send(payload, START_TIMEOUT_S)
+        return _follow(worker, section, sum(len(cases) for cases in rows), on_progress)
+    finally:
+        worker.kill()
+        worker.close()
+
+
+def _follow(
+    worker: WorkerProcess, section: RewardSection, total: int, on_progress: Callable[[int, int], None]
+) -> Observations:
+    singles: list[Observation] = []
+    trying: Trying | None = None
+    while True:
+        starts = trying is None or section.run_in == "process"
+        patience_s = section.timeout_s + _GRACE_S + (START_TIMEOUT_S if starts else 0.0)
+        try:
+            message = pickle.loads(worker.receive(patience_s))
+        except TimeoutError:
+            why = (
+                f"did not come back within {section.timeout_s + _GRACE_S:.0f} s and had to be killed: it holds the interpreter "
+                "or the event loop, so no time limit can end it and in training everything would stand still; set "
+                "`run_in: process`"
+            )
+            return Observations(singles=singles, stopped=_stopped(trying, why))
+        except (EOFError, OSError):
+            return Observations(singles=singles, stopped=_stopped(trying, f"ended its process (exit {worker.reap()})"))
+        if isinstance(message, Trying):
+            trying = message
+        elif isinstance(message, Observation):
+            singles.append(message)
+            on_progress(len(singles), total)
+        elif isinstance(message, Observations):
+            return message
+        elif isinstance(message, _Failed):
+            raise ConfigError(message.problem)
+
+
+def _stopped(trying: Trying | None, why: str) -> str:
+    where = "While it was imported, it" if trying is None else f"With `{trying.name}` on row {trying.row} it"
+    return f"{where} {why}"
+
+
+def main(descriptor: int, reference: str) -> None:
+    """The child. What functions print goes to stderr: the parent's stdout is the report."""
+    die_with_parent()
+    os.dup2(2, 1)
+    with Connection(descriptor) as connection:
+        connection.send_bytes(READY)  # the owner kills this process
+        order: _Order = pickle.loads(connection.recv_bytes())
+
+        def send(message: Any) -> None:
+            connection.send_bytes(pickle.dumps(message))
+
+        try:
+            # one worker: there is one call at a time, and the start of a second would be taken for a slow call
+            reward = load_reward(RewardSection.model_validate(order.section), order.path, num_workers=1)
+        except GrpoAsyncError as error:
+            send(_Failed(f"{reference}: {error}"))
+            return
+        observer = Observer(reward, order.prompts, order.rows, seed=order.seed, slow_s=order.slow_s, tell=send)
+        try:
+            seen = asyncio.run(observer.all())
+        finally:
+            reward.close()
+        send(seen)

@@ -1,19 +1,36 @@
-"""The check of one reward function from beginning to end, and its report: behind `grpo-async check-reward`."""
+"""What the observations of one reward function mean, and the report of its check: behind `grpo-async check-reward`.
+
+A function that scores gold and its twins (another answer in the same shape) alike on every row looks at the form only. That
+is what format and length rewards are for, so it is a note; it is an error if the function asks for the gold column by name.
+All other functions are judged by what they pay: fraction = (score - lowest of the row) / (gold - lowest of the row).
+
+Worked example: gold 1.0, empty text 0.0, the prompt again 0.3: fraction 0.3 >= 0.1, a warning. Garbage 0.95: fraction 0.95 >= 0.9,
+an error if it is so on more than a quarter of the rows.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.findings import Finding, Severity
+from grpo_async.findings.finding import worst_first
 from grpo_async.records import Prompt
-from grpo_async.rewards.audit import cases_of
-from grpo_async.rewards.audit_process import observe_in_process
-from grpo_async.rewards.findings import Observations, Subject, find, gold_scores
+from grpo_async.rewards.audit import Observation, Observations, observe_in_process
 from grpo_async.rewards.function import RewardFunction
-from grpo_async.rewards.fuzz import CaseKind, find_gold_column
+from grpo_async.rewards.fuzz import Case, CaseKind, cases_of, find_gold_column
+
+_PAID = 0.1  # of gold's range: from here on a worthless input counts as paid
+_PAID_LIKE_GOLD = 0.9
+_BY_CHANCE = 0.25  # of the rows: up to here garbage may be right by luck
+_SAME = 1e-3  # of the function's range: smaller differences are rounding (batches of a reward model)
+_BLOCKED_S = 0.25
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +67,16 @@ class RewardReport:
     @property
     def worst(self) -> Severity | None:
         return self.findings[0].severity if self.findings else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is known of the function without calling it."""
+
+    place: str
+    timeout_s: float
+    slow_s: float
+    asks_for_gold: bool
 
 
 def check_reward(
@@ -89,12 +116,11 @@ def make_report(name: str, seen: Observations, subject: Subject) -> RewardReport
     """Counts, scores and findings of what was seen."""
     singles = seen.singles
     scored = [one for one in singles if one.error is None]
-    others = {}
-    for kind in CaseKind:
-        values = [one.value for one in scored if one.case.kind is kind and one.value is not None]
-        scores = None if kind is CaseKind.GOLD else Scores.of(values)
-        if scores is not None:
-            others[kind.value] = scores
+    table = _Table(singles)
+    by_kind: dict[CaseKind, list[float]] = {kind: [] for kind in CaseKind if kind is not CaseKind.GOLD}
+    for one in scored:
+        if one.value is not None and one.case.kind in by_kind:
+            by_kind[one.case.kind].append(one.value)
     slowest = max(singles, key=lambda one: one.duration_s, default=None)
     return RewardReport(
         name=name,
@@ -102,10 +128,233 @@ def make_report(name: str, seen: Observations, subject: Subject) -> RewardReport
         num_inputs=len(singles),
         num_failed=len(singles) - len(scored),
         num_none=sum(one.value is None for one in scored),
-        gold=Scores.of(gold_scores(singles)),
-        others=others,
+        gold=Scores.of(list(table.golds.values())),
+        others={kind.value: scores for kind, values in by_kind.items() if (scores := Scores.of(values)) is not None},
         median_s=statistics.median(one.duration_s for one in singles) if singles else 0.0,
         longest_s=slowest.duration_s if slowest else 0.0,
         slowest_input=slowest.case.name if slowest else None,
-        findings=find(seen, subject),
+        findings=worst_first(
+            [*_failures(seen), *_values(table, subject), *_stability(seen), *_times(singles, subject)]
+        ),
     )
+
+
+class _Table:
+    """The values of all cases, by row; a case without a value (raised, None) is not in it."""
+
+    def __init__(self, singles: Sequence[Observation]) -> None:
+        self.has_gold = any(one.case.kind is CaseKind.GOLD for one in singles)
+        self.scored = [one for one in singles if one.error is None]
+        self.rows: dict[int, list[tuple[Case, float]]] = defaultdict(list)
+        for one in self.scored:
+            if one.value is not None and one.case.kind is not CaseKind.RARE:
+                self.rows[one.row].append((one.case, one.value))
+        values = [value for row in self.rows.values() for _, value in row]
+        self.range = max(values) - min(values) if values else 0.0
+        self.golds: dict[int, float] = {}
+        """The best that a rendering of the right answer got, by row."""
+        for row, entries in self.rows.items():
+            got = [value for case, value in entries if case.kind is CaseKind.GOLD]
+            if got:
+                self.golds[row] = max(got)
+
+    def floor(self, row: int) -> float:
+        return min(value for _, value in self.rows[row])
+
+    def is_blind(self) -> bool | None:
+        """Whether gold and twins always got the same; None where there is nothing to compare. Where gold has no twins (no
+        letters or digits) the answers of other rows stand for them."""
+        kinds = {case.kind for row in self.rows.values() for case, _ in row}
+        kind = CaseKind.TWIN if CaseKind.TWIN in kinds else CaseKind.WRONG
+        compared = False
+        for row in self.rows.values():
+            by_rendering = {case.rendering: value for case, value in row if case.kind is CaseKind.GOLD}
+            for case, value in row:
+                if case.kind is kind and case.rendering in by_rendering:
+                    compared = True
+                    if abs(value - by_rendering[case.rendering]) > _SAME * self.range:
+                        return False
+        return True if compared else None
+
+
+def _failures(seen: Observations) -> Iterable[Finding]:
+    by_error: dict[tuple[str, bool, bool], list[Observation]] = defaultdict(list)
+    for one in seen.singles:
+        if one.error is not None:
+            by_error[one.error, one.timed_out, one.case.kind is CaseKind.RARE].append(one)
+    for (error, timed_out, is_rare), group in by_error.items():
+        severity = Severity.ERROR
+        do = "Catch what can go wrong with a model's text and return 0.0, or None where the function does not apply."
+        if timed_out:
+            do = "Make it faster for such inputs or cut them; in training every group that holds one fails."
+        elif is_rare:
+            severity = Severity.WARNING
+            do = "Our rollouts do not give this, but a rollout function of your own may; return 0.0 or None for it."
+        yield _about("fails", severity, f"It {error}.", do, group)
+    rows_of: dict[str, list[int]] = defaultdict(list)
+    for row, error in seen.batch_errors:
+        rows_of[error].append(row)
+    for error, rows in rows_of.items():
+        what = f"Inputs that are fine one by one fail in one call: it {error}."
+        do = "A group is scored in one call; look for code that takes the number of completions for granted."
+        yield Finding(key="fails", severity=Severity.ERROR, what=what, do=do, rows=_distinct(rows))
+    if seen.stopped is not None:
+        do = "The inputs after that were not tried."
+        yield Finding(key="fails", severity=Severity.ERROR, what=f"{seen.stopped}.", do=do)
+
+
+def _values(table: _Table, subject: Subject) -> Iterable[Finding]:
+    if not table.scored:
+        return
+    numbers = [one.value for one in table.scored if one.value is not None]
+    if not numbers:
+        what = f"It returned None (not applicable) for all {len(table.scored)} inputs."
+        do = "Check the column that says which rows it applies to; as it is, it never takes part in the reward."
+        yield Finding(key="values", severity=Severity.WARNING, what=what, do=do)
+        return
+    if table.range == 0.0:
+        what = f"It gives every input the same score ({numbers[0]:g})."
+        do = "Without a difference there is no advantage and nothing to learn; leave it out, or mend it."
+        severity = Severity.ERROR if subject.asks_for_gold and table.is_blind() else Severity.WARNING
+        yield Finding(key="values", severity=severity, what=what, do=do)
+        return
+    if not table.has_gold:
+        return
+    unscored = sorted({one.row for one in table.scored} - table.golds.keys())
+    if unscored:
+        what = "It returned None for the right answer, in every form."
+        do = "If it should apply to these rows, check their gold answers: it cannot read them."
+        yield Finding(key="values", severity=Severity.WARNING, what=what, do=do, rows=unscored)
+    if table.is_blind():
+        what = "It does not tell gold from garbage: another answer of the same shape gets the same score."
+        if subject.asks_for_gold:
+            do = "It asks for the gold column, so it should look at it; check what it compares."
+            yield Finding(key="values", severity=Severity.ERROR, what=what, do=do)
+        else:
+            do = "Right for a format or length reward; give it a small weight beside one that judges the answer."
+            yield Finding(key="values", severity=Severity.NOTE, what=what, do=do)
+        return
+    yield from _gold_too_low(table)
+    yield from _paid(table)
+
+
+def _gold_too_low(table: _Table) -> Iterable[Finding]:
+    margin = _PAID * table.range
+    beaten: list[tuple[int, str, float]] = []
+    for row, gold in table.golds.items():
+        judged = [(case, value) for case, value in table.rows[row] if case.kind is not CaseKind.STRESS]
+        case, best = max(judged, key=lambda entry: entry[1])
+        if best - gold > margin:
+            beaten.append((row, case.name, best))
+    if beaten:
+        row, name, best = max(beaten, key=lambda entry: entry[2])
+        yield Finding(
+            key="gold-too-low",
+            severity=Severity.ERROR,
+            what=f"Gold is below the maximum: on row {row} gold got {table.golds[row]:g}, `{name}` got {best:g}.",
+            do="The policy will learn what pays most; make the right answer the best one.",
+            inputs=_distinct(entry[1] for entry in beaten),
+            rows=_distinct(entry[0] for entry in beaten),
+        )
+    top = max(table.golds.values(), default=0.0)
+    low = [row for row, gold in table.golds.items() if top - gold > margin]
+    lost = [row for row in low if table.golds[row] - table.floor(row) <= _SAME * table.range]
+    if lost:
+        what = f"The right answer gets no more than garbage ({table.golds[lost[0]]:g}), where other rows' gets up to {top:g}."
+        do = "Look at the gold answers of these rows: they may be wrong, or in a form that the function cannot read."
+        yield Finding(key="gold-too-low", severity=Severity.ERROR, what=what, do=do, rows=lost)
+    rest = [row for row in low if row not in lost]
+    if rest:
+        what = f"The right answer gets less than on other rows ({table.golds[rest[0]]:g} and up to {top:g})."
+        do = "Fine if rows are meant to weigh differently; else look at their gold answers."
+        yield Finding(key="gold-too-low", severity=Severity.WARNING, what=what, do=do, rows=rest)
+
+
+_NAMES = {
+    CaseKind.WRONG: "wrong answers",
+    CaseKind.EMPTY: "empty completions",
+    CaseKind.GARBAGE: "garbage",
+    CaseKind.ECHO: "the prompt's repetition",
+}
+
+
+def _paid(table: _Table) -> Iterable[Finding]:
+    paid: dict[CaseKind, list[tuple[float, float, Case, int]]] = defaultdict(list)  # (fraction, value, case, row)
+    tried: dict[CaseKind, set[int]] = defaultdict(set)
+    for row, entries in table.rows.items():
+        gold, floor = table.golds.get(row), table.floor(row)
+        if gold is None or gold - floor <= _SAME * table.range:
+            continue
+        for case, value in entries:
+            kind: CaseKind = CaseKind.WRONG if case.kind is CaseKind.TWIN else case.kind
+            if kind not in _NAMES:
+                continue
+            tried[kind].add(row)
+            fraction = (value - floor) / (gold - floor)
+            if value > 0.0 and fraction >= _PAID:
+                paid[kind].append((fraction, value, case, row))
+    for paid_kind, found in paid.items():
+        fraction, value, case, row = max(found, key=lambda entry: entry[0])
+        like_gold = {entry[3] for entry in found if entry[0] >= _PAID_LIKE_GOLD}
+        rows = _distinct(entry[3] for entry in found)
+        if not like_gold:
+            severity, how = Severity.WARNING, f"{fraction:.0%} of what gold gets"
+            do = "Fine if it is meant as partial credit; else a policy may settle for it."
+        elif len(like_gold) <= _BY_CHANCE * len(tried[paid_kind]):
+            severity, how = Severity.WARNING, "as much as gold"
+            do = "It is so on few rows, so perhaps by chance; look at these rows."
+            rows = sorted(like_gold)
+        else:
+            severity, how = Severity.ERROR, "as much as gold"
+            do = "A policy finds this out quickly; make the function ask for the answer itself."
+        what = f"It pays {_NAMES[paid_kind]}: on row {row} `{case.name}` got {value:g}, {how}."
+        inputs = _distinct(entry[2].name for entry in found)
+        yield Finding(key="pays", severity=severity, what=what, do=do, inputs=inputs, rows=rows)
+
+
+def _stability(seen: Observations) -> Iterable[Finding]:
+    for found, what, do in (
+        (
+            seen.unstable,
+            "The same input gets different scores from call to call.",
+            "Noise in the reward is noise in the advantage; fix its seed or temperature, or average several judgements.",
+        ),
+        (
+            seen.leaking,
+            "The score of a completion depends on the other completions of the call.",
+            "Fine if it ranks within a group on purpose; else look for state or for a mix-up of their order.",
+        ),
+    ):
+        if found:
+            inputs, rows = _distinct(name for _, name in found), _distinct(row for row, _ in found)
+            yield Finding(key="unstable", severity=Severity.WARNING, what=what, do=do, inputs=inputs, rows=rows)
+
+
+def _times(singles: Sequence[Observation], subject: Subject) -> Iterable[Finding]:
+    in_time = [one for one in singles if not one.timed_out]
+    slow = [one for one in in_time if one.duration_s > min(subject.slow_s, 0.5 * subject.timeout_s)]
+    if slow:
+        worst = max(slow, key=lambda one: one.duration_s)
+        what = f"It is slow: `{worst.case.name}` took {worst.duration_s:.1f} s"
+        if worst.duration_s > 0.5 * subject.timeout_s:
+            what += f", more than half of timeout_s = {subject.timeout_s:g}"
+        do = "A group is scored in one call, so its completions share timeout_s; raise it, or make the function faster."
+        if subject.place == "thread" and max(one.cpu_s for one in slow) > 0.5 * subject.slow_s:
+            do += " It computes, which holds up the trainer's interpreter: set `run_in: process`."
+        yield _about("slow", Severity.WARNING, what + ".", do, slow)
+    blocking = [one for one in in_time if one.blocked_s > _BLOCKED_S] if subject.place == "event loop" else []
+    if blocking:
+        longest_s = max(one.blocked_s for one in blocking)
+        what = f"It blocks the event loop for {longest_s:.1f} s: while it does, none of its other calls goes on."
+        do = "Await its I/O (an async HTTP client), or make it a plain `def`, which runs in a thread."
+        yield _about("slow", Severity.WARNING, what, do, blocking)
+
+
+def _about(key: str, severity: Severity, what: str, do: str, group: Sequence[Observation]) -> Finding:
+    """A finding that names the inputs and rows of a group."""
+    inputs, rows = _distinct(one.case.name for one in group), _distinct(one.row for one in group)
+    return Finding(key=key, severity=severity, what=what, do=do, inputs=inputs, rows=rows)
+
+
+def _distinct(items: Iterable[T]) -> list[T]:
+    return list(dict.fromkeys(items))

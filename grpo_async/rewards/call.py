@@ -1,5 +1,5 @@
-"""One call of a reward function: which arguments it gets and which results it may return. The same code runs on the
-event loop, in a thread and in a worker process.
+"""One call of a reward function: which arguments it gets, which results it may return, and the errors of rewards. The same code
+runs on the event loop, in a thread and in a worker process.
 
 Offered as keywords, as in TRL: `prompts`, `completions`, `completion_ids`, every column, the section's `arguments`,
 `trainer_state`, `log_extra(column, values)`, `log_metric(name, value)`, and, where the run has environments, `environments`:
@@ -9,20 +9,19 @@ the user's own instances, one per completion. A function gets those that its sig
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from grpo_async.records import LARGEST_REWARD
-from grpo_async.rewards.errors import RewardError
-from grpo_async.user_code.calls import Raised, UserCall, unwrap_partial
+from grpo_async.errors import GrpoAsyncError
+from grpo_async.user_code.calls import Parameters, Raised, UserCall, read_number, shown
 
 logger = logging.getLogger(__name__)
 
 RewardCallable = Callable[..., Any]
+Function = TypeVar("Function", bound=RewardCallable)
 
 ENVIRONMENTS = "environments"
 _ALWAYS_OFFERED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
@@ -30,6 +29,26 @@ OFFERED = _ALWAYS_OFFERED | {ENVIRONMENTS}
 """Arguments that every reward may ask for; no column of the data can have such a name."""
 # TRL's documentation spells it this way in its examples; given only to functions that name it.
 _ALIASES = {"completions_ids": "completion_ids"}
+
+
+class RewardError(GrpoAsyncError):
+    """A reward function failed one call; only the group of that call is lost.
+
+    Args:
+        name: name of the reward function.
+        problem: what happened, with which value, and what to do.
+    """
+
+    def __init__(self, name: str, problem: str) -> None:
+        self.name, self.problem = name, problem
+        super().__init__(name, problem)  # both, so that the error survives pickling on its way out of a worker process
+
+    def __str__(self) -> str:
+        return f"reward `{self.name}`: {self.problem}"
+
+
+class RewardTimeoutError(RewardError):
+    """A call took longer than the function's `timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,43 +95,18 @@ class RewardRequest:
     environments: Sequence[Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """What a function's signature says about keyword arguments."""
-
-    names: frozenset[str]
-    required: frozenset[str]  # without a default
-    takes_any: bool  # has **kwargs
-
-    def accepts(self, name: str) -> bool:
-        return self.takes_any or name in self.names
-
-
 def read_parameters(function: RewardCallable) -> Parameters:
-    """Read the signature of `function`; TypeError says why it cannot be called with keywords only."""
+    """What `function` takes; TypeError says why it cannot be called with keywords only."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = Parameters.of(function)
     except ValueError as error:
         raise TypeError("its signature cannot be read; wrap it in a `def`") from error
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if positional:
-        raise TypeError(f"its parameters {positional} are positional-only, but rewards are called with keywords")
-    keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if not keywords and not takes_any:
+    if parameters.by_position:
+        names = list(parameters.by_position)
+        raise TypeError(f"its parameters {names} are positional-only, but rewards are called with keywords")
+    if not parameters.names and not parameters.takes_any:
         raise TypeError("it takes no keyword arguments; a reward is `f(completions, **kwargs) -> list of floats`")
-    return Parameters(
-        names=frozenset(p.name for p in keywords),
-        required=frozenset(p.name for p in keywords if p.default is p.empty),
-        takes_any=takes_any,
-    )
-
-
-def own_name(function: RewardCallable) -> str:
-    """`__name__` of a function (of the inner one of a partial), else the class name of a callable object."""
-    inner = unwrap_partial(function)
-    name = getattr(inner, "__name__", None)
-    return name if isinstance(name, str) else type(inner).__name__
+    return parameters
 
 
 def call_of(function: RewardCallable, request: RewardRequest) -> UserCall[RewardOutcome]:
@@ -131,12 +125,18 @@ def checked_values(name: str, raw: Any, count: int) -> list[float | None]:
     if hasattr(raw, "tolist"):
         raw = raw.tolist()
     if not isinstance(raw, (list, tuple)):
-        raise RewardError(name, f"returned {_short(raw)}; it must return a list with one number or None per completion")
+        raise RewardError(name, f"returned {shown(raw)}; it must return a list with one number or None per completion")
     if len(raw) != count:
         raise RewardError(
             name, f"returned {len(raw)} values for {count} completions; it must return one per completion"
         )
-    return [_checked_value(name, value, index) for index, value in enumerate(raw)]
+    values: list[float | None] = []
+    for index, value in enumerate(raw):
+        try:
+            values.append(read_number(value))
+        except ValueError as error:
+            raise RewardError(name, f"for completion {index} it returned {error}") from error
+    return values
 
 
 class _CallLog:
@@ -180,7 +180,7 @@ def _keywords(function: RewardCallable, request: RewardRequest, log: _CallLog) -
     }
     if request.environments is not None:
         offered[ENVIRONMENTS] = list(request.environments)
-    chosen = {name: value for name, value in offered.items() if parameters.accepts(name)}
+    chosen = parameters.choose(offered)
     for alias, name in _ALIASES.items():
         if alias in parameters.names and alias not in chosen:
             chosen[alias] = offered[name]
@@ -193,7 +193,7 @@ def missing_columns(
     """Parameters without a default that neither we, the `arguments` nor the `columns` fill; sorted. `environments` is among
     them where the run has none."""
     offered = OFFERED if has_environments else _ALWAYS_OFFERED
-    return sorted(parameters.required - offered - set(_ALIASES) - set(arguments) - set(columns))
+    return parameters.missing({*offered, *_ALIASES, *arguments, *columns})
 
 
 def _finished(raw: Any, request: RewardRequest, log: _CallLog) -> RewardOutcome:
@@ -201,26 +201,31 @@ def _finished(raw: Any, request: RewardRequest, log: _CallLog) -> RewardOutcome:
     return RewardOutcome(values=values, extra_columns=log.extra_columns, metrics=log.metrics)
 
 
-def _checked_value(name: str, value: Any, index: int) -> float | None:
-    if value is None:
-        return None
-    if hasattr(value, "tolist"):  # numpy scalar, 0-dimensional tensor
-        value = value.tolist()
-    if not isinstance(value, (bool, int, float)):
-        raise RewardError(name, f"returned {_short(value)} for completion {index}; it must be a number or None")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not abs(number) <= LARGEST_REWARD:
-        raise RewardError(
-            name,
-            f"returned {number:g} for completion {index}; it must be a number of at most {LARGEST_REWARD:g}, or None where it does "
-            "not apply",
-        )
-    return number
+# ------------------------------------------------------------------------------ arguments that are checked before the start
+
+CHECK = "check_arguments"
+ArgumentCheck = Callable[[Mapping[str, Any]], None]
+"""Raises ValueError("NAME: what is wrong"). An argument without a default may be missing; that is reported elsewhere."""
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+def whole_number(arguments: Mapping[str, Any], name: str, default: int, *, least: int = 1) -> int:
+    """The argument `name`; ValueError if it is no whole number >= `least`."""
+    value = arguments.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: {value!r} must be a whole number of at least {least}")
+    return value
+
+
+def checked_by(check: ArgumentCheck) -> Callable[[Function], Function]:
+    """Mark a reward function with the check of its arguments, which `load_rewards` calls with the section's `arguments`. Without it
+    a wrong pattern would fail every group of the run.
+
+        @checked_by(_check)
+        def regex_match(completions, *, pattern, **_): ...
+    """
+
+    def mark(function: Function) -> Function:
+        setattr(function, CHECK, check)
+        return function
+
+    return mark

@@ -26,13 +26,13 @@ import importlib.util
 import json
 import logging
 import marshal
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from grpo_async.rewards.code_output import is_same_output
 from grpo_async.rewards.code_rows import (
     AssertTests,
     CallTests,
@@ -43,7 +43,7 @@ from grpo_async.rewards.code_rows import (
     names_of,
     read_row,
 )
-from grpo_async.rewards.completion import final_text
+from grpo_async.rewards.text import final_text
 from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, startup_notes
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ for name in ("grpo_async", "grpo_async.rewards"):
 from grpo_async.rewards.code_examiner import {main}
 {main}({descriptors})
 """
+_TOLERANCE = 1e-6  # of numbers in the output of programs
 _EXAMINER_SPARE_S = 10.0  # it waits for the candidate, and has to tell the verdict after the candidate was ended
 
 # Shared by all calls on one event loop: runs that starve each other miss their time limits.
@@ -75,7 +76,7 @@ _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore
 
 
 def prepare_worker() -> None:
-    """Called once in each worker process: trying the sandbox's walls is not part of a call."""
+    """Called once in each worker process: to find out what the sandbox can hold here is not part of a call."""
     startup_notes()
 
 
@@ -183,8 +184,8 @@ class _Judge:
         """Run the two processes; the candidate's end of the pipes closes with it, so the examiner never waits for it in vain."""
         to_candidate, to_examiner = os.pipe(), os.pipe()
         with contextlib.ExitStack() as pipes:
-            theirs = pipes.enter_context(_descriptors(to_candidate[0], to_examiner[1]))
-            ours = pipes.enter_context(_descriptors(to_examiner[0], to_candidate[1]))
+            theirs = pipes.enter_context(_Descriptors(to_candidate[0], to_examiner[1]))
+            ours = pipes.enter_context(_Descriptors(to_examiner[0], to_candidate[1]))
             candidate = asyncio.create_task(
                 self._run_peer(self._candidate, "run_candidate", theirs, files={"candidate.txt": code})
             )
@@ -232,9 +233,6 @@ class _Descriptors(contextlib.AbstractContextManager["_Descriptors"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-_descriptors = _Descriptors
 
 
 def _verdict(told: str, row: RowTests) -> tuple[int, int]:
@@ -297,3 +295,34 @@ def _first(row: RowTests, count: int | None) -> RowTests:
 def _slots_of_loop(count: int) -> asyncio.Semaphore:
     by_count = _slots.setdefault(asyncio.get_running_loop(), {})
     return by_count.setdefault(count, asyncio.Semaphore(count))
+
+
+def is_same_output(given: str, wanted: str) -> bool:
+    """Line by line; white space at the ends of lines and empty lines at the end do not count, nor how a number is written.
+
+    Example: "0.50\\n" and "0.5" -> True; "1 2" and "1\\n2" -> False.
+    """
+    given_lines, wanted_lines = _lines(given), _lines(wanted)
+    return len(given_lines) == len(wanted_lines) and all(map(_is_same_line, given_lines, wanted_lines))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def _is_same_line(given: str, wanted: str) -> bool:
+    if given == wanted:
+        return True
+    given_words, wanted_words = given.split(), wanted.split()
+    return len(given_words) == len(wanted_words) and all(map(_is_same_word, given_words, wanted_words))
+
+
+def _is_same_word(given: str, wanted: str) -> bool:
+    if given == wanted:
+        return True
+    if not any(mark in wanted.lower() for mark in ".e"):
+        return False  # whole numbers and words are exact
+    try:
+        return math.isclose(float(given), float(wanted), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    except ValueError:
+        return False

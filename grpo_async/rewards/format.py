@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_async.rewards.completion import final_text
+from grpo_async.rewards.text import final_text
 
 _OPEN, _CLOSE = "<think>", "</think>"
 

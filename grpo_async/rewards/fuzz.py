@@ -1,4 +1,4 @@
-"""Inputs that show what a reward function is worth: gold in every usual dress, and everything that should earn nothing.
+"""Inputs that show what a reward function is worth: gold in every usual rendering, and everything that should earn nothing.
 
 `make_cases(prompt, ...)` gives the cases of one row; pure, and the same for the same seed. A case is one completion, in the
 form in which the row's prompt is given: plain text, or messages.
@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from grpo_async.records import Prompt
-from grpo_async.rewards.completion import last_boxed
+from grpo_async.rewards.text import last_boxed
 
 GOLD_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")
 LONG_CHARACTERS = 200_000
@@ -27,7 +27,7 @@ _CHARACTERS_PER_TOKEN = 4
 class CaseKind(StrEnum):
     """What an input stands for."""
 
-    GOLD = "gold"  # the right answer, in one of its dresses
+    GOLD = "gold"  # the right answer, in one of its renderings
     TWIN = "twin"  # a gold case with another answer of the same shape
     WRONG = "wrong"  # the answer of another row
     EMPTY = "empty"  # nothing, or white space
@@ -39,18 +39,13 @@ class CaseKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One completion for one row. Gold, twin and wrong cases of one `dress` differ in the answer only."""
+    """One completion for one row. Gold, twin and wrong cases of one `rendering` differ in the answer only."""
 
     kind: CaseKind
     name: str
     completion: Any
     completion_ids: Sequence[int]
-    dress: str = ""
-
-    @property
-    def is_worthless(self) -> bool:
-        """Whether it should earn nothing."""
-        return self.kind in (CaseKind.WRONG, CaseKind.EMPTY, CaseKind.GARBAGE, CaseKind.ECHO)
+    rendering: str = ""
 
 
 def find_gold_column(columns: Mapping[str, Any]) -> str | None:
@@ -65,6 +60,18 @@ def gold_text(value: Any) -> str | None:
     return None
 
 
+def cases_of(prompts: Sequence[Prompt], *, gold_column: str | None, seed: int) -> list[list[Case]]:
+    """The cases of each row; the wrong answers of a row are those of the next one."""
+    golds = []
+    for prompt in prompts:
+        name = gold_column or find_gold_column(prompt.columns)
+        golds.append(None if name is None else gold_text(prompt.columns.get(name)))
+    return [
+        make_cases(prompt, gold=gold, other_gold=golds[(row + 1) % len(golds)], seed=seed)
+        for row, (prompt, gold) in enumerate(zip(prompts, golds, strict=True))
+    ]
+
+
 def make_cases(prompt: Prompt, *, gold: str | None, other_gold: str | None, seed: int) -> list[Case]:
     """The cases of one row.
 
@@ -76,8 +83,8 @@ def make_cases(prompt: Prompt, *, gold: str | None, other_gold: str | None, seed
     """
     rng = random.Random(f"{seed} {prompt.prompt_id}")
     cases = [
-        _case(prompt, kind, name, text, dress)
-        for kind, name, text, dress in (*_answers(gold, other_gold), *_noise(prompt, gold, rng))
+        _case(prompt, kind, name, text, rendering)
+        for kind, name, text, rendering in (*_answers(gold, other_gold), *_noise(prompt, gold, rng))
     ]
     if prompt.is_conversational:
         cases.extend(_messages_only())
@@ -98,18 +105,18 @@ def _answers(gold: str | None, other_gold: str | None) -> Iterator[tuple[CaseKin
         del cores[" (final part)"]
     for part, core in cores.items():
         twin = same_shape(core)
-        for dress, text in _dressed(core).items():
-            yield CaseKind.GOLD, f"gold, {dress}{part}", text, dress + part
-        for dress, text in _dressed(twin).items() if twin is not None else ():
-            yield CaseKind.TWIN, f"same shape as gold, {dress}{part}", text, dress + part
+        for rendering, text in _renderings(core).items():
+            yield CaseKind.GOLD, f"gold, {rendering}{part}", text, rendering + part
+        for rendering, text in _renderings(twin).items() if twin is not None else ():
+            yield CaseKind.TWIN, f"same shape as gold, {rendering}{part}", text, rendering + part
     if other_gold is not None and _key(_final_part(other_gold)) != _key(_final_part(gold)):
-        for dress, text in _dressed(_final_part(other_gold)).items():
-            yield CaseKind.WRONG, f"another row's answer, {dress}", text, dress
+        for rendering, text in _renderings(_final_part(other_gold)).items():
+            yield CaseKind.WRONG, f"another row's answer, {rendering}", text, rendering
     tail = " so it goes on and on" * (LONG_CHARACTERS // 21)
     yield CaseKind.STRESS, "gold, then a very long tail", f"\\boxed{{{gold}}}{tail}", ""
 
 
-def _dressed(answer: str) -> dict[str, str]:
+def _renderings(answer: str) -> dict[str, str]:
     """An answer in the forms that reward functions look for."""
     plain = {
         "plain": answer,
@@ -164,9 +171,9 @@ def _messages_only() -> Iterator[Case]:
         yield Case(kind=kind, name=name, completion=messages, completion_ids=_ids(""))
 
 
-def _case(prompt: Prompt, kind: CaseKind, name: str, text: str, dress: str) -> Case:
+def _case(prompt: Prompt, kind: CaseKind, name: str, text: str, rendering: str) -> Case:
     completion = [{"role": "assistant", "content": text}] if prompt.is_conversational else text
-    return Case(kind=kind, name=name, completion=completion, completion_ids=_ids(text), dress=dress)
+    return Case(kind=kind, name=name, completion=completion, completion_ids=_ids(text), rendering=rendering)
 
 
 def _ids(text: str) -> list[int]:

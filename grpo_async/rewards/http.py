@@ -5,6 +5,16 @@
         timeout_s: 120
         arguments: {url: "http://judge:8000/classify", format: classify, token_env: JUDGE_TOKEN}
 
+The completions of a call are cut into requests, which know whom they are about, so that an error names an index of the call:
+
+    json       {"prompts": [...], "completions": [...], "columns": {...}, "completion_ids": [[...]]}  ->  {"rewards": [0.5, null]}
+    classify   {"input": [text, ...]} or {"messages": [...]}    ->  {"data": [{"index": 0, "probs": [0.1, 0.9]}]}
+    pooling    the same                                         ->  {"data": [{"index": 0, "data": [0.1, 0.9]}]}
+    score      {"queries": [prompt...], "documents": [completion...]}  ->  {"data": [{"index": 0, "score": 0.9}]}
+
+The last three are those of vLLM (0.27) for models served with `--runner pooling`. vLLM takes one conversation in a request;
+plain text goes in batches.
+
 Connections are kept per event loop and stay open between calls. A task of the loop holds them: it ends, and closes them, when
 the loop's tasks are cancelled (the end of `asyncio.run`, of a run, of the reward), so they never outlive their loop.
 """
@@ -13,36 +23,153 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import inspect
+import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from grpo_async.rewards.arguments import checked_by, whole_number
-from grpo_async.rewards.call import ENVIRONMENTS
-from grpo_async.rewards.errors import RemoteRewardError
-from grpo_async.rewards.http_formats import FORMATS, Call, Request, requests_for
+from grpo_async.errors import GrpoAsyncError
+from grpo_async.rewards.call import ENVIRONMENTS, checked_by
+from grpo_async.rewards.text import final_text
 from grpo_async.utils.retry import RetryPolicy, server_message
 
 _CONNECT_TIMEOUT_S = 10.0
-# Silence is no connection error: a hung server would be waited for many times over.
 _LONGEST_WAIT_S = 60.0  # that a server can ask for with Retry-After
+# Silence is no connection error: a hung server would be waited for many times over.
 _RETRIABLE = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Endpoint:
-    """What one section says about its server; sections that agree share connections."""
+class RemoteRewardError(GrpoAsyncError):
+    """A reward model behind HTTP could not be reached, refused a request, or answered with something unusable."""
+
+
+class RemoteSettings(BaseModel):
+    """`arguments` of a remote reward. Sections that agree share connections."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     url: str
-    token: str | None
-    max_concurrency: int
-    request_timeout_s: float
+    """The whole address that is asked, such as http://judge:8000/score."""
+    format: Literal["json", "classify", "pooling", "score"] = "json"
+    """See the top of the module."""
+    token_env: str | None = None
+    """Name of the environment variable that holds a bearer token; the token itself never stands in the YAML."""
+    model: str | None = None
+    """vLLM's `model`, needed if it serves several."""
+    score_index: int = 0
+    """Which of the classes is the reward (classify, pooling). vLLM sends the label of the likeliest class only, so a class is named
+    by its position: 0 for a reward model with one output."""
+    use_activation: bool | None = None
+    """false = raw logits instead of vLLM's sigmoid or softmax."""
+    columns: list[str] | None = None
+    """Names of the columns to send (format json); null = all."""
+    send_completion_ids: bool = False
+    """Send token ids too (format json)."""
+    batch_size: int = Field(default=32, ge=1)
+    """Completions in one request."""
+    max_concurrency: int = Field(default=8, ge=1)
+    """Requests at once, over all calls."""
+    request_timeout_s: float = Field(default=30.0, gt=0.0)
+    """Longest silence of the server within one request; not retried."""
+    max_retries: int = Field(default=3, ge=0)
+    """Retries of one request after connection errors, answers >= 500 and 429 (too many requests), after which the server's
+    Retry-After is waited for, up to a minute; any other 4xx is never retried."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"{url!r} is no address: {error}") from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ValueError(f"{url!r} must begin with http:// or https:// and name a host")
+        if parsed.userinfo:
+            raise ValueError(
+                "it holds a password; put a token into an environment variable and name that in `token_env`"
+            )
+        return url
+
+    @field_validator("token_env")
+    @classmethod
+    def _is_set(cls, variable: str | None) -> str | None:
+        if variable is not None and not os.environ.get(variable, "").strip():
+            raise ValueError(f"the environment variable {variable} is not set, or empty")
+        return variable
+
+    @property
+    def token(self) -> str | None:
+        return None if self.token_env is None else os.environ[self.token_env].strip()
+
+
+def _settings(arguments: Mapping[str, Any]) -> RemoteSettings:
+    """ValueError("NAME: what is wrong")."""
+    try:
+        return RemoteSettings.model_validate(dict(arguments))
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False, include_input=False)
+        problem = f"{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}"
+        if first["type"] == "extra_forbidden":
+            problem = f"{first['loc'][0]}: there is no such setting; there are {sorted(RemoteSettings.model_fields)}"
+        raise ValueError(problem) from error
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    _settings({"url": "http://given-elsewhere", **arguments})
+
+
+@checked_by(_check)
+async def remote_reward(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    url: str,
+    **others: Any,
+) -> list[float | None]:
+    """Scores from a server; the section's `timeout_s` still bounds the whole call, retries included.
+
+    Args:
+        prompts: plain text or messages.
+        completions: plain text or messages.
+        completion_ids: sent with `send_completion_ids`.
+        url: see RemoteSettings.
+        **others: the other settings, and the columns of the data.
+
+    Raises:
+        RemoteRewardError: the server cannot be reached, refuses, or answers with something unusable.
+    """
+    others.pop(ENVIRONMENTS, None)
+    given = {name: others.pop(name) for name in RemoteSettings.model_fields if name in others}
+    try:
+        settings = _settings({"url": url, **given})
+    except ValueError as error:
+        raise ValueError(f"{error}; if the data has a column of that name, set it in `arguments`") from error
+    columns = {name: values for name, values in others.items() if isinstance(values, list)}
+    if settings.columns is not None:
+        unknown = [name for name in settings.columns if name not in columns]
+        if unknown:
+            raise ValueError(f"columns: the data has no {unknown}; it has {sorted(columns)}")
+        columns = {name: columns[name] for name in settings.columns}
+    call = Call(prompts=prompts, completions=completions, completion_ids=completion_ids, columns=columns)
+    requests = requests_for(call, settings)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(_scores(settings, request)) for request in requests]
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__  # without the group, and with what it came from
+    return [score for task in running for score in task.result()]
+
+
+# ------------------------------------------------------------------------------------------------------- the network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,141 +185,53 @@ class _Connection:
     keeper: asyncio.Task[None]
 
 
-_connections: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Endpoint, _Connection]] = WeakKeyDictionary()
+_Key = tuple[str, str | None, int, float]
+_connections: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, _Connection]] = WeakKeyDictionary()
 
 
-def _check(arguments: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(remote_reward).parameters
-    known = sorted(name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY)
-    unknown = sorted(set(arguments) - set(known))
-    if unknown:  # **others would swallow it
-        raise ValueError(f"{unknown[0]}: there is no such setting; there are {known}")
-    for name in ("batch_size", "max_concurrency"):
-        whole_number(arguments, name, 1)
-    whole_number(arguments, "max_retries", 0, least=0)
-    whole_number(arguments, "score_index", 0, least=-(10**6))
-    _check_url(arguments.get("url", "http://given-elsewhere"))
-    kind, seconds = arguments.get("format", "json"), arguments.get("request_timeout_s", 1.0)
-    if kind not in FORMATS:
-        raise ValueError(f"format: {kind!r} is not one of {FORMATS}")
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ValueError(f"request_timeout_s: {seconds!r} must be a number of seconds above 0")
-    columns, activation = arguments.get("columns"), arguments.get("use_activation")
-    if columns is not None and not (isinstance(columns, list) and all(isinstance(name, str) for name in columns)):
-        raise ValueError(f"columns: {columns!r} must be a list of column names")
-    if activation is not None and not isinstance(activation, bool):
-        raise ValueError(f"use_activation: {activation!r} must be true, false or null")
-    for name in ("model", "token_env"):
-        if not isinstance(arguments.get(name), str | None):
-            raise ValueError(f"{name}: {arguments[name]!r} must be text")
-    _token(arguments.get("token_env"))
-
-
-@checked_by(_check)
-async def remote_reward(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    completion_ids: Sequence[Sequence[int]],
-    *,
-    url: str,
-    format: str = "json",
-    token_env: str | None = None,
-    model: str | None = None,
-    score_index: int = 0,
-    use_activation: bool | None = None,
-    columns: list[str] | None = None,
-    send_completion_ids: bool = False,
-    batch_size: int = 32,
-    max_concurrency: int = 8,
-    request_timeout_s: float = 30.0,
-    max_retries: int = 3,
-    **others: Any,
-) -> list[float | None]:
-    """Scores from a server; the section's `timeout_s` still bounds the whole call, retries included.
-
-    Args:
-        prompts: plain text or messages.
-        completions: plain text or messages.
-        completion_ids: sent with `send_completion_ids` (format `json` only).
-        url: the whole address that is asked, such as http://judge:8000/score.
-        format: `json` (see `http_formats`), or vLLM's `classify`, `pooling`, `score`.
-        token_env: name of the environment variable that holds a bearer token; the token itself never stands in the YAML.
-        model: vLLM's `model`, needed if it serves several.
-        score_index: which of the classes is the reward (classify, pooling). vLLM sends the label of the likeliest class only,
-            so a class is named by its position: 0 for a reward model with one output.
-        use_activation: false = raw logits instead of vLLM's sigmoid or softmax.
-        columns: names of the columns to send (format `json`); null = all.
-        send_completion_ids: send token ids too.
-        batch_size: completions in one request.
-        max_concurrency: requests at once, over all calls.
-        request_timeout_s: longest silence of the server within one request; not retried.
-        max_retries: retries of one request after connection errors, answers >= 500 and 429 (too many requests), after which
-            the server's Retry-After is waited for, up to a minute; any other 4xx is never retried.
-        **others: the columns of the data.
-
-    Raises:
-        RemoteRewardError: the server cannot be reached, refuses, or answers with something unusable.
-    """
-    settings = {
-        "url": url, "format": format, "token_env": token_env, "model": model, "score_index": score_index,
-        "use_activation": use_activation, "columns": columns, "batch_size": batch_size,
-        "max_concurrency": max_concurrency, "request_timeout_s": request_timeout_s, "max_retries": max_retries,
-    }  # fmt: skip
-    try:
-        _check(settings)
-    except ValueError as error:
-        raise ValueError(f"{error}; if the data has a column of that name, set it in `arguments`") from error
-    others.pop(ENVIRONMENTS, None)
-    data = {name: values for name, values in others.items() if isinstance(values, list)}
-    call = Call(
-        prompts=prompts,
-        completions=completions,
-        completion_ids=completion_ids if send_completion_ids else None,
-        columns=_chosen(data, columns),
-    )
-    fields = {} if format == "json" else {"model": model, "use_activation": use_activation}
-    requests = requests_for(
-        call,
-        format,  # type: ignore[arg-type]  # checked above
-        batch_size=batch_size,
-        score_index=score_index,
-        fields={name: value for name, value in fields.items() if value is not None},
-    )
-    endpoint = _Endpoint(
-        url=url, token=_token(token_env), max_concurrency=max_concurrency, request_timeout_s=request_timeout_s
-    )
-    policy = RetryPolicy(max_retries=max_retries)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(_scores(endpoint, request, policy)) for request in requests]
-    except BaseExceptionGroup as errors:
-        first = errors.exceptions[0]
-        raise first from first.__cause__  # without the group, and with what it came from
-    return [score for task in running for score in task.result()]
-
-
-async def _scores(endpoint: _Endpoint, request: Request, policy: RetryPolicy) -> list[float | None]:
-    connection = _connection(endpoint)
+async def _scores(settings: RemoteSettings, request: Request) -> list[float | None]:
+    connection = _connection(settings)
+    policy = RetryPolicy(max_retries=settings.max_retries)
     async with connection.slots:  # for requests that have limits
         attempt = 0
-        while True:
-            response = await _attempt(connection.client, endpoint, request)
-            if isinstance(response, httpx.Response):
-                break
+        while not isinstance(response := await _attempt(connection.client, settings, request.body), httpx.Response):
             if attempt >= policy.max_retries:
-                raise RemoteRewardError(f"{endpoint.url} failed {attempt + 1} times; the last time: {response.problem}")
+                raise RemoteRewardError(f"{settings.url} failed {attempt + 1} times; the last time: {response.problem}")
             await asyncio.sleep(max(policy.delay_s(attempt), response.wait_s))
             attempt += 1
     try:
         answer = response.json()
     except ValueError as error:
         raise RemoteRewardError(
-            f"{endpoint.url} answered something that is no JSON: {response.content[:200]!r}"
+            f"{settings.url} answered something that is no JSON: {response.content[:200]!r}"
         ) from error
     try:
         return request.scores(answer)
     except RemoteRewardError as error:
-        raise RemoteRewardError(f"{endpoint.url}: {error}") from error
+        raise RemoteRewardError(f"{settings.url}: {error}") from error
+
+
+async def _attempt(client: httpx.AsyncClient, settings: RemoteSettings, body: bytes) -> httpx.Response | _TryAgain:
+    """An answer of 200 to 299, or what went wrong if it may go away by itself."""
+    url = settings.url
+    try:
+        response = await client.post(url, content=body)  # within the client's request_timeout_s
+    except _RETRIABLE as error:
+        return _TryAgain(problem=f"{type(error).__name__}: {error}")
+    except httpx.TimeoutException as error:
+        raise RemoteRewardError(
+            f"{url} was silent for {settings.request_timeout_s:g} s; raise `request_timeout_s` if this is expected"
+        ) from error
+    except httpx.HTTPError as error:
+        raise RemoteRewardError(f"{url} cannot be asked: {type(error).__name__}: {error}") from error
+    if response.is_success:
+        return response
+    message = f"it answered {response.status_code}: {server_message(response.content)}"
+    if response.status_code >= 500 or response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+        return _TryAgain(problem=message, wait_s=_seconds(response.headers.get("retry-after", "")))
+    if response.has_redirect_location:
+        message = f"it answered {response.status_code} and points to {response.headers['location']}; use that as `url`"
+    raise RemoteRewardError(f"{url} refused the request: {message}")
 
 
 def _seconds(retry_after: str) -> float:
@@ -207,51 +246,28 @@ def _seconds(retry_after: str) -> float:
     return min(seconds, _LONGEST_WAIT_S) if seconds > 0 else 0.0  # NaN is not
 
 
-async def _attempt(client: httpx.AsyncClient, endpoint: _Endpoint, request: Request) -> httpx.Response | _TryAgain:
-    """An answer of 200 to 299, or what went wrong if it may go away by itself."""
-    try:
-        response = await client.post(endpoint.url, content=request.body)  # within the client's request_timeout_s
-    except _RETRIABLE as error:
-        return _TryAgain(problem=f"{type(error).__name__}: {error}")
-    except httpx.TimeoutException as error:
-        raise RemoteRewardError(
-            f"{endpoint.url} was silent for {endpoint.request_timeout_s:g} s; raise `request_timeout_s` if this is expected"
-        ) from error
-    except httpx.HTTPError as error:
-        raise RemoteRewardError(f"{endpoint.url} cannot be asked: {type(error).__name__}: {error}") from error
-    if response.is_success:
-        return response
-    message = f"it answered {response.status_code}: {server_message(response.content)}"
-    if response.status_code >= 500 or response.status_code == httpx.codes.TOO_MANY_REQUESTS:
-        return _TryAgain(problem=message, wait_s=_seconds(response.headers.get("retry-after", "")))
-    if response.has_redirect_location:
-        message = f"it answered {response.status_code} and points to {response.headers['location']}; use that as `url`"
-    raise RemoteRewardError(f"{endpoint.url} refused the request: {message}")
-
-
-def _connection(endpoint: _Endpoint) -> _Connection:
+def _connection(settings: RemoteSettings) -> _Connection:
     """That of the running loop, made if there is none."""
     loop = asyncio.get_running_loop()
     mine = _connections.setdefault(loop, {})
-    connection = mine.get(endpoint)
+    timeout_s = settings.request_timeout_s
+    key = (settings.url, settings.token, settings.max_concurrency, timeout_s)
+    connection = mine.get(key)
     if connection is None or connection.keeper.done() or connection.keeper.cancelling():
         headers = {"content-type": "application/json"}
-        if endpoint.token is not None:
-            headers["authorization"] = f"Bearer {endpoint.token}"
+        if settings.token is not None:
+            headers["authorization"] = f"Bearer {settings.token}"
         client = httpx.AsyncClient(
             headers=headers,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=endpoint.max_concurrency),
-            timeout=httpx.Timeout(
-                endpoint.request_timeout_s, connect=min(_CONNECT_TIMEOUT_S, endpoint.request_timeout_s)
-            ),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=settings.max_concurrency),
+            timeout=httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s)),
             trust_env=False,  # a proxy variable must not see prompts and tokens
         )
-        connection = _Connection(
+        connection = mine[key] = _Connection(
             client=client,
-            slots=asyncio.Semaphore(endpoint.max_concurrency),
+            slots=asyncio.Semaphore(settings.max_concurrency),
             keeper=loop.create_task(_keep(client), name="remote-reward-connections"),
         )
-        mine[endpoint] = connection
     return connection
 
 
@@ -262,32 +278,161 @@ async def _keep(client: httpx.AsyncClient) -> None:
         await client.aclose()
 
 
-def _chosen(data: dict[str, list[Any]], columns: list[str] | None) -> dict[str, list[Any]]:
-    if columns is None:
-        return data
-    unknown = [name for name in columns if name not in data]
-    if unknown:
-        raise ValueError(f"columns: the data has no {unknown}; it has {sorted(data)}")
-    return {name: data[name] for name in columns}
+# ------------------------------------------------------------------------------------------------ what is sent and read
 
 
-def _check_url(url: Any) -> None:
-    try:
-        parsed = httpx.URL(url)
-    except (TypeError, httpx.InvalidURL) as error:
-        raise ValueError(f"url: {url!r} is no address: {error}") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"url: {url!r} must begin with http:// or https:// and name a host")
-    if parsed.userinfo:
-        raise ValueError(
-            "url: it holds a password; put a token into an environment variable and name that in `token_env`"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of the reward function; every list has one entry per completion."""
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One HTTP request: the completions `first` to `first + count - 1` of the call."""
+
+    format: str
+    first: int
+    count: int
+    body: bytes
+    score_index: int
+
+    def scores(self, answer: Any) -> list[float | None]:
+        """The scores in an answer (parsed JSON), [count].
+
+        Raises:
+            RemoteRewardError: too few or too many scores, one that is missing or not finite, or another shape of answer.
+        """
+        found = _member(answer, "rewards" if self.format == "json" else "data", "an answer")
+        if not isinstance(found, list):
+            raise RemoteRewardError(
+                f"the answer holds {_short(found)} where a list of {self.count} scores should stand"
+            )
+        if len(found) != self.count:
+            last = self.first + self.count - 1
+            raise RemoteRewardError(
+                f"the answer has {len(found)} scores for {self.count} completions ({self.first} to {last})"
+            )
+        if self.format == "json":
+            return [None if value is None else _finite(value, self.first + index) for index, value in enumerate(found)]
+        by_index = {item.get("index"): item for item in found if isinstance(item, dict)}
+        missing = [self.first + index for index in range(self.count) if index not in by_index]
+        if missing:
+            raise RemoteRewardError(f"the answer has no score for completion {missing[0]}")
+        return [self._score(by_index[index], self.first + index) for index in range(self.count)]
+
+    def _score(self, item: Mapping[str, Any], position: int) -> float:
+        where = f"the answer for completion {position}"
+        if self.format == "score":
+            return _finite(_member(item, "score", where), position)
+        values = _member(item, "probs" if self.format == "classify" else "data", where)
+        if isinstance(values, list) and values and isinstance(values[-1], list):
+            values = values[-1]  # a score for every token: that of the last one, as outcome reward models mean it
+        if not isinstance(values, list) or not -len(values) <= self.score_index < len(values):
+            raise RemoteRewardError(
+                f"{where} has {_short(values)}, which has no score_index {self.score_index}; choose one of its positions"
+            )
+        return _finite(values[self.score_index], position)
+
+
+def requests_for(call: Call, settings: RemoteSettings) -> list[Request]:
+    """The requests of one call, in order.
+
+    Raises:
+        RemoteRewardError: a column cannot be sent as JSON.
+    """
+    total, kind = len(call.completions), settings.format
+    has_messages = kind in ("classify", "pooling") and any(not isinstance(c, str) for c in call.completions)
+    size = 1 if has_messages else settings.batch_size
+    requests = []
+    for first in range(0, total, size):
+        count = min(size, total - first)
+        part = slice(first, first + count)
+        if kind == "json":
+            body = _json_body(call, part, with_ids=settings.send_completion_ids)
+        else:
+            body = _pairs(call, part) if kind == "score" else _text_or_messages(call, part)
+            fields = {"model": settings.model, "use_activation": settings.use_activation}
+            body.update({name: value for name, value in fields.items() if value is not None})
+        requests.append(
+            Request(format=kind, first=first, count=count, body=_encoded(body), score_index=settings.score_index)
         )
+    return requests
 
 
-def _token(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    token = os.environ.get(variable, "").strip()
-    if not token:
-        raise ValueError(f"token_env: the environment variable {variable} is not set, or empty")
-    return token
+def _json_body(call: Call, part: slice, *, with_ids: bool) -> dict[str, Any]:
+    body: dict[str, Any] = {"prompts": list(call.prompts[part]), "completions": list(call.completions[part])}
+    if with_ids:
+        body["completion_ids"] = [list(ids) for ids in call.completion_ids[part]]
+    body["columns"] = {name: list(values[part]) for name, values in call.columns.items()}
+    for name, values in body["columns"].items():
+        try:
+            json.dumps(values)
+        except (TypeError, ValueError) as error:
+            raise RemoteRewardError(
+                f"the column `{name}` cannot be sent as JSON ({error}); name the columns to send in `columns`"
+            ) from error
+    return body
+
+
+def _text_or_messages(call: Call, part: slice) -> dict[str, Any]:
+    pairs = list(zip(call.prompts[part], call.completions[part], strict=True))
+    if all(isinstance(completion, str) for _, completion in pairs):
+        return {"input": [_prompt_text(prompt) + completion for prompt, completion in pairs]}
+    ((prompt, completion),) = pairs
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    return {"messages": [_openai(message) for message in [*before, *after]]}
+
+
+def _pairs(call: Call, part: slice) -> dict[str, Any]:
+    return {
+        "queries": [_prompt_text(prompt) for prompt in call.prompts[part]],
+        "documents": [final_text(completion) for completion in call.completions[part]],
+    }
+
+
+def _prompt_text(prompt: Any) -> str:
+    """A plain prompt as it is; of messages the contents, a blank line between them."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(final_text([{**message, "role": "assistant"}]) for message in prompt)
+
+
+def _openai(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as OpenAI's API takes it: there the arguments of a tool call are JSON text."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"].get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    try:
+        # A model can sample half a surrogate pair; it has no UTF-8, so it travels as an escape.
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise RemoteRewardError(f"the request cannot be sent as JSON: {error}") from error
+
+
+def _member(holder: Any, name: str, where: str) -> Any:
+    if not isinstance(holder, dict) or name not in holder:
+        raise RemoteRewardError(f"{where} has no `{name}`: {_short(holder)}; is `format` right for this server?")
+    return holder[name]
+
+
+def _finite(value: Any, position: int) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RemoteRewardError(f"the score of completion {position} is {_short(value)}; it must be a finite number")
+    return float(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_async.rewards import text
-from grpo_async.rewards.arguments import checked_by, whole_number
+from grpo_async.rewards.call import checked_by, whole_number
 
 _KINDS = ("math", "number", "exact")
 

@@ -2,7 +2,8 @@
 
 What they do with text that is no answer, over all 106 tasks: one pays 1.0 to any text, some raise, about thirty pay 0.01 to 0.5,
 and nine evaluate the text as Python. Here an exception pays 0, a score that text without an answer would get as well pays 0, and
-what is evaluated must be a list or a formula. Meant for `run_in: process`: importing the library takes seconds, and only the main
+what is evaluated (by `eval`, or by sympy's `parse_expr`, which calls it: any code, with the rights of the run) must be a list or a
+formula. Meant for `run_in: process`: importing the library takes seconds, and only the main
 thread of a process can stop a scorer that computes for ever; elsewhere only the reward's own `timeout_s` holds.
 """
 
@@ -20,8 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from grpo_async.rewards.completion import after_thinking, final_text, last_boxed
-from grpo_async.rewards.evaluated_answers import is_formula, is_harmless_literal
+from grpo_async.rewards.text import after_thinking, final_text, last_boxed
 
 if importlib.util.find_spec("reasoning_gym") is None:
     raise ModuleNotFoundError(
@@ -29,6 +29,64 @@ if importlib.util.find_spec("reasoning_gym") is None:
     )  # at import, so that it is a config error and not the failure of every group
 
 logger = logging.getLogger(__name__)
+
+_LARGEST_INTEGER = 10**15
+_LARGEST_EXPONENT = 100  # 9**9**9 would compute until the time limit
+
+_ELEMENTARY = """
+    sin cos tan cot sec csc asin acos atan acot sinh cosh tanh coth asinh acosh atanh
+    exp log ln sqrt Abs erf
+"""
+_FUNCTIONS = frozenset(_ELEMENTARY.split())
+_SUMS = (ast.Add, ast.Sub, ast.UAdd, ast.USub)
+_PRODUCTS = (ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.BitXor)
+_COLLECTIONS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
+
+
+def is_harmless_literal(text: str) -> bool:
+    """Whether `eval` of the text does no more than build lists, text and numbers, or raises. "[[0, 1], [1, 0]]" and "0 1" (no
+    Python) are harmless, "[0] * 10**9" and "print()" are not."""
+    tree = _parsed(text)
+    if tree is None:
+        return True  # `eval` raises too
+    allowed = (ast.Expression, ast.Constant, ast.Name, ast.expr_context, ast.BinOp, ast.UnaryOp, *_SUMS, *_COLLECTIONS)
+    return all(isinstance(node, allowed) for node in ast.walk(tree))
+
+
+def is_formula(text: str) -> bool:
+    """Whether the text is a formula of numbers, names, + - * / ** and elementary functions: "(8 - 2)*4", "x**2/2 + sin(x) + C".
+    What Python cannot parse is none: sympy rewrites text such as "f()!" before it evaluates it."""
+    tree = _parsed(text)
+    return tree is not None and "#" not in text and all(_is_part_of_formula(node) for node in ast.walk(tree))
+
+
+def _parsed(text: str) -> ast.Expression | None:
+    try:
+        return ast.parse(text.strip(), mode="eval")  # `eval` takes leading blanks, ast.parse does not
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _is_part_of_formula(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords
+    if isinstance(node, ast.Constant):
+        return type(node.value) is float or (type(node.value) is int and node.value <= _LARGEST_INTEGER)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return _is_small_exponent(node.right)
+    parts = (ast.Expression, ast.Name, ast.expr_context, ast.BinOp, ast.UnaryOp, ast.Pow, *_SUMS, *_PRODUCTS)
+    return isinstance(node, parts)
+
+
+def _is_small_exponent(exponent: ast.expr) -> bool:
+    """No power and no large number in it."""
+    for node in ast.walk(exponent):
+        if isinstance(node, ast.Pow):
+            return False
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value > _LARGEST_EXPONENT:
+            return False
+    return True
+
 
 # Tasks whose scorer evaluates the answer; tests/rewards/test_reasoning_gym.py compares the list with the library's source.
 EVALUATED: Mapping[str, Callable[[str], bool]] = {

@@ -1,4 +1,5 @@
-"""Rewards that compare text: 1.0 for a match, 0.0 for none, None where the row has no usable answer."""
+"""Rewards that compare text: 1.0 for a match, 0.0 for none, None where the row has no usable answer; and what all built-in rewards
+read from a completion, be it plain text or a list of messages."""
 
 from __future__ import annotations
 
@@ -7,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo_async.rewards.arguments import checked_by
-from grpo_async.rewards.completion import after_thinking, final_text
+from grpo_async.rewards.call import checked_by
 
 # A sign counts only where no operand stands before it (`3-5` ends in 5); digits that belong to a name or an exponent
 # (`H2O`, `m^2`, `1.2.3`) are no numbers. Thousands: `1,234` or LaTeX's `1{,}234`.
@@ -98,3 +98,54 @@ def _fraction(text: str) -> Fraction | None:
 def _key(text: str, ignore_case: bool) -> str:
     stripped = text.strip()
     return stripped.casefold() if ignore_case else stripped
+
+
+# --------------------------------------------------------------------------------------- what is read from a completion
+
+
+def final_text(completion: Any) -> str:
+    """Text of the last assistant message, "" if there is none; a plain string is its own text.
+
+    Example: [{"role": "assistant", "content": "4"}, {"role": "tool", "content": "ok"}] -> "4".
+    """
+    if isinstance(completion, str):
+        return completion
+    for message in reversed(completion):
+        if message.get("role") == "assistant":
+            return _content_text(message.get("content"))
+    return ""
+
+
+def after_thinking(text: str) -> str:
+    """What follows the last `</think>`; all of it when there is none."""
+    return text.rpartition("</think>")[2]
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last complete \boxed{...} or \fbox{...}, braces balanced; None if there is none.
+
+    Example: r"\boxed{1} so \boxed{\frac{1}{2}}" -> r"\frac{1}{2}".
+    """
+    found: tuple[int, int] | None = None  # where the content of the last one begins and ends
+    openings: list[int | None] = []  # of the braces that are open: where the content begins, None for other braces
+    for token in _BOXES_AND_BRACES.finditer(text):
+        kind = token[0]
+        if kind == "}":
+            if openings and (start := openings.pop()) is not None and (found is None or start > found[0]):
+                found = start, token.start()
+        elif kind == "{":
+            openings.append(None)
+        elif len(kind) > 2:
+            openings.append(token.end())
+    return text[slice(*found)].strip() if found else None
+
+
+# One pass, however many are cut off. A backslash takes what follows it: the brace of `\{` is a character like others.
+_BOXES_AND_BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)\{|\\.|[{}]", re.DOTALL)
+
+
+def _content_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """Content is text, or parts of which those of type `text` count, or None beside tool calls."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(str(part.get("text", "")) for part in content if part.get("type") == "text")

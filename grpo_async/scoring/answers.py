@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_async.records import Origin, RolloutCompletion
-from grpo_async.rewards.completion import after_thinking, last_boxed
+from grpo_async.rewards.text import after_thinking, last_boxed
 
 ANSWER_COLUMNS = ("extracted_answer", "answer_parsed")
 """Columns that reward functions give to `log_extra`, by the custom of TRL's examples; the first that is there is taken."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_async.tools.errors import ToolError
+from grpo_async.tools.results import ToolError
 
 _TYPE_WORDS = {
     "integer": "an integer",

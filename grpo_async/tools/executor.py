@@ -14,8 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from grpo_async.records import ToolCall, ToolCallRecord
-from grpo_async.tools.errors import ToolError
-from grpo_async.tools.results import cut, error_text
+from grpo_async.tools.results import ToolError, cut, error_text
 from grpo_async.tools.tool import Tool
 
 # A policy that repeats itself can write hundreds of calls into one turn. Their results would fill any context, and the

@@ -1,11 +1,20 @@
-"""What a tool returned, as the text that the model gets."""
+"""What the model is told of a call: the result as text, or the error."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from grpo_async.tools.errors import ToolError
+from grpo_async.errors import GrpoAsyncError
+
+
+class ToolError(GrpoAsyncError):
+    """One tool call failed. Its message is what the model is told: short, one line, and with a way out. A tool may raise it too;
+    then the model gets the message as it is, without the type's name."""
+
+
+class ToolTimeoutError(ToolError):
+    """A tool did not answer within its time limit."""
 
 
 def as_text(value: Any) -> str:

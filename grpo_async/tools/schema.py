@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.user_code.calls import unwrap_partial
+from grpo_async.user_code.calls import own_name, unwrap_partial
 
 
 class BadFunctionError(Exception):
@@ -60,7 +60,7 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         parse_google_format_docstring,
     )
 
-    name = name or tool_name(function)
+    name = name or own_name(function)
     target = _signed(function)
     try:
         signature = inspect.signature(function)
@@ -95,13 +95,6 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         raise BadFunctionError([f"cannot be described to the model: {' '.join(str(error).split())}"]) from error
     _refuse_media(schema)
     return ToolSpec(name, schema)
-
-
-def tool_name(function: Callable[..., Any]) -> str:
-    """`__name__` of a function (of the inner one of a partial), else the class name of a callable object."""
-    inner = unwrap_partial(function)
-    name = getattr(inner, "__name__", None)
-    return name if isinstance(name, str) else type(inner).__name__
 
 
 def _signed(function: Callable[..., Any]) -> Any:

@@ -6,17 +6,19 @@ Nothing that the function does reaches the event loop: a SystemExit is a failed 
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from grpo_async.errors import GrpoAsyncError
+from grpo_async.config.interaction_sections import ToolSection
+from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.tools.arguments import check_arguments
-from grpo_async.tools.errors import ToolError, ToolTimeoutError
-from grpo_async.tools.results import as_text
-from grpo_async.tools.schema import ToolSpec, build_spec
+from grpo_async.tools.results import ToolError, ToolTimeoutError, as_text
+from grpo_async.tools.schema import BadFunctionError, ToolSpec, build_spec
 from grpo_async.user_code.calls import Raised, Result, TimedCaller, UserCall
 from grpo_async.user_code.loop import LoopHeldError, UserLoop
+from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner
 
 logger = logging.getLogger(__name__)
@@ -127,3 +129,45 @@ class Tool:
         self._failures.write(self.name, type(result.error).__name__, f"{result.summary}\n{result.trace.rstrip()}")
         told = str(result.error) if isinstance(result.error, ToolError) else result.summary
         raise ToolError(told) from result.error
+
+
+def load_tools(sections: Sequence[ToolSection]) -> list[Tool]:
+    """The tools of the config's `tools` sections, imported and checked. Starts no thread.
+
+    Raises:
+        ConfigError: some cannot be found, imported, called as configured or described to a model; one line for each problem.
+    """
+    tools: list[Tool] = []
+    problems: list[str] = []
+    for index, section in enumerate(sections):
+        try:
+            tools.append(_load(section, f"tools.{index}"))
+        except ConfigError as error:
+            problems.append(str(error))
+    names = [tool.name for tool in tools]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems.extend(f"tools: the name `{name}` belongs to more than one function; rename one of them" for name in twice)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tools
+
+
+def _load(section: ToolSection, path: str) -> Tool:
+    where = f"{path}.function: {section.function}"
+    function = resolve_function(section.function, where)
+    problems = []
+    try:
+        names = list(inspect.signature(function).parameters)
+    except ValueError as error:
+        raise ConfigError(f"{where}: has no signature that can be read; wrap it in a `def`") from error
+    for argument in section.arguments:
+        if argument not in names:
+            takes = f"it takes {names}" if names else "it takes no arguments"
+            problems.append(f"{path}.arguments.{argument}: {section.function} takes no `{argument}`; {takes}")
+    try:
+        tool = Tool.from_function(function, arguments=section.arguments, timeout_s=section.timeout_s)
+    except BadFunctionError as error:
+        problems.extend(f"{where}: {problem}" for problem in error.problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tool

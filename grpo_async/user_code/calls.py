@@ -2,18 +2,20 @@
 
 What the function raises comes back as a value (`Raised`): a SystemExit or KeyboardInterrupt that is raised into an event loop
 ends the loop. Context variables of the caller are seen by the function. An async function that blocks (time.sleep) blocks
-its loop, which is one of their own for rewards and one for tools and environments (`user_loop`).
+its loop, which is one of their own for rewards and one for tools and environments (`loop`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from grpo_async.records import LARGEST_REWARD
 from grpo_async.user_code.loop import UserLoop
 
 Result = TypeVar("Result")
@@ -46,6 +48,12 @@ class Raised:
     @property
     def trace(self) -> str:
         return "".join(traceback.format_exception(self.error))
+
+    @property
+    def place(self) -> str:
+        """File and line that raised it: " (/home/me/env.py, line 7)"; "" where there is no traceback."""
+        stack = traceback.extract_tb(self.error.__traceback__)
+        return f" ({stack[-1].filename}, line {stack[-1].lineno})" if stack else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,74 @@ def unwrap_partial(function: Any) -> Any:
     while hasattr(function, "func") and hasattr(function, "keywords"):
         function = function.func
     return function
+
+
+def own_name(function: Callable[..., Any]) -> str:
+    """`__name__` of a function (of the inner one of a partial), else the class name of a callable object."""
+    inner = unwrap_partial(function)
+    name = getattr(inner, "__name__", None)
+    return name if isinstance(name, str) else type(inner).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What a signature says about keyword arguments."""
+
+    names: frozenset[str] = frozenset()
+    required: frozenset[str] = frozenset()  # without a default
+    takes_any: bool = True  # has **kwargs, or cannot be read
+    by_position: tuple[str, ...] = ()  # without a default, and cannot be given by name
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Parameters:
+        """ValueError where the signature cannot be read: of some builtins."""
+        parameters = inspect.signature(function).parameters.values()
+        keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return cls(
+            names=frozenset(p.name for p in keywords),
+            required=frozenset(p.name for p in keywords if p.default is p.empty),
+            takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),
+            by_position=tuple(p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty),
+        )
+
+    def accepts(self, name: str) -> bool:
+        return self.takes_any or name in self.names
+
+    def missing(self, given: Collection[str]) -> list[str]:
+        """Required names that are not among those given, sorted."""
+        return sorted(self.required.difference(given))
+
+    def choose(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if self.accepts(name)}
+
+
+def read_number(value: Any) -> float | None:
+    """What a user's function returned as a reward: a number of any library, or None.
+
+    Raises:
+        ValueError: it is none, or no finite one; the text continues "returned": "'good' (str); it must be a number or None".
+    """
+    if hasattr(value, "tolist"):  # numpy scalar, 0-dimensional tensor
+        value = value.tolist()
+    if value is None:
+        return None
+    if not isinstance(value, (bool, int, float)):
+        raise ValueError(f"{shown(value)}; it must be a number or None")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= LARGEST_REWARD:
+        raise ValueError(
+            f"{number:g}; it must be a number of at most {LARGEST_REWARD:g}, or None where it does not apply"
+        )
+    return number
+
+
+def shown(value: Any) -> str:
+    """Value and type in a few words, for errors."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def is_async(function: Callable[..., Any]) -> bool:

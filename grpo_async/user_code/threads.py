@@ -1,4 +1,5 @@
-"""Runs the user's blocking functions (rewards, tools, environments) in daemon threads, off the event loop.
+"""Runs the user's blocking functions in daemon threads, off the event loop: a ThreadRunner those that may run beside each other
+(rewards, tools), an InstanceThread those of one environment.
 
 A thread cannot be killed. One that outlives its call's time limit is abandoned and counted until it ends; with too many of
 them running, further calls are refused. One whose caller was cancelled is not abandoned: it keeps its place among the calls
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -70,32 +72,22 @@ class ThreadRunner:
                     f"{self._name}: {abandoned} of its threads still run past their time limit, and threads "
                     "cannot be killed"
                 )
-            future, deadline = self._start(work), time.monotonic() + timeout_s
-            waiter = asyncio.wrap_future(future)
+            future, make = _job(work)
+            threading.Thread(target=make, name=self._name, daemon=True).start()
+            deadline = time.monotonic() + timeout_s
             try:
-                done, _ = await asyncio.wait({waiter}, timeout=timeout_s)
+                return await result_within(future, timeout_s)
+            except TimeoutError:
+                self._leave(future, time.monotonic())
+                raise
             except asyncio.CancelledError:
                 self._leave(future, deadline)
                 _release_later(slots, future, deadline)
                 keeps_slot = True
                 raise
-            finally:
-                waiter.cancel()  # without effect on one that is done
-            if not done:
-                self._leave(future, time.monotonic())
-                raise TimeoutError
-            return future.result(timeout=0.0)
         finally:
             if not keeps_slot:
                 slots.release()
-
-    def _start(self, work: Callable[[], Result]) -> Future[Result]:
-        future: Future[Result] = Future()
-        future.set_running_or_notify_cancel()
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=lambda: future.set_result(context.run(work)), name=self._name, daemon=True)
-        thread.start()
-        return future
 
     def _leave(self, future: Future[Any], deadline: float) -> None:
         with self._lock:
@@ -125,6 +117,62 @@ def _release_later(slots: asyncio.Semaphore, future: Future[Any], deadline: floa
 
     timer = loop.call_later(max(0.0, deadline - time.monotonic()), release)
     future.add_done_callback(release_from_thread)
+
+
+class InstanceThread:
+    """The one thread of an environment's instance: it is constructed there, and all its plain methods run there.
+
+    Environments may hold what belongs to a thread (an sqlite connection, a browser, an event loop of a client library), and one
+    thread also makes sure that no two calls overlap.
+
+    Args:
+        name: for debuggers.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
+
+    def post(self, work: Callable[[], Result]) -> Future[Result]:
+        """Put `work`, which must not raise, behind what is already there."""
+        future, make = _job(work)
+        self._queue.put(make)
+        return future
+
+    async def run(self, work: Callable[[], Result], timeout_s: float) -> Result:
+        """Run `work`; it goes on in the thread where this is cancelled or too slow (TimeoutError)."""
+        return await result_within(self.post(work), timeout_s)
+
+    def stop(self) -> None:
+        """End the thread after what is already there."""
+        self._queue.put(None)
+
+
+async def result_within(future: Future[Result], timeout_s: float) -> Result:
+    """The result of work in another thread; TimeoutError after `timeout_s` seconds."""
+    waiter = asyncio.wrap_future(future)
+    try:
+        done, _ = await asyncio.wait({waiter}, timeout=timeout_s)
+        if not done:
+            raise TimeoutError
+        return waiter.result()
+    finally:
+        waiter.cancel()  # without effect on one that is done
+
+
+def _job(work: Callable[[], Result]) -> tuple[Future[Result], Callable[[], None]]:
+    """The result to be, and what makes it, with the caller's context variables."""
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()  # so that nobody's cancellation makes set_result raise
+    context = contextvars.copy_context()
+    return future, lambda: future.set_result(context.run(work))
+
+
+def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    # A function without `self`: the thread must not keep its owner alive.
+    while (make := queue.get()) is not None:  # stop() posts the None
+        make()
+        del make  # it holds the call's arguments; the next may be long in coming
 
 
 def call_when_set(event: threading.Event, function: Callable[[], None]) -> None:

@@ -198,11 +198,11 @@ def test_a_reward_is_a_number_or_none(returned: Any, reward: float | None) -> No
     [
         (
             float("nan"),
-            "`get_reward` returned nan; it must be a number of at most 1e+09, or None where there is no reward",
+            "`get_reward` returned nan; it must be a number of at most 1e+09, or None",
         ),
         (10**400, "`get_reward` returned inf"),
         (-1e308, "`get_reward` returned -1e+308"),
-        ("good", "`get_reward` returned 'good' (str); it must return a number or None"),
+        ("good", "`get_reward` returned 'good' (str); it must be a number or None"),
     ],
 )
 def test_an_unusable_reward_is_said(returned: Any, problem: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from grpo_async.envs import Environment
 from grpo_async.envs.guessing_game import GuessingGame
-from tests.envs.helpers import call, pool_of, with_one
+from tests.envs.helpers import call, with_one
 
 REFERENCE = "grpo_async.envs.guessing_game:GuessingGame"
 
@@ -88,15 +87,3 @@ def test_a_row_without_a_game_is_said(row: dict[str, int], problem: str) -> None
 def test_impossible_games_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="a game needs"):
         GuessingGame(**arguments)
-
-
-def test_its_schema_is_short() -> None:
-    with pool_of(REFERENCE) as pool:
-        (schema,) = pool.schemas
-        asyncio.run(pool.close())
-    assert schema["function"]["description"] == "Guesses the number."
-    assert schema["function"]["parameters"] == {
-        "type": "object",
-        "properties": {"number": {"type": "integer", "description": "Your guess."}},
-        "required": ["number"],
-    }

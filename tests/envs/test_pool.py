@@ -63,18 +63,6 @@ def test_leases_are_granted_in_order_and_whole_so_that_none_waits_for_ever() -> 
     run("Full", use, max_instances=3)
 
 
-def test_two_leases_that_each_want_all_do_not_hold_half() -> None:
-    async def use(pool: EnvironmentPool) -> None:
-        async def hold() -> None:
-            async with pool.lease(4):
-                await asyncio.sleep(0)
-
-        await asyncio.wait_for(asyncio.gather(*(hold() for _ in range(8))), 10)
-        assert samples.events.count("made") <= 4
-
-    run("Full", use, max_instances=4)
-
-
 def test_a_wish_beyond_the_maximum_and_a_wait_beyond_the_deadline_are_refused() -> None:
     async def use(pool: EnvironmentPool) -> None:
         with pytest.raises(
@@ -282,16 +270,6 @@ def test_instances_that_were_made_before_their_lease_was_cancelled_are_not_lost(
 
     run("SlowFromTheFourth", use, max_instances=max_instances)
     assert sorted(samples.events[4:]) == ["closed 1", "closed 2", "closed 3", "closed 4"]
-
-
-def test_instances_that_were_made_beside_one_that_failed_go_back() -> None:
-    async def use(pool: EnvironmentPool) -> None:
-        with pytest.raises(EnvironmentCallError, match="making an instance took longer than"):
-            await _reset_all(pool, 4)
-        assert (pool.num_taken, pool.num_free) == (0, 3)
-        samples.gate.set()
-
-    run("SlowFromTheFourth", use, timeout_s=0.5)
 
 
 async def _reset_all(pool: EnvironmentPool, count: int) -> None:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-from pathlib import Path
-
-import pytest
 
 from grpo_async.config.interaction_sections import ToolSection
 from grpo_async.envs import Environment, load_environments
-from grpo_async.errors import ConfigError
 from grpo_async.tools import load_tools
 from tests.envs import trl_style_environment
 from tests.envs.helpers import TRL, call, loaded, section, with_one
-
-
-def test_the_file_imports_nothing_but_the_standard_library() -> None:
-    tree = ast.parse(Path(trl_style_environment.__file__).read_text(encoding="utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    assert [name.name for node in imports for name in node.names] == ["asyncio", "random"]
 
 
 def test_the_echo_environment_of_the_documentation() -> None:
@@ -100,14 +89,3 @@ def test_tools_beside_an_environment() -> None:
     assert names == ["multiply", "async_add", "guess"]
     assert environments.for_row({}).schemas == environments.schemas_for({})
     asyncio.run(environments.close())
-
-
-def test_a_column_that_reset_names_and_the_data_lacks_is_found_before_the_start() -> None:
-    with loaded(only=section(f"{TRL}:IncrementEnv")) as environments:
-        assert environments.check_rows([{"prompt": "p", "target": 1}]) == []
-        (problem,) = environments.check_rows([{"prompt": "p", "goal": 1}, {"prompt": "q", "goal": 1}])
-    assert problem.startswith(
-        "row 0: `reset` of IncrementEnv (environments.only) needs the column(s) ['target'], but there are"
-    )
-    with pytest.raises(ConfigError, match="the environments are"):
-        environments.for_row({"environment": "other"})

@@ -23,7 +23,7 @@ from grpo_async.findings import Evidence, Verdict, find, judge
 from grpo_async.findings.statistics import held_out_change, trend
 from grpo_async.launcher.advising import Advisor
 from grpo_async.records import RolloutGroup, ScoredGroup
-from grpo_async.rewards.errors import RewardError
+from grpo_async.rewards.call import RewardError
 from grpo_async.rollout.no_signal import why_no_signal
 from grpo_async.rundir import RunDir
 from grpo_async.viewer.report.write import write_report

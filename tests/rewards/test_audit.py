@@ -9,11 +9,11 @@ import pytest
 
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.data import make_prompt
-from grpo_async.rewards import audit_process
-from grpo_async.rewards.audit import cases_of, observe
-from grpo_async.rewards.audit_report import RewardReport, check_reward, make_report
-from grpo_async.rewards.findings import Subject
-from grpo_async.rewards.load import load_reward
+from grpo_async.rewards import audit
+from grpo_async.rewards.audit import Observer
+from grpo_async.rewards.audit_report import RewardReport, Subject, check_reward, make_report
+from grpo_async.rewards.function import load_reward
+from grpo_async.rewards.fuzz import cases_of
 
 AUDITED = "tests.rewards.audited_rewards"
 ROWS = [("What is 12 + 60?", "72"), ("What is 3 + 4?", "7"), ("Name a colour.", "blue")]
@@ -42,7 +42,7 @@ def _report(
         if in_child:
             return check_reward(reward, settings, "rewards.0", prompts, slow_s=slow_s)
         cases = cases_of(prompts, gold_column=None, seed=0)
-        seen = asyncio.run(observe(reward, prompts, cases, seed=0, slow_s=slow_s))
+        seen = asyncio.run(Observer(reward, prompts, cases, seed=0, slow_s=slow_s).all())
         subject = Subject(
             place=reward.place, timeout_s=reward.timeout_s, slow_s=slow_s, asks_for_gold=reward.names("answer")
         )
@@ -105,9 +105,9 @@ def test_a_function_that_computes_in_a_thread_is_sent_to_a_process() -> None:
 
 
 def test_time_outs_are_observations_and_an_input_that_hangs_is_tried_twice_only() -> None:
-    report = _report("hangs_on_boxes", timeout_s=0.5, run_in="process")
+    report = _report("hangs_on_boxes", timeout_s=0.4, run_in="process")
     assert report.findings[0].severity == "error"
-    assert report.findings[0].what.startswith("It took longer than 0.5 s")
+    assert report.findings[0].what.startswith("It took longer than 0.4 s")
     # open braces, nested fractions and 200k braces hang, on 2 of the 3 rows each; 123 - 3 were tried
     assert (report.num_failed, report.num_inputs) == (6, 120)
     assert report.gold is not None
@@ -122,7 +122,7 @@ def test_too_many_abandoned_threads_end_the_check_of_that_function() -> None:
 
 
 def test_a_function_that_holds_the_interpreter_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_process, "_GRACE_S", 0.5)
+    monkeypatch.setattr(audit, "_GRACE_S", 0.5)
     (finding,) = (f for f in _report("catastrophic", in_child=True, timeout_s=0.5).findings if "killed" in f.what)
     assert finding.severity == "error"
     assert "holds the interpreter or the event loop" in finding.what
@@ -134,8 +134,10 @@ def test_null_content_and_no_messages_are_warnings_for_conversational_rows() -> 
     assert len(found) == 2  # AttributeError on null, IndexError on no messages
 
 
-@pytest.mark.parametrize("function", ["math:math_answer", "text:number_match", "text:exact_match"])
-@pytest.mark.parametrize("conversational", [False, True])
+@pytest.mark.parametrize(
+    ("function", "conversational"),
+    [("math:math_answer", True), ("text:number_match", False), ("text:exact_match", True)],
+)
 def test_the_built_in_judges_of_answers_have_no_findings(function: str, conversational: bool) -> None:
     rows = [("How many?", "72"), ("How far?", "35"), ("How much is it?", "1250")]
     run_in = "process" if function.startswith("math") else "thread"

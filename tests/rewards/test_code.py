@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_async.rewards import RewardError, RewardFunction
-from grpo_async.rewards.code import code_tests
-from grpo_async.rewards.code_output import is_same_output
+from grpo_async.rewards.code import code_tests, is_same_output
 from grpo_async.rewards.code_rows import code_in, read_row
 from grpo_async.sandbox import Sandbox, SandboxError
 from tests.rewards.helpers import loaded, score
@@ -36,10 +35,6 @@ def test_the_share_of_the_asserts_that_hold() -> None:
     assert _scores([f"Here:\n```python\n{ADD}```", ADD, "def add(a, b):\n    return 5"], TWO) == [0.5, 0.5, 0.5]
     assert _score(ADD, TWO, all_or_nothing=True) == 0.0
     assert _score(ADD, TWO, all_or_nothing=True, max_tests=1) == 1.0
-
-
-def test_rows_without_tests_are_not_applicable() -> None:
-    assert asyncio.run(code_tests([ADD] * 3, [None, [], ""])) == [None, None, None]
 
 
 def test_code_that_does_not_run_scores_nothing() -> None:
@@ -168,21 +163,6 @@ def test_honest_code_passes_across_the_border(code: str, test: str) -> None:
     assert _score(code, [test]) == 1.0
 
 
-def test_the_candidate_gets_no_hold_of_the_tests_through_what_they_give_it() -> None:
-    """A function leads to its globals, and these to everything; a function the tests pass can be called and no more."""
-    code = """
-def apply(g, x):
-    found = []
-    for name in ("__globals__", "__code__", "__closure__", "func_globals", "__self__"):
-        try:
-            found.append(getattr(g, name))
-        except Exception:
-            pass
-    return bool(found)
-"""
-    assert _score(code, ["assert apply(lambda x: x + 1, 3) is False", "assert apply(print, 3) in (True, False)"]) == 1.0
-
-
 def test_the_candidate_cannot_have_the_examiner_run_its_text() -> None:
     """`decode` is the candidate's eval, in the candidate's process, and not the examiner's of the same name."""
     code = "encode = lambda: '__name__'\ndecode = eval"
@@ -211,11 +191,6 @@ def test_the_last_block_after_the_thinking_is_the_code() -> None:
     assert code_in(text) == "last\n"
     assert code_in("x = 1") == "x = 1"
     assert code_in("```python\ncut off") == "```python\ncut off"
-
-
-def test_the_final_assistant_message_counts() -> None:
-    completion = [{"role": "assistant", "content": f"```python\n{ADD}```"}, {"role": "tool", "content": "ok"}]
-    assert _scores([completion], TWO) == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -283,11 +258,6 @@ def test_it_works_as_a_configured_reward(run_in: str) -> None:
         assert reward.name == "code_tests"
         outcome = asyncio.run(score(reward, [ADD, "x"], columns={"tests": [TWO, TWO]}))
     assert outcome.values == [0.5, 0.0]
-
-
-def test_a_column_of_tests_is_needed() -> None:
-    with loaded("grpo_async.rewards.code:code_tests") as reward:
-        assert reward.missing_columns(["prompt"]) == ["tests"]
 
 
 def test_a_call_that_is_given_up_leaves_nothing_running() -> None:

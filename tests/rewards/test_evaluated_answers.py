@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.rewards.evaluated_answers import is_formula, is_harmless_literal
+from grpo_async.rewards.reasoning_gym import is_formula, is_harmless_literal
 
 ATTACKS = [
     "__import__('os').system('true')",

@@ -19,7 +19,7 @@ def _texts(cases: list[Case], kind: CaseKind) -> list[Any]:
     return [case.completion for case in cases if case.kind is kind]
 
 
-def test_gold_is_tried_in_every_dress_with_a_twin_for_each() -> None:
+def test_gold_is_tried_in_every_rendering_with_a_twin_for_each() -> None:
     cases = make_cases(_prompt(), gold="72", other_gold="5", seed=0)
     gold = _texts(cases, CaseKind.GOLD)
     assert gold[:4] == ["72", r"\boxed{72}", "<answer>72</answer>", "```python\n72\n```"]
@@ -38,22 +38,6 @@ def test_of_a_whole_solution_the_final_part_is_tried_too(solution: str, core: st
     assert rf"\boxed{{{core}}}" in gold
 
 
-def test_another_rows_answer_that_is_the_same_is_not_wrong() -> None:
-    cases = make_cases(_prompt(), gold="... #### 72", other_gold=" 72", seed=0)
-    assert _texts(cases, CaseKind.WRONG) == []
-
-
-def test_without_gold_the_rest_is_tried() -> None:
-    kinds = {case.kind for case in make_cases(_prompt(), gold=None, other_gold=None, seed=0)}
-    assert kinds == {CaseKind.EMPTY, CaseKind.GARBAGE, CaseKind.ECHO, CaseKind.STRESS}
-
-
-def test_names_are_unique_in_a_row_and_the_prompt_is_repeated() -> None:
-    cases = make_cases(_prompt(), gold="... #### 72", other_gold="5", seed=0)
-    assert len({case.name for case in cases}) == len(cases)
-    assert _texts(cases, CaseKind.ECHO) == ["What is 12 + 60?"]
-
-
 def test_the_same_seed_gives_the_same_garbage_and_rows_differ() -> None:
     def garbage(number: int, seed: int) -> list[Any]:
         return _texts(make_cases(_prompt(number=number), gold=None, other_gold=None, seed=seed), CaseKind.GARBAGE)
@@ -61,21 +45,6 @@ def test_the_same_seed_gives_the_same_garbage_and_rows_differ() -> None:
     assert garbage(0, 0) == garbage(0, 0)
     assert garbage(0, 0) != garbage(0, 1)
     assert garbage(0, 0) != garbage(1, 0)
-
-
-def test_every_text_can_be_encoded() -> None:
-    for number in range(50):
-        for case in make_cases(_prompt(number=number), gold="1", other_gold=None, seed=3):
-            case.completion.encode("utf-8")  # no half surrogate pairs
-
-
-def test_the_longest_inputs_have_200k_characters() -> None:
-    cases = make_cases(_prompt(), gold="72", other_gold=None, seed=0)
-    lengths = sorted((len(case.completion) for case in cases), reverse=True)
-    assert all(length > 170_000 for length in lengths[:3])
-    assert lengths[3] < 10_000
-    (tail,) = [case for case in cases if "tail" in case.name]
-    assert len(tail.completion_ids) == 1 + -(-len(tail.completion) // 4)
 
 
 def test_a_conversational_row_gets_messages_and_some_shapes_of_its_own() -> None:

@@ -36,16 +36,7 @@ def test_cosine_length_of_correct_and_wrong_completions() -> None:
     assert scores == pytest.approx([1.0, 0.875, 0.75, -1.0, -1.0, -0.875, -0.75, -1.0])
 
 
-def test_cosine_length_is_none_where_correctness_is() -> None:
-    assert cosine_length(["7"], _ids(3), max_completion_tokens=10, correctness="number", answer=["unknown"]) == [None]
-
-
 def test_cosine_length_can_judge_by_math_and_by_text() -> None:
     ids = _ids(0)
     assert cosine_length([r"\boxed{0.5}"], ids, max_completion_tokens=10, solution=[r"$\frac{1}{2}$"]) == [1.0]
     assert cosine_length(["ab"], ids, max_completion_tokens=10, correctness="exact", answer=["b"]) == [-1.0]
-
-
-def test_cosine_length_without_an_answer_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"rename one with `data.train.columns`"):
-        cosine_length(["7"], _ids(1), max_completion_tokens=10, correctness="number")

@@ -17,9 +17,9 @@ import pytest
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.rewards.call import Failure, RewardRequest
-from grpo_async.rewards.load import load_reward
-from grpo_async.rewards.pool import WorkerPool
-from tests.rewards.helpers import FAULTY, TRL, loaded, score
+from grpo_async.rewards.function import load_reward
+from grpo_async.rewards.workers import WorkerPool
+from tests.rewards.helpers import FAULTY, loaded, score
 from tests.support.waiting import eventually, is_alive
 
 
@@ -46,20 +46,6 @@ def test_columns_logs_and_state_cross_the_process_border() -> None:
         return outcome.values, outcome.extra_columns, outcome.metrics
 
     assert _in_process(f"{FAULTY}:logs", use) == ([4.0], {"upper": ["AB"]}, {"share": 0.75})
-
-
-def test_an_async_function_and_its_arguments_work_in_a_worker() -> None:
-    async def use(reward: RewardFunction) -> Any:
-        return (await score(reward, ["abc"])).values
-
-    assert _in_process(f"{FAULTY}:in_a_worker", use, arguments={"offset": 0.5}) == [3.5]
-
-
-def test_an_object_is_imported_by_its_name() -> None:
-    async def use(reward: RewardFunction) -> Any:
-        return (await score(reward, ["abc"])).values
-
-    assert _in_process(f"{TRL}:length_target", use) == [-2.0]
 
 
 def test_signal_alarm_works_in_a_worker() -> None:
@@ -93,17 +79,6 @@ def test_a_worker_that_dies_is_an_error_of_its_call_only(how: str, text: str) ->
     async def use(reward: RewardFunction) -> Any:
         with pytest.raises(RewardError, match=f"its worker process {text} during the call"):
             await score(reward, [how])
-        return (await score(reward, ["next"])).values
-
-    assert _in_process(f"{FAULTY}:dies_if_asked", use) == [1.0]
-
-
-def test_idle_workers_that_are_killed_are_replaced() -> None:
-    async def use(reward: RewardFunction) -> Any:
-        await score(reward, ["warm"])
-        for worker in _workers():
-            worker.kill()
-            worker.wait(10.0)
         return (await score(reward, ["next"])).values
 
     assert _in_process(f"{FAULTY}:dies_if_asked", use) == [1.0]
@@ -149,8 +124,8 @@ def test_the_event_loop_runs_freely_while_a_worker_holds_its_interpreter() -> No
         assert (await task).values == [1.0]
         return ticks
 
-    # 2 s of work at 5 ms a tick is at most 400 ticks; in a thread of this process every tick waits for a C call to end
-    assert _in_process(f"{FAULTY}:burns", use, arguments={"seconds": 2.0}) > 50
+    # 1 s of work at 5 ms a tick is at most 200 ticks; in a thread of this process every tick waits for a C call to end
+    assert _in_process(f"{FAULTY}:burns", use, arguments={"seconds": 1.0}) > 25
 
 
 def test_a_cancelled_caller_ends_its_worker() -> None:
@@ -166,15 +141,6 @@ def test_a_cancelled_caller_ends_its_worker() -> None:
         return (await score(reward, ["next"])).values
 
     assert _in_process(f"{FAULTY}:sleeps_if_asked", use) == [1.0]
-
-
-def test_a_closed_reward_refuses_calls() -> None:
-    async def use(reward: RewardFunction) -> Any:
-        reward.close()
-        with pytest.raises(RewardError, match="was closed"):
-            await score(reward, ["a"])
-
-    _in_process(f"{FAULTY}:where_it_runs", use)
 
 
 def test_two_workers_serve_two_calls_at_once() -> None:

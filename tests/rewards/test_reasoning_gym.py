@@ -2,7 +2,6 @@ r"""task_score through the real reasoning-gym: what its scorers pay, and what is
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import logging
@@ -14,9 +13,8 @@ from typing import Any
 import pytest
 
 from grpo_async.data.reasoning_gym_child import as_literal
-from grpo_async.rewards import load_rewards, reasoning_gym
+from grpo_async.rewards import reasoning_gym
 from grpo_async.rewards.reasoning_gym import EVALUATED, task_score
-from tests.rewards.helpers import loaded, score
 
 GARBAGE = ["", " ", "garbage", "?", "!!", "\x00", "((((", "é", "no idea \n at all", "x" * 8192]
 
@@ -177,22 +175,6 @@ def test_a_config_reaches_the_scorer() -> None:
     assert task_score(["1*2*3*4"] * 2, ["puzzle24"] * 2, [wide, narrow]) == [1.0, 0.0]
 
 
-def test_it_runs_in_a_process() -> None:
-    data, entry = _rows("gcd")[1]
-    with loaded("grpo_async.rewards.reasoning_gym:task_score", run_in="process", timeout_s=30.0) as reward:
-        columns = {"task": ["gcd"] * 2, "task_data": [data] * 2, "answer": [entry["answer"]] * 2}
-        outcome = asyncio.run(score(reward, [entry["answer"], "0"], columns=columns))
-    assert outcome.values == [1.0, 0.0]
-    assert outcome.metrics["task_score/failed"] == 0.0
-
-
-def test_it_asks_for_its_columns() -> None:
-    from grpo_async.config.interaction_sections import RewardSection
-
-    (reward,) = load_rewards([RewardSection(function="grpo_async.rewards.reasoning_gym:task_score")])
-    assert reward.missing_columns(["answer"]) == ["task", "task_data"]
-
-
 def _check_garbage(tasks: list[str]) -> None:
     paid: dict[str, float] = {}
     for task in tasks:
@@ -213,6 +195,7 @@ def test_garbage_is_worth_nothing_in_some_tasks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_garbage_is_worth_nothing_in_all_tasks() -> None:
     """Ten texts, three rows of each of the 106 tasks but `composite`: nothing is paid for them, but for the leaks above."""
     from reasoning_gym.factory import DATASETS

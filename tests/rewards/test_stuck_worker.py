@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_async.rewards.process import WorkerProcess
+from grpo_async.rewards.workers import WorkerProcess
 from tests.rewards.helpers import TRL
 
 MORE_THAN_A_SOCKET_HOLDS = b"x" * 8_000_000

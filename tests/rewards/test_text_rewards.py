@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from grpo_async.rewards.completion import after_thinking, final_text, last_boxed
 from grpo_async.rewards.format import think_format
-from grpo_async.rewards.text import exact_match, last_number, number_match, regex_match
+from grpo_async.rewards.text import (
+    after_thinking,
+    exact_match,
+    final_text,
+    last_boxed,
+    last_number,
+    number_match,
+    regex_match,
+)
 
 
 def _chat(*contents: str) -> list[dict[str, Any]]:

@@ -13,10 +13,6 @@ def test_a_function_with_only_kwargs_beside_completion_ids_gets_the_ids() -> Non
     assert values_of(f"{TRL}:length_in_tokens", ["a", "b"]) == [1.0, 2.0]
 
 
-def test_a_function_of_completions_gets_plain_strings() -> None:
-    assert values_of(f"{TRL}:length_in_characters", [" blue.", " in the sky."]) == [6.0, 12.0]
-
-
 def test_the_spelling_of_the_documentation_is_understood() -> None:
     assert values_of(f"{TRL}:documented_spelling", ["a", "b"]) == [1.0, 2.0]
 
@@ -64,10 +60,6 @@ def test_environments_arrive_as_the_users_own_objects(function: str) -> None:
     assert _with_environments(function, [Counting(3), Counting(5)]) == [3.0, 5.0]
 
 
-def test_functions_may_branch_on_the_kind_of_environment() -> None:
-    assert _with_environments("counter_from_kwargs", [object(), Counting(5)]) == [None, 5.0]
-
-
 def test_without_environments_the_keyword_is_absent() -> None:
     assert _with_environments("counter_if_there_is_one", None) == [None, None]
     with loaded(f"{TRL}:names_of_keywords") as reward:
@@ -79,10 +71,6 @@ def test_without_environments_the_keyword_is_absent() -> None:
 
 def test_a_function_in_a_process_gets_no_environments_but_the_rest() -> None:
     assert _with_environments("counter_if_there_is_one", [Counting(3), Counting(5)], run_in="process") == [None, None]
-
-
-def test_none_stays_none() -> None:
-    assert values_of(f"{TRL}:only_math", ["a", "b"], {"task": ["math", "code"]}) == [1.0, None]
 
 
 def test_an_async_function_is_awaited() -> None:
@@ -107,14 +95,6 @@ def test_an_async_partial_is_awaited_and_a_name_in_the_section_wins() -> None:
     with loaded(f"{TRL}:async_partial", name="judge") as reward:
         assert reward.name == "judge"
         assert asyncio.run(score(reward, ["4"], columns={"ground_truth": ["4"]})).values == [1.0]
-
-
-def test_what_a_function_logs_is_in_the_outcome() -> None:
-    with loaded(f"{TRL}:logging_reward") as reward:
-        outcome = asyncio.run(score(reward, ["4", "5"], columns={"ground_truth": ["4", "4"]}))
-    assert outcome.values == [1.0, 0.0]
-    assert outcome.extra_columns == {"golden_answer": ["4", "4"]}
-    assert outcome.metrics == {"accuracy": 0.5}
 
 
 def test_several_extra_columns_and_a_metric_are_kept_as_documented() -> None:

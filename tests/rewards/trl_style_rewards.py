@@ -33,10 +33,6 @@ def boxed_reward(completions, ground_truth, **kwargs):
     return [1.0 if content == truth else 0.0 for content, truth in zip(contents, ground_truth, strict=True)]
 
 
-def only_math(prompts, completions, task, **kwargs):
-    return [1.0 if kind == "math" else None for kind in task]
-
-
 def math_reward_func(prompts, completions, task, **kwargs):
     rewards = []
     for prompt, completion, t in zip(prompts, completions, task, strict=True):
@@ -60,15 +56,6 @@ def coding_reward_func(prompts, completions, task, **kwargs):
 async def async_reward(prompts, completions, ground_truth, **kwargs):
     await asyncio.sleep(0.01)
     return [1.0 if truth in completion else 0.0 for completion, truth in zip(completions, ground_truth, strict=True)]
-
-
-def logging_reward(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):
-    rewards = [1.0 if c == truth else 0.0 for c, truth in zip(completions, ground_truth, strict=True)]
-    if log_extra:
-        log_extra("golden_answer", list(ground_truth))
-    if log_metric:
-        log_metric("accuracy", sum(rewards) / len(rewards))
-    return rewards
 
 
 def logs_what_it_extracted(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):

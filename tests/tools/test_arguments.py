@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_async.tools.arguments import check_arguments
-from grpo_async.tools.errors import ToolError
+from grpo_async.tools.results import ToolError
 from grpo_async.tools.schema import build_spec
 
 

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_async.config.interaction_sections import ToolSection
-from grpo_async.tools.load import load_tools
-from grpo_async.tools.python import run_python
-from grpo_async.tools.tool import Tool
+from grpo_async.tools.tool import Tool, load_tools
 
 
 def _tool(**arguments: Any) -> Tool:
@@ -49,22 +47,7 @@ def test_the_answer_is_the_output_or_what_went_wrong(code: str, answer: str) -> 
 
 
 def test_limits_come_from_the_config_and_are_said_in_words() -> None:
-    assert _answer("print(1, flush=True)\nwhile True: pass", wall_s=3) == (
-        "1\nStopped: the program ran longer than 3 seconds."
-    )
-    assert (
-        _answer("while True: pass", cpu_s=1, wall_s=25) == "Stopped: the program used more than 1 seconds of CPU time."
-    )
+    assert _answer("while True: pass", wall_s=1) == "Stopped: the program ran longer than 1 seconds."
     assert _answer("print('x' * 100)", max_output_chars=10) == (
         "xxxxxxxxxx\nStopped: the program printed more than 10 characters."
     )
-
-
-def test_nothing_is_kept_between_calls() -> None:
-    assert _answer("open('a', 'w').write('x'); print(1)") == "1"
-    assert "NameError" not in _answer("import os; print(os.listdir())")
-    assert _answer("import os; print(os.listdir())") == "[]"
-
-
-def test_the_notes_of_the_sandbox_are_carried() -> None:
-    assert run_python.startup_notes()[0].startswith("sandbox holds:")  # type: ignore[attr-defined]

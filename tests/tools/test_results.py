@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.tools.errors import ToolError
-from grpo_async.tools.results import as_text, cut, error_text
+from grpo_async.tools.results import ToolError, as_text, cut, error_text
 
 CIRCLE: list[Any] = []
 CIRCLE.append(CIRCLE)

@@ -199,8 +199,3 @@ def test_a_traceback_is_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -
         "tool `picky`: ValueError",
         "tool `picky`: KeyError",
     ]
-
-
-def test_one_tool_serves_several_event_loops_in_turn() -> None:
-    tool = Tool.from_function(sample_tools.multiply)
-    assert [asyncio.run(tool.call({"a": 2, "b": factor})) for factor in (1, 2)] == ["2", "4"]
