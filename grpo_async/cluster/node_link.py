@@ -69,7 +69,7 @@ def objection(offer: Offer, config: ExperimentConfig, run_dir: RunDir) -> str | 
 
     own = dump_config(config)
     if own != offer.config:
-        listed = [f"  {text}" for text in differences(yaml.safe_load(offer.config), yaml.safe_load(own)).values()]
+        listed = [f"  {each}" for each in differences([yaml.safe_load(offer.config), yaml.safe_load(own)])]
         return "\n".join(["its configuration is not that of node 0 (node 0 -> here):", *listed])
     if (versions := own_versions()) != offer.versions:
         listed = [

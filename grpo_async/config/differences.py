@@ -1,28 +1,53 @@
-"""In which values two configurations differ."""
+"""In which settings configurations differ."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """By dotted path: {"optimizer.lr": "optimizer.lr: 1e-05 -> 0.0001"}."""
-    before, after = dict(_leaves(old)), dict(_leaves(new))
-    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    return {key: f"{key}: {_short(before.get(key))} -> {_short(after.get(key))}" for key in changed}
+MISSING = "(not set)"
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """{"a": {"b": 1}} -> ("a.b", 1). Lists and empty mappings are leaves."""
-    if isinstance(value, dict) and value:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A setting that is not the same in all configurations. `values` are in their order, as text."""
+
+    path: str
+    values: Sequence[str]
+
+    def __str__(self) -> str:
+        """ "optimizer.lr: 1e-05 -> 0.0001", shortened."""
+        texts = (text if len(text) <= 80 else text[:77] + "..." for text in self.values)
+        return f"{self.path}: {' -> '.join(texts)}"
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted paths to values as text: {"a": {"b": 1}, "c": [{"d": None}], "e": [1, 2]} ->
+    {"a.b": "1", "c.0.d": "null", "e": "[1, 2]"}."""
+    return {path: _text(value) for path, value in _leaves("", config)}
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """Settings that differ between at least two of the configurations, in the order of the first."""
+    all_flat = [flat(config) for config in configs]
+    paths = dict.fromkeys(path for one in all_flat for path in one)
+    found = [Difference(path=path, values=[one.get(path, MISSING) for one in all_flat]) for path in paths]
+    return [difference for difference in found if len(set(difference.values)) > 1]
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
         for key, below in value.items():
-            yield from _leaves(below, f"{prefix}.{key}" if prefix else str(key))
+            yield from _leaves(f"{path}.{key}" if path else str(key), below)
+    elif isinstance(value, list) and any(isinstance(each, Mapping | list) for each in value):
+        for number, below in enumerate(value):
+            yield from _leaves(f"{path}.{number}", below)
     else:
-        yield prefix, value
+        yield path, value
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _text(value: Any) -> str:
+    """As YAML has it."""
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, bool | None) else str(value)

@@ -17,13 +17,13 @@ from grpo_async.config.interaction_sections import (
     ToolCallingSection,
     ToolSection,
 )
-from grpo_async.config.launch_sections import LaunchSection
 from grpo_async.config.loss_sections import AdvantageSection, ClippedLoss, LossSection
 from grpo_async.config.model_sections import ModelSection, OptimizerSection
 from grpo_async.config.record_sections import RecordSection, TrackerSection
 from grpo_async.config.rules import conflicts
 from grpo_async.config.sections import (
     CheckpointSection,
+    LaunchSection,
     RolloutSection,
     RunSection,
     TrainingSection,

@@ -1,7 +1,7 @@
 """Reads a configuration: files with `extends`, then overrides, then the environment, then validation.
 
     read_with_bases -> apply_override... -> interpolate -> validate
-     (composition)       (overrides)      (interpolation)  (problems)
+                 (merging)                                (problems)
 
 Everything that is wrong is reported in one ConfigError, one line each, with the place to change. Paths in a
 configuration are relative to the working directory; only `extends` is relative to its file.
@@ -19,14 +19,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from grpo_async.config.composition import read_with_bases
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.interpolation import escape, interpolate
-from grpo_async.config.overrides import apply_override
+from grpo_async.config.merging import apply_override, escape, interpolate, read_with_bases
 from grpo_async.config.problems import report, to_plain
 from grpo_async.config.shape import Shape
-from grpo_async.config.tree import Problems
-from grpo_async.config.yaml_source import YAML_1_2_RULES
+from grpo_async.config.tree import YAML_1_2_RULES, Problems
 from grpo_async.errors import ConfigError
 
 _GONE = (("training", "row_tokens"),)

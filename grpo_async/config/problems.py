@@ -12,13 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_async.config.shape import Shape
-from grpo_async.config.suggestions import did_you_mean, suggest_key
-from grpo_async.config.tree import Node, Path, Place, Problems
+from grpo_async.config.shape import Shape, did_you_mean, suggest_key
+from grpo_async.config.tree import Node, Path, Place, Problems, shorten
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
 _MAPPING_TYPES = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
-_LONGEST_SHOWN = 80
 _MOST_TOLD = 100  # looking for the nearest key takes 10 ms each
 
 
@@ -90,7 +88,9 @@ def _explain(fault: dict[str, Any], path: Path, section: Shape, root: Node, shap
         return [(place, f"{key}: input should be {allowed} (got {tag!r}){did_you_mean(tag, types)}")]
     if kind == "value_error":
         return [_rule(line, dotted, place, root, shape) for line in str(context["error"]).splitlines() if line]
-    message = "input should be a mapping of keys" if kind in _MAPPING_TYPES else _lower_first(fault["msg"])
+    message = (
+        "input should be a mapping of keys" if kind in _MAPPING_TYPES else fault["msg"][:1].lower() + fault["msg"][1:]
+    )
     hint = ""
     if kind == "string_type" and isinstance(fault["input"], int | float):
         hint = "; put it in quotes"
@@ -120,10 +120,6 @@ def _rule(line: str, dotted: str, place: Place, root: Node, shape: Shape) -> tup
     return (written[0].place if written and not dotted else place), text
 
 
-def _lower_first(message: str) -> str:
-    return message[:1].lower() + message[1:]
-
-
 def _shown(value: object) -> str:
     """A value in YAML's words, short."""
     if value is None or isinstance(value, bool):
@@ -132,5 +128,4 @@ def _shown(value: object) -> str:
         return "a mapping"
     if isinstance(value, list | tuple):
         return "a list" if value else "an empty list"
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
+    return shorten(repr(value))

@@ -267,21 +267,21 @@ def _has_finished(run_dir: RunDir, config: ExperimentConfig) -> bool:
 def _compare_with_last_attempt(run_dir: RunDir, config: ExperimentConfig) -> Iterator[str]:
     from grpo_async.config.loader import load_config
 
-    described = differences(load_config(run_dir.config).model_dump(mode="json"), config.model_dump(mode="json"))
-    fixed = [text for key, text in described.items() if _is_below(key, _FIXED)]
+    changed = differences([each.model_dump(mode="json") for each in (load_config(run_dir.config), config)])
+    fixed = [each for each in changed if _is_below(each.path, _FIXED)]
     if fixed:
         raise ConfigError(
             "\n".join(
                 [
                     f"--resume: the checkpoints of {run_dir.root} were made with other values of",
-                    *(f"  {t}" for t in fixed),
+                    *(f"  {each}" for each in fixed),
                 ]
             )
             + "\nput them back, or begin a new run (another run.name, or --clean)"
         )
-    for key, text in described.items():
-        if not _is_below(key, _FREE):
-            yield f"changed since the run began: {text}"
+    for each in changed:
+        if not _is_below(each.path, _FREE):
+            yield f"changed since the run began: {each}"
 
 
 def _is_below(key: str, sections: tuple[str, ...]) -> bool:

@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_async.config.interpolation import interpolate
-from grpo_async.config.tree import Problems
-from grpo_async.config.yaml_source import read_yaml_file
+from grpo_async.config.merging import interpolate
+from grpo_async.config.tree import Problems, read_yaml_file
 from grpo_async.errors import RunError
 from grpo_async.rundir import RunDir
 

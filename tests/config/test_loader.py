@@ -143,7 +143,7 @@ def test_extends_in_a_circle_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, "extends: x.yaml\n", "b.yaml")
     path = _write(tmp_path, MINIMAL + "extends: b.yaml\n")
     (problem,) = _problems(path)
-    assert problem == "b.yaml:1: extends goes in a circle: x.yaml -> b.yaml -> x.yaml"
+    assert problem == "b.yaml:1: extends: it goes in a circle: x.yaml -> b.yaml -> x.yaml"
 
 
 def test_the_same_base_on_two_ways_is_no_circle(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,10 +15,8 @@ from grpo_async.config.base import StrictModel
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.config.problems import report, to_plain
-from grpo_async.config.shape import Shape
-from grpo_async.config.suggestions import _FOREIGN
-from grpo_async.config.tree import Place, Problems
-from grpo_async.config.yaml_source import read_yaml_value
+from grpo_async.config.shape import _FOREIGN, Shape
+from grpo_async.config.tree import Place, Problems, read_yaml_value
 from grpo_async.errors import ConfigError
 
 MINIMAL = """\
@@ -119,18 +116,11 @@ def test_a_mistake_is_explained(tmp_path: Path, added: str, expected: str) -> No
     assert _problems(tmp_path, MINIMAL + added + "\n") == [f"x.yaml:5: {expected}"]
 
 
-_BOMB = "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in pairwise("abcdefghijk"))
-_CHAIN = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 2000))
-
-
 @pytest.mark.parametrize(
     ("added", "told"),
     [
         ("x: " + "[" * 2000 + "]" * 2000, "nested deeper"),
         ("x: " + "{a: " * 2000 + "}" * 2000, "nested deeper"),
-        (_BOMB, "aliases unfold"),
-        (_CHAIN, "aliases nest"),
-        ("# " + "x" * 300_000, "a configuration"),
         ("run: {seed: " + "9" * 5000 + "}", "run.seed: 9999"),
         ("run: {seed: 0x" + "f" * 5000 + "}", "run.seed: 0xff"),
         ("run: {seed: 99999999999}", "run.seed"),

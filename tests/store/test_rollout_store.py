@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.launch_sections import LaunchSection
+from grpo_async.config.sections import LaunchSection
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutGroup
 from grpo_async.store import RolloutStore, read_groups, rollout_store, sealer

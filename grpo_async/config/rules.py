@@ -1,0 +1,244 @@
+"""The rules that span sections: combinations that make no sense, each with its reason and what to change.
+
+A rule is one text, `path: what is wrong; what to do`. All are told at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from grpo_async.config.loss_sections import CustomLoss, GspoLoss
+from grpo_async.utils.loopback import is_loopback
+
+if TYPE_CHECKING:
+    from grpo_async.config.experiment import ExperimentConfig
+
+_SET_BY_US = {
+    "--host": "see inference.host",
+    "--port": "train chooses a free one, serve-vllm takes --port",
+    "--model": "see model.path",
+    "--dtype": "see inference.dtype",
+    "--max-model-len": "see inference.max_model_len",
+    "--tensor-parallel-size": "see inference.vllm.tensor_parallel_size",
+    "--gpu-memory-utilization": "see inference.vllm.gpu_memory_utilization",
+    "--trust-remote-code": "see model.trust_remote_code",
+    "--ssl-certfile": "see inference.tls",
+    "--ssl-keyfile": "see inference.tls",
+    "--middleware": "it asks for the token",
+    "--api-key": "the token of the run guards every path",
+    "--worker-extension-cls": "weight updates need it",
+    "--weight-transfer-config": "see weights.transport",
+    "--api-server-count": "one process keeps the policy version",
+    "--data-parallel-size": "see inference.replicas",
+    "--logprobs-mode": "the loss needs those of the distribution that was sampled from",
+}
+
+
+def conflicts(config: ExperimentConfig) -> list[str]:
+    """What does not go together in this experiment; empty when everything does."""
+    parts = (_of_the_pipeline, _of_the_loss, _of_evaluation, _of_machines)
+    return [problem for part in parts for problem in part(config)]
+
+
+def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
+    """Rollouts, their time limits, batches, servers."""
+    rollout, training, inference = config.rollout, config.training, config.inference
+    if not config.rewards and not config.environments:
+        yield ("rewards: there are none; name at least one, or an environment that has a `get_reward`")
+    if config.rollout_function is not None and (config.tools or config.environments):
+        yield (
+            "rollout_function.function: with one, `tools` and `environments` are not used (it makes the whole rollout); "
+            "remove one or the other"
+        )
+    if config.evaluation is not None and config.evaluation.data is None and config.data.held_out is None:
+        yield (
+            "evaluation.data: there is none; name a source, or keep rows of data.train back with data.held_out: 0.05"
+        )
+    if config.evaluation is None and config.data.held_out is not None:
+        yield (
+            f"data.held_out: {config.data.held_out:g} keeps rows back from training for an evaluation, and there is none; add "
+            "`evaluation: {}`, or leave held_out out"
+        )
+    if config.evaluation is not None and config.evaluation.data is not None and config.data.held_out is not None:
+        yield ("data.held_out: keeps rows back for evaluation, but evaluation.data names others; remove one of the two")
+    for name, environment in config.environments.items():
+        if environment.max_instances is not None and environment.max_instances < rollout.group_size:
+            yield (
+                f"environments.{name}.max_instances: {environment.max_instances} is less than rollout.group_size: "
+                f"{rollout.group_size}; a group needs an instance for each of its rollouts"
+            )
+    if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > rollout.max_completion_tokens:
+        yield (
+            f"rollout.max_turn_tokens: {rollout.max_turn_tokens} is more than rollout.max_completion_tokens: "
+            f"{rollout.max_completion_tokens}, the budget of all turns together"
+        )
+    limits = {f"tools.{index}.timeout_s": tool.timeout_s for index, tool in enumerate(config.tools)}
+    limits |= {f"environments.{name}.timeout_s": section.timeout_s for name, section in config.environments.items()}
+    if config.rollout_function is not None:
+        limits["rollout_function.timeout_s"] = config.rollout_function.timeout_s
+    for path, limit_s in limits.items():
+        if limit_s >= training.queue_timeout_s:
+            yield (
+                f"{path}: {limit_s:g} is not less than training.queue_timeout_s: {training.queue_timeout_s:g}; the trainer "
+                "would give up while such a call, during which no token comes, is within its limit"
+            )
+    if training.weight_sync_steps > rollout.max_staleness + 1:
+        yield (
+            f"rollout.max_staleness: {rollout.max_staleness} with training.weight_sync_steps: "
+            f"{training.weight_sync_steps} would drop every sample as stale; the server is up to "
+            f"{training.weight_sync_steps - 1} steps behind, so set max_staleness >= {training.weight_sync_steps - 1}"
+        )
+    if rollout.max_completion_tokens >= inference.max_model_len:
+        yield (
+            f"rollout.max_completion_tokens: {rollout.max_completion_tokens} leaves no room for a prompt in "
+            f"inference.max_model_len: {inference.max_model_len}; raise the latter or lower the former"
+        )
+    if training.micro_batch_tokens < inference.max_model_len:
+        yield (
+            f"training.micro_batch_tokens: {training.micro_batch_tokens} is less than inference.max_model_len: "
+            f"{inference.max_model_len}; the longest possible sample would not fit into a micro-batch"
+        )
+    if config.launch.world_size > rollout.groups_per_step * rollout.group_size:
+        yield (
+            f"launch.num_trainer_ranks: {config.launch.world_size} on all machines is more than the samples of a step "
+            f"({rollout.groups_per_step} groups x {rollout.group_size})"
+        )
+    if config.optimizer.warmup_steps > training.max_steps:
+        yield (
+            f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than training.max_steps: {training.max_steps}; "
+            "set both for a short run"
+        )
+    if inference.urls and inference.replicas > 1:
+        yield (
+            f"inference.replicas: {inference.replicas} servers would be spawned, but inference.urls names servers that run "
+            "already; remove one of the two"
+        )
+    remote = [url for url in inference.urls if not is_loopback(urlsplit(url).hostname or "")]
+    if remote and config.weights.host is not None and is_loopback(config.weights.host):
+        yield (
+            f"weights.host: {config.weights.host} cannot be reached from {remote[0]} (inference.urls); leave it out, or set "
+            "the address of the trainer's machine in the network that it shares with the servers"
+        )
+    if inference.vllm.sleep_while_training and rollout.max_staleness > 0:
+        yield (
+            f"inference.vllm.sleep_while_training: with rollout.max_staleness: {rollout.max_staleness} the server generates "
+            "while a step trains; set max_staleness: 0, or let the server stay awake"
+        )
+    for argument in inference.vllm.extra_args:
+        name = argument.split("=", 1)[0]
+        if name in _SET_BY_US:
+            yield (f"inference.vllm.extra_args: {name} is set by grpo-async; {_SET_BY_US[name]}")
+
+
+def _of_the_loss(config: ExperimentConfig) -> Iterator[str]:
+    """Losses, corrections, minibatches."""
+    loss, num_minibatches, groups_per_step = config.loss, config.training.minibatches, config.rollout.groups_per_step
+    if num_minibatches > groups_per_step:
+        yield (
+            f"training.minibatches: {num_minibatches} is more than rollout.groups_per_step: {groups_per_step}; a group is trained "
+            "in one update, so there can be at most as many updates as groups"
+        )
+    yield from _proximal_conflicts(config)
+    if loss.correction is not None and isinstance(loss, GspoLoss) and loss.correction.level == "token":
+        yield (
+            "loss.correction.level: token would weigh tokens of one sample differently, and gspo's ratio is the same for all of "
+            "them; set level: sequence"
+        )
+    if loss.beta == 0.0 and loss.reference != "initial":
+        yield (
+            f"loss.reference: {loss.reference} would not be used, since loss.beta is 0 and there is no KL; set loss.beta, or leave "
+            "the reference out"
+        )
+
+
+def _proximal_conflicts(config: ExperimentConfig) -> Iterator[str]:
+    loss, num_minibatches = config.loss, config.training.minibatches
+    if loss.proximal == "sampler" and loss.correction is not None:
+        yield (
+            "loss.correction: weighs the difference between sampler and proximal policy, and with loss.proximal: sampler there is "
+            "none; set loss.proximal: recomputed, or leave the correction out"
+        )
+    if loss.proximal == "log_linear" and config.rollout.max_staleness == 0:
+        yield (
+            "loss.proximal: log_linear goes by the age of tokens, and with rollout.max_staleness: 0 all are new, so it would be "
+            "the sampler itself; set sampler or recomputed"
+        )
+    has_use = loss.correction is not None or num_minibatches > 1 or isinstance(loss, CustomLoss)
+    if loss.proximal == "recomputed" and not has_use:
+        yield (
+            "loss.proximal: recomputed makes every ratio 1 while training.minibatches is 1, and without loss.correction nothing "
+            "else tells sampler and trainer apart: no clip would act, stale tokens would count as new ones; add a correction, or "
+            "leave proximal out"
+        )
+
+
+def _metrics(samples: int) -> list[str]:
+    """Metrics of an evaluation with so many completions of a prompt in which larger is better (rollout.evaluation_metrics)."""
+    several = [f"mean@{samples}", "answered"] if samples > 1 else []
+    powers = [k for k in (1 << n for n in range(21)) if k <= samples]
+    return ["reward", *(f"pass@{k}" for k in powers), *(f"majority@{k}" for k in powers if k > 2), *several]
+
+
+def _of_evaluation(config: ExperimentConfig) -> Iterator[str]:
+    """Evaluation, and the checkpoints that are kept by it."""
+    evaluation = config.evaluation
+    metric, samples = config.checkpoint.best_metric, evaluation.samples if evaluation is not None else 1
+    known = _metrics(samples)
+    if metric.partition("/")[0] not in (*known, "rewards"):
+        yield (
+            f"checkpoint.best_metric: an evaluation has no {metric!r} in which larger is better; it has {', '.join(known)} and "
+            "rewards/NAME"
+        )
+    if evaluation is not None and evaluation.samples > 1 and evaluation.temperature == 0:
+        yield (
+            f"evaluation.samples: {evaluation.samples} greedy completions of a prompt are all the same; set "
+            "evaluation.temperature, or samples: 1"
+        )
+    every = None if evaluation is None else evaluation.every_steps
+    if every is not None and every % config.training.weight_sync_steps:
+        yield (
+            f"evaluation.every_steps: {every} is no multiple of training.weight_sync_steps: "
+            f"{config.training.weight_sync_steps}, so the servers would be asked about a step whose weights they have not got; "
+            "make it one"
+        )
+    if every is not None and config.inference.vllm.sleep_while_training:
+        yield (
+            f"evaluation.every_steps: {every} needs the servers while training goes on, and "
+            "inference.vllm.sleep_while_training puts them to sleep then; leave one of them out"
+        )
+    for name, environment in config.environments.items():
+        most = environment.max_instances
+        if evaluation is not None and most is not None and most < evaluation.samples:
+            yield (
+                f"environments.{name}.max_instances: {most} is less than evaluation.samples: {evaluation.samples}; a prompt "
+                "needs an instance for each of its completions"
+            )
+    if config.checkpoint.keep_best and every is not None and every % config.checkpoint.every_steps:
+        yield (
+            f"checkpoint.keep_best: {config.checkpoint.keep_best} keeps the checkpoints of steps that are evaluated, and not every "
+            f"one of them has a checkpoint; make evaluation.every_steps: {every} a multiple of checkpoint.every_steps: "
+            f"{config.checkpoint.every_steps}"
+        )
+    if config.checkpoint.keep_best and (evaluation is None or evaluation.every_steps is None):
+        yield (
+            f"checkpoint.keep_best: {config.checkpoint.keep_best} goes by evaluations during training, and there are none; set "
+            "evaluation.every_steps"
+        )
+
+
+def _of_machines(config: ExperimentConfig) -> Iterator[str]:
+    """Models, memory and machines."""
+    launch, lora = config.launch, config.model.lora
+    if launch.nodes > 1 and launch.rdzv is None:
+        yield f"launch.rdzv: {launch.nodes} machines need a place to meet; set it to host:port of the one with node rank 0"
+    if launch.sharding == "hybrid" and launch.nodes == 1:
+        yield "launch.sharding: hybrid replicates over machines, and launch.nodes is 1; set full"
+    if lora is not None and lora.push == "adapter" and lora.quantization is not None:
+        yield (
+            "model.lora.push: adapter adds to the weights that a server has loaded, and with model.lora.quantization the trainer "
+            "trains on others, rounded to 4 bits; set push: merged"
+        )
+    if config.training.cpu_offload and launch.device == "cpu":
+        yield "training.cpu_offload: with launch.device: cpu everything is in the machine's memory already; set it to false"
