@@ -16,13 +16,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from grpo_async.config.differences import flat
 from grpo_async.findings import figure
 from grpo_async.tracking.catalog import describe
 from grpo_async.viewer.report import sections
 from grpo_async.viewer.report.chapters import CHAPTERS
 from grpo_async.viewer.report.headline import headline
 from grpo_async.viewer.report.plots import Drawing, draw, held_out_plots, rollout_histogram, staleness_histograms
-from grpo_async.viewer.report.run_data import RunData, differences, flat
+from grpo_async.viewer.report.run_data import RunData, changed_settings
 from grpo_async.viewer.safe_text import visible
 
 _STYLES = ("uplot.min.css", "theme.css", "report/report.css")
@@ -78,7 +79,7 @@ def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
         runs=runs,
         several=len(runs) > 1,
         headlines=[headline(run) for run in runs],
-        difference_rows=[[each.path, *each.values] for each in differences([run.config or {} for run in configured])],
+        difference_rows=[[each.path, *each.values] for each in changed_settings([run.config or {} for run in configured])],
         configs=[(run, flat(run.config or {})) for run in configured],
         learning=[sections.learning(run) for run in runs],
         advice=[sections.advice(run) for run in runs],

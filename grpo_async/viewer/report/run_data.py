@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_async.config.differences import Difference, differences
 from grpo_async.config.public import public_sections
 from grpo_async.findings import Evaluation, Evidence, Row
 from grpo_async.findings.evidence import json_lines, json_object, read_evaluations, read_metrics
@@ -18,10 +19,8 @@ from grpo_async.rundir import RunDir
 from grpo_async.utils.run_state import judge
 from grpo_async.viewer.report.rollouts import RolloutFacts, read_rollouts
 
-MISSING = "(not set)"
 _NUMBERS_ONLY = ("inference", "launch")  # addresses, accounts and options of a machine stay out
 _PLAIN_WORDS = {"engine", "dtype", "device", "sharding"}
-_NAMES_OF_THE_RUN = ("run.name", "run.dir")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +143,6 @@ def read_config(path: Path, problems: list[str]) -> Mapping[str, Any] | None:
     return shown_config(sections)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """A setting that is not the same in all runs. `values` are in the order of the runs, as text."""
-
-    path: str
-    values: Sequence[str]
-
-
 def shown_config(sections: Mapping[str, Any]) -> dict[str, Any]:
     """What a report may show: `config.public`, and of `inference` and `launch` the numbers, switches and a few plain words.
 
@@ -177,42 +168,6 @@ def _plain(section: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted paths to values as text: {"a": {"b": 1}, "c": [{"d": 2}], "e": [1, 2]} -> "
-    "{"a.b": "1", "c.0.d": "2", "e": "[1, 2]"}."""
-    found: dict[str, str] = {}
-    _flatten("", config, found)
-    return found
-
-
-def _flatten(path: str, value: Any, found: dict[str, str]) -> None:
-    if isinstance(value, Mapping) and value:
-        for key, below in value.items():
-            _flatten(f"{path}.{key}" if path else str(key), below, found)
-    elif isinstance(value, list) and any(isinstance(each, Mapping | list) for each in value):
-        for number, below in enumerate(value):
-            _flatten(f"{path}.{number}", below, found)
-    else:
-        found[path] = _text(value)
-
-
-def _text(value: Any) -> str:
-    """As YAML has it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value)
-
-
-def differences(configs: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """Settings that differ between at least two of the configurations, in the order of the first; the runs' names and folders,
-    which always differ, are left out."""
-    all_flat = [flat(config) for config in configs]
-    paths = list(dict.fromkeys(path for one in all_flat for path in one))
-    found = []
-    for path in paths:
-        values = [one.get(path, MISSING) for one in all_flat]
-        if len(set(values)) > 1 and path not in _NAMES_OF_THE_RUN:
-            found.append(Difference(path=path, values=values))
-    return found
+def changed_settings(configs: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """Settings that differ between the runs, but for their names and folders, which always do."""
+    return [each for each in differences(configs) if each.path not in ("run.name", "run.dir")]

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async import __version__
+from grpo_async.config.differences import Difference
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir, write_atomically
 from grpo_async.viewer.report.page import render
-from grpo_async.viewer.report.run_data import Difference, RunData, differences, labels_of, read_config, read_run
+from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of, read_config, read_run
 
 MOST_RUNS = 8
 """More curves in one plot cannot be told apart."""
@@ -58,7 +59,7 @@ def config_differences(run_dirs: Sequence[RunDir]) -> tuple[list[str], list[Diff
         problems.extend(f"{run_dir.root}: {problem}" for problem in found)
     if problems:
         raise ConfigError("\n".join(problems))
-    return labels_of(run_dirs), differences(configs)
+    return labels_of(run_dirs), changed_settings(configs)
 
 
 def _check(run_dirs: Sequence[RunDir]) -> None:

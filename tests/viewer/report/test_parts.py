@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from grpo_async.config.differences import flat
 from grpo_async.findings import figure, percent
 from grpo_async.rundir import RunDir
 from grpo_async.viewer.report.chapters import CHAPTERS, Plot
 from grpo_async.viewer.report.headline import duration
 from grpo_async.viewer.report.plots import Curve, curve, draw, held_out_plots, staleness_histograms
 from grpo_async.viewer.report.rollouts import shortened
-from grpo_async.viewer.report.run_data import Ending, RunData, differences, flat, labels_of, shown_config
+from grpo_async.viewer.report.run_data import Ending, RunData, changed_settings, labels_of, shown_config
 from tests.viewer.report.support import steps
 
 
@@ -122,13 +123,13 @@ def test_only_settings_that_differ_are_listed_with_their_paths() -> None:
     first = {"run": {"name": "a"}, "optimizer": {"lr": 1e-5, "betas": [0.9, 0.99]}, "rewards": [{"weight": 1.0}]}
     second = {"run": {"name": "b"}, "optimizer": {"lr": 1e-6, "betas": [0.9, 0.99]}, "rewards": []}
     assert flat(first)["optimizer.betas"] == "[0.9, 0.99]"
-    found = differences([first, second])
+    found = changed_settings([first, second])
     assert [(each.path, list(each.values)) for each in found] == [
         ("optimizer.lr", ["1e-05", "1e-06"]),
         ("rewards.0.weight", ["1.0", "(not set)"]),
         ("rewards", ["(not set)", "[]"]),
     ]
-    assert differences([first, first]) == []
+    assert changed_settings([first, first]) == []
 
 
 def test_a_long_text_keeps_both_ends_and_says_what_is_missing() -> None:
