@@ -134,25 +134,6 @@ time.sleep(0.3)
     assert eventually(lambda: not marked(f"{_MARK}-daemon"), timeout_s=5.0)
 
 
-def test_after_a_time_out_no_process_is_left_not_even_a_zombie(run: Run) -> None:
-    code = """
-import os, time
-for _ in range(5):
-    try:
-        if os.fork() == 0:
-            if os.fork() == 0:
-                time.sleep(30)
-            os._exit(0)
-    except OSError:
-        pass
-time.sleep(30)
-"""
-    before = descendants()
-    result = run(code, wall_s=0.5)
-    assert result.status is SandboxStatus.TIMEOUT
-    assert descendants(before) == []  # a zombie would be one
-
-
 def test_the_run_dies_with_the_thread_that_started_it(restrictions: Findings, tmp_path: Path) -> None:
     """As when the trainer is killed: nobody is left to keep the time."""
     code = f"""

@@ -59,11 +59,6 @@ def test_batch_divides_by_the_std_of_all_rewards_of_the_step_those_that_are_not_
     assert step.final()[1] == []  # no signal of its own
 
 
-def test_batch_with_train_keeps_groups_without_signal_at_zero() -> None:
-    step = _Step([{"a": [1.0, 0.0]}, {"a": [3.0, 3.0]}], {"a": 1.0}, {"type": "batch"}, train_zero_variance=True)
-    assert step.final()[1] == [0.0, 0.0]
-
-
 def test_rloo_compares_with_the_mean_of_the_others() -> None:
     step = _Step([{"a": [1.0, 0.0, None, 0.0]}], {"a": 1.0}, {"type": "rloo"})
     assert step.final() == [[1.0, -0.5, 0.0, -0.5]]
@@ -120,16 +115,6 @@ def test_advantages_of_a_step_may_be_taken_again() -> None:
     step = _Step([TWO, {"a": [0.0, 1.0], "b": [3.0, 1.0]}], {"a": 1.0, "b": 0.5}, {"rewards": "normalize_each"})
     once = step.scorer.advantages.over_step(step.scored)
     assert step.scorer.advantages.over_step(once) == once
-
-
-def test_truncated_rollouts_that_are_not_trained_do_not_shift_the_advantages_of_the_others() -> None:
-    step = _Step([{"a": [1.0, 0.0, 4.0]}], {"a": 1.0}, {"type": "batch"})
-    (group,) = step.scored
-    fewer = ScoredGroup(
-        group=group.group, samples=group.samples[2:], rewards=group.rewards, reward_parts=group.reward_parts
-    )
-    (changed,) = step.scorer.advantages.over_step([fewer])
-    assert [sample.advantage for sample in changed.samples] == step.final()[0][2:]
 
 
 def test_a_custom_function_has_a_signal_wherever_it_says_so() -> None:
