@@ -180,7 +180,7 @@ _CUT = len(_HEADER).to_bytes(8, "little") + _HEADER + b"0" * 30
             "has a vocabulary of 9 tokens, model.path one of 7",
         ),
         ({"model": {"path": "{folder}/train.jsonl"}}, "model.path: {folder}/train.jsonl is a file"),
-        ({"model": {"path": "{folder}/cut"}}, "model.safetensors is no whole safetensors file: it ends after"),
+        ({"model": {"path": "{folder}/cut"}}, "model.safetensors is no whole safetensors file: "),
         ({"model": {"path": "{folder}/deep"}}, "model.path: cannot read {folder}/deep/config.json"),
         (
             {"model": {"path": "{folder}/gpt_oss"}},

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_async.buffer.resume import ResumeState
-from grpo_async.checks.preflight_context import PreflightContext
+from grpo_async.checks.preflight import PreflightContext
 from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import EvaluationSection
