@@ -22,8 +22,7 @@ from grpo_async.errors import ConfigError, RolloutContractError, RunError
 from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.evaluation_metrics import EvaluationResult, Outcome, PromptOutcomes, evaluation_result
-from grpo_async.rollout.producer import GroupProducer, GroupRequest
-from grpo_async.rollout.seeds import seed_of
+from grpo_async.rollout.producer import GroupProducer, GroupRequest, seed_of
 from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.answers import read_answer
 from grpo_async.scoring.scorer import Scorer

@@ -105,7 +105,7 @@ def build_rollout_side(
     buffer = SampleBuffer(
         max_groups=config.max_groups_ahead,
         max_staleness=rollout.max_staleness,
-        on_drop=lambda scored, status, step: worker.drop(scored, status, step),
+        on_drop=lambda scored, status, step: worker.drop_scored(scored, status, step),
         next_step=start + 1,
         last_step=config.training.max_steps,
         timeline=timeline,

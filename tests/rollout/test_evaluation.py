@@ -16,8 +16,7 @@ from grpo_async.errors import ConfigError, RolloutContractError, RunError
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.evaluation import EvaluationTask, Evaluator, majority_share
 from grpo_async.rollout.evaluation_metrics import EvaluationResult
-from grpo_async.rollout.producer import GroupRequest, Produced
-from grpo_async.rollout.seeds import seed_of
+from grpo_async.rollout.producer import GroupRequest, Produced, seed_of
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store import RolloutStore, read_groups
 from tests.support.records import make_completion, make_prompt
