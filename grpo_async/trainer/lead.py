@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
+from grpo_async.buffer.ledger import is_closed
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.memory import describe_peak, estimate_trainer
 from grpo_async.checks.preflight import PreflightContext, run_preflight
@@ -31,10 +32,9 @@ from grpo_async.rundir import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, Trackers, open_trackers
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.trainer.connections import is_lost, open_fleet
+from grpo_async.trainer.connections import is_lost, open_fleet, watch_servers
 from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
-from grpo_async.trainer.run_summary import run_summary
-from grpo_async.trainer.run_timeline import RunPhases, watch_servers
+from grpo_async.trainer.run_timeline import RunPhases
 from grpo_async.trainer.stall import StallGuard
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import CheckpointKeeper, load_state, load_tensors, set_aside_later_checkpoints
@@ -392,18 +392,26 @@ class _Leader:
         return {"peaks": list(context.peaks or ()), "estimated": estimated, "on_gpu": on_gpu}
 
     def _write_summary(self, side: RolloutSide, meter: PipelineMeter, steps: int) -> None:
-        summary = run_summary(
-            self._assignment,
-            self._config,
-            engine=self._engine,
-            on_gpu=self._context.device.type == "cuda",
-            steps=steps,
-            failures=self._fleet.failures,
-            meter=meter.summary(),
-            evaluation=self._evaluations.summary(),
-            learning=judge(Evidence.read(self._assignment.run_dir)),
-            ledger=side.source.ledger_snapshot(),
-            memory=self._memory(),
-        )
-        write_atomically(self._assignment.run_dir.summary, json.dumps(summary, indent=2))
+        """summary.json, of a run that ends after `steps` finished steps."""
+        run_dir, memory, ledger = self._assignment.run_dir, self._memory(), side.source.ledger_snapshot()
+        is_finished = steps == self._config.training.max_steps
+        summary = {
+            "status": "finished" if is_finished else "stopped",
+            "steps": steps,
+            "model": str(run_dir.model) if is_finished else None,
+            "num_devices": self._assignment.world_size,
+            "engine": self._engine,
+            "on_gpu": memory.pop("on_gpu"),
+            "server_failures": [
+                {"server": failure.name, "reason": failure.reason, "recovery_s": failure.recovery_s}
+                for failure in self._fleet.failures
+            ],
+            **meter.summary(),
+            "learning": judge(Evidence.read(run_dir)).as_dict(),
+            "evaluation": self._evaluations.summary(),
+            "ledger": ledger,
+            "ledger_closed": is_closed(ledger),
+            "memory": memory,
+        }
+        write_atomically(run_dir.summary, json.dumps(summary, indent=2))
         self._control.send("summary", summary=summary)
