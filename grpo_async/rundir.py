@@ -52,8 +52,6 @@ class RunDir:
     """Plots and tables in one offline page, written at the end."""
     trackers = _Entry("trackers")
     """Files of TensorBoard, Weights & Biases, trackio, MLflow."""
-    rollouts = _Entry("rollouts")
-    """What was generated, in blocks: Parquet, the newest as JSON lines."""
     evaluation_log = _Entry("evaluations.jsonl")
     """One line per evaluation: its step, its numbers."""
     evaluations = _Entry("evaluations")
@@ -68,6 +66,11 @@ class RunDir:
     """attempt_N/: config.yaml, trainer.log, server.log, slurm_job."""
     latest_logs = _Entry("logs/latest")
     """A link to the newest attempt."""
+
+    @property
+    def rollouts(self) -> Path:
+        """What was generated, in blocks: Parquet, the newest as JSON lines. Of an evaluation it is another folder."""
+        return self.root / "rollouts"
 
     def evaluation(self, step: int) -> Path:
         """The rollouts of the evaluation of a step."""
