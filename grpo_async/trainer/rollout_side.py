@@ -15,7 +15,7 @@ from grpo_async.checks.config_checks import reward_problems
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data import PromptStream, load_data, make_prompt
 from grpo_async.errors import ConfigError
-from grpo_async.evaluation.side import EvaluationSide, build_evaluation_side
+from grpo_async.evaluation.evaluator import EvaluationSide, build_evaluation_side
 from grpo_async.inference.fleet import Fleet
 from grpo_async.inference.router import FixedServers
 from grpo_async.records import Prompt

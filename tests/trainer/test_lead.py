@@ -113,8 +113,8 @@ class _Source:
         self.start = lambda: events.append("start generating")
         self.close = lambda: closed.append("rollout side")
 
-    def begin_evaluation(self, evaluator: Any, *, step: int, max_in_flight: int, store: Any) -> Future[Any]:
-        self.events.append(f"evaluate {step}")
+    def begin_evaluation(self, run: Any, *, num_tokens: Any) -> Future[Any]:
+        self.events.append(f"evaluate {run(None).step}")  # the evaluator gives its task back
         return Future()
 
     def await_evaluation(self, running: Future[Any], *, heartbeat: Any, attend: Any) -> None:
@@ -152,7 +152,7 @@ class _World:
         self.checks: list[Check] = []
         self.meanwhile: list[Callable[[], None]] = []  # what happens during the next preflights
         self.context: PreflightContext | None = None
-        evaluator = SimpleNamespace(num_tokens=0)
+        evaluator = SimpleNamespace(num_tokens=0, run=lambda task: task)
         evaluation = SimpleNamespace(evaluator=evaluator, majority_baseline=None)
         side = SimpleNamespace(
             source=self.source, evaluation=evaluation, first_prompts=[], tool_sets=[],
