@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_async.chat.build import load_renderer
-from grpo_async.chat.errors import ChatError
+from grpo_async.chat.renderer import load_renderer
+from grpo_async.chat.turn import ChatError
 from grpo_async.checks.model_files import model_problem, text_config
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source

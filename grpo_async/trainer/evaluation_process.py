@@ -76,7 +76,7 @@ def _run(
     config: ExperimentConfig, control: ControlClient, fleet: Fleet, store: Any, stack: ExitStack
 ) -> dict[str, Any] | None:
     """The result; None when it was stopped."""
-    from grpo_async.chat.build import load_renderer
+    from grpo_async.chat.renderer import load_renderer
     from grpo_async.checks.config_checks import reward_problems
     from grpo_async.data import load_data
     from grpo_async.evaluation.evaluator import EvaluationTask, build_evaluation_side

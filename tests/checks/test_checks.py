@@ -11,7 +11,7 @@ import pytest
 
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.errors import ConfigError
-from grpo_async.quickstart.tokenizer import train_tokenizer
+from grpo_async.quickstart.model import train_tokenizer
 from tests.launcher.support import EMBEDDED, make_config
 
 GAME = {"game": {"factory": "grpo_async.envs.guessing_game:GuessingGame"}}

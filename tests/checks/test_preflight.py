@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.chat.build import load_renderer
+from grpo_async.chat.renderer import load_renderer
 from grpo_async.checks.preflight import PreflightContext, run_preflight
 from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.buffer.ledger import is_closed
-from grpo_async.chat.build import load_renderer
+from grpo_async.chat.renderer import load_renderer
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.records import GroupStatus
 from grpo_async.store.reader import read_groups
