@@ -1,7 +1,7 @@
 """One child of the launcher: spawned into a session of its own, both output streams in one log file.
 
 The terminal's Ctrl-C therefore reaches the launcher only. A child ends itself when the launcher dies
-(processes.die_with_launcher).
+(utils.lifetime).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def evaluate(
     """Evaluate a model without training; call it from the main thread.
 
     Args:
-        checkpoint: see eval_subject.choose_subject, like `run`.
+        checkpoint: see evaluation.subject.choose_subject, like `run`.
         out: a folder for the results, new or empty; None: RUN_DIR/NAME.eval-LABEL.
         output: how it tells of itself; None: everything on stdout.
 

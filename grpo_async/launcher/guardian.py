@@ -1,6 +1,6 @@
 """Tidies up after a launcher that was killed: ends what it left running, removes its temporary folder.
 
-The direct children of a launcher die with it (processes.die_with_parent); a daemon that user code has started does not. The
+The direct children of a launcher die with it (utils.lifetime); a daemon that user code has started does not. The
 guardian is a process in a session of its own that waits for the end of a pipe: as long as the launcher lives, it does nothing.
 
     python -m grpo_async.launcher.guardian LAUNCHER_PID FOLDER        stdin: "done", or its end

@@ -1,6 +1,6 @@
 """Judges from outside whether the processes of the trainer live: what watches from inside stands still with the interpreter.
 
-    every second   each process that has ever given a sign of life (launch.heartbeat) is asked when it gave the last
+    every second   each process that has ever given a sign of life (processes.heartbeat) is asked when it gave the last
     30 s           the user is told who is silent, and what the kernel says of it
     at the limit   `launch.heartbeat_timeout_s`: its stacks are written, `frozen` is set, and the supervisor ends the run
 

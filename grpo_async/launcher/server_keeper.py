@@ -17,10 +17,11 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import psutil
 
+from grpo_async.display.display import Display
 from grpo_async.errors import RunError
 from grpo_async.launcher.child import Child, mark_of
 from grpo_async.launcher.plan import ProcessSpec
@@ -77,22 +78,6 @@ class RestartCount:
         return delay_s
 
 
-class ServerNews(Protocol):
-    """What the keeper reports. All of it is called in the event loop and must be quick."""
-
-    def server_event(self, index: int, event: ServerEvent, detail: str, life: int) -> None:
-        """For the trainer. `life` counts the starts of this server, from 0."""
-
-    def server_state(self, name: str, trouble: str | None) -> None:
-        """For the panel: what is wrong with a server; None when it serves again."""
-
-    def note(self, text: str) -> None:
-        """A line for the user."""
-
-    def warning(self, text: str) -> None:
-        """A line about something that ought not to be."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
     """`how` completes "the server ..."; `asked` is True where the trainer wanted it to be restarted."""
@@ -134,8 +119,8 @@ class _Keeper:
         if self._down_since is not None:
             took_s = self._all.clock() - self._down_since
             self._down_since = None
-            self._all.news.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
-            self._all.news.server_state(self.name, None)
+            self._all.display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
+            self._all.display.server(self.name, None)
 
     def ask_restart(self, reason: str, life: int | None) -> None:
         """Ignored while it is being restarted anyway: the trainer may have asked before it heard of that. When the run stops, it is
@@ -172,8 +157,8 @@ class _Keeper:
                     self._give_up(end, last_words)
                     return
                 count = f"restart {self._restarts.in_a_row} of {self._all.rules.max_restarts}"
-                self._all.news.warning(f"the {self.name} {end.how}; {count} in {delay_s:g} s")
-                self._all.news.server_state(self.name, f"{end.how}, {count}")
+                self._all.display.warning(f"the {self.name} {end.how}; {count} in {delay_s:g} s")
+                self._all.display.server(self.name, f"{end.how}, {count}")
                 if await _within(self._stopping, delay_s):
                     return
                 end = await self._restart()
@@ -187,7 +172,7 @@ class _Keeper:
                 continue
             now = self._all.work(self.child, self._spec)
             if has_worked(before, now, _WORK_INTERVAL_S):
-                self._all.news.server_event(self._index, "working", "", self._life)
+                self._all.tell_trainer(self._index, "working", "", self._life)
             before = now
 
     async def _wait_for_end(self) -> _End | None:
@@ -214,7 +199,7 @@ class _Keeper:
         if self._down_since is None:
             self._down_since = self._all.clock()
         if tell:
-            self._all.news.server_event(self._index, "exited", end.how, self._life)
+            self._all.tell_trainer(self._index, "exited", end.how, self._life)
         self._asked.clear()
         if child is None:  # it could not be started at all
             return f"{self.name} {end.how}"
@@ -228,21 +213,25 @@ class _Keeper:
             self.child = await self._all.spawn(self._spec, self._life)  # for a fork, not for readiness
         except RunError as error:
             return _End(how=f"could not be started: {error}", asked=False)
-        self._all.news.server_event(self._index, "starting", f"restart {self._restarts.in_a_row}", self._life)
-        self._all.news.note(f"the {self.name} starts again (log: {self.child.log.name})")
+        self._all.tell_trainer(self._index, "starting", f"restart {self._restarts.in_a_row}", self._life)
+        self._all.display.note(f"the {self.name} starts again (log: {self.child.log.name})")
         return None
 
     def _give_up(self, end: _End, last_words: str) -> None:
         number = self._restarts.in_a_row
         after = f"after {number} restart{'' if number == 1 else 's'} in a row (inference.max_restarts)"
         self.given_up = f"the {self.name} was given up {after}: it {end.how}"
-        self._all.news.server_event(self._index, "given_up", f"{end.how}, {after}", self._life)
-        self._all.news.server_state(self.name, "given up")
+        self._all.tell_trainer(self._index, "given_up", f"{end.how}, {after}", self._life)
+        self._all.display.server(self.name, "given up")
         self._all.gave_up(self.given_up, last_words)
 
 
 class ServerKeepers:
     """All spawned servers of a run; without any, an object that does nothing.
+
+    Args:
+        display: shows the user what becomes of them.
+        tell_trainer: gets index, event, detail, and the server's life, which counts its starts from 0.
 
     Attributes:
         lost_all: set when the run cannot go on without its servers; `failure` says why.
@@ -251,14 +240,16 @@ class ServerKeepers:
     def __init__(
         self,
         specs: Sequence[ProcessSpec],
-        news: ServerNews,
+        display: Display,
         *,
+        tell_trainer: Callable[[int, ServerEvent, str, int], None],
         spawn: Callable[[ProcessSpec, int], Awaitable[Child]],
         tree: ProcessTree,
         rules: RestartRules,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.news = news
+        self.display = display
+        self.tell_trainer = tell_trainer
         self.spawn = spawn
         self.rules = rules
         self.clock = clock
@@ -334,7 +325,7 @@ class ServerKeepers:
         """One is given up, with its last words; the run goes on as long as there is another."""
         given_up = [keeper.given_up for keeper in self._keepers if keeper.given_up is not None]
         if len(given_up) < len(self._keepers):
-            self.news.warning(
+            self.display.warning(
                 f"{why}; the run goes on with {len(self._keepers) - len(given_up)} of {len(self._keepers)}"
             )
             return
@@ -349,7 +340,7 @@ class ServerKeepers:
         """End a server at once, and everything that it started."""
         left = await self._tree.kill_below(child.pid, mark_of(spec), _KILL_TIMEOUT_S)
         for process in left:
-            self.news.warning(f"process {process.pid} of the {child.name} does not end even by SIGKILL")
+            self.display.warning(f"process {process.pid} of the {child.name} does not end even by SIGKILL")
         await asyncio.wait([child.exited], timeout=_KILL_TIMEOUT_S)
 
     def _end_with_error(self, task: asyncio.Task[None]) -> None:

@@ -25,9 +25,9 @@ from grpo_async.display.display import Display
 from grpo_async.errors import DeadlineError
 from grpo_async.launcher.child import Child
 from grpo_async.launcher.liveness import Liveness
-from grpo_async.launcher.place_watch import PlaceWatch
 from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
-from grpo_async.launcher.server_keeper import RestartRules, ServerEvent, ServerKeepers
+from grpo_async.launcher.run_dir_watch import RunDirWatch
+from grpo_async.launcher.server_keeper import RestartRules, ServerKeepers
 from grpo_async.launcher.signals import Signals, end_children, first_of
 from grpo_async.launcher.tree import ProcessTree, adopting_orphans
 from grpo_async.processes.control import ControlServer
@@ -86,16 +86,23 @@ class Supervisor:
         self._signals = Signals()
         with self._signals.installed(), adopting_orphans():
             tree = ProcessTree()
-            self._servers = ServerKeepers(self._plan.servers, self, spawn=self._spawn, tree=tree, rules=self._restarts)
+            self._servers = ServerKeepers(
+                self._plan.servers,
+                self._display,
+                tell_trainer=lambda *event: self._control.send_server_event(*event),  # opened below
+                spawn=self._spawn,
+                tree=tree,
+                rules=self._restarts,
+            )
             try:
                 given, warn = self._plan.assignment, self._display.warning
                 self._liveness = Liveness(
                     given.heartbeat_socket, timeout_s=self._heartbeat_timeout_s, logs=given.attempt_dir, warn=warn
                 )
-                self._place = PlaceWatch(given.run_dir.root)
+                self._run_dir_watch = RunDirWatch(given.run_dir.root)
                 self._config_text = given.run_dir.config.read_text(encoding="utf-8")
                 listening = ControlServer(given.control_socket, self._on_message, warn)
-                async with listening as control, self._liveness, self._place:
+                async with listening as control, self._liveness, self._run_dir_watch:
                     self._control = control
                     return await self._supervise_with_nodes(control)
             finally:
@@ -125,10 +132,10 @@ class Supervisor:
             if early is not None:
                 return early
         trainer = await self._spawn(self._plan.trainer)
-        ends = [servers.lost_all, self._liveness.frozen, self._place.lost, *self._hub_events]
+        ends = [servers.lost_all, self._liveness.frozen, self._run_dir_watch.lost, *self._hub_events]
         await first_of(self._signals, [trainer], ends)
-        if self._place.failure is not None:
-            return await self._lose_place(self._place.failure, control, trainer)
+        if self._run_dir_watch.failure is not None:
+            return await self._lose_run_dir(self._run_dir_watch.failure, control, trainer)
         if self._signals.arrived.is_set() and trainer.is_running:
             return await self._stop(control, trainer)
         has_ended_well = not trainer.is_running and trainer.exited.result() == 0
@@ -156,9 +163,9 @@ class Supervisor:
         await end_children(self._signals, [trainer])
         return self._failed(self._liveness.failure)
 
-    async def _lose_place(self, failure: str, control: ControlServer, trainer: Child) -> Outcome:
+    async def _lose_run_dir(self, failure: str, control: ControlServer, trainer: Child) -> Outcome:
         """The weights are all that is left: they are saved in a directory made anew, where nobody has put another one."""
-        if trainer.is_running and self._place.is_free:
+        if trainer.is_running and self._run_dir_watch.is_free:
             given = self._plan.assignment
             given.run_dir.create(self._config_text)
             given.attempt_dir.mkdir(parents=True, exist_ok=True)
@@ -249,8 +256,8 @@ class Supervisor:
         if self._hub is not None and trainer.exited.result() != 0:
             await self._hub.settle(_SETTLE_S)  # it may have failed only because another machine's has
         outcome = self._judge(trainer, exit_code)
-        if self._place.failure is not None and outcome.exit_code == 0:
-            outcome = self._failed(self._place.failure)
+        if self._run_dir_watch.failure is not None and outcome.exit_code == 0:
+            outcome = self._failed(self._run_dir_watch.failure)
         await self._servers.stop(_KEEPER_TIMEOUT_S)
         await end_children(self._signals, self._servers.running)
         return outcome
@@ -300,21 +307,9 @@ class Supervisor:
         """See HubListener."""
         self._signals.take_remote(number)
 
-    def server_event(self, index: int, event: ServerEvent, detail: str, life: int) -> None:
-        """See ServerNews."""
-        self._control.send_server_event(index, event, detail, life)
-
-    def server_state(self, name: str, trouble: str | None) -> None:
-        """See ServerNews."""
-        self._display.server(name, trouble)
-
     def note(self, text: str) -> None:
-        """See ServerNews."""
+        """See HubListener."""
         self._display.note(text)
-
-    def warning(self, text: str) -> None:
-        """See ServerNews."""
-        self._display.warning(text)
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
         match message:

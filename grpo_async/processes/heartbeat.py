@@ -1,4 +1,4 @@
-"""The trainer's end of `launch.liveness`: each of its processes says, every second, that its interpreter runs. No torch.
+"""The trainer's end of `launcher.liveness`: each of its processes says, every second, that its interpreter runs. No torch.
 
 A thread sends the word, and a thread gets the interpreter every few milliseconds whatever else computes: so no word comes from a
 process that is stopped, or of which one thread holds the interpreter (a regular expression that backtracks, C code that never

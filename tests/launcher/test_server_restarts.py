@@ -216,7 +216,7 @@ class News:
         self.events.append((event, detail, life))
         self.arrived.set()
 
-    def server_state(self, name: str, trouble: str | None) -> None:
+    def server(self, name: str, trouble: str | None) -> None:
         self.states.append(trouble)
 
     def note(self, text: str) -> None:
@@ -243,7 +243,8 @@ async def _keepers(
     tree = ProcessTree()
     keepers = ServerKeepers(
         [spec],
-        news,
+        news,  # type: ignore[arg-type]
+        tell_trainer=news.server_event,
         spawn=lambda spec, life: Child.spawn(spec, folder, life=life),
         tree=tree,
         rules=RestartRules(max_restarts=max_restarts, delay_s=0.0),

@@ -11,8 +11,8 @@ from typing import Self
 _INTERVAL_S = 2.0
 
 
-class PlaceWatch:
-    """Looks now and then, in a thread: a file system that hangs must not hold up the launcher. An async context manager."""
+class RunDirWatch:
+    """Checks now and then, in a thread: a file system that hangs must not hold up the launcher. An async context manager."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -20,9 +20,9 @@ class PlaceWatch:
         self._ended = threading.Event()
 
     async def __aenter__(self) -> Self:
-        self._identity = self._look()
+        self._identity = self._identify()
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._watch, args=(loop,), name="place-watch", daemon=True).start()
+        threading.Thread(target=self._watch, args=(loop,), name="run-dir-watch", daemon=True).start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -30,14 +30,14 @@ class PlaceWatch:
 
     @property
     def failure(self) -> str | None:
-        """What happened, as a sentence; None: the directory is where it was. Looks now."""
+        """What happened, as a sentence; None: the directory is where it was. Checks now."""
         if self._is_there() and not self.lost.is_set():
             return None
         return f"the run directory {self._root} was deleted or renamed while the run went on"
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody has put anything else in its place."""
+        """Whether nobody has put anything else there."""
         return not os.path.lexists(self._root)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -48,12 +48,12 @@ class PlaceWatch:
 
     def _is_there(self) -> bool:
         try:
-            return self._look() == self._identity
+            return self._identify() == self._identity
         except FileNotFoundError:
             return False
         except OSError:  # a file system that cannot be reached for a while
             return True
 
-    def _look(self) -> tuple[int, int]:
+    def _identify(self) -> tuple[int, int]:
         found = os.stat(self._root)
         return found.st_dev, found.st_ino
