@@ -14,7 +14,9 @@ def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run below runs/, or a run directory.")],
     query: Annotated[
         str | None,
-        typer.Argument(metavar="QUERY", help="Which rollouts; `inspect-rollouts --help` explains queries."),
+        typer.Argument(
+            metavar="QUERY", help="Which rollouts, as an SQL condition; `inspect-rollouts --help` lists the columns."
+        ),
     ] = None,
     format_: Annotated[
         Literal["jsonl", "parquet"] | None,
@@ -50,7 +52,7 @@ def export(
       grpo-async export quickstart --out rollouts.parquet
       grpo-async export quickstart "reward<0.2 and truncated" --out bad.jsonl
       grpo-async export quickstart --evaluation last | jq .completion_text
-      grpo-async export quickstart 'group.status=trained "what is"' --format parquet --out found.parquet
+      grpo-async export quickstart "trained and text ilike '%what is%'" --format parquet --out found.parquet
     """
     from grpo_async.store.export import SUFFIXES, export_rollouts
     from grpo_async.store.query import parse_query

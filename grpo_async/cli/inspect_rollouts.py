@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from grpo_async.rundir import RunDir
-    from grpo_async.viewer.plain.show import Selection
+    from grpo_async.viewer.plain import Selection
 
 _TABLE_LIMIT = 40
 _WIDTH_OF_A_PIPE = 200  # tables cut texts to it
@@ -21,13 +21,15 @@ _LOOPBACK = "127.0.0.1"
 
 
 class InspectCommand(TyperCommand):
-    """Its help page ends with the query language."""
+    """Its help page ends with what a query may say."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        from grpo_async.store.query_help import help_text
+        from grpo_async.store.query_names import help_text
 
         formatter.write_paragraph()
-        formatter.write("QUERY: what the rollouts have to be like.\n\n" + help_text(width=max(60, formatter.width)))
+        formatter.write(
+            "QUERY: an SQL condition that the rollouts have to meet.\n\n" + help_text(width=max(60, formatter.width))
+        )
 
 
 def inspect_rollouts(
@@ -53,14 +55,16 @@ def inspect_rollouts(
     ] = None,
     step: Annotated[str | None, typer.Option("--step", metavar="N|A..B|last", help="Short for step=A..B.")] = None,
     status: Annotated[
-        str | None, typer.Option("--status", metavar="A,B", help="Short for group.status=trained,stale.")
+        str | None, typer.Option("--status", metavar="A,B", help="Short for group_status IN ('trained', 'stale').")
     ] = None,
-    min_reward: Annotated[float | None, typer.Option("--min-reward", help="Short for group.reward>=X.")] = None,
-    max_reward: Annotated[float | None, typer.Option("--max-reward", help="Short for group.reward<=X.")] = None,
+    min_reward: Annotated[float | None, typer.Option("--min-reward", help="Short for group_reward >= X.")] = None,
+    max_reward: Annotated[float | None, typer.Option("--max-reward", help="Short for group_reward <= X.")] = None,
     truncated: Annotated[
         bool | None, typer.Option("--truncated/--finished", help="Groups with a truncated rollout / without one.")
     ] = None,
-    search: Annotated[str | None, typer.Option("--search", metavar="TEXT", help="Short for text~TEXT.")] = None,
+    search: Annotated[
+        str | None, typer.Option("--search", metavar="TEXT", help="Prompt or completion contains TEXT, in any case.")
+    ] = None,
     where: Annotated[str | None, typer.Option("--where", metavar="QUERY", help="QUERY, as `export` has it.")] = None,
     superseded: Annotated[
         bool,
@@ -107,7 +111,7 @@ def inspect_rollouts(
       grpo-async inspect-rollouts quickstart --group 17
       grpo-async inspect-rollouts quickstart --rollout g17-r3
       grpo-async inspect-rollouts quickstart --evaluation last --max-reward 0.5
-      grpo-async inspect-rollouts quickstart "tool=python and failed" --json | jq .summary.reward_mean
+      grpo-async inspect-rollouts quickstart "'python' IN tools and failed" --json | jq .summary.reward_mean
       grpo-async inspect-rollouts quickstart another-run --web
     """
     is_printed = plain or as_json or group is not None or rollout is not None or not _is_terminal()
@@ -127,7 +131,7 @@ def inspect_rollouts(
         is_printed=is_printed,
     )
 
-    from grpo_async.viewer.plain.show import Selection
+    from grpo_async.viewer.plain import Selection
     from grpo_async.viewer.short_forms import query_text, sort_order
 
     runs, query = _runs_and_query(arguments, where, evaluation, several=web)
@@ -199,7 +203,7 @@ def _refuse_what_has_no_effect(given: Mapping[str, bool], *, is_printed: bool) -
 
 def _check_order(sort: str | None) -> None:
     """Raises QueryError, with the words of the user, where groups have no such order."""
-    from grpo_async.store.query_error import QueryError
+    from grpo_async.store.query import QueryError
     from grpo_async.store.table_sql import group_order
 
     start = 0
@@ -276,7 +280,7 @@ def _is_terminal() -> bool:
 def _open_screen(run: RunDir, name: str, text: str, order: str, superseded: bool) -> None:
     from grpo_async.store.table import RolloutTable
     from grpo_async.viewer.terminal.app import run_inspector
-    from grpo_async.viewer.terminal.session import Session
+    from grpo_async.viewer.terminal.base import Session
     from grpo_async.viewer.token_text import load_token_texts
 
     with RolloutTable.open(run.rollouts) as table:
@@ -286,7 +290,7 @@ def _open_screen(run: RunDir, name: str, text: str, order: str, superseded: bool
 
 def _print(run: RunDir, selection: Selection, *, as_json: bool) -> None:
     from grpo_async.store.table import RolloutTable
-    from grpo_async.viewer.plain.show import show_group, show_groups, show_rollout, write_json
+    from grpo_async.viewer.plain import show_group, show_groups, show_rollout, write_json
 
     with RolloutTable.open(run.rollouts) as table:
         if as_json:

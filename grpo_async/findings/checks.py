@@ -39,7 +39,7 @@ _RATIO = "sampling/importance_sampling_ratio"
 _LATE = "In the last third of the steps"
 
 _ALL_EQUAL = re.compile(r"all rewards are (-?[\d.]+(?:e[-+]?\d+)?)")  # of rollout.no_signal
-_REWARD = re.compile(r"reward `[^`]+`: [^\n]+")  # of rewards.call
+_REWARD = re.compile(r"reward `[^`]+`: [^\n]+")  # of rewards.errors
 
 
 def no_steps(evidence: Evidence) -> Finding | None:
@@ -158,7 +158,7 @@ def zero_variance(evidence: Evidence) -> Finding | None:
         return Finding(
             key="zero-variance", severity=ERROR, what=f"All rewards are {figure(value)}", numbers={"reward": value},
             text="No group has better and worse answers, so their advantages are 0 and there is nothing to learn from.",
-            do=f"Either {rest}. Try it on one good and one bad answer: grpo-async check-reward.", query="group.std=0",
+            do=f"Either {rest}. Try it on one good and one bad answer: grpo-async check-reward.", query="group_std=0",
             sort="-step", plot="zero-variance" if evidence.metrics else None,
         )  # fmt: skip
     share = evidence.recent("frac_reward_zero_std")
@@ -181,7 +181,7 @@ def zero_variance(evidence: Evidence) -> Finding | None:
         f"A group{f' of {size}' if isinstance(size, int) else ''} needs better and worse answers.",
         do="Take easier prompts, a reward with partial credit, a larger rollout.group_size or a higher rollout.temperature; and "
         "check that the reward can be earned at all: grpo-async check-reward.",
-        query="group.std=0", sort="-step", plot="zero-variance",
+        query="group_std=0", sort="-step", plot="zero-variance",
     )  # fmt: skip
 
 
@@ -265,7 +265,7 @@ def reward_parts(evidence: Evidence) -> Finding | None:
         key="reward-parts", severity=WARNING, what="A part of the reward never changes",
         text=f"Every rollout of every step got the same from {', '.join(f'{name} ({figure(v)})' for name, v in still)}. It adds "
         "nothing to the advantage: either it cannot be earned (look at completions that ought to), or everything earns it.",
-        query=f"reward.{name}<={value:g}" if name.replace("_", "").isalnum() else "", plot="reward-parts",
+        query=f"rewards['{name}']<={value:g}" if name.replace("_", "").isalnum() else "", plot="reward-parts",
     )  # fmt: skip
 
 

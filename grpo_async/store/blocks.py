@@ -1,25 +1,30 @@
-"""The files of a store: blocks, named by the seq of their groups.
+"""The files of a store: blocks, named by the seq of their groups; what a resume left behind; who writes.
 
-    block-000000000040.jsonl               open: lines are appended; or left by a kill
+    block-000000000040.jsonl                  open: lines are appended (`LineFile`); or left by a kill
     block-000000000000-000000000039.parquet   sealed: never changes
+    branches.jsonl                            which groups a resume has left behind (`Branch`)
+    writer.lock                               held while a writer lives (`WriterLock`)
 
 A line is whole as soon as its line feed is there, and never changes. Sealing writes the Parquet file under another name, renames
-it, and removes the lines: a kill in between leaves both, with the same content, and the Parquet file counts.
-"""
+it, and removes the lines: a kill in between leaves both, with the same content, and the Parquet file counts."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 
 from grpo_async.errors import RunError
+from grpo_async.utils.whole_lines import whole_bytes
 
 _OPEN = re.compile(r"block-(\d{12})\.jsonl")
 _SEALED = re.compile(r"block-(\d{12})-(\d{12})\.parquet")
 _OLD = re.compile(r"part-\d+\.jsonl")
-_TAIL_BYTES = 1 << 20
 _LISTINGS = 10
 
 TEMPORARY_SUFFIX = ".sealing"
@@ -89,18 +94,145 @@ def leftover_lines(folder: Path) -> list[Path]:
 def torn_bytes(path: Path) -> int:
     """Length of the end of a file of lines that has no line feed: torn by a kill, or being written."""
     with path.open("rb") as file:
-        size = end = file.seek(0, 2)
-        while end > 0:
-            start = max(0, end - _TAIL_BYTES)
-            file.seek(start)
-            position = file.read(end - start).rfind(b"\n")
-            if position >= 0:
-                return size - (start + position + 1)
-            end = start
-    return size
+        whole = whole_bytes(file.fileno())
+        return file.seek(0, 2) - whole
 
 
 def sql_path(path: Path) -> str:
     """A path as a parameter of DuckDB's read functions, which would take brackets, stars and question marks for a pattern: the run
     `a[1]` must not be read from `a1`."""
     return re.sub(r"[\[*?]", r"[\g<0>]", str(path))
+
+
+_BRANCHES = "branches.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """The groups from `from_seq` up to the one before `until_seq`. `step` is that of the checkpoint."""
+
+    step: int
+    from_seq: int
+    until_seq: int
+
+    def covers(self, seq: int) -> bool:
+        """Whether the group is left behind."""
+        return self.from_seq <= seq < self.until_seq
+
+
+def add_branch(folder: Path, branch: Branch) -> None:
+    """Append a line; one that a kill has torn is closed first."""
+    path = folder / _BRANCHES
+    with path.open("ab") as file:
+        if file.tell() and not path.read_bytes().endswith(b"\n"):
+            file.write(b"\n")
+        file.write(json.dumps(asdict(branch)).encode() + b"\n")
+
+
+def read_branches(folder: Path) -> list[Branch]:
+    """Every branch that was left, in order; a torn line is none: that resume never wrote a group.
+
+    Raises:
+        RunError: a whole line cannot be read.
+    """
+    path = folder / _BRANCHES
+    if not path.is_file():
+        return []
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        if not line.endswith(b"}"):
+            continue  # torn, and closed by the next resume
+        try:
+            found.append(Branch(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise RunError(f"{path}:{number}: the line is damaged: {error}; remove it to read the rest") from error
+    return found
+
+
+_LOCK = "writer.lock"
+
+
+class WriterLock:
+    """Held from construction to `release`. On a file system without locks it does nothing.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)  # a reader that looks holds it for a moment
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+
+def has_writer(folder: Path) -> bool:
+    """Whether some process writes to the store now. True as well where that cannot be told."""
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+class LineFile:
+    """One block of JSON lines.
+
+    Args:
+        first_seq: of the line that is to be the first; the file is named by it, and must not exist.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, folder: Path, first_seq: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path = folder / open_name(first_seq)
+        # "x": should another writer have taken the name meanwhile, this fails instead of mixing two writers' lines
+        self._file = FileIO(self.path, "xb", opener=_open_private)
+        self.num_bytes = 0
+        self.is_broken = False
+
+    def write(self, line: bytes) -> None:
+        """Append a line, with its line feed.
+
+        Raises:
+            OSError: it could not be written; nothing of it is left, or `is_broken` is set.
+        """
+        try:
+            rest = memoryview(line)
+            while rest:  # unbuffered: a write that fails leaves nothing behind that a later close would try again
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._cut_back()
+            raise
+        self.num_bytes += len(line)
+
+    def close(self) -> None:
+        """Close the file; one without a line is removed. Allowed more than once."""
+        self._file.close()
+        if self.num_bytes == 0:
+            with contextlib.suppress(OSError):  # an empty block is no harm: the next writer removes it
+                self.path.unlink(missing_ok=True)
+
+    def _cut_back(self) -> None:
+        try:
+            self._file.truncate(self.num_bytes)
+            self._file.seek(self.num_bytes)
+        except OSError:
+            self.is_broken = True
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,17 +1,16 @@
 """Writes the rollouts that a query holds for to a file of their own: JSON lines or Parquet, one row per rollout.
 
-The columns are those of the store (`schema`) and `superseded`. The file appears under its name when it is whole.
-"""
+The columns are those of the store (`schema`) and `superseded`. The file appears under its name when it is whole."""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.store.json_text import printable
 from grpo_async.store.query import Query
 from grpo_async.store.table import RolloutTable
 
@@ -79,3 +78,14 @@ def _to_file(table: RolloutTable, out: Path, format_: Format, query: Query, *, w
         raise ConfigError(f"--out {out}: {error.strerror}; check the folder's permissions and free space") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+_OBEYED = re.compile(r"[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(line: str) -> str:
+    """`line`, one JSON value, with the control characters above 0x7e and the marks of direction as \\u escapes: the same value.
+
+    JSON has these characters inside of strings only, and those below 0x20 escaped already.
+    """
+    return _OBEYED.sub(lambda match: f"\\u{ord(match[0]):04x}", line)

@@ -1,10 +1,10 @@
 """The store in memory, without texts and tokens: what filters, sorts and counts are made of.
 
-    blocks --refresh--> `tables`: rows, groups, loose
-    a search in the texts --lookup--> match_N, the rollouts that it found
+    blocks --refresh--> `tables`: rows, groups, unsealed
+    a query that names texts --condition--> match_N, the rollouts that it holds for
 
-A `refresh` reads new blocks, and of a block that grew the new lines. Rows are never
-changed but for `superseded`, so what was read or searched once is not read again. A block that is sealed between the listing and
+A `refresh` reads new blocks, and of a block that grew the new lines. Rows are never changed but for `superseded`, so nothing is
+read twice; a search in the texts is remembered until the store grows. A block that is sealed between the listing and
 the reading is found under its other name by listing again.
 """
 
@@ -20,27 +20,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from grpo_async.errors import RunError
-from grpo_async.store.block_checks import bounds, check_schema, problem_of
-from grpo_async.store.blocks import Block, find_blocks, open_name, sql_path
-from grpo_async.store.branches import read_branches
-from grpo_async.store.query_sql import Sql
+from grpo_async.store.blocks import Block, find_blocks, has_writer, open_name, read_branches, sql_path
+from grpo_async.store.query import Query
+from grpo_async.store.query_names import BLOCK_SQL
+from grpo_async.store.rows import from_json
 from grpo_async.store.schema import COLUMN_NAMES
-from grpo_async.store.tables import ROW_KEY, Tables, VersionError, reading
+from grpo_async.store.tables import ROW_KEY, Tables, VersionError, check_version, reading
 from grpo_async.store.time_limit import interrupting
-from grpo_async.store.writer_lock import has_writer
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 _LISTINGS = 5  # a block changes its name once, and blocks are sealed seconds apart
 _CHUNK_BYTES = 32 * 1024 * 1024  # of lines that are read at once
-_MOST_SEARCHES = 64  # that are remembered
+_MOST_SEARCHES = 32  # that are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """What is known of a block. `offset`: bytes of the lines that were taken up; `last_seq` -1: no row yet."""
+    """What is known of a block. `offset`: bytes of the lines that were ingested; `last_seq` -1: no row yet."""
 
     first: int
     path: Path
@@ -50,10 +51,17 @@ class _Block:
     last_seq: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Search:
-    table: str
-    until_seq: int  # what was written up to here was searched
+@dataclass(frozen=True, slots=True)
+class Sql:
+    """A piece of SQL and the values of its question marks, in order."""
+
+    text: str
+    parameters: tuple[object, ...] = ()
+
+    def __add__(self, other: Sql | str) -> Sql:
+        if isinstance(other, str):
+            return Sql(self.text + other, self.parameters)
+        return Sql(self.text + other.text, self.parameters + other.parameters)
 
 
 class Index:
@@ -80,7 +88,7 @@ class Index:
         self._blocks: dict[int, _Block] = {}
         self._problems: dict[str, str] = {}  # damaged blocks and lines
         self._failed: dict[Path, tuple[int, int]] = {}  # damaged file -> (size, mtime): tried again when it changed
-        self._searches: dict[Sql, _Search] = {}
+        self._searches: dict[tuple[str, int], str] = {}  # (SQL, generation) -> table
         self._num_searches = 0
         self.generation = 0
         self._scratch = Path(tempfile.mkdtemp(prefix="grpo-async-rollouts-"))
@@ -111,7 +119,7 @@ class Index:
                 yield from rows
 
     def blocks_of(self, seqs: Sequence[int]) -> list[Path]:
-        """The sealed blocks that hold rows of these groups; others are in `loose`."""
+        """The sealed blocks that hold rows of these groups; others are in `unsealed`."""
         with self._lock:
             sealed = sorted(
                 (block for block in self._blocks.values() if block.is_sealed), key=lambda block: block.first
@@ -120,14 +128,10 @@ class Index:
             places = {bisect_right(firsts, seq) - 1 for seq in seqs}
             return [sealed[place].path for place in sorted(places) if place >= 0]
 
-    def sealed_blocks(self, after_seq: int = -1) -> list[Path]:
-        """Sealed blocks with rows behind `after_seq`, oldest first."""
+    def sealed_blocks(self) -> list[Path]:
+        """Sealed blocks, oldest first."""
         with self._lock:
-            return [
-                block.path
-                for _, block in sorted(self._blocks.items())
-                if block.is_sealed and block.last_seq > after_seq
-            ]
+            return [block.path for _, block in sorted(self._blocks.items()) if block.is_sealed]
 
     def parts(self) -> list[Sql]:
         """The whole store in the order of writing, as relations with all columns, each small enough for the memory."""
@@ -136,7 +140,7 @@ class Index:
             return [
                 Sql(f"(SELECT {names} FROM read_parquet(?))", ([sql_path(block.path)],))
                 if block.is_sealed
-                else Sql(f"(SELECT {names} FROM loose WHERE seq BETWEEN ? AND ?)", (block.first, block.last_seq))
+                else Sql(f"(SELECT {names} FROM unsealed WHERE seq BETWEEN ? AND ?)", (block.first, block.last_seq))
                 for _, block in sorted(self._blocks.items())
             ]
 
@@ -145,12 +149,8 @@ class Index:
         with self._lock:
             return self._tables.superseded
 
-    def last_seq(self) -> int:
-        with self._lock:
-            return max((block.last_seq for block in self._blocks.values()), default=-1)
-
     def read_blocks(self, columns: str, condition: Sql, files: Sequence[Path]) -> list[tuple[Any, ...]]:
-        """SELECT `columns` of the rows in `files` and in `loose` for which `condition` holds, in the order of writing.
+        """SELECT `columns` of the rows in `files` and in `unsealed` for which `condition` holds, in the order of writing.
 
         Raises:
             RunError: a block is damaged, or was deleted meanwhile.
@@ -160,48 +160,40 @@ class Index:
         with self._cursor() as cursor, reading(self.folder):
             return cursor.execute(sql.text, sql.parameters).fetchall()
 
-    def source(self, files: Sequence[Path], *, with_loose: bool = True) -> Sql:
-        """A relation with all columns: the rows of `files` and those that are JSON lines still."""
+    def source(self, files: Sequence[Path]) -> Sql:
+        """A relation with all columns: the rows of `files`, and those that are still JSON lines."""
         names = ", ".join(f'"{name}"' for name in COLUMN_NAMES)
-        loose = f"SELECT {names} FROM loose"
+        unsealed = f"SELECT {names} FROM unsealed"
         if not files:
-            return Sql(f"({loose}{'' if with_loose else ' LIMIT 0'})")
-        sealed = f"SELECT {names} FROM read_parquet(?)"
-        parameters = ([sql_path(path) for path in files],)
-        return Sql(f"({sealed} UNION ALL {loose})" if with_loose else f"({sealed})", parameters)
+            return Sql(f"({unsealed})")
+        return Sql(f"(SELECT {names} FROM read_parquet(?) UNION ALL {unsealed})", ([sql_path(path) for path in files],))
 
-    def lookup(self, condition: Sql) -> Sql:
-        """A condition over `r` that holds for the rollouts for which `condition` over the columns of a block holds. The blocks are
-        searched now, as far as they were not before; other questions and `refresh` go on meanwhile."""
+    def condition(self, query: Query) -> Sql:
+        """What a query says, over the view `rollouts`. One that names texts is searched for in the blocks now, where that was not
+        done since the store grew; other questions and `refresh` go on meanwhile."""
+        if not query.reads_blocks:
+            return Sql(f"({query.sql}\n)")
         with self._search_lock:
-            found = self._searches.pop(condition, None)
-            if found is None:
-                self._num_searches += 1
-                found = _Search(table=f"match_{self._num_searches}", until_seq=-1)
-                with self._lock:
-                    self._tables.execute(f"CREATE TABLE {found.table} (row_key BIGINT)")
-            while (searched := self._search(found, condition)) is None:
-                pass  # a block moved meanwhile, which each does once
-            self._searches[condition] = searched  # the last one used stands last
-            while len(self._searches) > _MOST_SEARCHES:
-                oldest = next(iter(self._searches))
-                with self._lock:
-                    self._tables.execute(f"DROP TABLE {self._searches.pop(oldest).table}")
-            return Sql(f"r.row_key IN (SELECT row_key FROM {found.table})")
+            while (table := self._searches.get((query.sql, self.generation))) is None:
+                self._search(query.sql)
+            return Sql(f"row_key IN (SELECT row_key FROM {table})")
 
-    def _search(self, search: _Search, condition: Sql) -> _Search | None:
-        """Search what is new; None where a block moved from the lines to a file meanwhile: its rows may have been missed."""
+    def _search(self, sql: str) -> None:
+        """Make the table of what is found. Nothing is remembered where the store grew meanwhile, or where a block moved from the
+        lines to a file, which each does once: its rows may have been missed."""
+        self._num_searches += 1
+        table = f"match_{self._num_searches}"
         with self._lock:
-            until, moves = self.last_seq(), self._moves
-            files = self.sealed_blocks(after_seq=search.until_seq)
-        if search.until_seq >= until:
-            return search
-        select = Sql(f"INSERT INTO {search.table} SELECT {ROW_KEY} FROM ") + self.source(files) + " WHERE "
-        select += Sql("seq > ? AND seq <= ? AND ", (search.until_seq, until)) + condition
+            generation, moves, files = self.generation, self._moves, self.sealed_blocks()
+        texts = Sql(f"(SELECT {ROW_KEY} AS row_key, {BLOCK_SQL} FROM ") + self.source(files) + ")"
+        found = Sql("SELECT row_key FROM rollouts JOIN ") + texts + f" USING (row_key) WHERE ({sql}\n)"
         with self._cursor() as cursor, reading(self.folder):
-            cursor.execute(select.text, select.parameters)
+            cursor.execute(f"CREATE TABLE {table} AS {found.text}", found.parameters)
         with self._lock:
-            return replace(search, until_seq=until) if moves == self._moves else None
+            if (generation, moves) == (self.generation, self._moves):
+                self._searches[sql, generation] = table
+            while len(self._searches) > _MOST_SEARCHES:
+                self._tables.execute(f"DROP TABLE {self._searches.pop(next(iter(self._searches)))}")
 
     @contextlib.contextmanager
     def _cursor(self) -> Iterator[DuckDBPyConnection]:
@@ -217,7 +209,7 @@ class Index:
     # ------------------------------------------------------------------------------------------------ refreshing
 
     def refresh(self) -> bool:
-        """Take up what was written since the last time; whether rows came, went or were superseded.
+        """Ingest what was written since the last time; whether rows came, went or were superseded.
 
         Raises:
             RunError: the folder cannot be read, or was written by a version with another format.
@@ -226,7 +218,7 @@ class Index:
             before = self.generation
             for attempt in range(1, _LISTINGS + 1):
                 try:
-                    self._take_up(self._list())
+                    self._ingest(self._list())
                     break
                 except FileNotFoundError:
                     if attempt == _LISTINGS:
@@ -258,7 +250,7 @@ class Index:
             return 0
         return 0 if is_written else max(size - block.offset, 0)
 
-    def _take_up(self, listing: dict[int, Block]) -> None:
+    def _ingest(self, listing: dict[int, Block]) -> None:
         if self._blocks.keys() - listing.keys():
             listing = self._list()  # one may have been sealed while the folder was listed: now its new name is there
             self._forget(self._blocks.keys() - listing.keys())
@@ -298,16 +290,16 @@ class Index:
                 for path in paths:
                     self._add_sealed([path])
                 return
-            self._say_damaged(paths[0], error)
+            self._note_damage(paths[0], error)
             return
         self._tables.commit()
         for path in paths:
-            first, last = bounds(path)
+            first, last = _bounds(path)
             self._blocks[first] = _Block(first=first, path=path, is_sealed=True, last_seq=last)
             self._problems.pop(path.name, None)
         self.generation += 1
 
-    def _say_damaged(self, path: Path, error: RunError) -> None:
+    def _note_damage(self, path: Path, error: RunError) -> None:
         stat = path.stat()
         self._failed[path] = (stat.st_size, stat.st_mtime_ns)
         self._problems[path.name] = (
@@ -315,16 +307,16 @@ class Index:
         )
 
     def _add_rest_of_sealed(self, known: _Block, path: Path) -> None:
-        """A block whose lines, or the first of them, were taken up before it was sealed."""
+        """A block whose lines, or the first of them, were ingested before it was sealed."""
         try:
             self._tables.stage_sealed([path], after_seq=known.last_seq)
         except RunError as error:
-            self._say_damaged(path, error)
+            self._note_damage(path, error)
             return
-        if self._tables.commit(no_longer_loose=(known.first, known.last_seq)):
+        if self._tables.commit(now_sealed=(known.first, known.last_seq)):
             self.generation += 1
         self._moves += 1
-        self._blocks[known.first] = replace(known, path=path, is_sealed=True, last_seq=bounds(path)[1])
+        self._blocks[known.first] = replace(known, path=path, is_sealed=True, last_seq=_bounds(path)[1])
         self._problems.pop(path.name, None)
 
     def _add_lines(self, block: _Block) -> None:
@@ -343,7 +335,7 @@ class Index:
     def _add_chunk(self, block: _Block, chunk: bytes) -> _Block:
         """Whole lines that begin at `block.offset`; the block with what is known then."""
         lines = chunk.split(b"\n")[:-1]
-        check_schema(block.path, lines[0])
+        _check_schema(block.path, lines[0])
         try:
             num_groups, last = self._tables.stage_lines(chunk, max(map(len, lines)))
         except RunError:
@@ -364,7 +356,7 @@ class Index:
     def _stage_undamaged(self, block: _Block, lines: Sequence[bytes]) -> int:
         whole = []
         for number, line in enumerate(lines, start=block.num_lines + 1):
-            if (problem := problem_of(line)) is None:
+            if (problem := _problem_of(line)) is None:
                 whole.append(line + b"\n")
             else:
                 self._problems[f"{block.path.stem}:{number}"] = (
@@ -378,3 +370,28 @@ class Index:
             self._tables.delete(first, self._blocks[first].last_seq)
             del self._blocks[first]
             self.generation += 1
+
+
+def _bounds(path: Path) -> tuple[int, int]:
+    """First and last seq of a sealed block, by its name."""
+    _, first, last = path.stem.split("-")
+    return int(first), int(last)
+
+
+def _check_schema(path: Path, line: bytes) -> None:
+    """Raises VersionError. A line that says no version is damaged, which is found out later."""
+    try:
+        schema = orjson.loads(line).get("schema")
+    except (ValueError, AttributeError):
+        return
+    if isinstance(schema, int):
+        check_version(str(path), str(schema))
+
+
+def _problem_of(line: bytes) -> str | None:
+    """What is wrong with a line; None: nothing."""
+    try:
+        from_json(line)
+    except ValueError as error:
+        return str(error)
+    return None

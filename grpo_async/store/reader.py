@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.errors import RunError
-from grpo_async.store.blocks import Block, find_blocks, sql_path
-from grpo_async.store.branches import read_branches
+from grpo_async.store.blocks import Block, find_blocks, read_branches, sql_path
 from grpo_async.store.rows import GroupRow, from_columns, from_json
 from grpo_async.store.schema import SCHEMA
 

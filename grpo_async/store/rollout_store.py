@@ -17,17 +17,26 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutGroup, RolloutSample, ScoredGroup, TokenFigures
-from grpo_async.store.blocks import TEMPORARY_SUFFIX, Block, find_blocks, leftover_lines, torn_bytes
-from grpo_async.store.branches import Branch, add_branch, read_branches
-from grpo_async.store.facts import FactsFile
-from grpo_async.store.line_file import LineFile
+from grpo_async.store.blocks import (
+    TEMPORARY_SUFFIX,
+    Block,
+    Branch,
+    LineFile,
+    WriterLock,
+    add_branch,
+    find_blocks,
+    leftover_lines,
+    read_branches,
+    torn_bytes,
+)
 from grpo_async.store.lines import Entry, check_figures, line_of
+from grpo_async.store.metadata import MetadataFile
 from grpo_async.store.sealer import Sealer
-from grpo_async.store.writer_lock import WriterLock
+from grpo_async.utils.whole_lines import Writer
 
 if TYPE_CHECKING:  # the process that seals imports this package, and would take a second to load all sections
     from grpo_async.config.record_sections import RolloutRecordSection
@@ -49,7 +58,7 @@ _ALWAYS_STORED = (GroupStatus.FAILED, GroupStatus.STALE)
 _SEQ = re.compile(rb'\{"schema":\d+,"seq":(\d+),')
 
 
-class RolloutStore:
+class RolloutStore(Writer):
     """Appends groups; safe to call from several threads. One writer at a time per folder.
 
     Args:
@@ -78,8 +87,8 @@ class RolloutStore:
         self._file: LineFile | None = None  # only the thread's
         self._rest: Path | None = None  # the last block, where it was not sealed
         self._full_since: float | None = None  # by time.monotonic(), until a group is written
-        self._facts = FactsFile(folder)
-        self._sealer = Sealer(folder, self._settings, self._facts)
+        self._metadata = MetadataFile(folder)
+        self._sealer = Sealer(folder, self._settings, self._metadata)
 
     def stores(self, group_id: int, status: GroupStatus) -> bool:
         """Whether a group that ends with this status is kept; `record.rollouts.sample_rate` decides by its id."""
@@ -115,10 +124,10 @@ class RolloutStore:
                 raise RunError(f"the rollout store {self._folder} is closed; group {group.group_id} was not written")
             self._begin()
             if not self.stores(group.group_id, status):
-                self._facts.left_out(status.value)
+                self._metadata.sample_out(status.value)
                 return
             if not self._changed.wait_for(lambda: len(self._queue) < _MAX_QUEUED, timeout=_WRITE_TIMEOUT_S):
-                self._facts.lose()
+                self._metadata.lose()
                 raise self._hangs(f"group {group.group_id}", _WRITE_TIMEOUT_S)
             entry = Entry(
                 seq=self._take_seq(),  # not before: others append while this waits
@@ -149,8 +158,8 @@ class RolloutStore:
         with self._changed:
             seq = self._begin()
             self._flush()
-            self._facts.mark(seq)
-        self._save_facts()
+            self._metadata.mark(seq)
+        self._save_metadata()
         return seq
 
     def supersede_from(self, seq: int, *, step: int) -> None:
@@ -165,7 +174,7 @@ class RolloutStore:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 add_branch(self._folder, Branch(step=step, from_seq=seq, until_seq=until))
-                self._facts.go_back(seq)
+                self._metadata.go_back(seq)
             except OSError as error:
                 raise RunError(f"cannot write to {self._folder}: {error.strerror}; check its free space") from error
 
@@ -187,7 +196,7 @@ class RolloutStore:
                 self._sealer.close(_SEAL_AT_CLOSE_S)
             else:
                 self._sealer.finish()
-        self._save_facts()
+        self._save_metadata()
         with self._changed:
             self._raise_error()
 
@@ -196,29 +205,20 @@ class RolloutStore:
         it goes on behind the caller where that is 0."""
         path, self._rest = self._rest, None
         if path is not None:
-            self._sealer = Sealer(self._folder, self._settings, self._facts)  # the one before has ended, or does soon
+            self._sealer = Sealer(
+                self._folder, self._settings, self._metadata
+            )  # the one before has ended, or does soon
             self._sealer.add(path)
             self._sealer.finish()
         if wait_s > 0:
             self._sealer.close(wait_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        try:
-            self.close()
-        except RunError as own:
-            if error is None:
-                raise
-            logger.error("%s", own)  # what ended the run is what the user has to know first
 
     # -- with the lock
 
     def _begin(self) -> int:
         """The next seq; looks at the folder the first time."""
         if self._next_seq is None:
-            self._facts.load(self._settings.sample_rate)
+            self._metadata.load(self._settings.sample_rate)
             branches = read_branches(self._folder)
             self._next_seq = max(
                 _next_seq(find_blocks(self._folder)),
@@ -260,12 +260,12 @@ class RolloutStore:
         except OSError:
             lock = None  # the first write says why
         try:
-            self._facts.set_open(True)
-            self._save_facts()
+            self._metadata.set_open(True)
+            self._save_metadata()
             self._take_over()
             self._write_all()
-            self._facts.set_open(False)
-            self._save_facts()
+            self._metadata.set_open(False)
+            self._save_metadata()
         finally:
             if lock is not None:
                 lock.release()
@@ -305,8 +305,8 @@ class RolloutStore:
         torn = torn_bytes(block.path)
         size = block.path.stat().st_size
         if torn:
-            self._facts.torn(block.path.name)
-            self._facts.save()
+            self._metadata.tear(block.path.name)
+            self._metadata.save()
             logger.warning("%s: a kill had torn its last line, which is lost", block.path)
             with block.path.open("r+b") as file:
                 file.truncate(size - torn)
@@ -359,7 +359,7 @@ class RolloutStore:
                 self._rest = file.path
 
     def _note(self, entry: Entry, error: Exception) -> None:
-        self._facts.lose()
+        self._metadata.lose()
         if isinstance(error, OSError):
             told = RunError(
                 f"cannot write rollouts to {self._folder}: {error.strerror}; check its free space and permissions. "
@@ -372,9 +372,9 @@ class RolloutStore:
         with self._changed:
             self._error = self._error or told
 
-    def _save_facts(self) -> None:
+    def _save_metadata(self) -> None:
         try:
-            self._facts.save()
+            self._metadata.save()
         except OSError as error:
             logger.warning("cannot write %s: %s", self._folder / "store.json", error)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.store.blocks import Block, find_blocks
-from grpo_async.store.facts import FactsFile
+from grpo_async.store.metadata import MetadataFile
 
 if TYPE_CHECKING:
     from grpo_async.config.record_sections import RolloutRecordSection
@@ -34,10 +34,10 @@ SEAL_TIMEOUT_S = 300.0
 class Sealer:
     """See the module's docstring."""
 
-    def __init__(self, folder: Path, settings: RolloutRecordSection, facts: FactsFile) -> None:
+    def __init__(self, folder: Path, settings: RolloutRecordSection, metadata: MetadataFile) -> None:
         self._folder = folder
         self._settings = settings
-        self._facts = facts
+        self._metadata = metadata
         self._blocks: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._child: subprocess.Popen[str] | None = None
@@ -74,7 +74,7 @@ class Sealer:
             try:
                 self._seal(blocks)
                 self._make_room()
-                self._facts.save()
+                self._metadata.save()
             except (OSError, subprocess.TimeoutExpired) as error:
                 logger.warning("the rollout store cannot tidy up %s: %s", self._folder, error)
 
@@ -133,7 +133,7 @@ class Sealer:
                 block.path.unlink()
             total -= size
             logger.info("record.rollouts.max_gb: deleted the oldest block %s", block.path.name)
-            self._facts.deleted(until=following.first_seq)
+            self._metadata.delete(until=following.first_seq)
 
 
 def _size(block: Block) -> int:

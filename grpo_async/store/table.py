@@ -16,20 +16,24 @@ resume) the one that counts is given, and without one that counts the newest.
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from grpo_async.errors import RunError
-from grpo_async.store import dumps, missing, table_sql
-from grpo_async.store.histograms import histogram_of, most_frequent
-from grpo_async.store.index import Index
-from grpo_async.store.query import EVERYTHING, Query, parse_query, quote
-from grpo_async.store.query_sql import Sql, compile_expression
+from grpo_async.store import table_sql
+from grpo_async.store.index import Index, Sql
+from grpo_async.store.metadata import StoreMetadata, read_metadata
+from grpo_async.store.query import EVERYTHING, Query, QueryError, find_value, parse_query, quote
+from grpo_async.store.query_names import BLOCK_SQL, LIST, NUMBER
 from grpo_async.store.rows import GroupRow, RolloutRow, from_columns
-from grpo_async.store.schema import COLUMN_NAMES
+from grpo_async.store.schema import COLUMN_NAMES, SCHEMA
+from grpo_async.store.seal import ROWS_PER_GROUP
 from grpo_async.store.summaries import (
     Counts,
     Extremes,
@@ -39,8 +43,12 @@ from grpo_async.store.summaries import (
     RolloutSummary,
     StepSummary,
 )
+from grpo_async.store.tables import ROW_KEY
 
 _Answer = TypeVar("_Answer")
+_ROWS_AT_ONCE = 256
+_NUM_NEAR = 3
+_SUPERSEDED = "is superseded (a resume left it behind); ask for superseded ones to see it"
 
 
 class RolloutTable:
@@ -107,10 +115,27 @@ class RolloutTable:
     def notes(self) -> list[str]:
         """All that a reader must know, one sentence each: `damage`, torn lines, deleted blocks, sampling, superseded groups,
         an empty store."""
-        return missing.notes(self._index)
+        index, found = self._index, self._index.damage()
+        try:
+            metadata = read_metadata(index.folder)
+        except RunError as error:  # the rollouts can be read without it
+            metadata = StoreMetadata()
+            found.append(str(error))
+        torn = [note for note in index.torn() if not any(name in note for name in metadata.torn)]
+        found += [*torn, *metadata.notes()]
+        ((groups, superseded),) = index.fetch(Sql("SELECT count(*), count_if(superseded) FROM groups"))
+        if superseded:
+            found.append(
+                f"{superseded} of {groups} groups were written after a checkpoint that the run later went on from: they are "
+                "superseded, and shown only when asked for"
+            )
+        if not groups and not found:
+            state = "holds no rollouts yet" if index.folder.is_dir() else "is not there (yet)"
+            found.append(f"{index.folder} {state}")
+        return found
 
     def refresh(self) -> bool:
-        """Take up what was written since; whether anything changed."""
+        """Ingest what was written since; whether anything changed."""
         return self._index.refresh()
 
     # --------------------------------------------------------------------------------------------- pages
@@ -118,7 +143,7 @@ class RolloutTable:
     def count(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> Counts:
         """Rollouts that the query holds for, and in how many groups they are."""
         where = self._where(query, with_superseded)
-        ((rollouts, groups),) = self._index.fetch(table_sql.count_sql(where))
+        ((rollouts, groups),) = self._fetch(query, table_sql.count_sql(where))
         return Counts(rollouts=rollouts, groups=groups)
 
     def page(
@@ -133,14 +158,14 @@ class RolloutTable:
         """Rollouts that the query holds for.
 
         Args:
-            sort: fields of the query language with commas between, "-" before one for the highest first. Missing values come last
-                either way, equal ones newest first.
+            sort: names of columns with commas between, "-" before one for the highest first. Missing values come last either way,
+                equal ones newest first.
 
         Raises:
-            QueryError: no such field, or one that cannot be sorted by.
+            QueryError: no such column, or one that cannot be sorted by.
         """
         where = self._where(query, with_superseded)
-        return self._with_previews(self._index.fetch(table_sql.page_sql(where, sort, offset, limit)))
+        return self._with_previews(self._fetch(query, table_sql.page_sql(where, sort, offset, limit)))
 
     def group_page(
         self,
@@ -154,14 +179,14 @@ class RolloutTable:
         """Groups with at least one rollout that the query holds for; also those without any rollout (they failed before one ended).
 
         Args:
-            sort: as `page`, of the group's fields, with or without "group.": seq, step, reward, std, length, truncated, ...; and
+            sort: as `page`, of the group's columns, with or without "group_": seq, step, reward, std, length, truncated, ...; and
                 `matching`.
 
         Raises:
-            QueryError: no such field, or one of rollouts only.
+            QueryError: no such column, or one of rollouts only.
         """
         where = self._where(query, with_superseded)
-        return self._groups(self._index.fetch(table_sql.group_page_sql(where, sort, offset, limit)))
+        return self._groups(self._fetch(query, table_sql.group_page_sql(where, sort, offset, limit)))
 
     # ------------------------------------------------------------------------------------------- single ones
 
@@ -188,7 +213,7 @@ class RolloutTable:
 
     def rollout_summaries_at(self, seq: int) -> list[RolloutSummary]:
         """The rollouts of one group, by the number of its line, in their order."""
-        sql = table_sql.page_sql(Sql("r.seq = ?", (seq,)), "index", 0, 1 << 16)
+        sql = table_sql.page_sql(Sql("seq = ?", (seq,)), "index", 0, 1 << 16)
         return self._with_previews(self._index.fetch(sql))
 
     def rollout(self, rollout_id: str, *, with_superseded: bool = False) -> tuple[GroupRow, RolloutRow]:
@@ -206,7 +231,7 @@ class RolloutTable:
             )
         )
         if not seqs:
-            raise RunError(missing.no_rollout(self._index, rollout_id))
+            raise RunError(self._no_rollout(rollout_id))
         group = self._whole(seqs[0][0])
         return group, next(each for each in group.rollouts if each.rollout_id == rollout_id)
 
@@ -215,67 +240,107 @@ class RolloutTable:
     def histogram(
         self, field: str, query: Query = EVERYTHING, *, bins: int = 30, with_superseded: bool = False
     ) -> Histogram:
-        """How a number of the query language is distributed: reward, staleness, length, reward.NAME, group.reward, ... Whole
-        numbers in a range of at most `bins` get a bin each.
+        """How a number is distributed: reward, staleness, length, rewards['NAME'], group_reward, ... Whole numbers in a range of at
+        most `bins` get a bin each.
+
+        Worked example: values 0, 1, 1, 3 with at most 30 bins: edges -0.5, 0.5, 1.5, 2.5, 3.5, counts 1, 2, 0, 1. Values 0.0, 0.5,
+        1.0 with 2 bins: edges 0.0, 0.5, 1.0, counts 1, 2.
 
         Raises:
-            QueryError: no such field, or one without numbers.
+            QueryError: no such column, or one without numbers.
         """
-        value = table_sql.numeric_field(field)
-        return histogram_of(self._index.fetch, field, value, self._where(query, with_superseded), bins)
+        value = find_value(field)
+        if value.kind != NUMBER:
+            raise QueryError(field, 0, len(field), f"{field} holds no numbers")
+        where = self._where(query, with_superseded)
+        values = f"SELECT try_cast({value.sql} AS DOUBLE) AS value FROM rollouts WHERE rollout_index IS NOT NULL AND "
+        finite = Sql("WITH known AS (SELECT if(isfinite(value), value, NULL) AS value FROM (" + values) + where + ")) "
+        figures = "SELECT count(value), min(value), max(value), bool_and(value = floor(value)), count(*) - count(value) FROM known"
+        ((number, low, high, whole, missing),) = self._fetch(query, finite + figures)
+        if not number:
+            return Histogram(field=field, edges=[], counts=[], num_null=missing)
+        if whole and high - low < bins:
+            low, high, bins = low - 0.5, high + 0.5, int(high - low) + 1
+        elif low == high:
+            low, high, bins = low - 0.5, high + 0.5, 1
+        width = (high - low) / bins
+        counted = Sql(
+            "SELECT least(greatest(floor((value - ?) / ?)::BIGINT, 0), ?) AS bin, count(*) FROM known "
+            "WHERE value IS NOT NULL GROUP BY bin",
+            (low, width, bins - 1),
+        )
+        counts = [0] * bins
+        for place, count in self._fetch(query, finite + counted):
+            counts[place] = count
+        edges = [low + width * k for k in range(bins)] + [high]
+        return Histogram(field=field, edges=edges, counts=counts, num_null=missing)
 
     def facets(
         self, field: str, query: Query = EVERYTHING, *, limit: int = 20, with_superseded: bool = False
     ) -> list[tuple[str, int]]:
-        """The most frequent values of a field (status, group.status, tool, error, columns.NAME, ...) with the number of rollouts
-        that have them; those without a value are not counted.
+        """The most frequent values of a column (status, group_status, tools, error, columns['NAME'], ...) with the number of
+        rollouts that have them; those without a value are not counted.
 
         Raises:
-            QueryError: no such field.
+            QueryError: no such column.
         """
-        where = self._where(query, with_superseded)
-        return self._reading(lambda: most_frequent(self._index, field, where, limit))
+        value = find_value(field)
+        where = Sql("rollout_index IS NOT NULL AND ") + self._where(query, with_superseded)
+        if value.in_blocks:
+            keys = Sql("SELECT row_key FROM rollouts WHERE ") + where
+            source = self._index.source(self._index.sealed_blocks())
+            texts = Sql(f"(SELECT {ROW_KEY} AS row_key, {BLOCK_SQL} FROM ") + source + ")"
+            values = Sql(f"SELECT {value.sql} AS value FROM ") + texts + " WHERE row_key IN (" + keys + ")"
+        else:
+            each = f"unnest(list_distinct({value.sql}))" if value.kind == LIST else value.sql
+            values = Sql(f"SELECT {each} AS value FROM rollouts WHERE ") + where
+        order = Sql(") WHERE value IS NOT NULL GROUP BY value ORDER BY 2 DESC, 1 LIMIT ?", (limit,))
+        found = self._reading(lambda: self._fetch(query, Sql("SELECT value, count(*) FROM (") + values + order))
+        return [
+            (str(int(value)) if isinstance(value, float) and value.is_integer() else str(value), count)
+            for value, count in found
+        ]
 
     def by_step(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> list[StepSummary]:
         """Ascending by step; those that no step saw last. Steps without a matching rollout or group are left out, and without
         `with_superseded` also the one that is not done yet."""
         where = self._where(query, with_superseded)
         rewards: dict[int | None, dict[str, float]] = defaultdict(dict)
-        for step, name, mean in self._index.fetch(table_sql.step_rewards_sql(where)):
+        for step, name, mean in self._fetch(query, table_sql.step_rewards_sql(where)):
             rewards[step][name] = mean
         statuses: dict[int | None, dict[str, int]] = defaultdict(dict)
-        for step, status, groups in self._index.fetch(table_sql.step_statuses_sql(where)):
+        for step, status, groups in self._fetch(query, table_sql.step_statuses_sql(where)):
             statuses[step][status] = groups
         return [
             table_sql.step_summary(row, dict(sorted(rewards[row[0]].items())), statuses[row[0]])
-            for row in self._index.fetch(table_sql.step_sql(where, with_unfinished=with_superseded))
+            for row in self._fetch(query, table_sql.step_sql(where, with_unfinished=with_superseded))
         ]
 
     def same_prompt(self, prompt_hash: str, *, with_superseded: bool = False) -> list[GroupSummary]:
         """All groups of one prompt, in the order of writing; none where the run never saw it."""
-        query = parse_query(f"prompt_hash={quote(prompt_hash)}")
+        query = parse_query(f"prompt_hash = {quote(prompt_hash)}")
         return self.group_page(query, sort="seq", limit=1 << 31, with_superseded=with_superseded)
 
     def extremes(self, query: Query = EVERYTHING, k: int = 10) -> Extremes:
         """The best and worst rollouts by reward, and the prompts whose mean reward changed most between their first group and their
         last. At most `k` of each."""
         where = self._where(query, False)
-        scored = Sql("r.reward IS NOT NULL AND ") + where
+        scored = Sql("reward IS NOT NULL AND ") + where
         return Extremes(
-            best=self._with_previews(self._index.fetch(table_sql.page_sql(scored, "-reward,-advantage", 0, k))),
-            worst=self._with_previews(self._index.fetch(table_sql.page_sql(scored, "reward,advantage", 0, k))),
+            best=self._with_previews(self._fetch(query, table_sql.page_sql(scored, "-reward,-advantage", 0, k))),
+            worst=self._with_previews(self._fetch(query, table_sql.page_sql(scored, "reward,advantage", 0, k))),
             improved=self._changes(table_sql.improvement_sql(where, k, worsened=False)),
             worsened=self._changes(table_sql.improvement_sql(where, k, worsened=True)),
         )
 
     def reward_names(self) -> list[str]:
-        """The parts of the reward that occur, for `reward.NAME`."""
+        """The parts of the reward that occur, for rewards['NAME']."""
         return [
             name for (name,) in self._index.fetch(Sql("SELECT DISTINCT unnest(map_keys(rewards)) FROM rows ORDER BY 1"))
         ]
 
     def column_names(self) -> list[str]:
-        """Names of the data set's further columns, for `columns.NAME`: those of the newest groups."""
+        """Names of the data set's further columns, for columns['NAME']: those of the newest groups."""
         seqs = [seq for (seq,) in self._index.fetch(Sql("SELECT seq FROM groups ORDER BY seq DESC LIMIT 8"))]
         keys = self._read("DISTINCT ON (seq) seq, rollout_index, json_keys(columns)", seqs)
         return sorted({name for _, _, names in keys for name in names or ()})
@@ -285,24 +350,64 @@ class RolloutTable:
     def dump(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> Iterator[Mapping[str, Any]]:
         """Every column of every matching rollout and `superseded`, in the order of writing, a block in memory at a time. A group
         without rollouts is one row, without an id of a rollout."""
-        for row in dumps.rows(self._index, dumps.COLUMNS_SQL, self._where(query, with_superseded)):
-            yield dict(zip(dumps.NAMES, row, strict=True))
+        for row in self._dumped(query, table_sql.DUMPED_SQL, with_superseded):
+            yield dict(zip(table_sql.DUMPED, row, strict=True))
 
     def dump_json(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> Iterator[str]:
         """As `dump`, each row as the text of a JSON object."""
-        for (text,) in dumps.rows(self._index, dumps.JSON_SQL, self._where(query, with_superseded)):
+        for (text,) in self._dumped(query, table_sql.DUMPED_JSON_SQL, with_superseded):
             yield text
 
     def write_parquet(self, path: Path, query: Query = EVERYTHING, *, with_superseded: bool = False) -> None:
-        """As `dump`, into a Parquet file (zstd). Its folder was named as `writable`."""
-        dumps.write_parquet(self._index, path, self._where(query, with_superseded))
+        """As `dump`, into a Parquet file (zstd). Its folder was named as `writable`. Without a sort, which would hold everything in
+        memory: DuckDB keeps the order of the blocks and, within one, of the rows."""
+        selects = self._dumps(query, table_sql.DUMPED_SQL, with_superseded)
+        none = f"SELECT {table_sql.DUMPED_SQL} FROM (SELECT *, false AS superseded FROM unsealed) LIMIT 0"
+        whole = selects[0] if selects else Sql(none)
+        for select in selects[1:]:
+            whole = whole + " UNION ALL " + select
+        options = (
+            f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROWS_PER_GROUP}, "
+            f"KV_METADATA {{grpo_async_schema: '{SCHEMA}'}}"
+        )
+        for _ in self._index.stream(Sql("COPY (") + whole + f") TO {quote(str(path.absolute()))} ({options})", 1):
+            pass  # the number of rows
 
     # ------------------------------------------------------------------------------------------------ below
 
+    def _dumped(self, query: Query, columns: str, with_superseded: bool) -> Iterator[tuple[Any, ...]]:
+        for select in self._dumps(query, columns, with_superseded):
+            yield from self._index.stream(select + " ORDER BY seq, rollout_index", _ROWS_AT_ONCE)
+
+    def _dumps(self, query: Query, columns: str, with_superseded: bool) -> list[Sql]:
+        """One SELECT for each block, in the order of writing."""
+        keys = Sql("SELECT row_key FROM rollouts WHERE ") + self._where(query, with_superseded)
+        whole = f"SELECT {columns} FROM (SELECT *, {self._index.superseded()} AS superseded FROM "
+        return [Sql(whole) + part + f") WHERE {ROW_KEY} IN (" + keys + ")" for part in self._index.parts()]
+
     def _where(self, query: Query, with_superseded: bool) -> Sql:
-        missing.check_rewards(query, self.reward_names)
-        condition = self._reading(lambda: compile_expression(query.expression, self._index.lookup))
-        return condition if with_superseded else Sql("NOT r.superseded AND ") + condition
+        self._check_rewards(query)
+        with _of_query(query):
+            condition = self._reading(lambda: self._index.condition(query))
+        return condition if with_superseded else Sql("NOT superseded AND ") + condition
+
+    def _fetch(self, query: Query, sql: Sql) -> list[tuple[Any, ...]]:
+        with _of_query(query):
+            return self._index.fetch(sql)
+
+    def _check_rewards(self, query: Query) -> None:
+        """A part of the reward that no rollout has is a mistake, as soon as there are rollouts. Raises QueryError."""
+        asked = [
+            name.replace("''", "'") for name in re.findall(r"\brewards\['((?:[^']|'')*)'\]", query.sql, re.IGNORECASE)
+        ]
+        names = self.reward_names() if asked else []
+        for name in asked:
+            if names and name not in names:
+                near = [f"rewards[{quote(each)}]" for each in get_close_matches(name, names, n=_NUM_NEAR)]
+                short = query.text.lower().find(f"reward.{name}".lower())
+                place = short if short >= 0 else max(query.text.find(name), 0)
+                problem = f"no rollout has a reward {name}; there are {', '.join(names)}"
+                raise QueryError(query.text, place, len(name), problem, near)
 
     def _reading(self, ask: Callable[[], _Answer]) -> _Answer:
         """`ask` reads blocks. One that was sealed or deleted meanwhile is found by looking again, once."""
@@ -330,16 +435,16 @@ class RolloutTable:
         return from_columns([dict(zip(COLUMN_NAMES, row, strict=True)) for row in rows])
 
     def _with_previews(self, rows: Sequence[Sequence[Any]]) -> list[RolloutSummary]:
-        """`rows`: (row_key, *ROLLOUT_NAMES)."""
+        """`rows`: ROLLOUT_NAMES."""
         names = table_sql.ROLLOUT_NAMES
-        seq = names.index("seq") + 1
+        seq = names.index("seq")
         columns = f"seq, rollout_index, {table_sql.PROMPT_PREVIEW}, {table_sql.COMPLETION_PREVIEW}"
         texts = {
             (s, i): (prompt, answer) for s, i, prompt, answer in self._read(columns, sorted({row[seq] for row in rows}))
         }
         found = []
         for row in rows:
-            values = dict(zip(names, row[1:], strict=True))
+            values = dict(zip(names, row, strict=True))
             prompt, answer = texts.get((values["seq"], values["rollout_index"]), ("", ""))
             values["rewards"] = values["rewards"] or {}
             values["tool_names"] = values["tool_names"] or []
@@ -366,7 +471,7 @@ class RolloutTable:
         ]
 
     def _group_summaries(self, seqs: Sequence[int]) -> list[GroupSummary]:
-        where = Sql("r.seq IN ?", (list(seqs),))
+        where = Sql("seq IN ?", (list(seqs),))
         return self._groups(self._index.fetch(table_sql.group_page_sql(where, "seq", 0, len(seqs))))
 
     def _changes(self, sql: Sql) -> list[PromptChange]:
@@ -390,4 +495,39 @@ class RolloutTable:
         )
         if found:
             return int(found[0][0])
-        raise RunError(missing.no_group(self._index, group_id))
+        raise RunError(self._no_group(group_id))
+
+    def _no_group(self, group_id: int) -> str:
+        """Why there is no group of that id, and which there are."""
+        index = self._index
+        if index.fetch(Sql("SELECT 1 FROM groups WHERE group_id = ?", (group_id,))):
+            return f"group {group_id} {_SUPERSEDED}"
+        ((low, high),) = index.fetch(Sql("SELECT min(group_id), max(group_id) FROM groups"))
+        there = "it holds none" if low is None else f"it holds groups {low} to {high}, perhaps not all of them"
+        return f"there is no group {group_id} in {index.folder}; {there}"
+
+    def _no_rollout(self, rollout_id: str) -> str:
+        """Why there is no rollout of that id, and which are near."""
+        index = self._index
+        if index.fetch(Sql("SELECT 1 FROM rows WHERE rollout_id = ?", (rollout_id,))):
+            return f"rollout {rollout_id} {_SUPERSEDED}"
+        near = index.fetch(
+            Sql(
+                "SELECT rollout_id FROM rows WHERE rollout_id IS NOT NULL "
+                "GROUP BY rollout_id ORDER BY levenshtein(rollout_id, ?), rollout_id LIMIT ?",
+                (rollout_id, _NUM_NEAR),
+            )
+        )
+        there = f"did you mean {' or '.join(name for (name,) in near)}?" if near else "it holds none"
+        return f"there is no rollout {rollout_id} in {index.folder}; {there}"
+
+
+@contextlib.contextmanager
+def _of_query(query: Query) -> Iterator[None]:
+    """What a value of the store makes of a query that is right in itself (a text that is no number) is an error of the query."""
+    import duckdb
+
+    try:
+        yield
+    except (duckdb.DataError, duckdb.OutOfMemoryException) as error:
+        raise QueryError(query.text, 0, len(query.text), str(error).split("\n", 1)[0]) from error

@@ -1,19 +1,16 @@
-"""The SELECTs of `RolloutTable`, as pure functions of a compiled condition."""
+"""The SELECTs of `RolloutTable`, as pure functions of a condition over the view `rollouts`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
-from grpo_async.store.query import QueryError
-from grpo_async.store.query_fields import FIELDS, Field, Kind, Place, find_field
-from grpo_async.store.query_sql import LAST_STEP, Sql, field_sql
-from grpo_async.store.query_syntax import Comparison
+from grpo_async.store.index import Sql
+from grpo_async.store.query import QueryError, find_value
+from grpo_async.store.query_names import LIST
+from grpo_async.store.schema import COLUMN_NAMES, COLUMNS
 from grpo_async.store.summaries import PREVIEW_CHARACTERS, GroupSummary, RolloutSummary, StepSummary
-
-JOINED = "rows AS r JOIN groups AS g ON r.seq = g.seq"
 
 _PREVIEWS = ("prompt_preview", "completion_preview")
 ROLLOUT_NAMES = tuple(f.name for f in dataclasses.fields(RolloutSummary) if f.name not in _PREVIEWS)
@@ -30,82 +27,84 @@ TOOLS = """SELECT seq, list_sort(list_distinct(flatten(list(tool_names)))) FROM 
 GROUP BY seq"""
 
 _STEP = {
-    "num_rollouts": "count(r.rollout_index)",
-    "num_groups": "count(DISTINCT r.seq)",
-    "num_unscored": "count(r.rollout_index) - count(r.reward)",
-    "reward_mean": "avg(r.reward)",
-    "reward_std": "stddev_samp(r.reward)",
-    "reward_min": "min(r.reward)",
-    "reward_q10": "quantile_cont(r.reward, 0.1)",
-    "reward_q25": "quantile_cont(r.reward, 0.25)",
-    "reward_median": "quantile_cont(r.reward, 0.5)",
-    "reward_q75": "quantile_cont(r.reward, 0.75)",
-    "reward_q90": "quantile_cont(r.reward, 0.9)",
-    "reward_max": "max(r.reward)",
-    "num_tokens_mean": "coalesce(avg(r.num_tokens), 0.0)",
-    "num_tokens_q10": "coalesce(quantile_cont(r.num_tokens, 0.1), 0.0)::DOUBLE",
-    "num_tokens_median": "coalesce(quantile_cont(r.num_tokens, 0.5), 0.0)::DOUBLE",
-    "num_tokens_q90": "coalesce(quantile_cont(r.num_tokens, 0.9), 0.0)::DOUBLE",
-    "num_tokens_max": "coalesce(max(r.num_tokens), 0)",
-    "truncated_share": "coalesce(avg(r.truncated::INTEGER), 0.0)",
-    "failed_share": "coalesce(avg((r.status = 'failed')::INTEGER), 0.0)",
-    "num_turns_mean": "coalesce(avg(r.num_turns), 0.0)",
-    "num_tool_calls": "coalesce(sum(r.num_tool_calls), 0)::BIGINT",
-    "num_failed_tool_calls": "coalesce(sum(r.num_failed_tool_calls), 0)::BIGINT",
-    "staleness_mean": "avg(r.staleness)",
-    "staleness_max": "max(r.staleness)",
-    "entropy_mean": "avg(r.entropy_mean)",
-    "ratio_mean": "avg(r.ratio_mean)",
-    "clipped_share": "avg(r.clipped_share)",
-    "masked_share": "avg(r.masked_share)",
-    "mismatch_mean": "avg(r.mismatch_mean)",
-    "total_duration_mean_s": "avg(r.total_duration_s)",
+    "num_rollouts": "count(rollout_index)",
+    "num_groups": "count(DISTINCT seq)",
+    "num_unscored": "count(rollout_index) - count(reward)",
+    "reward_mean": "avg(reward)",
+    "reward_std": "stddev_samp(reward)",
+    "reward_min": "min(reward)",
+    "reward_q10": "quantile_cont(reward, 0.1)",
+    "reward_q25": "quantile_cont(reward, 0.25)",
+    "reward_median": "quantile_cont(reward, 0.5)",
+    "reward_q75": "quantile_cont(reward, 0.75)",
+    "reward_q90": "quantile_cont(reward, 0.9)",
+    "reward_max": "max(reward)",
+    "num_tokens_mean": "coalesce(avg(num_tokens), 0.0)",
+    "num_tokens_q10": "coalesce(quantile_cont(num_tokens, 0.1), 0.0)::DOUBLE",
+    "num_tokens_median": "coalesce(quantile_cont(num_tokens, 0.5), 0.0)::DOUBLE",
+    "num_tokens_q90": "coalesce(quantile_cont(num_tokens, 0.9), 0.0)::DOUBLE",
+    "num_tokens_max": "coalesce(max(num_tokens), 0)",
+    "truncated_share": "coalesce(avg(truncated::INTEGER), 0.0)",
+    "failed_share": "coalesce(avg((status = 'failed')::INTEGER), 0.0)",
+    "num_turns_mean": "coalesce(avg(num_turns), 0.0)",
+    "num_tool_calls": "coalesce(sum(num_tool_calls), 0)::BIGINT",
+    "num_failed_tool_calls": "coalesce(sum(num_failed_tool_calls), 0)::BIGINT",
+    "staleness_mean": "avg(staleness)",
+    "staleness_max": "max(staleness)",
+    "entropy_mean": "avg(entropy_mean)",
+    "ratio_mean": "avg(ratio_mean)",
+    "clipped_share": "avg(clipped_share)",
+    "masked_share": "avg(masked_share)",
+    "mismatch_mean": "avg(mismatch_mean)",
+    "total_duration_mean_s": "avg(total_duration_s)",
 }
 
 
 def count_sql(where: Sql) -> Sql:
-    return Sql(f"SELECT count(r.rollout_index), count(DISTINCT r.seq) FROM {JOINED} WHERE ") + where
+    return Sql("SELECT count(rollout_index), count(DISTINCT seq) FROM rollouts WHERE ") + where
 
 
 def page_sql(where: Sql, sort: str, offset: int, limit: int) -> Sql:
-    names = ", ".join(f"r.{name}" for name in ROLLOUT_NAMES)
-    select = Sql(f"SELECT r.row_key, {names} FROM {JOINED} WHERE r.rollout_index IS NOT NULL AND ") + where
-    return select + rollout_order(sort) + _window(offset, limit)
+    select = Sql(f"SELECT {', '.join(ROLLOUT_NAMES)} FROM rollouts WHERE rollout_index IS NOT NULL AND ") + where
+    return select + f" ORDER BY {_order(sort, of_groups=False)}, seq DESC, rollout_index" + _window(offset, limit)
 
 
 def group_page_sql(where: Sql, sort: str, offset: int, limit: int) -> Sql:
-    matching = Sql(f"SELECT r.seq AS seq, count(r.rollout_index) AS num_matching FROM {JOINED} WHERE ") + where
+    keys = group_order(sort)
     names = ", ".join(f"g.{name}" for name in GROUP_NAMES)
-    select = Sql("WITH matching AS (") + matching + " GROUP BY r.seq) "
-    select += f"SELECT m.num_matching, {names} FROM groups AS g JOIN matching AS m ON g.seq = m.seq"
-    return select + group_order(sort) + _window(offset, limit)
+    values = "".join(
+        f", any_value({value}) AS key_{place}" for place, (value, _) in enumerate(keys) if value != "matching"
+    )
+    found = Sql(f"SELECT seq, count(rollout_index) AS matching{values} FROM rollouts WHERE ") + where + " GROUP BY seq"
+    order = ", ".join(
+        f"m.{'matching' if value == 'matching' else f'key_{place}'} {direction} NULLS LAST"
+        for place, (value, direction) in enumerate(keys)
+    )
+    select = (
+        Sql("WITH found AS (") + found + f") SELECT m.matching, {names} FROM groups AS g JOIN found AS m USING (seq)"
+    )
+    return select + f" ORDER BY {order}, g.seq DESC" + _window(offset, limit)
 
 
 def step_sql(where: Sql, *, with_unfinished: bool) -> Sql:
     """Without `with_unfinished`: what was filtered or dropped for a step that is not done would tell a false mean."""
-    is_done = Sql("" if with_unfinished else f" AND (r.step IS NULL OR r.step <= {LAST_STEP})")
+    is_done = "" if with_unfinished else " AND (step IS NULL OR step <= last_step())"
     values = ", ".join(f"{expression} AS {name}" for name, expression in _STEP.items())
     return (
-        Sql(f"SELECT r.step AS step, {values} FROM {JOINED} WHERE ")
-        + where
-        + is_done
-        + " GROUP BY r.step ORDER BY r.step ASC NULLS LAST"
+        Sql(f"SELECT step, {values} FROM rollouts WHERE ") + where + is_done + " GROUP BY step ORDER BY step NULLS LAST"
     )
 
 
 def step_rewards_sql(where: Sql) -> Sql:
     """(step, name, mean)."""
-    inner = Sql(f"SELECT r.step AS step, unnest(map_entries(r.rewards)) AS part FROM {JOINED} WHERE ") + where
-    return Sql("SELECT step, part.key, avg(part.value) FROM (") + inner + ") WHERE part.value IS NOT NULL GROUP BY ALL"
+    parts = Sql("SELECT step, unnest(map_entries(rewards)) AS part FROM rollouts WHERE ") + where
+    return Sql("SELECT step, part.key, avg(part.value) FROM (") + parts + ") WHERE part.value IS NOT NULL GROUP BY ALL"
 
 
 def step_statuses_sql(where: Sql) -> Sql:
     """(step, status, groups)."""
-    return (
-        Sql(f"SELECT r.step, r.group_status, count(DISTINCT r.seq) FROM {JOINED} WHERE ")
-        + where
-        + " GROUP BY ALL ORDER BY ALL"
-    )
+    counts = Sql("SELECT step, group_status, count(DISTINCT seq) FROM rollouts WHERE ")
+    return counts + where + " GROUP BY ALL ORDER BY ALL"
 
 
 def step_summary(row: Sequence[Any], rewards: Mapping[str, float], statuses: Mapping[str, int]) -> StepSummary:
@@ -114,90 +113,65 @@ def step_summary(row: Sequence[Any], rewards: Mapping[str, float], statuses: Map
 
 def improvement_sql(where: Sql, k: int, *, worsened: bool) -> Sql:
     """(prompt_hash, groups, change, first seq, last seq) of prompts that were scored in two groups or more."""
-    seqs = Sql(f"SELECT DISTINCT r.seq FROM {JOINED} WHERE ") + where
     sign, order = ("<", "ASC") if worsened else (">", "DESC")
-    return (
-        Sql(
-            "SELECT prompt_hash, count(*), arg_max(reward_mean, seq) - arg_min(reward_mean, seq) AS change, "
-            "min(seq), max(seq) FROM groups WHERE reward_mean IS NOT NULL AND seq IN ("
-        )
-        + seqs
-        + f") GROUP BY prompt_hash HAVING count(*) > 1 AND change {sign} 0 ORDER BY change {order}, prompt_hash"
-        + Sql(" LIMIT ?", (k,))
+    select = Sql(
+        "SELECT prompt_hash, count(*), arg_max(reward_mean, seq) - arg_min(reward_mean, seq) AS change, min(seq), max(seq) "
+        "FROM groups WHERE reward_mean IS NOT NULL AND seq IN (SELECT seq FROM rollouts WHERE "
     )
+    having = f") GROUP BY prompt_hash HAVING count(*) > 1 AND change {sign} 0 ORDER BY change {order}, prompt_hash"
+    return select + where + having + Sql(" LIMIT ?", (k,))
 
 
-def numeric_field(name: str) -> Sql:
-    """The value of a field that holds numbers, over `r` and `g`.
-
-    Raises:
-        QueryError: there is no such field, or it holds no numbers.
-    """
-    field, further = _field(name, name)
-    if field.kind is not Kind.NUMBER:
-        raise QueryError(name, 0, len(name), f"{field.name} holds no numbers")
-    return field_sql(Comparison(field=field, name=further, operator="=", values=()))
-
-
-def words_field(name: str) -> tuple[Field, Sql]:
-    """The field, and its value over `r` and `g`, or over the columns of a block.
+def group_order(sort: str) -> list[tuple[str, str]]:
+    """(SQL, ASC or DESC) of a list of values of groups: "-reward,step".
 
     Raises:
-        QueryError: there is no such field.
+        QueryError: groups cannot be sorted by one of them.
     """
-    field, further = _field(name, name)
-    return field, field_sql(Comparison(field=field, name=further, operator="=", values=()))
+    return _keys(sort, of_groups=True)
 
 
-def rollout_order(sort: str) -> Sql:
-    """ " ORDER BY ..." of a list of fields: "-reward,step". Missing values stand last; what is equal, newest first."""
-    return _order(sort, lambda name: _sortable(name, sort, only_group=False), "r.seq DESC, r.rollout_index")
+def _order(sort: str, *, of_groups: bool) -> str:
+    return ", ".join(f"{value} {direction} NULLS LAST" for value, direction in _keys(sort, of_groups=of_groups))
 
 
-def group_order(sort: str) -> Sql:
-    return _order(sort, lambda name: _sortable(name, sort, only_group=True), "g.seq DESC")
-
-
-def _order(sort: str, expression: Any, tie: str) -> Sql:
-    whole = Sql(" ORDER BY ")
+def _keys(sort: str, *, of_groups: bool) -> list[tuple[str, str]]:
+    found = []
     for part in sort.split(","):
-        name = part.strip()
-        descending = name.startswith("-")
-        direction = "DESC" if descending else "ASC"
-        whole = whole + expression(name.lstrip("+-")) + f" {direction} NULLS LAST, "
-    return whole + tie
-
-
-def _sortable(name: str, sort: str, *, only_group: bool) -> Sql:
-    if only_group and name == "matching":
-        return Sql("m.num_matching")
-    found = find_field(f"group.{name}") if only_group else None
-    field, further = found or _field(name, sort)
-    names = [f.name for f in FIELDS if _is_sortable(f, only_group=only_group)]
-    if not _is_sortable(field, only_group=only_group):
-        place = max(sort.find(name), 0)
-        listed = ", ".join(each.removeprefix("group.") if only_group else each for each in names)
-        what = "groups" if only_group else "rollouts"
-        raise QueryError(sort, place, len(name), f"{what} cannot be sorted by {name}; they can by {listed}")
-    text = field_sql(Comparison(field=field, name=further, operator="=", values=()))
-    return Sql(text.text.replace("r.group_id", "g.group_id").replace("r.group_status", "g.status"), text.parameters)
-
-
-def _is_sortable(field: Field, *, only_group: bool) -> bool:
-    if field.place is Place.BLOCKS or field.kind is Kind.LIST:
-        return False
-    return not only_group or field.name.startswith("group.")
-
-
-def _field(name: str, text: str) -> tuple[Field, str | None]:
-    found = find_field(name)
-    if found is None:
-        names = [field.name for field in FIELDS]
-        raise QueryError(
-            text, max(text.find(name), 0), len(name), f"there is no field {name}", get_close_matches(name, names, n=3)
-        )
+        name, direction = part.strip().lstrip("+-"), "DESC" if part.strip().startswith("-") else "ASC"
+        if of_groups and name == "matching":
+            found.append((name, direction))
+            continue
+        if of_groups and name == "status":
+            name = "group_status"
+        value = find_value(name, of_group=of_groups, text=sort)
+        if value.in_blocks or value.kind == LIST:
+            raise QueryError(sort, max(sort.find(name), 0), len(name), f"rollouts cannot be sorted by {name}")
+        found.append((value.sql, direction))
     return found
 
 
 def _window(offset: int, limit: int) -> Sql:
     return Sql(" LIMIT ? OFFSET ?", (max(limit, 0), max(offset, 0)))
+
+
+# ------------------------------------------------------------------------------------------- whole rows, for an export
+
+DUMPED = (*COLUMN_NAMES, "superseded")
+DUMPED_SQL = ", ".join(f'"{name}"' for name in DUMPED)
+
+
+def _as_json(name: str, type_: str) -> str:
+    """The column as JSON has it: JSON as what it stands for, single precision with the digits that it needs."""
+    if type_ == "JSON":
+        return f'"{name}"::JSON'
+    if type_ == "FLOAT[]":
+        return f"replace(\"{name}\"::VARCHAR, 'NULL', 'null')::JSON"
+    return f'"{name}"'
+
+
+DUMPED_JSON_SQL = (
+    "to_json({"
+    + ", ".join(f"'{column.name}': {_as_json(column.name, column.type)}" for column in COLUMNS)
+    + ", 'superseded': superseded})::VARCHAR"
+)

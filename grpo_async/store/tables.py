@@ -2,7 +2,8 @@
 
     rows     one row per rollout: the small columns, and `superseded`
     groups   one row per group: its rollouts taken together
-    loose    all columns of the groups that are still JSON lines
+    unsealed all columns of the groups that are still JSON lines
+    rollouts the view of queries (`query_names`)
 
 What is read is staged first, and comes into the tables as one change. One thread at a time may stage and change; cursors of other
 threads see the state before or after.
@@ -17,31 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.errors import RunError
-from grpo_async.store.blocks import sql_path
-from grpo_async.store.branches import Branch
+from grpo_async.store.blocks import Branch, sql_path
+from grpo_async.store.query_names import INDEXED, MACRO_SQL, VIEW_SQL
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, SCHEMA, select_from_lines
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-IN_BLOCKS = frozenset(
-    (
-        *(
-            "prompt_text",
-            "prompt_messages",
-            "columns",
-            "completion_text",
-            "messages",
-            "reset_messages",
-            "turns",
-            "extra",
-        ),
-        *("prompt_ids", "completion_ids", "mask", "logprobs", "versions"),
-        *("trainer_logprobs", "proximal_logprobs", "weights", "entropies", "marks"),
-    )
-)
-"""Columns that stay in the blocks: texts and lists of tokens."""
-INDEXED = tuple(name for name in COLUMN_NAMES if name not in IN_BLOCKS)
 ROW_KEY = "(seq * 65536 + coalesce(rollout_index, 65535))"
 """One number per row; a group without rollouts has a row of its own."""
 
@@ -90,7 +73,7 @@ class Tables:
         self._folder, self._scratch = folder, scratch
         self._branches: list[tuple[int, int]] = []
         self._connection = _connect((folder, scratch, *writable), scratch, threads, memory_bytes)
-        self._create()
+        create_tables(self._connection)
 
     def close(self) -> None:
         self._connection.close()
@@ -149,12 +132,12 @@ class Tables:
         assert found is not None
         return int(found[0]), int(found[1])
 
-    def commit(self, *, with_lines: bool = False, no_longer_loose: tuple[int, int] | None = None) -> int:
-        """Take up what is staged, as one change; the number of its rows.
+    def commit(self, *, with_lines: bool = False, now_sealed: tuple[int, int] | None = None) -> int:
+        """Ingest what is staged, as one change; the number of its rows.
 
         Args:
             with_lines: it was staged by `stage_lines`.
-            no_longer_loose: first and last seq of lines that are in a sealed block now.
+            now_sealed: first and last seq of lines that are in a sealed block now.
         """
         counted = self._connection.execute("SELECT count(*), (SELECT count(*) FROM rows) FROM staged").fetchone()
         assert counted is not None
@@ -166,9 +149,9 @@ class Tables:
                 self._connection.execute("DROP TABLE rows")
                 self._connection.execute("ALTER TABLE staged RENAME TO rows")
             if with_lines:
-                self._connection.execute("INSERT INTO loose BY NAME SELECT * FROM new_lines")
-            if no_longer_loose is not None:
-                self._connection.execute("DELETE FROM loose WHERE seq BETWEEN ? AND ?", no_longer_loose)
+                self._connection.execute("INSERT INTO unsealed BY NAME SELECT * FROM new_lines")
+            if now_sealed is not None:
+                self._connection.execute("DELETE FROM unsealed WHERE seq BETWEEN ? AND ?", now_sealed)
         for table in ("staged", "new_lines"):
             self._connection.execute(f"DROP TABLE IF EXISTS {table}")
         return int(counted[0])
@@ -187,7 +170,7 @@ class Tables:
     def delete(self, first: int, last: int) -> None:
         """Forget groups."""
         with self._change():
-            for table in ("rows", "groups", "loose"):
+            for table in ("rows", "groups", "unsealed"):
                 self._connection.execute(f"DELETE FROM {table} WHERE seq BETWEEN ? AND ?", (first, last))
 
     def supersede(self, branches: Sequence[Branch]) -> bool:
@@ -201,13 +184,17 @@ class Tables:
                 self._connection.execute(f"UPDATE {table} SET superseded = {self.superseded}")
         return True
 
-    def _create(self) -> None:
-        types = {column.name: column.type for column in COLUMNS}
-        indexed = ", ".join(f'"{name}" {types[name]}' for name in INDEXED)
-        every = ", ".join(f'"{name}" {types[name]}' for name in COLUMN_NAMES)
-        self._connection.execute(f"CREATE TABLE rows ({indexed}, superseded BOOLEAN, row_key BIGINT)")
-        self._connection.execute(f"CREATE TABLE loose ({every})")
-        self._connection.execute("CREATE TABLE groups AS " + _GROUPS.format(source="rows"))
+
+def create_tables(connection: DuckDBPyConnection) -> None:
+    """The tables, empty, and what queries see of them."""
+    types = {column.name: column.type for column in COLUMNS}
+    indexed = ", ".join(f'"{name}" {types[name]}' for name in INDEXED)
+    every = ", ".join(f'"{name}" {types[name]}' for name in COLUMN_NAMES)
+    connection.execute(f"CREATE TABLE rows ({indexed}, superseded BOOLEAN, row_key BIGINT)")
+    connection.execute(f"CREATE TABLE unsealed ({every})")
+    connection.execute("CREATE TABLE groups AS " + _GROUPS.format(source="rows"))
+    connection.execute(MACRO_SQL)
+    connection.execute(VIEW_SQL)
 
 
 @contextlib.contextmanager

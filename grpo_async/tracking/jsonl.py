@@ -10,9 +10,10 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from grpo_async.errors import RunError
+from grpo_async.utils.whole_lines import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ _PATIENCE_S = 60.0
 """A disk may be full for so long: lines wait, and training goes on."""
 
 
-class MetricsLog:
+class MetricsLog(Writer):
     """Appends to a file; after a resume, lines of steps that will run again are dropped first. A file with lines that cannot be
     read is kept beside it."""
 
@@ -53,17 +54,6 @@ class MetricsLog:
                 self._write_waiting(is_last=True)
         finally:
             os.close(self._descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        try:
-            self.close()
-        except RunError as own:
-            if error is None:
-                raise
-            logger.error("%s", own)  # what ended the run is what the user has to know first
 
     def _write_waiting(self, *, is_last: bool = False) -> None:
         size = os.fstat(self._descriptor).st_size

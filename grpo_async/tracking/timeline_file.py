@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from grpo_async.utils.whole_lines import whole_bytes
+
 logger = logging.getLogger(__name__)
 
 DROPPED = "older events dropped"
@@ -145,7 +147,7 @@ class EventFile:
 
     def _open(self) -> None:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._size = _whole_bytes(self._descriptor)
+        self._size = whole_bytes(self._descriptor)
         os.ftruncate(self._descriptor, self._size)  # a line that a kill has torn
 
     def _write(self, data: bytes) -> None:
@@ -202,16 +204,3 @@ def _count_lines(source: BinaryIO, end: int) -> int:
     while chunk := source.read(min(_COPY_BYTES, end - source.tell())):
         num += chunk.count(b"\n")
     return num
-
-
-def _whole_bytes(descriptor: int) -> int:
-    """Size of the file without its torn last line."""
-    end = os.lseek(descriptor, 0, os.SEEK_END)
-    position = end
-    while position > 0:
-        begin = max(0, position - _COPY_BYTES)
-        found = os.pread(descriptor, position - begin, begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
-        position = begin
-    return 0

@@ -1,6 +1,6 @@
 """The options of `inspect-rollouts` that are short for a query. Pure.
 
---step 3..5 --status trained --max-reward 0 -> step=3..5 and group.status=trained and group.reward<=0
+--step 3..5 --status trained --max-reward 0 -> step=3..5 and group_status IN ('trained') and group_reward<=0
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def query_text(
     if step is not None:
         parts.append(_steps(step))
     if status is not None:
-        parts.append(f"group.status={_statuses(status)}")
+        parts.append(f"group_status IN ({_statuses(status)})")
     if min_reward is not None:
-        parts.append(f"group.reward>={min_reward!r}")
+        parts.append(f"group_reward>={min_reward!r}")
     if max_reward is not None:
-        parts.append(f"group.reward<={max_reward!r}")
+        parts.append(f"group_reward<={max_reward!r}")
     if truncated is not None:
-        parts.append("group.truncated>0" if truncated else "group.truncated=0")
+        parts.append("group_truncated>0" if truncated else "group_truncated=0")
     if search is not None:
-        parts.append(f"text~{quote(search)}")
+        parts.append(f"contains(lower(text), {quote(search.lower())})")
     return query.strip() if parts == [f"({query})"] else " and ".join(parts)
 
 
@@ -82,4 +82,4 @@ def _statuses(text: str) -> str:
     unknown = [word for word in words if word not in known]
     if unknown:
         raise ConfigError(f"--status {text}: {unknown[0]!r} is not a status; the statuses are {', '.join(known)}")
-    return ",".join(words)
+    return ", ".join(map(quote, words))

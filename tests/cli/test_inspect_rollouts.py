@@ -20,7 +20,7 @@ from grpo_async.cli.app import app
 from grpo_async.records import GroupStatus
 from grpo_async.rundir import RunDir
 from grpo_async.store import RolloutStore
-from grpo_async.viewer.terminal.session import Session
+from grpo_async.viewer.terminal.base import Session
 from tests.store.builders import append_simple
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def test_the_table_lists_the_newest_groups_first(store: RolloutStore) -> None:
         (["--search", "nowhere"], []),
         (["--sort", "length:asc"], [2, 0, 1]),  # of equals the newest first
         (["reward<0.2 and not truncated"], [0]),
-        (["truncated or text~sheep", "--step", "2"], [1]),
+        (["truncated or text like '%sheep%'", "--step", "2"], [1]),
         (["stale"], [2]),
     ],
 )
@@ -196,7 +196,7 @@ def test_an_order_that_there_is_not_is_shown_as_it_was_typed(store: RolloutStore
     for how in ([], ["--web"]):
         result = _invoke("demo", "--sort", sort, *how)
         assert result.exit_code == 2
-        assert result.stderr.startswith("--sort: there is no field")
+        assert result.stderr.startswith("--sort: groups have no ")
         assert result.stderr.splitlines()[1:] == [f"  {sort}", f"  {carets}"]
 
 
@@ -207,7 +207,7 @@ def test_several_runs_without_the_browser_are_told_of_it(store: RolloutStore) ->
         result = _invoke(*arguments)
         assert result.exit_code == 2
         assert result.stderr.startswith("several runs: add --web to see demo and other")
-    assert _groups("stale") == [2], "a word of the query language is a query"
+    assert _groups("stale") == [2], "a column is a query"
 
 
 def test_the_words_of_export_are_understood(store: RolloutStore) -> None:
@@ -250,11 +250,11 @@ def test_a_damaged_line_costs_its_group_and_is_said(store: RolloutStore) -> None
     assert "3 of 3 matching groups" in result.stdout
 
 
-def test_help_ends_with_the_query_language() -> None:
+def test_help_ends_with_what_a_query_may_say() -> None:
     page = CliRunner().invoke(app, ["inspect-rollouts", "--help"]).stdout
-    assert "reward<0.2 and truncated" in page
-    assert "group.status" in page
-    assert page.index("--no-browser") < page.index("Fields of a rollout")
+    assert "reward < 0.2 and truncated" in page
+    assert "group_status" in page
+    assert page.index("--no-browser") < page.index("Columns of a rollout")
 
 
 def test_a_terminal_gets_the_screen_and_its_options(store: RolloutStore, monkeypatch: pytest.MonkeyPatch) -> None:

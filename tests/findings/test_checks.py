@@ -65,7 +65,7 @@ def test_groups_without_variance_at_the_bottom_are_bad_and_name_the_share() -> N
     assert finding.severity is Severity.ERROR
     assert "95%" in finding.text
     assert "A group of 8" in finding.text
-    assert finding.query == "group.std=0"
+    assert finding.query == "group_std=0"
 
 
 def test_groups_without_variance_at_the_top_are_solved() -> None:
@@ -269,7 +269,7 @@ def test_a_part_of_the_reward_that_never_moves_is_named_where_there_are_others()
     metrics = [{**row, "rewards/exact/mean": row["reward"]} for row in steps(20, **changes)]
     finding = _found(Evidence(metrics=metrics))["reward-parts"]
     assert "format (0)" in finding.text
-    assert finding.query == "reward.format<=0"
+    assert finding.query == "rewards['format']<=0"
     alone = [{**row, "rewards/format/mean": 0.0, "rewards/format/std": 0.0} for row in steps(20)]
     assert "reward-parts" not in _found(Evidence(metrics=alone))
 

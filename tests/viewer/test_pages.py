@@ -27,8 +27,7 @@ from grpo_async.rundir import RunDir
 from grpo_async.store import GroupRow, read_groups
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
-from grpo_async.viewer.plain.rollout_page import rollout_page, token_style
-from grpo_async.viewer.plain.tables import group_page, group_table
+from grpo_async.viewer.plain import group_page, group_table, rollout_page, token_style
 from grpo_async.viewer.runs import find_run
 from grpo_async.viewer.safe_text import one_line, quoted, visible
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts

@@ -106,8 +106,8 @@ def _read(table: RolloutTable) -> RolloutFacts:
         worsened=[_change(table, each) for each in extremes.worsened],
         rewards=table.histogram("reward", everything, bins=_HISTOGRAM_BINS),
         lengths=table.histogram("length", everything, bins=_HISTOGRAM_BINS),
-        tools=table.facets("tool", everything, limit=_MOST_LISTED),
-        errors=_errors(table.facets("error", parse_query("status=failed"), limit=_MOST_LISTED)),
+        tools=table.facets("tools", everything, limit=_MOST_LISTED),
+        errors=_errors(table.facets("error", parse_query("status = 'failed'"), limit=_MOST_LISTED)),
         notes=tuple(table.notes),
     )
 

@@ -15,14 +15,14 @@ from grpo_async.store.summaries import Histogram
 from grpo_async.viewer.figures import count
 from grpo_async.viewer.safe_text import one_line
 from grpo_async.viewer.terminal.base import InspectorScreen, Keys
-from grpo_async.viewer.terminal.columns import bar
+from grpo_async.viewer.terminal.table import bar
 
 _FIELDS = (
     "reward",
     "staleness",
     "length",
     "advantage",
-    "group.std",
+    "group_std",
     "entropy",
     "turns",
     "tool_calls",

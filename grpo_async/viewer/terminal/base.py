@@ -1,8 +1,11 @@
-"""What all screens share: the line of keys, the keys that leave, copying, and questions to the store that may fail."""
+"""What all screens share: the run that is looked at, the line of keys, the keys that leave, copying, and questions to the store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import shlex
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 from rich.text import Text
@@ -11,13 +14,53 @@ from textual.screen import Screen
 from textual.widgets import Static
 
 from grpo_async.errors import GrpoAsyncError
+from grpo_async.rundir import RunDir
 from grpo_async.store.table import RolloutTable
-from grpo_async.viewer.terminal.session import Session
+from grpo_async.viewer.runs import EvaluationDir
+from grpo_async.viewer.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from grpo_async.viewer.terminal.app import Inspector
 
+
 Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One run, opened. `name` is how the user called it; `texts` the token texts, or the sentence that says why there are none."""
+
+    run: RunDir
+    name: str
+    table: RolloutTable
+    texts: TokenTexts | str
+    with_superseded: bool = False
+
+    async def ask(self, question: Callable[[RolloutTable], Answer]) -> Answer:
+        """What the store answers; the question runs in a thread.
+
+        Raises:
+            QueryError: the query or the sort order is wrong.
+            RunError: the store cannot be read, or has no such row.
+        """
+        return await asyncio.to_thread(question, self.table)
+
+    @property
+    def title(self) -> str:
+        """'quickstart', 'quickstart, evaluation of step 40'."""
+        return f"{self.name}, evaluation of step {self.run.step}" if isinstance(self.run, EvaluationDir) else self.name
+
+    def command(self, *arguments: str) -> str:
+        """The command line that shows something of this run again."""
+        evaluation = ["--evaluation", str(self.run.step)] if isinstance(self.run, EvaluationDir) else []
+        superseded = ["--superseded"] if self.with_superseded else []
+        return shlex.join(["grpo-async", "inspect-rollouts", self.name, *arguments, *evaluation, *superseded])
+
+
+WalkGroups = Callable[[int], Awaitable[int | None]]
+"""Moves the cursor of a table; the seq of the group that is there, None where the table ends."""
+WalkRollouts = Callable[[int], Awaitable[tuple[int, str] | None]]
+"""The same for rollouts: seq of the group, and id."""
 
 
 class Keys(Static):
@@ -93,9 +136,7 @@ class InspectorScreen(Screen[None]):
             self.app.exit()
 
     def action_help(self) -> None:
-        from grpo_async.viewer.terminal.help import HelpScreen
-
-        self.app.push_screen(HelpScreen(self.TITLE_OF_HELP, self.KEYS))
+        self.inspector.open_help(self.TITLE_OF_HELP, self.KEYS)
 
     def action_copy_id(self) -> None:
         if (subject := self.subject()) is not None:

@@ -1,8 +1,7 @@
-"""The first screen: groups, rollouts or steps of the run, filtered and sorted by the store, page by page.
+"""The tables of the inspector: the first screen (groups, rollouts or steps) with its filter, and one prompt over the steps.
 
 What is shown stands still while the run writes: it ends at the newest row of the moment it was opened (`seq<=N`). New rows are
-announced, and `r` (or another filter, order or view) shows them; with `f` they are shown as they come.
-"""
+announced, and `r` (or another filter, order or view) shows them; with `f` they are shown as they come."""
 
 from __future__ import annotations
 
@@ -13,18 +12,147 @@ from typing import Any, ClassVar
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Static
+from textual.containers import Horizontal, Vertical
+from textual.message import Message
+from textual.widgets import Input, Label, Static
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.store.query import EVERYTHING, Query, both, parse_query
+from grpo_async.store.query import EVERYTHING, Query, QueryError, both, parse_query
 from grpo_async.store.summaries import GroupSummary, RolloutSummary, StepSummary
 from grpo_async.store.table import RolloutTable
-from grpo_async.viewer.figures import count
+from grpo_async.viewer.figures import count, number, signed
 from grpo_async.viewer.safe_text import one_line
 from grpo_async.viewer.terminal.base import InspectorScreen, Keys
-from grpo_async.viewer.terminal.columns import GROUP_COLUMNS, ROLLOUT_COLUMNS, step_columns
-from grpo_async.viewer.terminal.filter_line import FilterLine
-from grpo_async.viewer.terminal.paged_table import Column, PagedTable
+from grpo_async.viewer.terminal.table import (
+    GROUP_COLUMNS,
+    ROLLOUT_COLUMNS,
+    Column,
+    PagedTable,
+    history_columns,
+    step_columns,
+)
+
+_PROMPT = " filter "
+
+
+class QueryInput(Input):
+    """Enter applies, escape leaves it as it was, up and down walk through the earlier ones."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "give_up", "back", show=False),
+        Binding("up", "earlier(1)", "earlier", show=False),
+        Binding("down", "earlier(-1)", "later", show=False),
+    ]
+
+    class GivenUp(Message):
+        """Escape was pressed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, placeholder="everything (/ to filter)", compact=True, select_on_focus=False)
+        self.applied = text
+        self.earlier: list[str] = []
+        self._back = 0
+
+    def remember(self, text: str) -> None:
+        self.applied = text
+        self._back = 0
+        if text and (not self.earlier or self.earlier[-1] != text):
+            self.earlier.append(text)
+
+    def action_give_up(self) -> None:
+        self.value = self.applied
+        self.post_message(self.GivenUp())
+
+    def action_earlier(self, by: int) -> None:
+        self._back = max(0, min(self._back + by, len(self.earlier)))
+        self.value = self.earlier[-self._back] if self._back else ""
+        self.cursor_position = len(self.value)
+
+
+class FilterLine(Vertical):
+    """The query and its error. Posts `Applied` with the text on enter; whoever takes it calls `accept` or `refuse`."""
+
+    DEFAULT_CSS = """
+    FilterLine { height: auto; }
+    FilterLine Horizontal { height: 1; background: $surface; }
+    FilterLine Label { width: auto; color: $text-muted; }
+    FilterLine QueryInput { width: 1fr; }
+    FilterLine #counts { width: auto; padding: 0 1; }
+    FilterLine #error { display: none; height: auto; color: $text-error; }
+    """
+
+    class Applied(Message):
+        """Enter was pressed."""
+
+        def __init__(self, text: str) -> None:
+            self.text = text
+            super().__init__()
+
+    class Left(Message):
+        """Escape was pressed; the query is what it was."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__()
+        self._start = text
+
+    def compose(self) -> ComposeResult:
+        with Horizontal():
+            yield Label(_PROMPT)
+            yield QueryInput(self._start)
+            yield Label("", id="counts", markup=False)
+        yield Static("", id="error", markup=False)
+
+    @property
+    def input(self) -> QueryInput:
+        return self.query_one(QueryInput)
+
+    @property
+    def text(self) -> str:
+        """The query that holds."""
+        return self.input.applied
+
+    def put(self, text: str) -> None:
+        """Show a query that came from elsewhere, as typed."""
+        self.input.value = text
+
+    def say(self, counts: str) -> None:
+        self.query_one("#counts", Label).update(counts)
+
+    def accept(self, text: str) -> None:
+        """The query holds from now on."""
+        self.input.remember(text)
+        self.input.value = text
+        self.query_one("#error").display = False
+
+    def refuse(self, error: Exception) -> None:
+        """Show what is wrong; carets stand under the mistake if the error knows its place."""
+        lines = Text()
+        if isinstance(error, QueryError):
+            left = len(_PROMPT) + error.position - int(self.input.scroll_offset.x)
+            lines.append(" " * max(0, left) + "^" * error.length + "\n")
+            near = f"; did you mean {' or '.join(error.suggestions)}?" if error.suggestions else ""
+            known = "" if near and near in error.problem else near
+            said = error.problem if any(name in error.problem for name in error.suggestions) else error.problem + known
+            lines.append(" " + one_line(said, 400))
+        else:
+            lines.append(" " + one_line(str(error), 400))
+        shown = self.query_one("#error", Static)
+        shown.update(lines)
+        shown.display = True
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        self.post_message(self.Applied(event.value.strip()))
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        event.stop()
+        self.query_one("#error").display = False
+
+    def on_query_input_given_up(self, event: QueryInput.GivenUp) -> None:
+        event.stop()
+        self.query_one("#error").display = False
+        self.post_message(self.Left())
+
 
 AnyRow = GroupSummary | RolloutSummary | StepSummary
 
@@ -326,17 +454,14 @@ class BrowseScreen(InspectorScreen):
         self.run_worker(self._open(event.position), exclusive=True, group="open")
 
     async def _open(self, position: int) -> None:
-        from grpo_async.viewer.terminal.group import GroupScreen
-        from grpo_async.viewer.terminal.rollout import RolloutScreen
-
         row = await self.table.row(position)
         match row:
             case GroupSummary():
-                self.app.push_screen(GroupScreen(row.seq, self.walk_groups))
+                self.inspector.open_group(row.seq, self.walk_groups)
             case RolloutSummary():
-                self.app.push_screen(RolloutScreen(row.seq, row.rollout_id, self.walk_rollouts))
+                self.inspector.open_rollout(row.seq, row.rollout_id, self.walk_rollouts)
             case StepSummary():
-                where = "step=none" if row.step is None else f"step={row.step}"
+                where = "step IS NULL" if row.step is None else f"step={row.step}"
                 text = self.filter_line.text
                 self.view = View.GROUPS
                 await self.show(f"({text}) and {where}" if text else where)
@@ -360,16 +485,12 @@ class BrowseScreen(InspectorScreen):
         return row
 
     def action_bars(self) -> None:
-        from grpo_async.viewer.terminal.bars import BarsScreen
-
-        self.app.push_screen(BarsScreen(self.filter_line.text, _until(self.newest, self.filter_line.text)))
+        self.inspector.open_bars(self.filter_line.text, _until(self.newest, self.filter_line.text))
 
     def action_other_steps(self) -> None:
-        from grpo_async.viewer.terminal.history import HistoryScreen
-
         row = self.table.peek(self.table.cursor)
         if isinstance(row, GroupSummary | RolloutSummary):
-            self.app.push_screen(HistoryScreen(row.prompt_hash, row.seq))
+            self.inspector.open_history(row.prompt_hash, row.seq)
 
     def subject(self) -> tuple[str, list[str]] | None:
         row = self.table.peek(self.table.cursor)
@@ -391,3 +512,81 @@ def _until(newest: int, text: str) -> Query:
 def _any(columns: Sequence[Column[Any]]) -> Sequence[Column[AnyRow]]:
     """The table holds rows of one kind at a time, and its columns are those of that kind."""
     return columns
+
+
+class HistoryScreen(InspectorScreen):
+    """The groups of one prompt in the order of writing; the cursor begins on that of `seq`."""
+
+    CSS = "HistoryScreen #head { height: auto; max-height: 4; background: $surface; padding: 0 1; }"
+    BINDINGS: ClassVar[list[BindingType]] = []
+    TITLE_OF_HELP = "One prompt over the steps"
+    KEYS = (
+        ("↑ ↓ j k", "one group; g G: first, last"),
+        ("enter", "open the group side by side"),
+        ("y Y", "copy the id; copy the command line that shows the group again"),
+    )
+
+    def __init__(self, prompt_hash: str, seq: int) -> None:
+        super().__init__()
+        self._prompt_hash, self._seq = prompt_hash, seq
+
+    def compose(self) -> ComposeResult:
+        yield Static("", id="head", markup=False)
+        table: PagedTable[GroupSummary] = PagedTable()
+        yield table
+        yield Keys(("enter", "open"), ("y", "copy"))
+
+    @property
+    def table(self) -> PagedTable[GroupSummary]:
+        return self.query_one(PagedTable)
+
+    def on_mount(self) -> None:
+        self.table.focus()
+        self.run_worker(self._load(), exclusive=True, group="load")
+
+    def grown(self) -> None:
+        self.run_worker(self._load(), exclusive=True, group="load")
+
+    async def _load(self) -> None:
+        superseded = self.session.with_superseded
+        groups = await self.ask(lambda table: table.same_prompt(self._prompt_hash, with_superseded=superseded))
+        if groups is None or len(groups) == self.table.total:
+            return
+        rewards = [value for group in groups for value in (group.reward_min, group.reward_max) if value is not None]
+
+        async def load(offset: int, limit: int) -> Sequence[GroupSummary]:
+            return groups[offset : offset + limit]
+
+        seqs = [group.seq for group in groups]
+        cursor = self.table.cursor if self.table.total else seqs.index(self._seq) if self._seq in seqs else 0
+        columns = history_columns(min([0.0, *rewards]), max(rewards, default=0.0))
+        self.table.open(columns, load, len(groups), cursor=cursor)
+        self.query_one("#head", Static).update(_head(groups))
+
+    def on_paged_table_chosen(self, event: PagedTable.Chosen) -> None:
+        row = self.table.peek(event.position)
+        if row is not None:
+            self.inspector.open_group(row.seq, self.walk_groups)
+
+    async def walk_groups(self, by: int) -> int | None:
+        """Move the cursor; the seq of the group that is there, None where the table ends."""
+        row = await self.table.row(self.table.cursor + by)
+        if row is not None:
+            self.table.move_to(self.table.cursor + by)
+        return None if row is None else row.seq
+
+    def subject(self) -> tuple[str, list[str]] | None:
+        row = self.table.peek(self.table.cursor)
+        return None if row is None else (str(row.group_id), ["--group", str(row.group_id)])
+
+
+def _head(groups: Sequence[GroupSummary]) -> Text:
+    text = Text.assemble((f"this prompt in {count(len(groups), 'group')}", "bold"))
+    scored = [group.reward_mean for group in groups if group.reward_mean is not None]
+    if len(scored) > 1:
+        text.append(f"  mean reward {number(scored[0])} -> {number(scored[-1])} ({signed(scored[-1] - scored[0])})")
+    elif len(groups) == 1:
+        text.append("  no other step has seen it (a prompt comes again in the next epoch)", style="dim")
+    if groups:
+        text.append(f"\n{one_line(groups[0].prompt_preview, 300)}")
+    return text

@@ -1,77 +1,181 @@
-"""One group on the screen: its rollouts beside each other, what they were rewarded for, and where their texts differ."""
+"""One group on the screen: its rollouts beside each other, what they were rewarded for, and where their texts differ.
+
+Differences: the words of a text that its reference (the best rollout, at first) does not have at that place are marked."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import ClassVar
 
-from rich.segment import Segment
-from rich.style import Style
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.geometry import Size
-from textual.scroll_view import ScrollView
-from textual.strip import Strip
 from textual.widgets import Static
 
-from grpo_async.store import GroupRow
-from grpo_async.viewer.figures import STATUS_STYLES, count, span, whole
-from grpo_async.viewer.safe_text import one_line
-from grpo_async.viewer.terminal.base import InspectorScreen, Keys
-from grpo_async.viewer.terminal.group_page import (
-    DIFFERENT,
-    DIFFERENT_LIGHT,
-    SideBySide,
-    best_rollout,
-    columns_that_fit,
-    side_by_side,
-)
+from grpo_async.records import Origin, TaggedMessage
+from grpo_async.store import GroupRow, RolloutRow
+from grpo_async.viewer.figures import STATUS_STYLES, count, number, signed, span, whole
+from grpo_async.viewer.safe_text import one_line, visible
+from grpo_async.viewer.terminal.base import InspectorScreen, Keys, WalkGroups
+from grpo_async.viewer.terminal.lines import Line, LinesView, Span, flow_text, flow_words
 
-Walk = Callable[[int], Awaitable[int | None]]
+DIFFERENT = "on #5c4a14"
+DIFFERENT_LIGHT = "on #ffe79a"
+_WORD = re.compile(r"\n|[^\S\n]+|\S+[^\S\n]*")
+_MOST_COMPARED = 3000  # words: comparing takes time with the square of them
+_SEPARATOR = " │ "
 
 
-class Columns(ScrollView, can_focus=True):
-    """Lines below a head that does not scroll."""
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """`head` stays above the text while it scrolls; both have whole lines over all columns."""
 
-    DEFAULT_CSS = "Columns { height: 1fr; scrollbar-size-vertical: 1; overflow-x: hidden; }"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        ("up,k", "line(-1)", "up"),
-        ("down,j", "line(1)", "down"),
-        ("pageup,ctrl+u", "page(-1)", "page up"),
-        ("pagedown,ctrl+d,space", "page(1)", "page down"),
-        ("home,g", "line(-1000000)", "top"),
-        ("end,G", "line(1000000)", "end"),
+    head: Sequence[Line]
+    body: Sequence[Line]
+
+
+def best_rollout(rollouts: Sequence[RolloutRow]) -> int:
+    """Index of the highest reward, the first of equals; 0 where nothing was scored."""
+    return max(range(len(rollouts)), key=lambda index: (_reward(rollouts[index]), -index), default=0)
+
+
+def completion_text(rollout: RolloutRow) -> str:
+    """What was said, with tool calls and answers in brackets; the error of a rollout that has one comes first."""
+    error = [f"[error] {rollout.error}"] if rollout.error is not None else []
+    return visible("\n".join([*error, *(_message(message) for message in rollout.messages)]))
+
+
+def columns_that_fit(width: int, num_rollouts: int, wanted: int | None, narrowest: int = 34) -> int:
+    """How many rollouts stand side by side: as many as `wanted`, or as fit with `narrowest` cells each."""
+    most = max(1, (width + len(_SEPARATOR)) // ((12 if wanted else narrowest) + len(_SEPARATOR)))
+    return max(1, min(num_rollouts, wanted or most, most))
+
+
+def side_by_side(
+    group: GroupRow,
+    first: int,
+    num_columns: int,
+    width: int,
+    *,
+    chosen: int,
+    reference: int | None,
+    marked: str = DIFFERENT,
+) -> SideBySide:
+    """Rollouts first, first + 1, ... in `num_columns` columns.
+
+    Args:
+        chosen: the rollout under the cursor.
+        reference: the rollout that texts are compared to; None: differences are not shown.
+        marked: style of a word that differs.
+    """
+    shown = list(range(first, min(first + num_columns, len(group.rollouts))))
+    if not shown:
+        return SideBySide([], [Line((Span("the group has no rollout", "dim italic"),))])
+    room = (width - len(_SEPARATOR) * (len(shown) - 1)) // len(shown)
+    heads = [_rollout_head(group, index, room, index == chosen, index == reference) for index in shown]
+    original = None if reference is None else _words(completion_text(group.rollouts[reference]))
+    bodies = [_body(group.rollouts[i], room, None if i == reference else original, marked) for i in shown]
+    head = _beside(heads, room)
+    rule = Line((Span("─" * width, "dim"),))
+    return SideBySide([*head, rule], _beside(bodies, room))
+
+
+def differing(words: Sequence[str], original: Sequence[str]) -> list[bool]:
+    """Which words stand in no run that the original has too: ['a', 'x', 'c'] against ['a', 'b', 'c'] -> [False, True, False].
+    Only the first 3000 words are compared; the others are not marked."""
+    mine, theirs = [[word.strip() for word in each[:_MOST_COMPARED]] for each in (words, original)]
+    marks = [True] * len(mine) + [False] * (len(words) - len(mine))
+    for block in SequenceMatcher(None, mine, theirs, autojunk=False).get_matching_blocks():
+        marks[block.a : block.a + block.size] = [False] * block.size
+    return marks
+
+
+def _rollout_head(group: GroupRow, index: int, room: int, is_chosen: bool, is_reference: bool) -> list[Line]:
+    rollout = group.rollouts[index]
+    title = f"{'▶' if is_chosen else ' '}{index} {one_line(rollout.rollout_id, max(4, room - 8))}{' =' if is_reference else ''}"
+    ended = Span(rollout.status.value, STATUS_STYLES.get(rollout.status, ""))
+    facts = f" · {rollout.num_tokens} tokens · {len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"
+    calls = [call for turn in rollout.turns for call in turn.tool_calls]
+    failed = sum(call.failed for call in calls)
+    used = f"tools {len(calls)}{f', {failed} failed' if failed else ''}" if calls else ""
+    versions = rollout.sampled_versions
+    sampled = f"version {span(min(versions), max(versions))}" if versions else ""
+    lines = [
+        Line((Span(title, "bold reverse" if is_chosen else "bold"),)),
+        Line((ended, Span(f"{facts}{' · done' if rollout.done else ''}"))),
+        Line((Span("reward "), _rated(group, rollout), Span(f"  advantage {signed(rollout.advantage)}"))),
     ]
+    for name in dict.fromkeys(name for each in group.rollouts for name in each.rewards):
+        lines.append(Line((Span(f"  {one_line(name, max(4, room - 12))} {number(rollout.rewards.get(name))}", "dim"),)))
+    rest = " · ".join(part for part in (sampled, used) if part)
+    return [*lines, Line((Span(rest, "red" if failed else "dim"),))]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._shown = SideBySide([], [])
 
-    def show(self, shown: SideBySide) -> None:
-        self._shown = shown
-        self.virtual_size = Size(self.size.width, len(shown.head) + len(shown.body))
-        self.refresh()
+def _rated(group: GroupRow, rollout: RolloutRow) -> Span:
+    """The reward: green where it is the best of the group, red where the worst, plain where all are equal."""
+    rewards = [each.reward for each in group.rollouts if each.reward is not None]
+    style = "bold"
+    if rollout.reward is not None and max(rewards) > min(rewards):
+        style += " green" if rollout.reward == max(rewards) else " red" if rollout.reward == min(rewards) else ""
+    return Span(number(rollout.reward), style)
 
-    def action_line(self, by: int) -> None:
-        self.scroll_relative(y=by, animate=False, immediate=True)
 
-    def action_page(self, by: int) -> None:
-        self.action_line(by * max(1, self.size.height - len(self._shown.head) - 1))
+def _body(rollout: RolloutRow, room: int, original: Sequence[str] | None, marked: str) -> list[Line]:
+    text = completion_text(rollout)
+    if original is None:
+        return flow_text(text, room)
+    words = _words(text)
+    styles = (
+        marked if differs and word.strip() else ""
+        for word, differs in zip(words, differing(words, original), strict=True)
+    )
+    return list(flow_words(zip(words, styles, strict=True), room))
 
-    def render_line(self, y: int) -> Strip:
-        width, base = self.size.width, self.rich_style
-        head, body = self._shown.head, self._shown.body
-        if y < len(head):
-            line = head[y]
-        else:
-            at = int(self.scroll_offset.y) + y - len(head)
-            if at >= len(body):
-                return Strip.blank(width, base)
-            line = body[at]
-        segments = [Segment(each.text, base + Style.parse(each.style) if each.style else base) for each in line.spans]
-        return Strip(segments).adjust_cell_length(width, base)
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text)
+
+
+def _beside(columns: Sequence[Sequence[Line]], room: int) -> list[Line]:
+    lines = []
+    for number_of in range(max((len(column) for column in columns), default=0)):
+        spans: list[Span] = []
+        for index, column in enumerate(columns):
+            if index:
+                spans.append(Span(_SEPARATOR, "dim"))
+            spans.extend(_exactly(column[number_of] if number_of < len(column) else Line(), room))
+        lines.append(Line(tuple(spans)))
+    return lines
+
+
+def _exactly(line: Line, room: int) -> Iterator[Span]:
+    """The line in exactly `room` cells."""
+    used = 0
+    for each in line.spans:
+        length = cell_len(each.text)
+        if used + length > room:
+            yield Span(set_cell_size(each.text, room - used), each.style)
+            return
+        yield each
+        used += length
+    yield Span(" " * (room - used))
+
+
+def _message(message: TaggedMessage) -> str:
+    said = message.content if message.origin is Origin.POLICY else f"[{message.name or message.role}] {message.content}"
+    calls = (call.get("function", {}) for call in message.tool_calls)
+    called = [f"[calls {call.get('name')}] {json.dumps(call.get('arguments'), ensure_ascii=False)}" for call in calls]
+    return "\n".join(part for part in (said, *called) if part)
+
+
+def _reward(rollout: RolloutRow) -> float:
+    return float("-inf") if rollout.reward is None else rollout.reward
 
 
 class GroupScreen(InspectorScreen):
@@ -81,7 +185,6 @@ class GroupScreen(InspectorScreen):
     CSS = """
     GroupScreen #head { height: 1; background: $primary-background; padding: 0 1; }
     GroupScreen #prompt { height: auto; max-height: 3; background: $surface; padding: 0 1; }
-    GroupScreen Columns { padding: 0 0; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "choose(-1)", "rollout before"),
@@ -107,7 +210,7 @@ class GroupScreen(InspectorScreen):
         ("y Y", "copy the id of the chosen rollout; copy the command line that shows the group again"),
     )
 
-    def __init__(self, seq: int, walk: Walk) -> None:
+    def __init__(self, seq: int, walk: WalkGroups) -> None:
         super().__init__()
         self.seq = seq
         self.chosen = 0
@@ -121,11 +224,11 @@ class GroupScreen(InspectorScreen):
     def compose(self) -> ComposeResult:
         yield Static("", id="head", markup=False)
         yield Static("", id="prompt", markup=False)
-        yield Columns()
+        yield LinesView()
         yield Keys(("enter", "open"), ("n p", "next"), ("d", "differences"), ("=", "reference"), ("o", "steps"))
 
     def on_mount(self) -> None:
-        self.query_one(Columns).focus()
+        self.query_one(LinesView).focus()
         self.run_worker(self._load(), exclusive=True, group="load")
 
     async def _load(self) -> None:
@@ -137,7 +240,7 @@ class GroupScreen(InspectorScreen):
         self.chosen = self._first = 0
         self.reference = best_rollout(found.rollouts)
         self.query_one("#prompt", Static).update(_prompt(found))
-        self.query_one(Columns).scroll_home(animate=False, immediate=True)
+        self.query_one(LinesView).scroll_home(animate=False, immediate=True)
         self._lay_out()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -160,7 +263,7 @@ class GroupScreen(InspectorScreen):
             reference=self.reference if self.shows_differences else None,
             marked=DIFFERENT if self.inspector.current_theme.dark else DIFFERENT_LIGHT,
         )
-        self.query_one(Columns).show(shown)
+        self.query_one(LinesView).show(shown.body, shown.head)
         reference = self.reference if self.shows_differences and len(group.rollouts) > 1 else None
         self.query_one("#head", Static).update(_head(group, self._first, fit, reference))
 
@@ -184,12 +287,8 @@ class GroupScreen(InspectorScreen):
             self._lay_out()
 
     def action_open(self) -> None:
-        from grpo_async.viewer.terminal.rollout import RolloutScreen
-
         if self._group is not None and self._group.rollouts:
-            self.app.push_screen(
-                RolloutScreen(self.seq, self._group.rollouts[self.chosen].rollout_id, self.walk_rollouts)
-            )
+            self.inspector.open_rollout(self.seq, self._group.rollouts[self.chosen].rollout_id, self.walk_rollouts)
 
     async def walk_rollouts(self, by: int) -> tuple[int, str] | None:
         """Choose the next rollout of the group; None where there is none."""
@@ -210,10 +309,8 @@ class GroupScreen(InspectorScreen):
         await self._load()
 
     def action_other_steps(self) -> None:
-        from grpo_async.viewer.terminal.history import HistoryScreen
-
         if self._group is not None:
-            self.app.push_screen(HistoryScreen(self._group.prompt_hash, self.seq))
+            self.inspector.open_history(self._group.prompt_hash, self.seq)
 
     def subject(self) -> tuple[str, list[str]] | None:
         if self._group is None:

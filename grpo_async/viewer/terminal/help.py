@@ -14,7 +14,7 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from grpo_async.store.query_help import HELP
+from grpo_async.store.query_names import HELP
 
 _EVERYWHERE = (
     ("esc q", "back; from the first screen: out"),

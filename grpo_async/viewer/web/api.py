@@ -17,9 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from grpo_async.errors import ConfigError, GrpoAsyncError, RunError
-from grpo_async.store.query import EVERYTHING, Query, both, parse_query
-from grpo_async.store.query_fields import FIELDS, WORDS
-from grpo_async.store.query_help import HELP
+from grpo_async.store.query import EVERYTHING, Query, both, parse_query, quote
+from grpo_async.store.query_names import FLAG, HELP, NAMES
 from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.store.table import RolloutTable
 from grpo_async.tracking.catalog import describe as describe_metric
@@ -99,16 +98,16 @@ class Api:
 
         fields = [
             {
-                "name": field.name,
-                "kind": field.kind.value,
-                "help": field.help,
-                "values": list(field.values),
-                "example": field.example,
-                "aliases": list(field.aliases),
+                "name": each.name,
+                "kind": each.kind,
+                "help": each.help,
+                "values": [quote(value) for value in each.values],
+                "example": each.example,
             }
-            for field in FIELDS
+            for each in NAMES
+            if each.kind != FLAG
         ]
-        words = [{"name": word.name, "help": word.help} for word in WORDS]
+        words = [{"name": each.name, "help": each.help} for each in NAMES if each.kind == FLAG]
         return Json(
             {"runs": await self._library.ask(work), "opening": self._opening, "fields": fields, "words": words},
         )

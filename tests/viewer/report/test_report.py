@@ -77,7 +77,7 @@ def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tm
     run = write_run(tmp_path, metrics=metrics, groups=[Group(rewards=[0.0, 0.0])])
     text = _text(_page(run))
     assert "No. All rewards are 0." in text
-    assert f"grpo-async inspect-rollouts {run.root} group.std=0 --sort step" in text
+    assert f"grpo-async inspect-rollouts {run.root} group_std=0 --sort step" in text
 
 
 def test_two_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> None:

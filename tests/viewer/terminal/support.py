@@ -14,7 +14,7 @@ from grpo_async.rundir import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.store.table import RolloutTable
 from grpo_async.viewer.terminal.app import Inspector
-from grpo_async.viewer.terminal.session import Session
+from grpo_async.viewer.terminal.base import Session
 from grpo_async.viewer.token_text import TokenTexts
 from tests.store.builders import (
     append_simple,

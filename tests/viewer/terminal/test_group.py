@@ -10,9 +10,8 @@ from textual.pilot import Pilot
 from grpo_async.records import GroupStatus
 from grpo_async.store import GroupRow, read_groups
 from grpo_async.viewer.terminal.app import Inspector
-from grpo_async.viewer.terminal.group import GroupScreen
-from grpo_async.viewer.terminal.group_page import best_rollout, columns_that_fit, differing, side_by_side
-from grpo_async.viewer.terminal.history import HistoryScreen
+from grpo_async.viewer.terminal.browse import HistoryScreen
+from grpo_async.viewer.terminal.group import GroupScreen, best_rollout, columns_that_fit, differing, side_by_side
 from grpo_async.viewer.terminal.rollout import RolloutScreen
 from tests.store.builders import OpenStore, append_simple, build_group, build_rollout, build_sample
 from tests.viewer.terminal.support import SIZES, drive, on, press, shown
@@ -70,7 +69,7 @@ def test_rollouts_stand_side_by_side_with_what_they_got(eight: Path, size: tuple
     drive(eight, scenario, size=size)
 
 
-def test_texts_scroll_below_the_head(eight: Path) -> None:
+def test_texts_scroll_below_the_head_in_as_many_columns_as_one_asks_for(eight: Path) -> None:
     async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
         await press(pilot, "down", "enter", "pagedown", "down")
         page = shown(app)
@@ -81,13 +80,7 @@ def test_texts_scroll_below_the_head(eight: Path) -> None:
         assert "the answer is" in shown(app)
         await press(pilot, "G")
         assert "and so on" in shown(app)
-
-    drive(eight, scenario)
-
-
-def test_columns_are_as_many_as_one_asks_for(eight: Path) -> None:
-    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
-        await press(pilot, "down", "enter", "plus", "plus")
+        await press(pilot, "plus", "plus")
         assert "0-3 of 8 rollouts" in shown(app)
         await press(pilot, "minus", "minus", "minus")
         assert "0 of 8 rollouts" in shown(app)

@@ -124,7 +124,7 @@ def test_static_files_are_those_of_one_folder(inspector: Inspector, path: str) -
 def test_runs_come_with_their_names_and_the_query_language(inspector: Inspector) -> None:
     found = inspector.json("api/runs")
     assert [run["name"] for run in found["runs"]] == ["one", "hostile"]
-    assert {"reward", "status", "group.std"} <= {field["name"] for field in found["fields"]}
+    assert {"reward", "status", "group_std"} <= {field["name"] for field in found["fields"]}
     assert {"truncated", "failed"} <= {word["name"] for word in found["words"]}
 
 

@@ -34,8 +34,8 @@ TERMS = [
     ("(truncated or failed) and reward=1", "reward=0", "(truncated or failed) and reward=0"),
     ("truncated or failed and reward=1", "reward=0", "(truncated or failed and reward=1) and reward=0"),
     ("(truncated and reward=1)", "reward=0", "(truncated and reward=1) and reward=0"),
-    ('text~"this or that"', "reward=1", 'text~"this or that" and reward=1'),
-    ('"x and reward=1"', "reward=0", '"x and reward=1" and reward=0'),
+    ("text ilike 'this or that'", "reward=1", "text ilike 'this or that' and reward=1"),
+    ("id = 'x and reward=1'", "reward=0", "id = 'x and reward=1' and reward=0"),
     ("stale and reward>=0 and reward<0.5", "reward=1", "stale and reward=1"),
 ]
 

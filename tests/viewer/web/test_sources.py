@@ -11,8 +11,7 @@ import pytest
 
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.rundir import RunDir
-from grpo_async.store.index import Index
-from grpo_async.store.query_sql import Sql
+from grpo_async.store.index import Index, Sql
 from grpo_async.viewer.web import sources
 from grpo_async.viewer.web.answers import error_answer
 from grpo_async.viewer.web.sources import Library

@@ -1,4 +1,4 @@
-/* The query language, from the same table as the command line's, and the keys. */
+/* What a query may say, from the same table as the command line's, and the keys. */
 
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";
@@ -28,7 +28,7 @@ export async function helpView({ app, main, parameters, signal }) {
   const { run } = parameters;
   fill(
     main,
-    h("div", { class: "heading" }, h("h1", {}, "Query language and keys")),
+    h("div", { class: "heading" }, h("h1", {}, "Queries and keys")),
     h("section", { class: "panel" }, h("h2", {}, "Keys"), h("dl", { class: "keys" }, KEYS.map(([key, words]) => [h("dt", {}, key.split(" ").map((each) => h("kbd", {}, each))), h("dd", {}, words)]))),
     sections.map((section) =>
       h(

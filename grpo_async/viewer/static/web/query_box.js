@@ -100,7 +100,7 @@ export class QueryBox {
   word() {
     const before = this.input.value.slice(0, this.input.selectionStart);
     const found = /[A-Za-z_][\w.]*$/.exec(before);
-    const isQuoted = (before.match(/"/g) || []).length % 2 === 1;
+    const isQuoted = (before.match(/'/g) || []).length % 2 === 1;
     return found && !isQuoted ? { start: found.index, word: found[0] } : { start: before.length, word: "" };
   }
 
@@ -172,7 +172,7 @@ export class QueryBox {
 function entries(app, names) {
   const fields = app.fields.filter((field) => !field.name.endsWith(".NAME"));
   const values = fields.flatMap((field) =>
-    field.values.map((value) => ({ name: `${field.name}=${value}`, help: field.help })),
+    field.values.map((value) => ({ name: `${field.name} = ${value}`, help: field.help })),
   );
   return [...names, ...fields, ...app.words, ...values];
 }
@@ -180,7 +180,7 @@ function entries(app, names) {
 /** `query` and one more term. Terms of the same field that stand alone at the end are replaced: a second click moves the range. */
 export function withTerm(query, field, term) {
   const escaped = field.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
-  const value = "[^\\s()\"]+";
+  const value = "[^\\s()'\"]+";
   const old = new RegExp(`^(?:(.*?) and )?${escaped}(?:>=|=)${value}(?: and ${escaped}<=?${value})?$`);
   const found = old.exec(query);
   const rest = found && !isJoinedByOr(found[1] || "") ? found[1] || "" : query;
@@ -193,7 +193,7 @@ export function withTerm(query, field, term) {
 /** Whether an `or` stands outside all parentheses and quotes: what is added by `and` would belong to its right side only. */
 function isJoinedByOr(query) {
   let depth = 0;
-  for (const [piece] of query.matchAll(/"(?:[^"\\]|\\.)*"?|[()]|[^\s()"]+/g)) {
+  for (const [piece] of query.matchAll(/'[^']*'?|"[^"]*"?|[()]|[^\s()'"]+/g)) {
     if (piece === "(" || piece === ")") {
       depth += piece === "(" ? 1 : -1;
     } else if (depth === 0 && piece.toLowerCase() === "or") {

@@ -1,0 +1,239 @@
+"""Evaluation on held-out prompts, through the same servers, rollouts and reward functions as training.
+
+    prompts -> produce (samples rollouts each) -> score -> Outcome... -> evaluation_result
+                                                     '-> store (rows as those of training, never trained)
+
+Its seeds depend on the prompt and the number of the sample only: where the engine uses them (embedded), every evaluation draws the
+same, whatever training does. It counts its own tokens and its own failures; nothing of it enters the ledger or the metrics of
+training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_async.errors import ConfigError, RolloutContractError, RunError
+from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
+from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.evaluation_metrics import EvaluationResult, Outcome, PromptOutcomes, evaluation_result
+from grpo_async.rollout.producer import GroupProducer, GroupRequest
+from grpo_async.rollout.seeds import seed_of
+from grpo_async.scoring.advantages import combine_rewards
+from grpo_async.scoring.answers import read_answer
+from grpo_async.scoring.scorer import Scorer
+from grpo_async.store.rollout_store import RolloutStore
+
+logger = logging.getLogger(__name__)
+
+_NOTED_SHARE, _MAX_FAILED_SHARE = 0.05, 0.5
+_MOST_GROUPS = 64
+"""Values of `evaluation.group_by`: each has a dozen metrics of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationTask:
+    """One evaluation. `step` names it; `served_version` tells the policy version that the servers serve at the moment of the call;
+    `max_in_flight` bounds its rollouts in progress (never fewer than those of one prompt); `store` takes its rows."""
+
+    step: int
+    served_version: Callable[[], int]
+    max_in_flight: int
+    store: RolloutStore | None = None
+
+
+class Evaluator:
+    """Makes `samples` completions per prompt with `producer`, which knows the temperature, and scores them.
+
+    Args:
+        pass_reward: a completion passes when its reward is at least this.
+        group_by: column whose values get results of their own.
+        errors: counts failures; that of an evaluation, not of training.
+
+    Raises:
+        ConfigError: `group_by` is no column of the prompts, or has too many values.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        producer: GroupProducer,
+        scorer: Scorer,
+        *,
+        samples: int = 1,
+        pass_reward: float = 1.0,
+        group_by: str | None = None,
+        errors: ErrorLog | None = None,
+    ) -> None:
+        self._prompts = prompts
+        self._producer = producer
+        self._scorer = scorer
+        self._samples = samples
+        self._pass_reward = pass_reward
+        self._errors = errors or ErrorLog()
+        self._groups = _groups(prompts, group_by)
+        self.num_tokens = 0
+        """Sampled so far, over all evaluations. Grows while one runs."""
+
+    async def run(self, task: EvaluationTask) -> EvaluationResult:
+        """Evaluate once. Runs to its end beside whatever else the loop does; cancel it to break it off.
+
+        Raises:
+            RunError: more than half of the rollouts failed (a reward that fails counts too). From 5% on it warns: the numbers are
+                those of the others, and compare less.
+            RolloutContractError: the rollout function returned something unusable.
+        """
+        began = time.monotonic()
+        slots = asyncio.Semaphore(max(1, task.max_in_flight // self._samples))
+
+        async def one(number: int) -> _Made:
+            async with slots:  # for rollouts with limits
+                return await self._make(task, number)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(one(number)) for number in range(len(self._prompts))]
+        except BaseExceptionGroup as errors:
+            first = errors.exceptions[0]
+            raise first from first.__cause__  # without the group, and with what it came from
+        made = [each.result() for each in running]
+        self._check_failures([failure for each in made for failure in each.failures])
+        prompts = [PromptOutcomes(outcomes=m.outcomes, group=g) for m, g in zip(made, self._groups, strict=True)]
+        return evaluation_result(
+            prompts, samples=self._samples, pass_reward=self._pass_reward, duration_s=time.monotonic() - began
+        )
+
+    def _check_failures(self, failures: Sequence[str]) -> None:
+        total = len(self._prompts) * self._samples
+        if len(failures) > _NOTED_SHARE * total:
+            said = f"{len(failures)} of {total} rollouts of the evaluation failed; the first, {failures[0]}"
+            if len(failures) > _MAX_FAILED_SHARE * total:
+                raise RunError(said)
+            logger.warning("%s; its numbers are those of the others", said)
+
+    async def _make(self, task: EvaluationTask, number: int) -> _Made:
+        """The completions of one prompt. A failure is theirs alone."""
+        prompt = self._prompts[number]
+        request = GroupRequest(
+            name=f"eval-v{task.step}-{number}",
+            prompt=prompt,
+            size=self._samples,
+            seed=seed_of("evaluation", number),
+            served_version=task.served_version,
+            on_tokens=self._count,
+        )
+        group = RolloutGroup(group_id=number, prompt=prompt, completions=[])
+        try:
+            async with self._producer.produce(request) as produced:
+                group = RolloutGroup(group_id=number, prompt=prompt, completions=produced.completions)
+                scored, outcomes = await self._score(group, produced.environments)
+        except RolloutContractError:
+            raise
+        except Exception as error:  # noqa: BLE001 - this prompt's failure is its own, as in training; many end the evaluation
+            self._errors.note("evaluation", error)
+            words = f"{request.name}: {error or type(error).__name__}"
+            self._keep(task, group, GroupStatus.FAILED, None)
+            return _Made([Outcome(failed=True)] * self._samples, [words] * self._samples)
+        self._keep(task, group, GroupStatus.EVALUATED, scored)
+        failed = [c for c in group.completions if c.status is RolloutStatus.FAILED]
+        return _Made(outcomes, [f"{completion.rollout_id}: {completion.error}" for completion in failed])
+
+    def _count(self, _index: int, num_tokens: int, _version: int) -> None:
+        self.num_tokens += num_tokens
+
+    async def _score(
+        self, group: RolloutGroup, environments: Sequence[Any] | None
+    ) -> tuple[ScoredGroup | None, list[Outcome]]:
+        """Outcomes of all completions, in their order. One that failed or has no token is not scored, as in training."""
+        survivors = group.trainable
+        kept = {id(completion): position for position, completion in enumerate(survivors)}
+        if not survivors:
+            return None, [_outcome(completion) for completion in group.completions]
+        if environments is not None:
+            environments = [e for e, c in zip(environments, group.completions, strict=True) if id(c) in kept]
+        scores = await self._scorer.scores(group.prompt, survivors, environments=environments)
+        rewards = combine_rewards(scores.parts, self._scorer.weights)
+        scored = ScoredGroup(
+            group=group,
+            samples=[],
+            rewards=rewards,
+            reward_parts=scores.parts,
+            metrics=scores.metrics,
+            extra_columns=scores.extra_columns,
+        )
+        outcomes = []
+        for completion in group.completions:
+            position = kept.get(id(completion))
+            if position is None:
+                outcomes.append(_outcome(completion))
+                continue
+            extra = {name: values[position] for name, values in scores.extra_columns.items()}
+            outcomes.append(
+                _outcome(
+                    completion,
+                    reward=rewards[position],
+                    parts=scores.parts[position],
+                    answer=read_answer(completion, extra),
+                )
+            )
+        return scored, outcomes
+
+    def _keep(self, task: EvaluationTask, group: RolloutGroup, status: GroupStatus, scored: ScoredGroup | None) -> None:
+        if task.store is not None:
+            task.store.append(group, [], status, task.step, scored=scored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The completions of one prompt, and a sentence about each that failed."""
+
+    outcomes: Sequence[Outcome]
+    failures: Sequence[str]
+
+
+def _outcome(
+    completion: RolloutCompletion,
+    *,
+    reward: float | None = None,
+    parts: dict[str, float | None] | None = None,
+    answer: str | None = None,
+) -> Outcome:
+    versions = [version for turn in completion.turns for version in turn.policy_versions]
+    return Outcome(
+        reward=reward,
+        parts=parts or {},
+        answer=answer,
+        num_tokens=completion.num_sampled_tokens,
+        num_turns=len(completion.turns),
+        truncated=completion.truncated,
+        failed=completion.status is RolloutStatus.FAILED,
+        versions=(min(versions), max(versions)) if versions else None,
+    )
+
+
+def _groups(prompts: Sequence[Prompt], column: str | None) -> list[str | None]:
+    if column is None:
+        return [None] * len(prompts)
+    lacking = next((prompt for prompt in prompts if column not in prompt.columns), None)
+    if lacking is not None:
+        raise ConfigError(
+            f"evaluation.group_by: {column} is not one of the columns {sorted(lacking.columns)} of row {lacking.prompt_id}"
+        )
+    groups = [str(prompt.columns[column]) for prompt in prompts]
+    if len(set(groups)) > _MOST_GROUPS:
+        raise ConfigError(
+            f"evaluation.group_by: {column} has {len(set(groups))} different values; results are reported for each, so take a "
+            f"column with at most {_MOST_GROUPS}"
+        )
+    return list(groups)
+
+
+def majority_share(rows: Sequence[dict[str, Any]], column: str) -> float:
+    """Share of the most frequent value: answers [3, 3, 5] -> 2/3, what always answering 3 would score."""
+    counts = Counter(str(row[column]) for row in rows)
+    return counts.most_common(1)[0][1] / len(rows)

@@ -1,0 +1,166 @@
+"""store.json: what the blocks of a store cannot say themselves, because it is not in them.
+
+Replaced as a whole by the writer, at every checkpoint and every sealed block and at the end. After a kill its counts may lack
+what happened since.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from grpo_async.errors import RunError
+from grpo_async.rundir import write_atomically
+from grpo_async.store.blocks import has_writer
+from grpo_async.store.schema import SCHEMA
+
+_NAME = "store.json"
+_MOST_MARKS = 100
+_OLD_NAMES = {"left_out": "sampled_out", "left_out_by_seq": "sampled_out_by_seq"}
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreMetadata:
+    """What a reader has to know beside the rows.
+
+    Attributes:
+        sample_rate: `record.rollouts.sample_rate` of the last writer.
+        sampled_out: groups that it did not store, by status.
+        sampled_out_by_seq: `sampled_out` when the group of that seq was next: a resume goes back to one of these.
+        deleted_blocks: blocks that were deleted to keep to `record.rollouts.max_gb`, always the oldest.
+        deleted_until: every group with a smaller seq is deleted.
+        torn: names of blocks whose last line a kill had torn; that group is missing.
+        lost: groups that could not be written (a full disk).
+        is_open: a writer has begun and not closed the store.
+        was_killed: it is open, and the writer is gone. Found out when it is read.
+    """
+
+    schema: int = SCHEMA
+    sample_rate: float = 1.0
+    sampled_out: dict[str, int] = field(default_factory=dict)
+    sampled_out_by_seq: dict[str, dict[str, int]] = field(default_factory=dict)
+    deleted_blocks: int = 0
+    deleted_until: int = 0
+    torn: list[str] = field(default_factory=list)
+    lost: int = 0
+    is_open: bool = False
+    was_killed: bool = False
+
+    def notes(self) -> list[str]:
+        """What a reader must know, one sentence each; empty where everything is there."""
+        found = []
+        if self.sampled_out:
+            counts = ", ".join(f"{count} {status}" for status, count in sorted(self.sampled_out.items()))
+            number = _groups(sum(self.sampled_out.values()))
+            found.append(f"record.rollouts.sample_rate = {self.sample_rate:g} left out {number} ({counts})")
+        if self.deleted_blocks:
+            some = (
+                "the oldest block was" if self.deleted_blocks == 1 else f"the {self.deleted_blocks} oldest blocks were"
+            )
+            found.append(
+                f"{some} deleted to keep to record.rollouts.max_gb: every group before seq {self.deleted_until}"
+            )
+        if self.torn:
+            lines = "the last line was torn in" if len(self.torn) == 1 else "the last lines were torn in"
+            found.append(f"a kill while writing: {lines} {', '.join(self.torn)}; so many groups are missing")
+        if self.lost:
+            found.append(f"{_groups(self.lost)} could not be written (see the log)")
+        if self.was_killed:
+            found.append("the process that wrote was killed: groups that it had not written yet are missing")
+        return found
+
+
+def read_metadata(folder: Path) -> StoreMetadata:
+    """The metadata of a store; the default where it has none yet.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    path = folder / _NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        known = {each.name for each in fields(StoreMetadata)}
+        named = {_OLD_NAMES.get(name, name): value for name, value in content.items()}
+        metadata = StoreMetadata(**{name: value for name, value in named.items() if name in known})
+        metadata.was_killed = metadata.is_open and not has_writer(folder)
+        return metadata
+    except FileNotFoundError:
+        return StoreMetadata()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RunError(f"{path} is damaged: {error}; remove it to read the rest") from error
+
+
+class MetadataFile:
+    """The metadata as the writer keeps them; safe to call from several threads. Only `load` and `save` touch the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._now = StoreMetadata()
+        self._saved = _text(self._now)
+
+    def load(self, sample_rate: float) -> None:
+        """Go on from what an earlier writer noted. Raises as `read_metadata`."""
+        with self._lock:
+            self._now = read_metadata(self._folder)
+            self._saved = _text(self._now)
+            self._now.schema, self._now.sample_rate = SCHEMA, sample_rate
+            self._now.is_open = self._now.was_killed = False
+
+    def set_open(self, is_open: bool) -> None:
+        """A writer begins, or has closed the store."""
+        with self._lock:
+            self._now.is_open = is_open
+
+    def sample_out(self, status: str) -> None:
+        """Sampling leaves out a group."""
+        with self._lock:
+            self._now.sampled_out[status] = self._now.sampled_out.get(status, 0) + 1
+
+    def mark(self, seq: int) -> None:
+        """A checkpoint is taken before the group `seq`: what is sampled out later may be gone back on. Also where nothing was
+        sampled out yet: what is from now on must not count twice."""
+        with self._lock:
+            marks = {**self._now.sampled_out_by_seq, str(seq): dict(self._now.sampled_out)}
+            self._now.sampled_out_by_seq = dict(list(marks.items())[-_MOST_MARKS:])
+
+    def go_back(self, seq: int) -> None:
+        """A resume goes on from the checkpoint that was taken before the group `seq`. Without a mark of it nothing was sampled out
+        before: the run had no checkpoint yet."""
+        with self._lock:
+            self._now.sampled_out = dict(self._now.sampled_out_by_seq.get(str(seq), {}))
+
+    def delete(self, *, until: int) -> None:
+        """The oldest block was deleted, up to the group before `until`."""
+        with self._lock:
+            self._now.deleted_blocks += 1
+            self._now.deleted_until = until
+
+    def tear(self, name: str) -> None:
+        """A kill had torn the last line of this block."""
+        with self._lock:
+            self._now.torn = [*(each for each in self._now.torn if each != name), name]
+
+    def lose(self) -> None:
+        """A group could not be written."""
+        with self._lock:
+            self._now.lost += 1
+
+    def save(self) -> None:
+        """Raises OSError."""
+        with self._lock:
+            text = _text(self._now)
+            if text != self._saved:
+                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write_atomically(self._folder / _NAME, text, mode=0o600)
+                self._saved = text
+
+
+def _text(metadata: StoreMetadata) -> str:
+    return json.dumps(asdict(metadata), indent=2) + "\n"
+
+
+def _groups(number: int) -> str:
+    return "one group" if number == 1 else f"{number} groups"

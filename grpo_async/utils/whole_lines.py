@@ -1,0 +1,46 @@
+"""Files of lines that are whole as soon as their line feed is there, so that readers may look while a process appends."""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from typing import Self
+
+from grpo_async.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 1 << 20
+
+
+def whole_bytes(descriptor: int) -> int:
+    """Size of the file without its last line, where that has no line feed: torn by a kill, or being written."""
+    position = os.lseek(descriptor, 0, os.SEEK_END)
+    while position > 0:
+        begin = max(0, position - _CHUNK_BYTES)
+        found = os.pread(descriptor, position - begin, begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        position = begin
+    return 0
+
+
+class Writer(ABC):
+    """A writer as a context: leaving it closes it. What cannot be written then is raised; where another error ends the run it is
+    logged instead, because the user has to know the other one first."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what waits. Raises RunError."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except RunError as own:
+            if error is None:
+                raise
+            logger.error("%s", own)

@@ -1,1 +1,0 @@
-"""`inspect-rollouts` without a screen of its own: tables and pages that are printed, and JSON lines."""

@@ -1,0 +1,219 @@
+"""run_in: process. Real worker processes; each test starts its own, about half a second."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_async.config.interaction_sections import RewardSection
+from grpo_async.rewards import RewardError, RewardFunction
+from grpo_async.rewards.call import Failure, RewardRequest
+from grpo_async.rewards.function import load_reward
+from grpo_async.rewards.workers import WorkerPool
+from tests.rewards.helpers import FAULTY, loaded, score
+from tests.support.waiting import eventually, is_alive
+
+
+def _in_process(function: str, use: Callable[[RewardFunction], Awaitable[Any]], **section: Any) -> Any:
+    async def run() -> Any:
+        with loaded(function, run_in="process", **section) as reward:
+            return await use(reward)
+
+    return asyncio.run(run())
+
+
+def test_a_call_runs_in_a_child_that_close_ends() -> None:
+    async def use(reward: RewardFunction) -> list[float | None]:
+        return (await score(reward, ["a", "b"])).values
+
+    pid, parent = _in_process(f"{FAULTY}:where_it_runs", use)
+    assert (pid != os.getpid(), parent) == (True, os.getpid())
+    assert not psutil.pid_exists(int(pid))
+
+
+def test_columns_logs_and_state_cross_the_process_border() -> None:
+    async def use(reward: RewardFunction) -> Any:
+        outcome = await score(reward, ["ab"], step=4)
+        return outcome.values, outcome.extra_columns, outcome.metrics
+
+    assert _in_process(f"{FAULTY}:logs", use) == ([4.0], {"upper": ["AB"]}, {"share": 0.75})
+
+
+def test_signal_alarm_works_in_a_worker() -> None:
+    async def use(reward: RewardFunction) -> Any:
+        return (await score(reward, ["a"])).values
+
+    assert _in_process(f"{FAULTY}:alarm_user", use) == [0.5]
+
+
+def test_a_call_past_its_time_limit_is_killed_and_the_next_one_works() -> None:
+    async def use(reward: RewardFunction) -> Any:
+        await score(reward, ["warm"])
+        (worker,) = _workers()
+        with pytest.raises(RewardError, match=r"took longer than 2 s .* raise `rewards.0.timeout_s`"):
+            await score(reward, ["sleep"])
+        assert not worker.is_running()
+        return (await score(reward, ["next"])).values
+
+    assert _in_process(f"{FAULTY}:sleeps_if_asked", use, timeout_s=2.0) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("exit", "ended with exit code 3"),
+        ("exit quietly", "ended with exit code 0"),
+        ("segfault", "was killed by SIGSEGV"),
+    ],
+)
+def test_a_worker_that_dies_is_an_error_of_its_call_only(how: str, text: str) -> None:
+    async def use(reward: RewardFunction) -> Any:
+        with pytest.raises(RewardError, match=f"its worker process {text} during the call"):
+            await score(reward, [how])
+        return (await score(reward, ["next"])).values
+
+    assert _in_process(f"{FAULTY}:dies_if_asked", use) == [1.0]
+
+
+def test_an_error_in_a_worker_is_chained_and_carries_the_trace() -> None:
+    async def use(reward: RewardFunction) -> Any:
+        with pytest.raises(RewardError, match="reward `raises`: raised KeyError") as caught:
+            await score(reward, ["a"])
+        return caught.value
+
+    error = _in_process(f"{FAULTY}:raises", use)
+    assert isinstance(error.__cause__, KeyError)
+    assert "faulty_rewards.py" in str(error)
+
+
+def test_an_error_that_cannot_be_unpickled_still_says_what_it_was() -> None:
+    async def use(reward: RewardFunction) -> Any:
+        with pytest.raises(RewardError, match="raised PickyError: this and that"):
+            await score(reward, ["a"])
+
+    _in_process(f"{FAULTY}:raises_picky", use)
+
+
+def test_what_cannot_be_pickled_is_an_error_of_the_call() -> None:
+    async def use(reward: RewardFunction) -> Any:
+        with pytest.raises(RewardError, match="a value given to log_extra cannot leave the worker"):
+            await score(reward, ["a"])
+        with pytest.raises(RewardError, match="its arguments cannot be sent to a worker process"):
+            await score(reward, ["a"], columns={"odd": [lambda: None]})
+
+    _in_process(f"{FAULTY}:logs_something_odd", use)
+
+
+def test_the_event_loop_runs_freely_while_a_worker_holds_its_interpreter() -> None:
+    async def use(reward: RewardFunction) -> Any:
+        await score(reward, ["warm"])  # start-up is not what is measured
+        task = asyncio.create_task(score(reward, ["a"]))
+        ticks = 0
+        while not task.done():
+            await asyncio.sleep(0.005)
+            ticks += 1
+        assert (await task).values == [1.0]
+        return ticks
+
+    # 1 s of work at 5 ms a tick is at most 200 ticks; in a thread of this process every tick waits for a C call to end
+    assert _in_process(f"{FAULTY}:burns", use, arguments={"seconds": 1.0}) > 25
+
+
+def test_a_cancelled_caller_ends_its_worker() -> None:
+    async def use(reward: RewardFunction) -> Any:
+        await score(reward, ["warm"])
+        (worker,) = _workers()
+        task = asyncio.create_task(score(reward, ["sleep"]))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        worker.wait(10.0)
+        return (await score(reward, ["next"])).values
+
+    assert _in_process(f"{FAULTY}:sleeps_if_asked", use) == [1.0]
+
+
+def test_two_workers_serve_two_calls_at_once() -> None:
+    async def run() -> list[list[float | None]]:
+        pool = WorkerPool("where_it_runs", f"{FAULTY}:meets_the_other", num_workers=2)
+        requests = [
+            RewardRequest(name="meets", prompts=[""], completions=[name], completion_ids=[[1]])
+            for name in ("one", "two")
+        ]
+        try:
+            return [
+                o.values
+                for o in await asyncio.gather(*(pool.run(r, 20.0) for r in requests))
+                if not isinstance(o, Failure)
+            ]
+        finally:
+            pool.close()
+
+    assert asyncio.run(run()) == [[1.0], [1.0]]
+
+
+def test_with_one_worker_no_second_one_is_started_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`check-reward` measures calls, and the start of a worker would count as a slow one. Without `num_workers` a second one is
+    started where there are four CPUs or more."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    section = RewardSection(function=f"{FAULTY}:where_it_runs", run_in="process")
+
+    async def workers() -> set[float | None]:
+        reward = load_reward(section, "rewards.0", num_workers=1)
+        try:
+            return {(await score(reward, ["a", "b"])).values[0] for _ in range(20)}
+        finally:
+            reward.close()
+
+    assert len(asyncio.run(workers())) == 1
+
+
+def test_close_fails_running_and_waiting_calls_at_once() -> None:
+    async def use(reward: RewardFunction) -> Any:
+        await score(reward, ["warm"])
+        tasks = [asyncio.create_task(score(reward, ["sleep"])) for _ in range(2)]
+        await asyncio.sleep(0.2)  # one runs in the only worker, the other waits for it
+        start = time.monotonic()
+        await asyncio.to_thread(reward.close)
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
+            assert "was closed" in str(error)
+        assert time.monotonic() - start < 5.0
+
+    _in_process(f"{FAULTY}:sleeps_if_asked", use)
+
+
+def test_what_a_killed_reward_started_is_killed_too(tmp_path: Path) -> None:
+    async def use(reward: RewardFunction) -> Any:
+        with pytest.raises(RewardError, match="took longer than"):
+            await score(reward, [str(tmp_path / "pid")])
+        return int((tmp_path / "pid").read_text())
+
+    child = _in_process(f"{FAULTY}:starts_a_child", use, timeout_s=1.5)
+    assert eventually(lambda: not is_alive(child))
+
+
+def test_a_busy_worker_dies_with_its_killed_parent() -> None:
+    script = (
+        "import asyncio\nfrom tests.rewards.helpers import loaded, score\n"
+        f"with loaded('{FAULTY}:prints_its_pid_and_sleeps', run_in='process') as reward:\n"
+        "    asyncio.run(score(reward, ['a']))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = psutil.Process(int(parent.stdout.readline()))  # the worker writes to its parent's output
+        parent.kill()
+        worker.wait(10.0)
+
+
+def _workers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if any("rewards.worker" in word for word in child.cmdline())]

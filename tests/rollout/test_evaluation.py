@@ -1,0 +1,191 @@
+"""The evaluator: over all prompts or not at all, bounded, with seeds of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async.config.loss_sections import AdvantageSection
+from grpo_async.errors import ConfigError, RolloutContractError, RunError
+from grpo_async.rewards import RewardFunction
+from grpo_async.rollout.evaluation import EvaluationTask, Evaluator, majority_share
+from grpo_async.rollout.evaluation_metrics import EvaluationResult
+from grpo_async.rollout.producer import GroupRequest, Produced
+from grpo_async.rollout.seeds import seed_of
+from grpo_async.scoring.scorer import Scorer
+from grpo_async.store import RolloutStore, read_groups
+from tests.support.records import make_completion, make_prompt
+
+
+class _Producer:
+    """Completions for each prompt; notes the requests, and how many are leased at once."""
+
+    def __init__(self, *, failing: Sequence[int] = (), broken: Exception | None = None) -> None:
+        self._failing = failing
+        self._broken = broken
+        self._leased = 0
+        self.most_leased = 0
+        self.requests: list[GroupRequest] = []
+
+    @asynccontextmanager
+    async def produce(self, request: GroupRequest) -> AsyncIterator[Produced]:
+        self.requests.append(request)
+        self._leased += request.size
+        self.most_leased = max(self.most_leased, self._leased)
+        await asyncio.sleep(0)
+        number = request.prompt.prompt_id
+        if self._broken is not None and number == 2:
+            raise self._broken
+        completions = []
+        for index in range(request.size):
+            completion = make_completion(
+                f"{request.name}-r{index}",
+                failed=number in self._failing,
+                ids=() if number == 3 else (5, 6),
+                version=request.served_version(),
+                text=str(number),
+            )
+            if number == 1:
+                completion = replace(completion, truncated=True, environment_rewards={"Maze": 1.0})
+            if request.on_tokens is not None:
+                request.on_tokens(index, completion.num_sampled_tokens, 0)
+            completions.append(completion)
+        yield Produced(completions=completions, environments=[number] * request.size)
+        self._leased -= request.size
+
+
+def _reward(completions: list[Any], environments: list[int], **_: Any) -> list[float | None]:
+    number = environments[0]
+    return [None if number == 0 else float(number)] * len(completions)
+
+
+def _evaluator(producer: _Producer, count: int = 4, reward: Any = _reward, **settings: Any) -> Evaluator:
+    scorer = Scorer(
+        [RewardFunction(reward)],
+        advantage=AdvantageSection(),
+        train_zero_variance=False,
+        environment_weights={"Maze": 2.0},
+    )
+    prompts = [make_prompt(number, source="odd" if number % 2 else "even") for number in range(count)]
+    return Evaluator(prompts, producer, scorer, **settings)
+
+
+def _run(evaluator: Evaluator, *, max_in_flight: int = 2, store: RolloutStore | None = None) -> EvaluationResult:
+    task = EvaluationTask(step=5, served_version=lambda: 4, max_in_flight=max_in_flight, store=store)
+    return asyncio.run(evaluator.run(task))
+
+
+def test_means_are_over_the_prompts_that_have_a_reward() -> None:
+    """Rewards None, 1, 2 and, without a token, none; environment None, 1.0 (weight 2), None: totals None, 3, 2."""
+    producer = _Producer()
+    metrics = _run(_evaluator(producer)).metrics
+    assert metrics.pop("duration_s") >= 0.0
+    assert metrics == {
+        "num_prompts": 4.0,
+        "reward": 2.5,
+        "reward_std": pytest.approx(0.5**0.5),
+        "reward_stderr": pytest.approx(0.5),
+        "pass@1": 1.0,
+        "rewards/_reward": 1.5,
+        "rewards/Maze": 1.0,
+        "mean_length": 2.0,
+        "num_turns": 1.0,
+        "truncated": 0.25,
+        "num_unscored": 2.0,
+        "version_min": 4.0,
+        "version_max": 4.0,
+        "mixed": 0.0,
+    }
+    assert producer.most_leased == 2
+
+
+def test_the_bound_is_on_rollouts_and_lets_one_prompt_through_in_any_case() -> None:
+    """3 samples: at most 7 at once are 2 prompts; at most 1 at once is one prompt all the same."""
+    for bound, most in ((7, 6), (1, 3)):
+        producer = _Producer()
+        _run(_evaluator(producer, samples=3), max_in_flight=bound)
+        assert producer.most_leased == most
+
+
+def test_seeds_are_of_prompt_and_sample_and_the_same_in_every_evaluation() -> None:
+    """Not those of training: groups there have seed_of(run.seed, group)."""
+    producer = _Producer()
+    evaluator = _evaluator(producer, samples=2)
+    first, second = _run(evaluator), _run(evaluator)
+    seeds = [request.seed for request in producer.requests]
+    assert len(set(seeds[:4])) == 4
+    assert sorted(seeds[:4]) == sorted(seeds[4:])
+    assert not {seed_of(0, number) for number in range(4)} & set(seeds)
+    assert {**first.metrics, "duration_s": 0} == {**second.metrics, "duration_s": 0}
+
+
+def test_results_are_told_for_each_value_of_a_column() -> None:
+    """Even: None and 2; odd: 3 and, without a token, none."""
+    by_group = _run(_evaluator(_Producer(), group_by="source")).by_group
+    assert {group: metrics["reward"] for group, metrics in by_group.items()} == {"even": 2.0, "odd": 3.0}
+
+
+def test_a_column_that_is_not_there_or_has_too_many_values_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"evaluation.group_by: level is not one of the columns \['source'\]"):
+        _evaluator(_Producer(), group_by="level")
+    scorer = Scorer([RewardFunction(_reward)], advantage=AdvantageSection(), train_zero_variance=False)
+    many = [make_prompt(number, level=number) for number in range(65)]
+    with pytest.raises(ConfigError, match="65 different values"):
+        Evaluator(many, _Producer(), scorer, group_by="level")
+    Evaluator(many[:64], _Producer(), scorer, group_by="level")
+
+
+def test_failed_rollouts_are_counted_told_of_and_end_the_evaluation_when_they_are_most(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """1 of 20 is 5%, of which nothing is said; 3 of 20 are more, and 11 more than half."""
+    assert _run(_evaluator(_Producer(failing=[2]), 20)).metrics["num_failed"] == 1.0
+    assert caplog.messages == []
+    assert _run(_evaluator(_Producer(failing=[2, 5, 9]), 20)).metrics["num_failed"] == 3.0
+    assert "3 of 20 rollouts of the evaluation failed; the first, eval-v5-2-r0: injected" in caplog.text
+    with pytest.raises(
+        RunError, match=r"11 of 20 rollouts of the evaluation failed; the first, eval-v5-2-r0: injected"
+    ):
+        _run(_evaluator(_Producer(failing=list(range(2, 13))), 20))
+
+
+def test_a_reward_or_a_rollout_function_that_fails_for_one_prompt_fails_that_prompt(tmp_path: Path) -> None:
+    def sometimes(completions: list[Any], environments: list[int], **_: Any) -> list[float]:
+        if environments[0] == 7:
+            raise KeyError("judge")
+        return [1.0] * len(completions)
+
+    with RolloutStore(tmp_path / "rows", seals_at_close=False) as store:
+        assert _run(_evaluator(_Producer(), 20, sometimes), store=store).metrics["num_failed"] == 1.0
+    rows = {row.group_id: row for row in read_groups(tmp_path / "rows")}
+    assert len(rows) == 20
+    assert rows[7].status == "failed"
+    assert _run(_evaluator(_Producer(broken=ValueError("x")), 20)).metrics["num_failed"] == 1.0
+    error = RolloutContractError("no logprobs")
+    error.__cause__ = cause = KeyError("logprobs")  # of the user's function, with its line
+    with pytest.raises(RolloutContractError) as caught:
+        _run(_evaluator(_Producer(broken=error), 20))
+    assert caught.value.__cause__ is cause
+
+
+def test_rows_are_stored_with_step_rewards_and_versions(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path / "rows", seals_at_close=False) as store:
+        evaluator = _evaluator(_Producer(), samples=2)
+        _run(evaluator, store=store)
+    rows = {row.group_id: row for row in read_groups(tmp_path / "rows")}
+    assert sorted(rows) == [0, 1, 2, 3]
+    assert {row.step for row in rows.values()} == {5}
+    assert [rollout.reward for rollout in rows[1].rollouts] == [3.0, 3.0]
+    assert [rollout.rollout_id for rollout in rows[2].rollouts] == ["eval-v5-2-r0", "eval-v5-2-r1"]
+    assert rows[2].rollouts[0].sampled_versions == {4}
+    assert evaluator.num_tokens == 3 * 2 * 2  # prompt 3 samples none
+
+
+def test_the_majority_is_the_share_of_the_most_frequent_value() -> None:
+    assert majority_share([{"a": 3}, {"a": "3"}, {"a": 5}], "a") == pytest.approx(2 / 3)
