@@ -82,28 +82,6 @@ def test_a_wish_beyond_the_maximum_and_a_wait_beyond_the_deadline_are_refused() 
     run("Full", use, max_instances=2)
 
 
-def test_a_cancelled_rollout_gives_its_instances_back() -> None:
-    """R6.1"""
-
-    async def use(pool: EnvironmentPool) -> None:
-        entered = asyncio.Event()
-
-        async def rollout() -> None:
-            async with pool.lease(2):
-                entered.set()
-                await asyncio.Event().wait()
-
-        task = asyncio.create_task(rollout())
-        await asyncio.wait_for(entered.wait(), 10)
-        assert pool.num_taken == 2
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (pool.num_taken, pool.num_free) == (0, 2)
-
-    run("Full", use, max_instances=2)
-
-
 def test_a_lease_that_is_cancelled_in_the_moment_of_its_grant_holds_nothing() -> None:
     """R6.1"""
 

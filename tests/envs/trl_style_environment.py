@@ -135,10 +135,6 @@ def only_wordle(environments, **kwargs) -> list[float | None]:
     return [env.reward if isinstance(env, WordleEnv) else None for env in environments]
 
 
-def short_and_right(completions, environments, **kwargs):
-    return [env.reward - 0.1 * len(completion) for completion, env in zip(completions, environments, strict=True)]
-
-
 def multiply(a: int, b: int) -> int:
     """
     Multiplies two integers.

@@ -137,11 +137,6 @@ async def swallows_cancellation(completions: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
 
-async def in_a_worker(completions: list[str], offset: float = 0.0) -> list[float]:
-    await asyncio.sleep(0)
-    return [len(completion) + offset for completion in completions]
-
-
 def logs_something_odd(completions: list[str], log_extra: Any) -> list[float]:
     log_extra("odd", [lambda: None for _ in completions])
     return [1.0] * len(completions)
