@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, ConsoleMessage, Dialog, Page, Playwright, Request
+    from playwright.sync_api import Browser, ConsoleMessage, Dialog, Page, Request
 
 LIMIT_MS = 30_000.0  # for any one thing that a page is waited for; the machine may be busy
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -41,29 +44,61 @@ def find_chromium() -> str | None:
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
-    """A browser without a window; skips or fails the test where there is none."""
+def chromium_process(folder: Path) -> Iterator[str]:
+    """One browser without a window, a process of its own, until the end of the block; `folder` holds its profile.
+
+    Yields:
+        The address where `connected` finds it.
+    """
+    from playwright.sync_api import sync_playwright
+
+    named = find_chromium()
+    if named is None:
+        with sync_playwright() as playwright:
+            named = playwright.chromium.executable_path
+    command = [
+        named, "--headless=new", "--remote-debugging-port=0", f"--user-data-dir={folder}", "--no-sandbox", "--no-first-run",
+        "--disable-dev-shm-usage", "--force-color-profile=srgb", "--hide-scrollbars", "--disable-background-networking",
+        "--disable-background-timer-throttling", "--disable-renderer-backgrounding", "about:blank",
+    ]  # fmt: skip
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        _give_up("playwright is not installed: pip install playwright")
+        port = folder / "DevToolsActivePort"  # written when it listens
+        limit = time.monotonic() + LIMIT_MS / 1000.0
+        while not (port.is_file() and port.read_text().count("\n")):
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < limit, (folder / "log").read_text()
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{port.read_text().splitlines()[0]}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Browser]:
+    """The browser at that address. Until the end of the block an event loop runs in this thread: asyncio.run would fail."""
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=_executable(playwright),
-            args=["--no-sandbox", "--disable-dev-shm-usage", "--force-color-profile=srgb"],
-            timeout=LIMIT_MS,
-        )
+        browser = playwright.chromium.connect_over_cdp(address, timeout=LIMIT_MS)
         try:
             yield browser
         finally:
             browser.close()
 
 
-def _executable(playwright: Playwright) -> str:
-    found = find_chromium() or playwright.chromium.executable_path
-    if not Path(found).exists():
-        _give_up(_MISSING)
-    return found
+def require_chromium() -> None:
+    """Skip or fail the test where there is none."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        _give_up("playwright is not installed: pip install playwright")
+    if find_chromium() is None:
+        with sync_playwright() as playwright:
+            if not Path(playwright.chromium.executable_path).exists():
+                _give_up(_MISSING)
 
 
 def _give_up(why: str) -> None:

@@ -22,10 +22,27 @@ def opened(
         watched.page.goto(inspector.url)
         watched.page.wait_for_selector(".grid-row a")
         if view:
-            watched.page.evaluate("hash => { location.hash = hash }", view)
-            ready(watched.page)
+            go(watched.page, view)
         yield watched
         watched.assert_quiet()
+
+
+def go(page: Page, view: str) -> None:
+    """Show another view; at the end it is drawn."""
+    page.evaluate(
+        """view => new Promise(done => {
+          if (location.hash === view) return done();
+          addEventListener("hashchange", done, { once: true });  // after the page's own listener, which begins to draw
+          location.hash = view;
+        })""",
+        view,
+    )
+    ready(page)
+
+
+def look_for_news(page: Page) -> None:
+    """Let the page ask at once how much there is by now, as when its tab comes to the front."""
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def ready(page: Page) -> None:

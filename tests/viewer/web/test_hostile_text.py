@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
+from grpo_async.viewer.safe_text import visible
 from tests.support.browser import SIZES, watched_page
-from tests.viewer.web.pages import opened, ready, search
+from tests.viewer.web.pages import go, opened, search
 from tests.viewer.web.serving import HOSTILE, Inspector
 
 if TYPE_CHECKING:
@@ -29,28 +28,42 @@ VIEWS = (
     "#/help?run=hostile",
 )
 
+_OVER = """() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(Math.max(
+    ...[document.documentElement, document.getElementById('main')].map(each => each.scrollWidth - each.clientWidth))))))"""
 
-def test_what_models_data_and_tools_write_is_shown_and_never_run(browser: Browser, inspected: Inspector) -> None:
+
+def test_every_view_shows_what_models_data_and_tools_write_as_text_and_fits_its_window(
+    browser: Browser, inspected: Inspector
+) -> None:
     with opened(browser, inspected) as watched:
         page = watched.page
-        for view in VIEWS:
-            page.evaluate("hash => { location.hash = hash }", view)
-            page.wait_for_function("hash => location.hash.startsWith(hash.split('&color')[0])", arg=view)
-            page.wait_for_timeout(150)
-            ready(page)
+        for view in (*VIEWS, "#/groups?run=long", "#/rollouts?run=long", "#/prompts?run=long"):
+            go(page, view)
             page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
             for tag in ("main img", "main script", "main svg:not(.chart svg)", "[onerror]", "[onload]", "main iframe"):
                 assert page.locator(tag).count() == 0, f"{view}: {tag}"
             assert "\u202e" not in page.inner_text("main"), view
-        page.evaluate("hash => { location.hash = hash }", VIEWS[4])
-        page.wait_for_selector("h1:has-text('g0-r0')")
+            for name, (width, height) in SIZES.items():
+                page.set_viewport_size({"width": width, "height": height})
+                assert page.evaluate(_OVER) <= 0, f"{view} is too wide for a window of size {name}"
+        go(page, VIEWS[4])
         shown = page.locator(".tool summary code").inner_text()
-        assert shown == HOSTILE.replace("\x1b", "␛").replace("\x07", "␇").replace("\u202e", "\\u202e")
-        search_for = '"<script>alert"'
-        page.evaluate("hash => { location.hash = hash }", "#/rollouts?run=hostile")
-        page.wait_for_selector("#query")
-        search(page, search_for)
+        assert shown == visible(HOSTILE)
+        go(page, "#/rollouts?run=hostile")
+        search(page, '"<script>alert"')
         page.wait_for_selector("text=2 rollouts in 1 group")
+
+
+def test_the_page_and_the_terminal_make_the_same_characters_visible(browser: Browser, inspected: Inspector) -> None:
+    """Control characters, and all marks that change the direction of text (`Bidi_Control` of Unicode)."""
+    marks = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    controls = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA0)]))
+    with opened(browser, inspected) as watched:
+        call = "async text => (await import('/static/web/dom.js')).visible(text)"
+        found = watched.page.evaluate(call, f"a{marks}{controls}é\r\n")
+    assert found == visible(f"a{marks}{controls}é\r\n")
+    assert not set(found) & set(marks)
+    assert set(found) & set(controls) == {"\t", "\n"}
 
 
 def test_markup_in_the_address_is_text(browser: Browser, inspected: Inspector) -> None:
@@ -65,9 +78,7 @@ def test_markup_in_the_address_is_text(browser: Browser, inspected: Inspector) -
             f"compare?a={markup}:1&b=x:2",
             f"groups?run={markup}",
         ):
-            page.evaluate("hash => { location.hash = hash }", f"#/{view}")
-            page.wait_for_timeout(150)
-            ready(page)
+            go(page, f"#/{view}")
             assert page.locator("main img").count() == 0
         assert (watched.dialogs, watched.outside) == ([], [])
         assert [error for error in watched.errors if "40" not in error] == []
@@ -85,20 +96,3 @@ def test_the_policy_stops_a_script_that_got_in(browser: Browser, inspected: Insp
         assert tried == "refused"
         assert any("Trusted" in error or "trusted" in error for error in watched.errors)
         assert watched.dialogs == []
-
-
-# -- every size
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_no_view_is_wider_than_the_window(browser: Browser, inspected: Inspector, size: str) -> None:
-    with opened(browser, inspected, size=SIZES[size]) as watched:
-        page = watched.page
-        for view in (*VIEWS, "#/groups?run=long", "#/rollouts?run=long", "#/prompts?run=long"):
-            page.evaluate("hash => { location.hash = hash }", view)
-            page.wait_for_timeout(150)
-            ready(page)
-            over = page.evaluate(
-                "[document.documentElement, document.getElementById('main')].map(e => e.scrollWidth - e.clientWidth)"
-            )
-            assert max(over) <= 0, f"{view} is {max(over)} px too wide"

@@ -10,12 +10,16 @@ import pytest
 
 from grpo_async.rundir import RunDir
 from grpo_async.store import RolloutStore
-from tests.support.browser import watch, watched_page
-from tests.viewer.web.pages import opened, ready, rows, search
+from tests.support.browser import WatchedPage, watch, watched_page
+from tests.viewer.web.pages import look_for_news, opened, ready, rows, search
 from tests.viewer.web.serving import Inspector, append_steps, serving, write_run
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Route
+    from collections.abc import Callable
+
+    from playwright.sync_api import Browser, Page, Route
+
+    Show = Callable[[str], Page]
 
 
 # -- open
@@ -50,18 +54,17 @@ def test_without_the_token_the_page_asks_for_it(browser: Browser, inspected: Ins
 # -- find
 
 
-def test_a_query_filters_and_has_an_address(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/rollouts?run=one") as watched:
-        page = watched.page
-        search(page, "reward=1 and step<=2")
-        page.wait_for_selector("text=9 rollouts in 6 groups")
-        found = rows(page)
-        assert len(found) == 9
-        page.reload()
-        page.wait_for_selector("text=9 rollouts in 6 groups")
-        assert rows(page) == found
-        page.go_back()
-        page.wait_for_selector("text=48 rollouts in 12 groups")
+def test_a_query_filters_and_has_an_address(show: Show) -> None:
+    page = show("#/rollouts?run=one")
+    search(page, "reward=1 and step<=2")
+    page.wait_for_selector("text=9 rollouts in 6 groups")
+    found = rows(page)
+    assert len(found) == 9
+    page.reload()
+    page.wait_for_selector("text=9 rollouts in 6 groups")
+    assert rows(page) == found
+    page.go_back()
+    page.wait_for_selector("text=48 rollouts in 12 groups")
 
 
 def test_a_mistake_is_marked_where_it_is_and_a_click_mends_it(browser: Browser, inspected: Inspector) -> None:
@@ -81,201 +84,188 @@ def test_a_mistake_is_marked_where_it_is_and_a_click_mends_it(browser: Browser, 
         assert [error for error in watched.errors if "400" not in error] == []
 
 
-def test_fields_are_suggested_while_one_writes(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/rollouts?run=one") as watched:
-        page = watched.page
-        page.click("#query")
-        page.keyboard.type("trained and rewa")
-        page.wait_for_selector("#suggestions li")
-        assert {"reward", "reward.exact"} <= set(page.locator("#suggestions code").all_inner_texts())
-        page.keyboard.press("Tab")
-        page.keyboard.type(">0")
-        page.keyboard.press("Enter")
-        page.wait_for_selector("text=30 rollouts in 12 groups")
+def test_fields_are_suggested_while_one_writes(show: Show) -> None:
+    page = show("#/rollouts?run=one")
+    page.click("#query")
+    page.keyboard.type("trained and rewa")
+    page.wait_for_selector("#suggestions li")
+    assert {"reward", "reward.exact"} <= set(page.locator("#suggestions code").all_inner_texts())
+    page.keyboard.press("Tab")
+    page.keyboard.type(">0")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=30 rollouts in 12 groups")
 
 
-def test_headers_sort_both_ways(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/groups?run=one") as watched:
-        page = watched.page
-        page.click(".grid-head button:has-text('reward')")
-        page.wait_for_selector("[aria-sort=descending]:has-text('reward')")
-        assert rows(page)[0] in ("9", "10", "11")  # step 4: all have reward 1
-        page.click(".grid-head button:has-text('reward')")
-        page.wait_for_selector("[aria-sort=ascending]:has-text('reward')")
-        assert rows(page)[0] in ("0", "1", "2")
-        assert "sort=reward" in page.url
+def test_headers_sort_both_ways(show: Show) -> None:
+    page = show("#/groups?run=one")
+    page.click(".grid-head button:has-text('reward')")
+    page.wait_for_selector("[aria-sort=descending]:has-text('reward')")
+    assert rows(page)[0] in ("9", "10", "11")  # step 4: all have reward 1
+    page.click(".grid-head button:has-text('reward')")
+    page.wait_for_selector("[aria-sort=ascending]:has-text('reward')")
+    assert rows(page)[0] in ("0", "1", "2")
+    assert "sort=reward" in page.url
 
 
-def test_a_click_on_a_bar_filters_and_dragging_takes_a_range(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/rollouts?run=one") as watched:
-        page = watched.page
-        reward = page.locator(".bars", has=page.locator("h2", has_text="reward")).locator(".bar")
-        reward.first.click()
-        page.wait_for_selector("text=18 rollouts in 9 groups")
-        page.goto(f"{inspected.origin}/#/rollouts?run=one")
-        page.wait_for_selector(".bars-readout:has-text('48 rollouts')")
-        first, last = reward.first.bounding_box(), reward.last.bounding_box()
-        assert first is not None
-        assert last is not None
-        page.mouse.move(first["x"] + 3, first["y"] + 20)
-        page.mouse.down()
-        page.mouse.move(last["x"] + 3, last["y"] + 20, steps=4)
-        page.mouse.up()
-        page.wait_for_function("() => location.hash.includes('reward%3E%3D')")
-        ready(page)
-        page.wait_for_selector("text=48 rollouts in 12 groups of 48")
+def test_a_click_on_a_bar_filters_and_dragging_takes_a_range(show: Show) -> None:
+    page = show("#/rollouts?run=one")
+    reward = page.locator(".bars", has=page.locator("h2", has_text="reward")).locator(".bar")
+    reward.first.click()
+    page.wait_for_selector("text=18 rollouts in 9 groups")
+    page = show("#/rollouts?run=one")
+    page.wait_for_selector(".bars-readout:has-text('48 rollouts')")
+    first, last = reward.first.bounding_box(), reward.last.bounding_box()
+    assert first is not None
+    assert last is not None
+    page.mouse.move(first["x"] + 3, first["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(last["x"] + 3, last["y"] + 20, steps=4)
+    page.mouse.up()
+    page.wait_for_function("() => location.hash.includes('reward%3E%3D')")
+    ready(page)
+    page.wait_for_selector("text=48 rollouts in 12 groups of 48")
 
 
-def test_a_long_table_is_fetched_where_one_looks_and_its_place_has_an_address(
-    browser: Browser, inspected: Inspector
-) -> None:
-    with opened(browser, inspected, "#/rollouts?run=long&sort=seq,index") as watched:
-        page = watched.page
-        assert page.locator(".grid-row").count() < 60
-        page.keyboard.press("Shift+G")
-        page.wait_for_selector("a:has-text('g149-r3')")
-        page.wait_for_function("() => location.hash.includes('at=')")
-        at = page.evaluate("document.querySelector('.grid').scrollTop")
-        page.reload()
-        page.wait_for_selector("a:has-text('g149-r3')")
-        assert page.evaluate("document.querySelector('.grid').scrollTop") == pytest.approx(at, abs=40)
+def test_a_long_table_is_fetched_where_one_looks_and_its_place_has_an_address(show: Show) -> None:
+    page = show("#/rollouts?run=long&sort=seq,index")
+    assert page.locator(".grid-row").count() < 60
+    page.keyboard.press("Shift+G")
+    page.wait_for_selector("a:has-text('g149-r3')")
+    page.wait_for_function("() => location.hash.includes('at=')")
+    at = page.evaluate("document.querySelector('.grid').scrollTop")
+    page.reload()
+    page.wait_for_selector("a:has-text('g149-r3')")
+    assert page.evaluate("document.querySelector('.grid').scrollTop") == pytest.approx(at, abs=40)
 
 
-def test_keys_move_open_and_go_back(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/groups?run=one&q=step%3D2") as watched:
-        page = watched.page
-        for key in ("j", "j", "k", "Enter"):
-            page.keyboard.press(key)
-        page.wait_for_selector("h1:has-text('Group 5')")
-        page.keyboard.press("j")
-        page.keyboard.press("j")
-        page.keyboard.press("Enter")
-        page.wait_for_selector("h1:has-text('g5-r1')")
-        page.keyboard.press("]")
-        page.wait_for_selector("h1:has-text('g5-r2')")
-        page.keyboard.press("Escape")
-        page.wait_for_selector("h1:has-text('Group 5')")
-        page.keyboard.press("Escape")
-        page.wait_for_selector("text=12 rollouts in 3 groups")
-        page.keyboard.press("/")
-        assert page.evaluate("document.activeElement.id") == "query"
-        page.keyboard.press("Escape")
-        page.keyboard.press("?")
-        page.wait_for_selector("h1:has-text('Query language')")
+def test_keys_move_open_and_go_back(show: Show) -> None:
+    page = show("#/groups?run=one&q=step%3D2")
+    for key in ("j", "j", "k", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_selector("h1:has-text('Group 5')")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("h1:has-text('g5-r1')")
+    page.keyboard.press("]")
+    page.wait_for_selector("h1:has-text('g5-r2')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("h1:has-text('Group 5')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("text=12 rollouts in 3 groups")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "query"
+    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    page.wait_for_selector("h1:has-text('Query language')")
 
 
 # -- one rollout
 
 
-def test_a_token_shows_all_its_figures_on_hover_and_by_keyboard(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/rollout?run=one&id=g3-r0") as watched:
-        page = watched.page
-        page.locator("[data-token='0']").hover()
-        figures = dict(zip(*(page.locator(f".tip {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
-        assert figures == {
-            "id": "5",
-            "place": "0 of 3",
-            "sampled by policy": "yes",
-            "policy version": "1",
-            "sampler logprob": "−0.2500",
-            "sampler probability": "0.7788",  # e^-0.25
-            "trainer logprob": "−0.1500",
-            "log ratio, trainer − sampler": "0.1000",
-            "proximal logprob": "−0.2500",
-            "importance weight": "1.1050",
-            "entropy, nats": "0.5000",
-            "advantage": "0.5000",
-            "marks": "clipped high",
-        }
-        page.mouse.move(5, 5)
-        page.wait_for_selector(".tip", state="hidden")
-        page.locator("[data-token='0']").focus()
-        page.keyboard.press("ArrowRight")
-        page.wait_for_selector(".tip:visible")
-        assert page.locator(".tip dd").first.inner_text() == "6"
-        page.keyboard.press("Escape")
-        page.hover("[data-token='1']")
-        page.wait_for_selector(".tip:visible")
-        page.keyboard.press("m")  # tokens give way to messages, and what is told of one of them goes with it
-        page.wait_for_selector(".tip", state="hidden")
+def test_a_token_shows_all_its_figures_on_hover_and_by_keyboard(show: Show) -> None:
+    page = show("#/rollout?run=one&id=g3-r0")
+    page.locator("[data-token='0']").hover()
+    figures = dict(zip(*(page.locator(f".tip {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
+    assert figures == {
+        "id": "5",
+        "place": "0 of 3",
+        "sampled by policy": "yes",
+        "policy version": "1",
+        "sampler logprob": "−0.2500",
+        "sampler probability": "0.7788",  # e^-0.25
+        "trainer logprob": "−0.1500",
+        "log ratio, trainer − sampler": "0.1000",
+        "proximal logprob": "−0.2500",
+        "importance weight": "1.1050",
+        "entropy, nats": "0.5000",
+        "advantage": "0.5000",
+        "marks": "clipped high",
+    }
+    page.mouse.move(5, 5)
+    page.wait_for_selector(".tip", state="hidden")
+    page.locator("[data-token='0']").focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".tip:visible")
+    assert page.locator(".tip dd").first.inner_text() == "6"
+    page.keyboard.press("Escape")
+    page.hover("[data-token='1']")
+    page.wait_for_selector(".tip:visible")
+    page.keyboard.press("m")  # tokens give way to messages, and what is told of one of them goes with it
+    page.wait_for_selector(".tip", state="hidden")
 
 
-def test_colours_follow_the_choice_and_the_address(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/rollout?run=one&id=g3-r0&color=marks") as watched:
-        page = watched.page
-        assert "token-clipped-high" in (page.get_attribute("[data-token='0']", "class") or "")
-        page.keyboard.press("c")  # from the last back to the first: advantage
-        page.wait_for_selector("[data-token='1'].token-up-2")
-        assert "color=advantage" in page.url
-        background = "getComputedStyle(document.querySelector(\"[data-token='1']\")).backgroundColor"
-        assert page.evaluate(background) == "rgb(179, 232, 195)"
-        page.emulate_media(color_scheme="dark")
-        assert page.evaluate(background) == "rgb(29, 86, 54)"
-        assert page.locator(".legend li").count() >= 7
+def test_colours_follow_the_choice_and_the_address(show: Show) -> None:
+    page = show("#/rollout?run=one&id=g3-r0&color=marks")
+    assert "token-clipped-high" in (page.get_attribute("[data-token='0']", "class") or "")
+    page.keyboard.press("c")  # from the last back to the first: advantage
+    page.wait_for_selector("[data-token='1'].token-up-2")
+    assert "color=advantage" in page.url
+    background = "getComputedStyle(document.querySelector(\"[data-token='1']\")).backgroundColor"
+    assert page.evaluate(background) == "rgb(179, 232, 195)"
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(background) == "rgb(29, 86, 54)"
+    page.emulate_media(color_scheme="light")
+    assert page.locator(".legend li").count() >= 7
 
 
-def test_tool_calls_are_folded_and_open(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/rollout?run=hostile&id=g0-r0") as watched:
-        page = watched.page
-        assert page.locator(".turn[aria-label]").count() == 2
-        tool = page.locator(".tool")
-        assert tool.count() == 1
-        assert not tool.locator(".tool-body").first.is_visible()
-        tool.locator("summary").click()
-        assert tool.locator(".tool-body").first.is_visible()
-        page.locator("[data-token='2']").hover()  # the tool's first token
-        assert "no: template, tool or environment" in page.locator(".tip").inner_text()
+def test_tool_calls_are_folded_and_open(show: Show) -> None:
+    page = show("#/rollout?run=hostile&id=g0-r0")
+    assert page.locator(".turn[aria-label]").count() == 2
+    tool = page.locator(".tool")
+    assert tool.count() == 1
+    assert not tool.locator(".tool-body").first.is_visible()
+    tool.locator("summary").click()
+    assert tool.locator(".tool-body").first.is_visible()
+    page.locator("[data-token='2']").hover()  # the tool's first token
+    assert "no: template, tool or environment" in page.locator(".tip").inner_text()
 
 
-def test_a_link_opens_the_same_view_in_a_new_tab(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/group?run=one&id=3") as watched:
-        page = watched.page
-        with page.context.expect_page() as coming:
-            page.click("a:has-text('g3-r2')", modifiers=["Control"])
-        tab = coming.value
-        watch(watched, tab)
-        tab.wait_for_selector("h1:has-text('g3-r2')")
-        assert page.url.endswith("id=3")
+def test_a_link_opens_the_same_view_in_a_new_tab(show: Show, tab: WatchedPage) -> None:
+    page = show("#/group?run=one&id=3")
+    with page.context.expect_page() as coming:
+        page.click("a:has-text('g3-r2')", modifiers=["Control"])
+    other = coming.value
+    watch(tab, other)
+    other.wait_for_selector("h1:has-text('g3-r2')")
+    assert page.url.endswith("id=3")
+    other.close()
 
 
 # -- compare
 
 
-def test_the_difference_between_two_rollouts_is_marked(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/group?run=one&id=3") as watched:
-        page = watched.page
-        page.check("[aria-label='compare g3-r0']")
-        page.check("[aria-label='compare g3-r3']")
-        page.click("button:has-text('Compare two')")
-        page.wait_for_selector("h1:has-text('Compare')")
-        left, right = page.locator(".diff").all()
-        assert (left.inner_text(), right.inner_text()) == ("apple 2 0", "apple 2 3")
-        assert left.locator("del").all_inner_texts() == ["0"]
-        assert right.locator("ins").all_inner_texts() == ["3"]
-        found = inspected.json("api/group", id=3, run="one")["summaries"]
-        first, last = (
-            next(each["reward"] for each in found if each["rollout_id"] == name) for name in ("g3-r0", "g3-r3")
-        )
-        assert first > last
-        assert "better" in (left.get_attribute("class") or "").split(), "green is what has the higher reward"
-        assert "worse" in (right.get_attribute("class") or "").split()
-        page.click("button:has-text('Swap')")
-        page.wait_for_selector(".side:first-child .diff.worse")
+def test_the_difference_between_two_rollouts_is_marked(show: Show, inspected: Inspector) -> None:
+    page = show("#/group?run=one&id=3")
+    page.check("[aria-label='compare g3-r0']")
+    page.check("[aria-label='compare g3-r3']")
+    page.click("button:has-text('Compare two')")
+    page.wait_for_selector("h1:has-text('Compare')")
+    left, right = page.locator(".diff").all()
+    assert (left.inner_text(), right.inner_text()) == ("apple 2 0", "apple 2 3")
+    assert left.locator("del").all_inner_texts() == ["0"]
+    assert right.locator("ins").all_inner_texts() == ["3"]
+    found = inspected.json("api/group", id=3, run="one")["summaries"]
+    first, last = (next(each["reward"] for each in found if each["rollout_id"] == name) for name in ("g3-r0", "g3-r3"))
+    assert first > last
+    assert "better" in (left.get_attribute("class") or "").split(), "green is what has the higher reward"
+    assert "worse" in (right.get_attribute("class") or "").split()
+    page.click("button:has-text('Swap')")
+    page.wait_for_selector(".side:first-child .diff.worse")
 
 
-def test_the_same_prompt_is_compared_between_steps_and_between_runs(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/group?run=one&id=3") as watched:
-        page = watched.page
-        page.click("text=Same prompt in other steps")
-        page.wait_for_selector("h1:has-text('Same prompt')")
-        listed = [text.split("\t") for text in page.locator("tbody tr").all_inner_texts()]
-        assert {"one", "two", "long"} <= {name for cells in listed for name in cells}
-        page.check("[aria-label='left: step 1, group 0'] >> nth=0")
-        page.check("tr:has-text('two') >> [aria-label='right: step 4, group 9']")
-        page.click("button:has-text('Compare left and right')")
-        page.wait_for_selector("h1:has-text('Compare')")
-        assert page.locator(".diff del").all_inner_texts() == ["apple 1"]
-        assert page.locator(".diff ins").all_inner_texts() == ["banana 4"]
+def test_the_same_prompt_is_compared_between_steps_and_between_runs(show: Show) -> None:
+    page = show("#/group?run=one&id=3")
+    page.click("text=Same prompt in other steps")
+    page.wait_for_selector("h1:has-text('Same prompt')")
+    listed = [text.split("\t") for text in page.locator("tbody tr").all_inner_texts()]
+    assert {"one", "two", "long"} <= {name for cells in listed for name in cells}
+    page.check("[aria-label='left: step 1, group 0'] >> nth=0")
+    page.check("tr:has-text('two') >> [aria-label='right: step 4, group 9']")
+    page.click("button:has-text('Compare left and right')")
+    page.wait_for_selector("h1:has-text('Compare')")
+    assert page.locator(".diff del").all_inner_texts() == ["apple 1"]
+    assert page.locator(".diff ins").all_inner_texts() == ["banana 4"]
 
 
 # -- live
@@ -291,6 +281,7 @@ def test_new_rows_are_told_and_move_nothing_until_asked(browser: Browser, tmp_pa
         page = watched.page
         before = rows(page)
         append_steps(store, [3], first=50)
+        look_for_news(page)
         page.wait_for_selector("text=3 new groups")
         assert rows(page) == before
         page.keyboard.press("r")
@@ -323,6 +314,7 @@ def test_curves_show_what_was_measured_and_grow_with_the_run(browser: Browser, t
         assert page.locator(".curves .chart-title").all_inner_texts() == ["reward"]
         page.wait_for_selector(".curves .chart-legend:has-text('0.75')")  # came after the answer, before a heartbeat
         one_more_step(4, 0.875)
+        look_for_news(page)
         page.wait_for_selector(".curves .chart-legend:has-text('0.875')")
         page.click(".picker summary")
         page.check(".picker-list label:has-text('own') input")
@@ -366,15 +358,14 @@ DIFFS = [
 ]
 
 
-def test_differences_are_by_words_and_give_both_texts_back(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected) as watched:
-        page = watched.page
-        compare = "async ([a, b]) => (await import('/static/web/diff.js')).diff(a, b)"
-        for left, right, wanted in DIFFS:
-            found = page.evaluate(compare, [left, right])
-            assert [(piece["kind"], piece["text"]) for piece in found] == wanted
-        long = [" ".join(str(place * step % 97) for place in range(3000)) for step in (7, 11)]
-        for left, right in (long, long[::-1], ["a b a b c", "b a c b a"]):
-            found = page.evaluate(compare, [left, right])
-            for side, text in (("left", left), ("right", right)):
-                assert "".join(piece["text"] for piece in found if piece["kind"] in ("same", side)) == text
+def test_differences_are_by_words_and_give_both_texts_back(show: Show) -> None:
+    page = show("#/help?run=one")
+    compare = "async ([a, b]) => (await import('/static/web/diff.js')).diff(a, b)"
+    for left, right, wanted in DIFFS:
+        found = page.evaluate(compare, [left, right])
+        assert [(piece["kind"], piece["text"]) for piece in found] == wanted
+    long = [" ".join(str(place * step % 97) for place in range(3000)) for step in (7, 11)]
+    for left, right in (long, long[::-1], ["a b a b c", "b a c b a"]):
+        found = page.evaluate(compare, [left, right])
+        for side, text in (("left", left), ("right", right)):
+            assert "".join(piece["text"] for piece in found if piece["kind"] in ("same", side)) == text

@@ -11,9 +11,8 @@ from grpo_async.rundir import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.viewer.web.api import Opening
 from tests.support.browser import watched_page
-from tests.viewer.web.pages import opened, ready, rows
+from tests.viewer.web.pages import go, look_for_news, opened, rows
 from tests.viewer.web.serving import (
-    Inspector,
     append_group,
     append_steps,
     serving,
@@ -22,7 +21,11 @@ from tests.viewer.web.serving import (
 )
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from collections.abc import Callable
+
+    from playwright.sync_api import Browser, Page
+
+    Show = Callable[[str], Page]
 
 TERMS = [
     ("", "reward=1", "reward=1"),
@@ -40,34 +43,32 @@ TERMS = [
 ]
 
 
-def test_a_click_in_a_chart_narrows_what_was_asked_for(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected) as watched:
-        call = "async ([q, term]) => (await import('/static/web/query_box.js')).withTerm(q, 'reward', term)"
-        found = [watched.page.evaluate(call, [query, term]) for query, term, _ in TERMS]
-        assert found == [wanted for _, _, wanted in TERMS]
+def test_a_click_in_a_chart_narrows_what_was_asked_for(show: Show) -> None:
+    page = show("#/groups?run=one")
+    call = "async ([q, term]) => (await import('/static/web/query_box.js')).withTerm(q, 'reward', term)"
+    found = [page.evaluate(call, [query, term]) for query, term, _ in TERMS]
+    assert found == [wanted for _, _, wanted in TERMS]
 
 
-def test_the_keys_of_the_tabs_keep_the_filter_as_the_tabs_do(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/groups?run=one&q=step%3D2") as watched:
-        page = watched.page
-        page.keyboard.press("2")
-        page.wait_for_selector("text=12 rollouts in 3 groups")
-        assert page.input_value("#query") == "step=2"
-        page.keyboard.press("1")
-        page.wait_for_selector("[aria-label=Groups]")
-        assert page.input_value("#query") == "step=2"
+def test_the_keys_of_the_tabs_keep_the_filter_as_the_tabs_do(show: Show) -> None:
+    page = show("#/groups?run=one&q=step%3D2")
+    page.keyboard.press("2")
+    page.wait_for_selector("text=12 rollouts in 3 groups")
+    assert page.input_value("#query") == "step=2"
+    page.keyboard.press("1")
+    page.wait_for_selector("[aria-label=Groups]")
+    assert page.input_value("#query") == "step=2"
 
 
-def test_the_row_that_the_keys_choose_is_told_to_screen_readers(browser: Browser, inspected: Inspector) -> None:
-    with opened(browser, inspected, "#/groups?run=one") as watched:
-        page = watched.page
-        page.keyboard.press("j")
-        page.keyboard.press("j")
-        assert page.evaluate("document.activeElement.getAttribute('role')") == "grid"
-        chosen = page.evaluate("document.activeElement.getAttribute('aria-activedescendant')")
-        assert page.get_attribute(f"#{chosen}", "aria-selected") == "true"
-        assert page.locator(f"#{chosen} [role=gridcell]").count() > 3
-        assert page.locator("[role=row][aria-selected=true]").count() == 1
+def test_the_row_that_the_keys_choose_is_told_to_screen_readers(show: Show) -> None:
+    page = show("#/groups?run=one")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    assert page.evaluate("document.activeElement.getAttribute('role')") == "grid"
+    chosen = page.evaluate("document.activeElement.getAttribute('aria-activedescendant')")
+    assert page.get_attribute(f"#{chosen}", "aria-selected") == "true"
+    assert page.locator(f"#{chosen} [role=gridcell]").count() > 3
+    assert page.locator("[role=row][aria-selected=true]").count() == 1
 
 
 def test_the_arrow_key_goes_on_into_tokens_that_are_folded(browser: Browser, tmp_path: Path) -> None:
@@ -106,7 +107,8 @@ def test_a_page_of_the_start_before_asks_for_the_token_of_this_one(browser: Brow
         page.goto(first.url)
         page.wait_for_selector(".pulse:has-text('12 rollouts')")
         page.context.clear_cookies()  # as if the server were another
-        page.wait_for_selector("#token", timeout=20_000)
+        look_for_news(page)
+        page.wait_for_selector("#token")
         page.fill("#token", first.url)
         page.press("#token", "Enter")
         page.wait_for_selector(".grid-row a")
@@ -125,9 +127,8 @@ def test_the_timeline_says_who_waited_for_whom_in_its_window(browser: Browser, t
         page.wait_for_selector(".waits summary:has-text('the trainer 40% of the time')")
         page.click(".waits summary")
         assert "while requests were generated" in page.inner_text(".waits table")
-        page.evaluate("location.hash = '#/timeline?run=run&from=40&to=100'")
+        go(page, "#/timeline?run=run&from=40&to=100")
         page.wait_for_selector(".waits summary:has-text('the trainer 0% of the time')")
-        ready(page)
 
 
 def test_axes_of_steps_have_whole_numbers_and_zeros_no_negative_room(browser: Browser, tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_axes_of_steps_have_whole_numbers_and_zeros_no_negative_room(browser: Br
     with serving(root) as inspected, opened(browser, inspected) as watched:
         page = watched.page
         page.evaluate(record)
-        page.evaluate("location.hash = '#/curves?run=run'")
+        go(page, "#/curves?run=run")
         page.wait_for_selector(".curves .chart canvas")
         page.wait_for_function("() => window.drawn.includes('100%')")
         drawn = page.evaluate("window.drawn")
