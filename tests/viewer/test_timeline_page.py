@@ -225,6 +225,7 @@ def test_without_a_span_it_is_empty_and_nothing_breaks(site: _Site) -> None:
     site.page.keyboard.press("w")
 
 
+@pytest.mark.nightly  # that a drawing of 100,000 spans is small is guarded by tests/viewer/test_trace.py
 def test_a_hundred_thousand_spans_stay_fast(site: _Site) -> None:
     site.page.evaluate(
         """() => {
@@ -258,8 +259,7 @@ def test_a_hundred_thousand_spans_stay_fast(site: _Site) -> None:
     assert frame_ms < 1000.0
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("size", [(800, 600), (1600, 900)])
+@pytest.mark.parametrize(("dark", "size"), [(False, (800, 600)), (True, (1600, 900))])
 def test_it_follows_size_theme_and_pixel_density(browser: Browser, dark: bool, size: tuple[int, int]) -> None:
     site = _Site(browser, size=size, dark=dark, scale=2)
     site.draw({"spans": _spans()})
