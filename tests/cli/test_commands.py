@@ -31,7 +31,7 @@ inference: {engine: embedded}
 """
 COMMANDS = [
     "train", "validate", "preflight", "doctor", "check-reward", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart",
-    "inspect-rollouts", "launch", "status",
+    "inspect-rollouts", "launch", "status", "eval", "export", "report", "trace",
 ]  # fmt: skip
 
 
@@ -210,14 +210,6 @@ def test_own_errors_are_messages_and_exit_codes(
     monkeypatch.setattr("grpo_async.launcher.train.launch", run)
     result = _invoke("train", config)
     assert (result.exit_code, result.stderr) == (code, f"{error}\n")
-
-
-def test_an_interrupt_is_exit_code_130(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object, **__: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("grpo_async.launcher.train.launch", run)
-    assert _invoke("train", config).exit_code == 130
 
 
 def test_an_error_that_is_a_bug_is_not_hidden(config: str, monkeypatch: pytest.MonkeyPatch) -> None:

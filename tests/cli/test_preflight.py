@@ -46,12 +46,6 @@ def _preflight(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["preflight", "x.yaml", *arguments])
 
 
-def test_help_has_examples() -> None:
-    result = CliRunner().invoke(app, ["preflight", "--help"])
-    assert result.exit_code == 0
-    assert "Examples:\n    grpo-async preflight" in result.stdout
-
-
 def test_it_is_a_launch_that_ends_after_the_checks(calls: list[dict[str, Any]]) -> None:
     result = _preflight("--set", "run.name=other")
     assert result.exit_code == 1
