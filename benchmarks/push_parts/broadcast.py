@@ -16,15 +16,18 @@ def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callab
     """A function that broadcasts buckets of these sizes (bytes) to another process and returns the seconds until it has all."""
     import torch
 
-    from grpo_async.weights.gloo import WeightGroup, listen
+    from grpo_async.weights.gloo import WeightGroup
+    from grpo_async.weights.rendezvous import Rendezvous
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    listener = listen("127.0.0.1")
-    port = listener.getsockname()[1]
-    receiver = context.Process(target=_receive, args=(theirs, port, list(sizes), timeout_s), daemon=True)
+    rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=timeout_s)
+    where = (rendezvous.store_file, rendezvous.key)
+    receiver = context.Process(target=_receive, args=(theirs, where, list(sizes), timeout_s), daemon=True)
     receiver.start()
-    group = WeightGroup.host(listener, world_size=2, key="bare", timeout_s=timeout_s)
+    rendezvous.wait("cpu")
+    rendezvous.begin()
+    group = WeightGroup(rendezvous.store, rank=0, world_size=2, address="127.0.0.1", timeout_s=timeout_s)
     buffers = [torch.ones(size, dtype=torch.uint8) for size in sizes]
 
     def broadcast() -> float:
@@ -42,15 +45,22 @@ def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callab
     finally:
         ours.send("end")
         receiver.join(timeout=_END_TIMEOUT_S)
+        rendezvous.close()
 
 
-def _receive(pipe: Connection, port: int, sizes: list[int], timeout_s: float) -> None:
+def _receive(pipe: Connection, where: tuple[str, str], sizes: list[int], timeout_s: float) -> None:
     import torch
 
+    from grpo_async.inference.surface import WeightInitInfo
     from grpo_async.weights.gloo import WeightGroup
+    from grpo_async.weights.rendezvous import join_rendezvous
 
     torch.set_num_threads(1)
-    group = WeightGroup.join("127.0.0.1", port, rank=1, world_size=2, key="bare", timeout_s=timeout_s)
+    info = WeightInitInfo(
+        master_address="127.0.0.1", store_file=where[0], key=where[1], rank_offset=1, world_size=2, timeout_s=timeout_s
+    )
+    store = join_rendezvous(info, rank=1, device="cpu")
+    group = WeightGroup(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=timeout_s)
     while pipe.recv() == "go":
         kept = []  # fresh memory for all, as a server that stages
         for size in sizes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from grpo_async.checks.doctor_hardware import has_gpu_driver
 from grpo_async.checks.report import Check, failed, passed, warned
-from grpo_async.servers.vllm.versions import INSTALL, is_supported, supported_text
+from grpo_async.servers.vllm.command import INSTALL, is_supported, supported_text
 
 PACKAGE = "grpo-async"
 

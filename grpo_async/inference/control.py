@@ -132,21 +132,19 @@ class ServerControl:
         """Go on generating; allowed when not paused."""
         self._request("POST", "/resume", timeout_s=timeout_s)
 
-    def init_weight_transfer(self, fields: dict[str, Any], *, timeout_s: float | None = None) -> None:
-        """Make the server's workers join the weight group; `fields` are those of WeightInitInfo. Never retried."""
-        body = {"init_info": WeightInitInfo.model_validate(fields).model_dump()}
+    def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float | None = None) -> None:
+        """Make the server's workers join the weight group. Never retried."""
+        body = {"init_info": info.model_dump()}
         self._request("POST", "/init_weight_transfer_engine", body, retries=0, timeout_s=timeout_s)
 
     def start_weight_update(self, *, timeout_s: float | None = None) -> None:
         """Begin an update; what an earlier one left is dropped."""
         self._request("POST", "/start_weight_update", {}, timeout_s=timeout_s)
 
-    def update_weights(self, fields: dict[str, Any], *, timeout_s: float | None = None) -> None:
-        """Announce parameters; answers when all are received and staged. `fields` are those of WeightUpdateInfo.
-
-        Never retried: the broadcast that goes with it cannot be repeated.
-        """
-        body = {"update_info": WeightUpdateInfo.model_validate(fields).model_dump()}
+    def update_weights(self, info: WeightUpdateInfo, *, timeout_s: float | None = None) -> None:
+        """Announce parameters; answers when all are received and staged. Never retried: the broadcast that goes with it cannot be
+        repeated."""
+        body = {"update_info": info.model_dump()}
         self._request("POST", "/update_weights", body, retries=0, timeout_s=timeout_s)
 
     def finish_weight_update(self, version: int, *, timeout_s: float | None = None) -> None:

@@ -167,11 +167,15 @@ class ScoreAnswer(Message):
 
 
 class WeightInitInfo(Message):
-    """Where a server's workers meet the trainer: a TCP store on the trainer, group rank 0 = trainer rank 0."""
+    """Where a server's workers meet the trainer: in a store (weights.rendezvous), group rank 0 = trainer rank 0."""
 
     transport: TransportKind = "gloo"
     master_address: str
-    master_port: int
+    """Of the trainer in the group."""
+    master_port: int = 0
+    """Of the trainer's TCP store."""
+    store_file: str = ""
+    """Instead of a TCP store, on one machine: a file in a folder of mode 0700."""
     rank_offset: int
     """Group rank of this server's first worker."""
     world_size: int

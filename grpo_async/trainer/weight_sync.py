@@ -19,8 +19,8 @@ from grpo_async.errors import ConfigError, GrpoAsyncError, RequestRejectedError,
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.inference.surface import ServedParameters, ServerInfo
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.weights.blame import is_answer
-from grpo_async.weights.push import LANE, GatheredParameters, PushFailedError, PushSettings, push_weights
+from grpo_async.weights.participants import PushFailedError, is_answer
+from grpo_async.weights.push import LANE, GatheredParameters, PushSettings, push_weights
 from grpo_async.weights.transport import WeightTransport
 from grpo_async.weights.verify import Difference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 

@@ -30,8 +30,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import ServedParameters
 from grpo_async.training.nf4 import Nf4Linear, dequantize_rows, quantize_rows
 from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights, problems_with_base
-from grpo_async.weights.buckets import ITEM_SIZES, ParameterSpec, cut_into_buckets
-from grpo_async.weights.names import check_names
+from grpo_async.weights.buckets import ITEM_SIZES, ParameterSpec, check_names, cut_into_buckets
 
 _ROWS = 16_384  # of a tensor that are copied or quantized at a time
 

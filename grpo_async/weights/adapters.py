@@ -17,9 +17,8 @@ from functools import cached_property
 import torch
 
 from grpo_async.errors import ConfigError
-from grpo_async.weights.buckets import ParameterSpec
+from grpo_async.weights.buckets import ParameterSpec, check_names
 from grpo_async.weights.checkpoint_files import CheckpointFiles
-from grpo_async.weights.names import check_names
 
 LEFT, RIGHT = ".left", ".right"
 

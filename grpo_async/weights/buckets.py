@@ -1,14 +1,16 @@
-"""Cuts a list of parameters into buckets, by one rule that trainer and server both apply. Pure; needs no tensor.
+"""Parameters on the wire: how they are cut into buckets, packed into bytes and unpacked, and whether they fit what a server serves.
 
-Worked example: three float32 parameters of 100, 200 and 300 bytes with bucket_bytes 320 -> [[100, 200], [300]].
-A parameter larger than a bucket, or than 4 MiB, is a bucket of its own.
+Trainer and server both apply these rules. Worked example: three float32 parameters of 100, 200 and 300 bytes with bucket_bytes
+320 -> [[100, 200], [300]]. A parameter larger than a bucket, or than 4 MiB, is a bucket of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 ITEM_SIZES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -51,3 +53,89 @@ def cut_into_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> Itera
         size += spec.num_bytes
     if bucket:
         yield bucket
+
+
+def pack(tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> torch.Tensor:
+    """Concatenate the bytes of contiguous tensors into one uint8 tensor. Shapes: any -> [num_bytes].
+
+    Args:
+        into: where to, [num_bytes] uint8, also on another device; None: fresh memory on the tensors' device.
+    """
+    parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    if into is None:
+        return torch.cat(parts)
+    offset = 0
+    for part in parts:
+        into[offset : offset + part.numel()].copy_(part)
+        offset += part.numel()
+    assert offset == into.numel(), f"{offset} bytes for a buffer of {into.numel()}"
+    return into
+
+
+def unpack(buffer: torch.Tensor, specs: Sequence[ParameterSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Cut a received bucket back into named tensors; inverse of `pack`. Views of `buffer` where alignment allows."""
+    offset = 0
+    for spec in specs:
+        part = buffer[offset : offset + spec.num_bytes]
+        dtype: torch.dtype = getattr(torch, spec.dtype_name)
+        if part.storage_offset() % dtype.itemsize:  # a view of another dtype needs an aligned start
+            part = part.clone()
+        yield spec.name, part.view(dtype).view(spec.shape)
+        offset += spec.num_bytes
+
+
+class TurnBuffers:
+    """Two buffers that take turns: one is filled while the other is being sent. They grow to the largest bucket.
+
+    Args:
+        device: where they are. Host buffers are pinned where there is a GPU to copy from.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._turn = 0
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """The buffer whose turn it is, [num_bytes] uint8; what it held is lost."""
+        self._turn = 1 - self._turn
+        buffer = self._buffers[self._turn]
+        if buffer is None or buffer.numel() < num_bytes:
+            pinned = self._device.type == "cpu" and torch.cuda.is_available()
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=pinned)
+            self._buffers[self._turn] = buffer
+        return buffer[:num_bytes]
+
+
+def check_names(
+    specs: Sequence[ParameterSpec], served_shapes: Mapping[str, Sequence[int]], optional: Collection[str] = ()
+) -> list[str]:
+    """One sentence per difference; [] when the update fits, or when the server does not know its parameters. A part of a model is
+    refused too: vLLM fuses layers (q, k, v), and a fused layer that gets one part only computes garbage.
+
+    Args:
+        specs: what is sent.
+        served_shapes: name -> shape of what the server wants, empty when it cannot know (surface.ServedParameters).
+        optional: names that may be sent or not (a head that is tied to the embeddings).
+
+    Worked example: served {"a": (2, 3), "b": (4,)}, sent a with shape (2, 2)
+    -> "a has the shape [2, 2], the server's [2, 3]", "b is missing".
+    """
+    if not served_shapes:
+        return []
+    problems = []
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            problems.append(f"{spec.name} is sent twice")
+            continue
+        seen.add(spec.name)
+        if spec.name not in served_shapes:
+            if spec.name not in optional:
+                problems.append(f"{spec.name} is not a parameter of the served model")
+        elif list(spec.shape) != list(served_shapes[spec.name]):
+            problems.append(
+                f"{spec.name} has the shape {list(spec.shape)}, the server's {list(served_shapes[spec.name])}"
+            )
+    problems.extend(f"{name} is missing" for name in served_shapes if name not in seen and name not in optional)
+    return problems

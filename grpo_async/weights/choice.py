@@ -1,18 +1,17 @@
-"""Which carrier brings the weights: what `weights.transport: auto` means on this machine, and why. Pure."""
+"""Which transport brings the weights: what `weights.transport: auto` means on this machine, and why. Pure."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from grpo_async.errors import ConfigError
-
-CarrierKind = Literal["gloo", "nccl", "ipc"]
+from grpo_async.inference.surface import TransportKind
 
 
 def choose_transport(
-    wanted: Literal["auto", "gloo", "nccl", "ipc"], *, trainer_device: str, server_device: str, shares_gpu: bool
-) -> tuple[CarrierKind, str]:
-    """The carrier, and the reason for it in words for the plan.
+    wanted: TransportKind | Literal["auto"], *, trainer_device: str, server_device: str, shares_gpu: bool
+) -> tuple[TransportKind, str]:
+    """The transport, and the reason for it in words for the plan.
 
     Args:
         wanted: weights.transport.
@@ -30,7 +29,7 @@ def choose_transport(
         if device.split(":")[0] == "cpu"
     ]
     if on_cpu:
-        kind: CarrierKind = "gloo"
+        kind: TransportKind = "gloo"
         where = f"the {on_cpu[0]} is" if len(on_cpu) == 1 else "trainer and server are"
         why = f"{where} on the CPU"
     elif shares_gpu:

@@ -1,29 +1,25 @@
 """A gloo group between the trainer (rank 0) and the servers' workers, outside torch's default process group.
 
-Used by both ends: the trainer, the embedded engine and the vLLM plugin. Carries buckets by itself (`GlooCarrier`) and the
-signals of the ipc carrier. Nothing is pickled, it listens on the own address in the group only, and every wait has a deadline.
+Used by both ends: the trainer, the embedded engine and the vLLM plugin. Carries buckets by itself (`GlooBackend`) and the
+signals of the ipc backend. Nothing is pickled, it listens on the own address in the group only, and every wait has a deadline.
 """
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from grpo_async.weights.meeting import Meeting, attend, listen
-from grpo_async.weights.packing import TurnBuffers
-
-__all__ = ["GlooCarrier", "WeightGroup", "listen", "own_address_towards"]
+from grpo_async.weights.buckets import TurnBuffers
 
 
 class WeightGroup:
-    """Membership of one process in the weight group. Build it with `host` (trainer) or `join` (server worker).
+    """Membership of one process in the weight group.
 
     Args:
-        store: of a meeting that has begun.
+        store: of a rendezvous that has begun.
         address: own address, on which the other members reach this one.
 
     Raises:
@@ -40,31 +36,6 @@ class WeightGroup:
         self._store: dist.Store | None = store  # the group keeps no reference of its own
         prefixed = dist.PrefixStore("gloo", store)
         self._group: Any = dist.ProcessGroupGloo(prefixed, rank, world_size, options)  # its options have the deadline
-
-    @classmethod
-    def host(cls, listener: socket.socket, *, world_size: int, key: str, timeout_s: float) -> WeightGroup:
-        """Rank 0: meet the other ranks on a bound, listening socket (see `listen`).
-
-        Raises:
-            RuntimeError: the other ranks did not join within `timeout_s`.
-        """
-        meeting = Meeting(listener, world_size=world_size, key=key, timeout_s=timeout_s)
-        meeting.wait("cpu")  # within timeout_s of the meeting
-        meeting.begin()
-        return cls(meeting.store, rank=0, world_size=world_size, address=meeting.address, timeout_s=timeout_s)
-
-    @classmethod
-    def join(
-        cls, address: str, port: int, *, rank: int, world_size: int, key: str, timeout_s: float, device: str = "cpu"
-    ) -> WeightGroup:
-        """Rank >= 1: meet the trainer's store, and listen on the own address that reaches it.
-
-        Raises:
-            RuntimeError: the group did not form within `timeout_s`, or the trainer called it off.
-        """
-        store = attend(address, port, rank=rank, world_size=world_size, key=key, timeout_s=timeout_s, device=device)
-        own = own_address_towards(address, port)
-        return cls(store, rank=rank, world_size=world_size, address=own, timeout_s=timeout_s)
 
     def broadcast(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
         """Send (rank 0) or receive (others) one contiguous CPU tensor.
@@ -118,8 +89,8 @@ class WeightGroup:
         return self._group
 
 
-class GlooCarrier:
-    """`Carrier` over a `WeightGroup`: buckets in host memory."""
+class GlooBackend:
+    """`Backend` over a `WeightGroup`: buckets in host memory."""
 
     sends_in_place = True
 
@@ -144,10 +115,3 @@ class GlooCarrier:
 
     def close(self) -> None:
         self._group.close()
-
-
-def own_address_towards(host: str, port: int) -> str:
-    """The address of this machine that `host` can reach; sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # a datagram socket only notes the address
-        return str(probe.getsockname()[0])

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from grpo_async.weights.gloo import WeightGroup
-from grpo_async.weights.meeting import device_identity
+from grpo_async.weights.rendezvous import device_identity
 from grpo_async.weights.staging import Staging
 
 _MAX_SIGNAL_BYTES = 1 << 20
@@ -122,8 +122,8 @@ def check_handle(handle: Handle, *, device: str) -> tuple[bytes, int, int, bytes
         raise RuntimeError(f"a memory handle is not hexadecimal: {error}") from error
 
 
-class IpcCarrier:
-    """`Carrier` by shared device memory."""
+class IpcBackend:
+    """`Backend` by shared device memory."""
 
     sends_in_place = False
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from grpo_async.weights.calls import start
-from grpo_async.weights.packing import TurnBuffers
+from grpo_async.weights.buckets import TurnBuffers
+from grpo_async.weights.participants import start
 from grpo_async.weights.staging import Staging
 
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -53,11 +53,11 @@ class CudaQueue:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 work()
-            self._stream.synchronize()  # NcclCarrier aborts the communicator at its deadline
+            self._stream.synchronize()  # NcclBackend aborts the communicator at its deadline
 
 
-class NcclCarrier:
-    """`Carrier` over one NCCL communicator.
+class NcclBackend:
+    """`Backend` over one NCCL communicator.
 
     Args:
         timeout_s: deadline of forming the communicator.

@@ -5,6 +5,12 @@
 Receiving touches nothing that generates, so requests only see pause and finish. Where it takes memory of a GPU that the engine's
 steps may need (transport.receives_beside_steps is False), the pause comes first.
 
+Where the bytes go, file by file:
+
+    trainer   push -> sender (a thread) -> transport (buckets to all servers) -> backend (gloo, nccl, ipc)
+    server    its HTTP routes -> receiver -> backend -> staged; loaded by finish
+    both      rendezvous (how the group forms), buckets (how parameters are cut and packed), participants (who failed)
+
 Invariants: a pause is always followed by a resume, on errors too. A server applies an update all or nothing, in finish: a push
 that fails before leaves the old weights serving everywhere, one that fails there leaves each server with either version, whole.
 Every rank gathers every bucket; only rank 0 sends. When sending fails, rank 0 goes on gathering without sending, because the
@@ -19,23 +25,19 @@ from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from grpo_async.errors import WeightPushError
+from grpo_async.inference.control import ServerControl
+from grpo_async.inference.surface import PauseMode
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.weights.blame import PushFailedError, is_answer, split_blame
 from grpo_async.weights.buckets import ParameterSpec
-from grpo_async.weights.calls import GRACE_S, failures_of, start_each
-from grpo_async.weights.sender import BucketSender, BucketTransport
+from grpo_async.weights.participants import GRACE_S, PushFailedError, failures_of, is_answer, split_failed, start_each
+from grpo_async.weights.sender import BucketSender
+from grpo_async.weights.transport import WeightTransport
 
-__all__ = [
-    "GatheredParameters", "PushFailedError", "PushMode", "PushReport", "PushSettings", "PushTarget", "WeightTransport",
-    "push_weights",
-]  # fmt: skip
-
-PauseMode = Literal["keep", "drain", "abort"]
 PushMode = Literal["recompute", "keep_kv", "drain", "abort"]
 
 _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
@@ -50,44 +52,6 @@ _SETTING = "weights.timeout_s"
 LANE = "weights"
 """Of the timeline."""
 _RESUME_BROKEN_S = 5.0  # for a server that has stopped answering: the others do not stand still for it
-
-
-class PushTarget(Protocol):
-    """One server. `fields` are those of surface.WeightInitInfo and WeightUpdateInfo. Each call raises a GrpoAsyncError:
-    RequestRejectedError, or ServerUnavailableError with `answered`."""
-
-    @property
-    def name(self) -> str:
-        """For messages: "server 0 (http://127.0.0.1:8000)"."""
-
-    @property
-    def num_workers(self) -> int:
-        """Processes that join the weight group."""
-
-    def pause(self, *, mode: PauseMode, keep_cache: bool, timeout_s: float) -> None: ...
-
-    def resume(self, *, timeout_s: float) -> None: ...
-
-    def init_weight_transfer(self, fields: dict[str, Any], *, timeout_s: float) -> None: ...
-
-    def start_weight_update(self, *, timeout_s: float) -> None: ...
-
-    def update_weights(self, fields: dict[str, Any], *, timeout_s: float) -> None: ...
-
-    def finish_weight_update(self, version: int, *, timeout_s: float) -> None: ...
-
-
-class WeightTransport(BucketTransport, Protocol):
-    """What carries buckets to all servers: transport.WeightTransport."""
-
-    bucket_bytes: int
-
-    @property
-    def receives_beside_steps(self) -> bool:
-        """Whether servers may generate while they receive."""
-
-    def announce(self, target: PushTarget, specs: Sequence[ParameterSpec]) -> None:
-        """Tell a server what follows; returns when it has received and staged everything (runs in a thread)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +137,7 @@ def push_weights(
     parameters: GatheredParameters,
     *,
     version: int,
-    targets: Sequence[PushTarget],
+    targets: Sequence[ServerControl],
     transport: WeightTransport,
     settings: PushSettings,
     before_gather: Callable[[], None] = lambda: None,
@@ -201,7 +165,9 @@ def push_weights(
     if mode == "drain":
         pause_limit_s, pause_setting = settings.drain_timeout_s, "weights.drain_timeout_s"
 
-    def on_all(phase: str, call: Callable[[PushTarget], None], *, deadline_s: float, setting: str = _SETTING) -> None:
+    def on_all(
+        phase: str, call: Callable[[ServerControl], None], *, deadline_s: float, setting: str = _SETTING
+    ) -> None:
         with clock(phase):
             errors = _call_each(targets, call, phase, deadline_s=deadline_s, setting=setting)
         if errors:
@@ -261,8 +227,8 @@ def push_weights(
 
 
 def _call_each(
-    targets: Sequence[PushTarget],
-    call: Callable[[PushTarget], None],
+    targets: Sequence[ServerControl],
+    call: Callable[[ServerControl], None],
     phase: str,
     *,
     deadline_s: float,
@@ -273,7 +239,7 @@ def _call_each(
     return failures_of(calls, what=phase, deadline_s=deadline_s + GRACE_S, setting=setting)
 
 
-def _resume_after(error: PushFailedError, targets: Sequence[PushTarget], *, timeout_s: float) -> None:
+def _resume_after(error: PushFailedError, targets: Sequence[ServerControl], *, timeout_s: float) -> None:
     """Resume every server after a failure, also one that did not answer pause: it may have paused before its answer was lost.
     One that cannot be resumed is added to those that failed, because it stands still."""
     silent = {name for name, cause in error.failures.items() if not is_answer(cause)}
@@ -297,7 +263,7 @@ def _transfer(
     parameters: GatheredParameters,
     *,
     version: int,
-    targets: Sequence[PushTarget],
+    targets: Sequence[ServerControl],
     transport: WeightTransport,
     settings: PushSettings,
     timeline: Timeline,
@@ -341,15 +307,15 @@ def _transfer(
     if sender.failure is None and not errors:
         return gather_s, sender.send_s
     transport.close()
-    to_blame, witnesses = split_blame(errors)
-    if sender.failure is None and not to_blame:
-        to_blame, witnesses = witnesses, {}  # everything left us, and nobody else failed
-    if not to_blame and sender.failure is not None:
-        witnesses = {**witnesses, "trainer": sender.failure}
+    failed, affected = split_failed(errors)
+    if sender.failure is None and not failed:
+        failed, affected = affected, {}  # everything left us, so these lost it themselves
+    if not failed and sender.failure is not None:
+        affected = {**affected, "trainer": sender.failure}
     raise PushFailedError(
         f"update of the push of version {version}",
         phase="update",
-        failures=to_blame,
-        witnesses=witnesses,
+        failures=failed,
+        affected=affected,
         hint=f"deadline {settings.timeout_s:.0f} s for each bucket: {_SETTING}",
     ) from sender.failure

@@ -9,31 +9,21 @@ The thread goes from one bucket to the next by itself: a bucket that is packed w
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from grpo_async.errors import DeadlineError, WeightPushError
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.weights.calls import GRACE_S, start
-
-
-class BucketTransport(Protocol):
-    """What a bucket goes through; see transport.WeightTransport."""
-
-    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One bucket in one of two buffers that take turns."""
-
-    def send(self, buffer: torch.Tensor) -> None: ...
-
-    def close(self) -> None: ...
+from grpo_async.weights.participants import GRACE_S, start
+from grpo_async.weights.transport import WeightTransport
 
 
 class BucketSender:
-    """Raises nothing of the servers or the carrier: a failure is kept in `failure`, and everything after it is left out. Ends with
+    """Raises nothing of the servers or the backend: a failure is kept in `failure`, and everything after it is left out. Ends with
     `wait` or `abandon`.
 
     Args:
@@ -44,7 +34,7 @@ class BucketSender:
 
     def __init__(
         self,
-        transport: BucketTransport,
+        transport: WeightTransport,
         answers: Mapping[str, Future[object]],
         *,
         timeout_s: float,
@@ -97,7 +87,7 @@ class BucketSender:
         while not event.done() and not self._thread.done() and time.monotonic() < until:
             if any(answer.done() and answer.exception() for answer in self._answers.values()):
                 self._has_closed = True
-                self._transport.close()  # a server is out: the send cannot end well, and ends now where the carrier can
+                self._transport.close()  # a server is out: the send cannot end well, and ends now where the backend can
             watched: list[Future[Any]] = [event, *(answer for answer in self._answers.values() if not answer.done())]
             wait([*watched, self._thread], timeout=until - time.monotonic(), return_when=FIRST_COMPLETED)
         if self._thread.done() and (error := self._thread.exception()) is not None:

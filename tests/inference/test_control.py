@@ -19,7 +19,7 @@ from grpo_async.errors import BadResponseError, ConfigError, RequestRejectedErro
 from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.router import ServingServers
-from grpo_async.inference.surface import GenerateRequest
+from grpo_async.inference.surface import GenerateRequest, WeightUpdateInfo
 from grpo_async.utils.retry import RetryPolicy
 from tests.inference.fake_server import fake_server
 from tests.inference.fleet_support import watched
@@ -72,7 +72,7 @@ def test_an_update_is_never_asked_for_again() -> None:
         raise Refusal(503, "busy")
         yield b""
 
-    fields = {"names": [], "dtype_names": [], "shapes": [], "bucket_bytes": 1, "timeout_s": 1.0}
+    fields = WeightUpdateInfo(names=[], dtype_names=[], shapes=[], bucket_bytes=1, timeout_s=1.0)
     with local_server(busy) as server, _control(server.url) as control:
         with pytest.raises(ServerUnavailableError):
             control.update_weights(fields, timeout_s=5.0)
@@ -111,7 +111,7 @@ def test_retries_end_with_the_time_of_the_call() -> None:
 
 def test_several_threads_may_talk_to_a_server_at_once() -> None:
     """The trainer waits in /update_weights while it sends; what else it asks meanwhile is answered."""
-    fields = {"names": [], "dtype_names": [], "shapes": [], "bucket_bytes": 1, "timeout_s": 1.0}
+    fields = WeightUpdateInfo(names=[], dtype_names=[], shapes=[], bucket_bytes=1, timeout_s=1.0)
     with fake_server(hangs={"/update_weights"}) as server, _control(server.url) as control:
         with ThreadPoolExecutor() as threads:
             update = threads.submit(control.update_weights, fields, timeout_s=20.0)

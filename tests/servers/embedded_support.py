@@ -16,9 +16,8 @@ import torch
 import uvicorn
 
 from grpo_async.inference.surface import GENERATE_PATH, GenerateChunk, GenerateRequest, ServerInfo
-from grpo_async.servers.embedded.engine import SlotEngine
+from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.embedded.main import bind_listener
-from grpo_async.servers.embedded.sequence import RunningSequence
 from grpo_async.servers.embedded.service import EmbeddedService
 
 

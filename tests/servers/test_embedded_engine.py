@@ -10,8 +10,7 @@ import torch
 
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import GenerateRequest
-from grpo_async.servers.embedded.engine import SlotEngine
-from grpo_async.servers.embedded.self_check import check_against_model
+from grpo_async.servers.embedded.engine import SlotEngine, check_against_model
 from tests.servers.embedded_support import (
     Output,
     generate,
@@ -294,7 +293,7 @@ def test_what_is_held_enters_later_can_be_aborted_and_is_told_of_a_failure(model
 def test_scores_are_those_of_one_plain_forward_however_they_are_cut(
     model: Any, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    monkeypatch.setattr("grpo_async.servers.embedded.scoring._ROWS", rows)
+    monkeypatch.setattr("grpo_async.servers.embedded.engine._SCORED_ROWS", rows)
     num_logits: list[int] = []
     forward = model.forward
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 from grpo_async.inference.surface import PARAMETERS_PATH, ServedParameters, WeightInitInfo, WeightUpdateInfo
-from grpo_async.weights.gloo import listen
+from grpo_async.weights.rendezvous import Rendezvous
 from tests.servers.embedded_support import (
     Live,
     live,
@@ -168,10 +167,11 @@ def test_a_new_trainer_does_not_wait_for_what_an_earlier_one_left(server: Live, 
     """Its end may hang until its own deadline: its machine vanished, so no connection ever breaks."""
     old = load(tiny_model)
     weights = perturbed(old, seed=1)
-    with ThreadPoolExecutor(2) as pool, listen("127.0.0.1") as silent:
-        init = {"init_info": _membership(port=silent.getsockname()[1], timeout_s=12.0)}
+    with ThreadPoolExecutor(2) as pool:
+        silent = Rendezvous("127.0.0.1", world_size=2, timeout_s=20.0)
+        init = {"init_info": _membership(timeout_s=20.0) | {"store_file": silent.store_file, "key": silent.key}}
         gone = pool.submit(server.client.post, "/init_weight_transfer_engine", json=init, timeout=60.0)
-        wait_until(lambda: bool(select.select([silent], [], [], 0)[0]), "the server to connect")
+        silent.wait("cpu")
         with WeightPusher(server.url, None, timeout_s=15.0) as stuck, WeightPusher(server.url, None) as pusher:
             began = time.monotonic()
             stuck.connect()
@@ -187,7 +187,7 @@ def test_a_new_trainer_does_not_wait_for_what_an_earlier_one_left(server: Live, 
             with pytest.raises(httpx.HTTPStatusError, match="409"):
                 unsent.result(30.0)
         assert serves(server, with_weights(tiny_model, weights), version=5)
-        silent.close()
+        silent.abort("it came back too late")
         assert gone.result(40.0).status_code in (409, 500)
         with WeightPusher(server.url, None) as pusher:
             assert pusher.post("/finish_weight_update", {"weight_version": "5"})

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -16,9 +15,9 @@ import httpx
 import torch
 
 from grpo_async.inference.surface import INFO_PATH, PauseMode, ServerInfo, WeightInitInfo, WeightUpdateInfo
-from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
-from grpo_async.weights.gloo import WeightGroup, listen
-from grpo_async.weights.packing import pack
+from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, pack
+from grpo_async.weights.gloo import WeightGroup
+from grpo_async.weights.rendezvous import Rendezvous
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -82,23 +81,29 @@ class WeightPusher:
         return ServerInfo.model_validate_json(response.content)
 
     def connect(self) -> None:
-        """Meet the server's workers in a new group with a new port and key."""
+        """Meet the server's workers in a new group."""
         num_workers = self.info().num_workers
-        listener = listen(self.address)
+        rendezvous = Rendezvous(self.address, world_size=1 + num_workers, timeout_s=self.timeout_s)
         init = WeightInitInfo(
             transport="gloo",
-            master_address=self.address,
-            master_port=listener.getsockname()[1],
+            master_address=rendezvous.address,
+            master_port=rendezvous.port,
+            store_file=rendezvous.store_file,
             rank_offset=1,
-            world_size=1 + num_workers,
+            world_size=rendezvous.world_size,
             timeout_s=self.timeout_s,
-            key=uuid.uuid4().hex,
+            key=rendezvous.key,
         )
         self.group = None
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(self.post, "/init_weight_transfer_engine", {"init_info": init.model_dump()})
-            self.group = WeightGroup.host(listener, world_size=init.world_size, key=init.key, timeout_s=self.timeout_s)
+            rendezvous.wait("cpu")
+            rendezvous.begin()
+            self.group = WeightGroup(
+                rendezvous.store, rank=0, world_size=init.world_size, address=self.address, timeout_s=self.timeout_s
+            )
             answer.result(timeout=self._answer_s)
+        rendezvous.close()
 
     def push(
         self,

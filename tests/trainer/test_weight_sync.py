@@ -18,9 +18,8 @@ from grpo_async.inference.fleet import ServerState
 from grpo_async.inference.surface import ScoreAnswer, ServedParameters, ServerInfo
 from grpo_async.trainer import weight_sync as module
 from grpo_async.trainer.weight_sync import FleetSync
-from grpo_async.weights.buckets import ParameterSpec
-from grpo_async.weights.names import check_names
-from grpo_async.weights.push import PushFailedError
+from grpo_async.weights.buckets import ParameterSpec, check_names
+from grpo_async.weights.participants import PushFailedError
 from grpo_async.weights.verify import TrainerScores
 from tests.launcher.support import make_config
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_async.config.model_sections import ModelSection
-from grpo_async.servers.embedded.scoring import score_tokens
+from grpo_async.servers.embedded.engine import score_tokens
 from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_sequences, score_twice
 from grpo_async.weights.verify import coarsest_dtype, compare_logprobs, probe_sequences, verify_limit

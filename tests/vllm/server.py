@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -178,10 +180,11 @@ def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServ
     log = folder / "server.log"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     began = time.monotonic()
+    sockets = tempfile.mkdtemp(prefix="vllm-")  # short: a socket's path has at most 107 characters
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", _MAIN, json.dumps(config), str(port)],
-            env={**environment, "GRPO_ASYNC_TOKEN": token},
+            env={**environment, "GRPO_ASYNC_TOKEN": token, "VLLM_RPC_BASE_PATH": sockets},
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -211,6 +214,7 @@ def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServ
                 process.wait()
         for survivor in psutil.wait_procs(below, timeout=10)[1]:
             survivor.kill()
+        shutil.rmtree(sockets, ignore_errors=True)
 
 
 def _wait_until_healthy(server: VllmServer) -> None:

@@ -1,4 +1,4 @@
-"""Gate, requests in flight, workers' reports and staging, without vLLM."""
+"""Gate, requests in flight and workers' reports, without vLLM."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ import pytest
 import torch
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
-from grpo_async.inference.surface import WeightInitInfo, WeightUpdateInfo
-from grpo_async.servers.vllm.gate import Gate, GateBrokenError
-from grpo_async.servers.vllm.in_flight import InFlight, InFlightRequests
-from grpo_async.servers.vllm.receiver import WeightReceiver
-from grpo_async.servers.vllm.rendezvous import _create_store_on_its_own_address
-from grpo_async.servers.vllm.reports import Reporter, WorkerFailedError, collect_reports
-from grpo_async.weights.adapters import BaseWeights
-from grpo_async.weights.blame import NOT_ARRIVED
+from grpo_async.servers.vllm.patches import _create_store_on_its_own_address
+from grpo_async.servers.vllm.reports import WorkerFailedError, collect_reports, run_and_report
+from grpo_async.servers.vllm.state import Gate, GateBrokenError, InFlight, InFlightRequests
+from grpo_async.weights.participants import NOT_ARRIVED
 
 
 @dataclass(frozen=True)
@@ -197,39 +193,47 @@ def _reports(work: Callable[[str], None], *, num_workers: int = 2, timeout_s: fl
     asyncio.run(run())
 
 
+def _worker(address: str, rank: int, error: str = "") -> None:
+    def job() -> None:
+        if error:
+            raise RuntimeError(error)
+
+    run_and_report(job, address, rank=rank, device=torch.device("cpu"))
+
+
 def test_waiting_for_reports_ends_when_every_worker_has_sent_one() -> None:
     def work(address: str) -> None:
-        for reporter in [Reporter(address, rank=rank) for rank in range(2)]:
-            reporter.send()
+        for rank in range(2):
+            _worker(address, rank)
 
     _reports(work)
 
 
 def test_the_first_failure_is_told_although_others_are_still_at_work() -> None:
-    at_work = []
+    may_end = threading.Event()
 
     def work(address: str) -> None:
-        at_work.append(Reporter(address, rank=0))
-        Reporter(address, rank=1).send("no memory")
+        run_and_report(lambda: _wait(may_end), address, rank=0, device=torch.device("cpu"))
+        _worker(address, 1, "no memory")
 
-    with pytest.raises(WorkerFailedError, match="worker 1: no memory"):
+    with pytest.raises(WorkerFailedError, match="worker 1: RuntimeError: no memory"):
         _reports(work, timeout_s=60.0)
+    may_end.set()
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(60.0)
 
 
 def test_the_worker_that_broke_an_update_is_told_and_not_one_that_saw_it_break() -> None:
     def work(address: str) -> None:
-        reporters = [Reporter(address, rank=rank) for rank in range(2)]
-        reporters[0].send(f"RuntimeError: {NOT_ARRIVED} (bucket 3)")
-        reporters[1].send("no memory")
+        _worker(address, 0, f"{NOT_ARRIVED} (bucket 3)")
+        _worker(address, 1, "no memory")
 
-    with pytest.raises(WorkerFailedError, match="worker 1: no memory"):
+    with pytest.raises(WorkerFailedError, match="worker 1: RuntimeError: no memory"):
         _reports(work)
-
-    def alone(address: str) -> None:
-        Reporter(address, rank=0).send(f"RuntimeError: {NOT_ARRIVED} (bucket 3)")
-
     with pytest.raises(WorkerFailedError, match=NOT_ARRIVED):
-        _reports(alone, num_workers=1)
+        _reports(lambda address: _worker(address, 0, f"{NOT_ARRIVED} (bucket 3)"), num_workers=1)
 
 
 def test_a_worker_that_dies_before_its_report_is_a_failure_at_once() -> None:
@@ -254,93 +258,6 @@ def test_waiting_for_reports_can_be_given_up() -> None:
                 await reports.wait(1, timeout_s=60.0, what="them", setting="a.b_s")
 
     asyncio.run(run())
-
-
-class _Carrier:
-    """Gives each bucket when it is told to."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.go_on = threading.Event()
-        self.closed = threading.Event()
-
-    def expect(self, num_bytes: int) -> None: ...
-
-    def receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
-        assert self.go_on.wait(timeout_s)
-        if self.closed.is_set():
-            raise RuntimeError("closed")
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-
-    def close(self) -> None:
-        """As gloo's: waits for what is on its way."""
-        self.closed.set()
-        assert self.go_on.wait(10)
-
-
-_UPDATE = WeightUpdateInfo(names=["a"], dtype_names=["float32"], shapes=[[3]], bucket_bytes=100, timeout_s=10.0)
-
-
-def _joined(monkeypatch: pytest.MonkeyPatch, carrier: _Carrier) -> WeightReceiver:
-    monkeypatch.setattr("grpo_async.servers.vllm.receiver.join_carrier", lambda *_, **__: carrier)
-    no_base = BaseWeights("nowhere")  # opened only for adapters
-    receiver = WeightReceiver(rank=0, device=torch.device("cpu"), base=no_base, served={})
-    info = WeightInitInfo(
-        master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=1.0, key="k"
-    )
-    _reports(lambda address: receiver.join(info, report_to=address), num_workers=1)
-    return receiver
-
-
-def test_a_staged_update_is_taken_once_and_dropped_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    carrier = _Carrier()
-    carrier.go_on.set()
-    receiver = _joined(monkeypatch, carrier)
-    assert receiver.take() is None
-    for _ in range(2):
-        _reports(lambda address: receiver.receive(_UPDATE, report_to=address), num_workers=1)
-        staged = receiver.take()
-        assert staged is not None
-        assert [(name, tuple(tensor.shape)) for name, tensor in staged] == [("a", (3,))]
-        assert receiver.take() is None
-    _reports(lambda address: receiver.receive(_UPDATE, report_to=address), num_workers=1)
-    receiver.drop()
-    assert receiver.take() is None
-    assert not carrier.closed.is_set()  # the same trainer goes on in its group
-
-
-def test_dropping_ends_an_update_that_is_still_coming_and_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    carrier = _Carrier()
-    receiver = _joined(monkeypatch, carrier)
-
-    def work(address: str) -> None:
-        receiver.receive(_UPDATE, report_to=address)
-        receiver.drop()  # does not wait for the carrier
-        assert carrier.closed.wait(5)
-        carrier.go_on.set()
-
-    with pytest.raises(WorkerFailedError, match="closed"):  # the group's end, which nobody waited for
-        _reports(work, num_workers=1)
-    assert receiver.take() is None
-    with pytest.raises(RuntimeError, match="no weight group"):
-        receiver.receive(_UPDATE, report_to="unused")
-
-
-def test_an_update_that_breaks_off_leaves_nothing_and_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    carrier = _Carrier()
-    receiver = _joined(monkeypatch, carrier)
-    carrier.go_on.set()
-    monkeypatch.setattr(carrier, "receive", _raise)
-    with pytest.raises(WorkerFailedError, match="trainer vanished"):
-        _reports(lambda address: receiver.receive(_UPDATE, report_to=address), num_workers=1)
-    assert receiver.take() is None
-    assert carrier.closed.wait(5)
-    with pytest.raises(RuntimeError, match="no weight group"):
-        receiver.receive(_UPDATE, report_to="unused")
-
-
-def _raise(*_: Any, **__: Any) -> torch.Tensor:
-    raise RuntimeError("trainer vanished")
 
 
 def test_a_process_that_meets_nobody_opens_no_store() -> None:

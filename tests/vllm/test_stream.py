@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from grpo_async.inference.surface import GenerateChunk
-from grpo_async.servers.vllm.drain import mark_asking, wait_until_handed_out
-from grpo_async.servers.vllm.in_flight import InFlight
-from grpo_async.servers.vllm.state import ServerState
+from grpo_async.servers.vllm.patches import mark_asking, wait_until_handed_out
+from grpo_async.servers.vllm.state import InFlight, ServerState
 from grpo_async.servers.vllm.stream import TokenStream
 
 

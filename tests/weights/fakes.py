@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from grpo_async.weights.blame import is_witness
 from grpo_async.weights.buckets import ParameterSpec
+from grpo_async.weights.participants import is_affected
 
 LIMIT_S = 20.0
 """Of every wait in these tests; none is reached when they pass."""
@@ -66,14 +66,14 @@ class FakeTarget:
     def resume(self, *, timeout_s: float) -> None:
         self._do("resume", timeout_s=timeout_s)
 
-    def init_weight_transfer(self, fields: dict[str, Any], *, timeout_s: float) -> None:
-        self._do("init", fields=fields)
+    def init_weight_transfer(self, info: Any, *, timeout_s: float) -> None:
+        self._do("init", info=info)
 
     def start_weight_update(self, *, timeout_s: float) -> None:
         self._do("start", timeout_s=timeout_s)
 
-    def update_weights(self, fields: dict[str, Any], *, timeout_s: float) -> None:
-        self._do("update", fields=fields)
+    def update_weights(self, info: Any, *, timeout_s: float) -> None:
+        self._do("update", info=info)
 
     def finish_weight_update(self, version: int, *, timeout_s: float) -> None:
         self._do("finish", version=version, timeout_s=timeout_s)
@@ -112,9 +112,9 @@ class FakeTransport:
 
     def announce(self, target: Any, specs: Sequence[ParameterSpec]) -> None:
         fault = target._faults.get("update")
-        if fault is None or (isinstance(fault, Exception) and is_witness(fault)):
+        if fault is None or (isinstance(fault, Exception) and is_affected(fault)):
             assert self._over.wait(LIMIT_S)
-        target.update_weights({"names": [spec.name for spec in specs]}, timeout_s=1.0)
+        target.update_weights([spec.name for spec in specs], timeout_s=1.0)
 
     def close(self) -> None:
         self.is_closed = True

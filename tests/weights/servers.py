@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from grpo_async.errors import ServerUnavailableError
-from grpo_async.weights.buckets import ParameterSpec
-from grpo_async.weights.carrier import Carrier, join_carrier, receive_parameters
+from grpo_async.inference.surface import WeightInitInfo, WeightUpdateInfo
+from grpo_async.weights.backend import Backend, join_backend, receive_parameters
+from grpo_async.weights.receiver import parameter_specs
 
 WAIT_S = 60.0
 
@@ -26,7 +27,7 @@ class Workers:
         self.served: list[dict[str, torch.Tensor]] = []
         self.version = 0
         self.calls: list[str] = []
-        self._carriers: list[Carrier] = []
+        self._backends: list[Backend] = []
 
     def pause(self, *, mode: str, keep_cache: bool, timeout_s: float) -> None:
         self.calls.append("pause")
@@ -34,42 +35,30 @@ class Workers:
     def resume(self, *, timeout_s: float) -> None:
         self.calls.append("resume")
 
-    def init_weight_transfer(self, fields: dict[str, Any], *, timeout_s: float) -> None:
-        def join(number: int) -> Carrier:
-            return join_carrier(
-                fields["transport"],
-                address=fields["master_address"],
-                port=fields["master_port"],
-                rank=fields["rank_offset"] + number,
-                world_size=fields["world_size"],
-                key=fields["key"],
-                timeout_s=fields["timeout_s"],
-                device=torch.device("cpu"),
-            )
-
-        self._carriers = []
-        self._carriers = self._in_threads(join)
+    def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None:
+        self._backends = []
+        self._backends = self._in_threads(
+            lambda number: join_backend(info, rank=info.rank_offset + number, device=torch.device("cpu"))
+        )
 
     def start_weight_update(self, *, timeout_s: float) -> None:
         self.staged = []
 
-    def update_weights(self, fields: dict[str, Any], *, timeout_s: float) -> None:
-        specs = [
-            ParameterSpec(name=name, dtype_name=dtype, shape=tuple(shape))
-            for name, dtype, shape in zip(fields["names"], fields["dtype_names"], fields["shapes"], strict=True)
-        ]
-
+    def update_weights(self, info: WeightUpdateInfo, *, timeout_s: float) -> None:
         def receive(number: int) -> dict[str, torch.Tensor]:
             return dict(
                 receive_parameters(
-                    self._carriers[number], specs, bucket_bytes=fields["bucket_bytes"], timeout_s=fields["timeout_s"]
+                    self._backends[number],
+                    parameter_specs(info),
+                    bucket_bytes=info.bucket_bytes,
+                    timeout_s=info.timeout_s,
                 )
             )
 
         try:
             self.staged = self._in_threads(receive)
         except ServerUnavailableError:
-            self._carriers = []
+            self._backends = []
             raise
 
     def finish_weight_update(self, version: int, *, timeout_s: float) -> None:
@@ -81,8 +70,8 @@ class Workers:
             try:
                 return [future.result(WAIT_S) for future in futures]
             except (RuntimeError, OSError) as error:
-                for carrier in self._carriers:
-                    carrier.close()
+                for backend in self._backends:
+                    backend.close()
                 raise ServerUnavailableError(f"the inference server answered 500: {error}", answered=True) from error
 
 

@@ -1,6 +1,6 @@
 """In place of CUDA IPC: memory that two processes share through files. Also the program of the worker's process.
 
-python -m tests.weights.shared_files PORT KEY FOLDER RESULT NUM_BYTES...
+python -m tests.weights.shared_files STORE KEY FOLDER RESULT NUM_BYTES...
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from grpo_async.inference.surface import WeightInitInfo
 from grpo_async.weights.gloo import WeightGroup
-from grpo_async.weights.ipc import IpcCarrier
+from grpo_async.weights.ipc import IpcBackend
+from grpo_async.weights.rendezvous import Rendezvous, join_rendezvous
 from grpo_async.weights.staging import Staging
 
 TIMEOUT_S = 60.0
@@ -52,15 +54,30 @@ def roomy_staging() -> Staging:
     return Staging(torch.device("cpu"), free_bytes=lambda: 1 << 40)
 
 
+def host_group(rendezvous: Rendezvous) -> WeightGroup:
+    """The trainer's end of a group of two."""
+    rendezvous.wait("cpu")
+    rendezvous.begin()
+    return WeightGroup(rendezvous.store, rank=0, world_size=2, address="127.0.0.1", timeout_s=TIMEOUT_S)
+
+
+def join_group(store_file: str, key: str) -> WeightGroup:
+    info = WeightInitInfo(
+        master_address="127.0.0.1", store_file=store_file, rank_offset=1, world_size=2, timeout_s=TIMEOUT_S, key=key
+    )
+    store = join_rendezvous(info, rank=1, device="cpu")
+    return WeightGroup(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=TIMEOUT_S)
+
+
 def main() -> None:
-    port, key, folder, result, *sizes = sys.argv[1:]
+    store_file, key, folder, result, *sizes = sys.argv[1:]
     torch.set_num_threads(1)
-    group = WeightGroup.join("127.0.0.1", int(port), rank=1, world_size=2, key=key, timeout_s=TIMEOUT_S)
+    group = join_group(store_file, key)
     memory = SharedFiles(Path(folder))
-    carrier = IpcCarrier(group, memory=memory, staging=roomy_staging())
-    carrier.expect(sum(map(int, sizes)))
-    received = [carrier.receive(int(size), timeout_s=TIMEOUT_S) for size in sizes]
-    carrier.close()
+    backend = IpcBackend(group, memory=memory, staging=roomy_staging())
+    backend.expect(sum(map(int, sizes)))
+    received = [backend.receive(int(size), timeout_s=TIMEOUT_S) for size in sizes]
+    backend.close()
     Path(result).write_text(json.dumps({"sums": [int(part.sum()) for part in received], "events": memory.events}))
 
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from grpo_async.weights.buckets import ITEM_SIZES, LARGE_BYTES, ParameterSpec, cut_into_buckets
-from grpo_async.weights.packing import TurnBuffers, pack, unpack
+from grpo_async.weights.buckets import (
+    ITEM_SIZES,
+    LARGE_BYTES,
+    ParameterSpec,
+    TurnBuffers,
+    cut_into_buckets,
+    pack,
+    unpack,
+)
 
 
 def _specs(*num_floats: int) -> list[ParameterSpec]:

@@ -1,4 +1,4 @@
-"""The ipc carrier between two processes, over shared files in place of a GPU's memory, and what it refuses."""
+"""The ipc backend between two processes, over shared files in place of a GPU's memory, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,41 +6,43 @@ import json
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_async.weights.gloo import WeightGroup, listen
-from grpo_async.weights.ipc import IpcCarrier, check_handle
-from grpo_async.weights.packing import pack
-from tests.weights.shared_files import TIMEOUT_S, SharedFiles, roomy_staging
+from grpo_async.weights.buckets import pack
+from grpo_async.weights.ipc import IpcBackend, check_handle
+from grpo_async.weights.rendezvous import Rendezvous
+from tests.weights.shared_files import TIMEOUT_S, SharedFiles, host_group, join_group, roomy_staging
 
 
 def test_buckets_cross_processes_through_two_buffers_that_are_shared_once(tmp_path: Path) -> None:
     # buffers 0, 1 of 1000 bytes; the fifth bucket is larger than the buffer whose turn it is, which is made anew
     sizes = [1000, 1000, 900, 10, 5000, 1000]
-    listener = listen("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=TIMEOUT_S)
     result = tmp_path / "result.json"
     worker = subprocess.Popen(
         [
             sys.executable, "-m", "tests.weights.shared_files",
-            str(listener.getsockname()[1]), "k", str(tmp_path), str(result), *map(str, sizes),
+            rendezvous.store_file, rendezvous.key, str(tmp_path), str(result), *map(str, sizes),
         ]
     )  # fmt: skip
     try:
-        group = WeightGroup.host(listener, world_size=2, key="k", timeout_s=TIMEOUT_S)
+        group = host_group(rendezvous)
         memory = SharedFiles(tmp_path)
-        carrier = IpcCarrier(group, memory=memory, staging=roomy_staging())
+        backend = IpcBackend(group, memory=memory, staging=roomy_staging())
         data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
         for part in data:
-            carrier.send(pack([part], into=carrier.buffer(part.numel())), timeout_s=TIMEOUT_S)
+            backend.send(pack([part], into=backend.buffer(part.numel())), timeout_s=TIMEOUT_S)
         assert worker.wait(TIMEOUT_S) == 0
-        carrier.close()
+        backend.close()
     finally:
         worker.kill()
         worker.wait(TIMEOUT_S)
+        rendezvous.close()
     received = json.loads(result.read_text())
     assert received["sums"] == [int(part.sum()) for part in data]
     assert memory.events == ["share 0", "share 1", "share 2", "release"]
@@ -51,19 +53,14 @@ class _Pair:
     """Trainer and worker in one process, in a real group."""
 
     def __init__(self, folder: Path) -> None:
-        listener = listen("127.0.0.1")
-        groups: dict[int, WeightGroup] = {}
-
-        def join() -> None:
-            groups[1] = WeightGroup.join("127.0.0.1", listener_port, rank=1, world_size=2, key="k", timeout_s=TIMEOUT_S)
-
-        listener_port = listener.getsockname()[1]
-        thread = threading.Thread(target=join, daemon=True)
-        thread.start()
-        self.group = WeightGroup.host(listener, world_size=2, key="k", timeout_s=TIMEOUT_S)
-        thread.join(TIMEOUT_S)
-        self.trainer = IpcCarrier(self.group, memory=SharedFiles(folder), staging=roomy_staging())
-        self.worker = IpcCarrier(groups[1], memory=SharedFiles(folder), staging=roomy_staging())
+        rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=TIMEOUT_S)
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(join_group, rendezvous.store_file, rendezvous.key)
+            self.group = host_group(rendezvous)
+            group = joining.result(TIMEOUT_S)
+        rendezvous.close()
+        self.trainer = IpcBackend(self.group, memory=SharedFiles(folder), staging=roomy_staging())
+        self.worker = IpcBackend(group, memory=SharedFiles(folder), staging=roomy_staging())
 
     def receive(self, num_bytes: int, results: list[Any]) -> threading.Thread:
         def run() -> None:

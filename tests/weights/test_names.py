@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_async.weights.buckets import ParameterSpec
-from grpo_async.weights.names import check_names
+from grpo_async.weights.buckets import ParameterSpec, check_names
 
 SERVED = {"a": [2, 3], "b": [4]}
 

@@ -1,4 +1,4 @@
-"""The nccl carrier over a gloo process group in place of NCCL: where buckets land, and that a wait ends at its deadline."""
+"""The nccl backend over a gloo process group in place of NCCL: where buckets land, and that a wait ends at its deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.weights import nccl
-from grpo_async.weights.nccl import NcclCarrier
+from grpo_async.weights.nccl import NcclBackend
 from grpo_async.weights.staging import Staging
 
 CPU = torch.device("cpu")
@@ -63,13 +63,13 @@ def _both(work: Callable[[int], Any]) -> list[Any]:
     return [results[rank] for rank in range(2)]
 
 
-def _pair(free_bytes: int = 1 << 40) -> tuple[list[NcclCarrier], list[_Group]]:
+def _pair(free_bytes: int = 1 << 40) -> tuple[list[NcclBackend], list[_Group]]:
     store = dist.HashStore()
     groups = _both(lambda rank: _Group(store, rank))
 
-    def build(rank: int) -> NcclCarrier:
+    def build(rank: int) -> NcclBackend:
         staging = Staging(CPU, free_bytes=lambda: free_bytes)
-        return NcclCarrier(groups[rank], device=CPU, queue=_Queue(), timeout_s=LIMIT_S, staging=staging)
+        return NcclBackend(groups[rank], device=CPU, queue=_Queue(), timeout_s=LIMIT_S, staging=staging)
 
     return _both(build), groups
 

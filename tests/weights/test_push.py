@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-import grpo_async.weights.calls
+import grpo_async.weights.participants
 import grpo_async.weights.push
 import grpo_async.weights.sender
 from grpo_async.errors import DeadlineError, RequestRejectedError, ServerUnavailableError, WeightPushError
-from grpo_async.weights.blame import NOT_ARRIVED, NOT_FORMED
-from grpo_async.weights.push import PushFailedError, PushReport, PushSettings, push_weights
+from grpo_async.weights.participants import NOT_ARRIVED, NOT_FORMED, PushFailedError
+from grpo_async.weights.push import PushReport, PushSettings, push_weights
 from tests.weights.fakes import LIMIT_S, Events, FakeParameters, FakeTarget, FakeTransport
 
 SETTINGS = PushSettings(mode="recompute", timeout_s=LIMIT_S, drain_timeout_s=2 * LIMIT_S)
@@ -206,7 +206,7 @@ def test_a_server_that_cannot_be_resumed_after_a_failure_stands_still_and_is_to_
 def test_when_a_server_dies_in_the_broadcast_only_it_is_to_blame_and_all_buckets_are_gathered() -> None:
     push = _Push(a={"update": BROKEN}, b={"update": NOT_ARRIVED_ANSWER}, broken_at=1)
     failed = push.fail()
-    assert (failed.phase, failed.failures, failed.witnesses) == ("update", {"a": BROKEN}, {"b": NOT_ARRIVED_ANSWER})
+    assert (failed.phase, failed.failures, failed.affected) == ("update", {"a": BROKEN}, {"b": NOT_ARRIVED_ANSWER})
     assert push.parameters.gathered == 3  # the other ranks wait in the collective
     assert push.transport.is_closed
     assert "finish" not in push.events.of("b")
@@ -216,7 +216,7 @@ def _gather_after_the_answer_of_a(push: _Push, monkeypatch: pytest.MonkeyPatch) 
     answers: dict[str, Any] = {}
 
     def start_each(calls: Any, *, what: str) -> Any:
-        futures = grpo_async.weights.calls.start_each(calls, what=what)
+        futures = grpo_async.weights.participants.start_each(calls, what=what)
         if what == "push update":
             answers.update(futures)
         return futures
@@ -235,7 +235,7 @@ def test_a_server_that_refuses_the_update_is_to_blame_and_nothing_is_sent(monkey
     push = _Push(a={"update": REFUSED}, b={"update": NOT_ARRIVED_ANSWER})
     _gather_after_the_answer_of_a(push, monkeypatch)
     failed = push.fail()
-    assert (failed.failures, list(failed.witnesses)) == ({"a": REFUSED}, ["b"])
+    assert (failed.failures, list(failed.affected)) == ({"a": REFUSED}, ["b"])
     assert push.transport.sent == []
     assert push.transport.packed == [0]
     assert push.parameters.gathered == 3
@@ -243,14 +243,14 @@ def test_a_server_that_refuses_the_update_is_to_blame_and_nothing_is_sent(monkey
 
 def test_a_server_that_fails_for_a_reason_of_its_own_while_receiving_is_to_blame() -> None:
     failed = _Push(a={"update": OWN_ANSWER}, b={"update": NOT_ARRIVED_ANSWER}, broken_at=1).fail()
-    assert (failed.failures, list(failed.witnesses)) == ({"a": OWN_ANSWER}, ["b"])
+    assert (failed.failures, list(failed.affected)) == ({"a": OWN_ANSWER}, ["b"])
 
 
 def test_a_broken_broadcast_that_no_server_is_to_blame_for_may_be_tried_again() -> None:
     called_off = ServerUnavailableError(f"the server answered 500: {NOT_FORMED}: x", answered=True)
     failed = _Push(a={"update": NOT_ARRIVED_ANSWER}, b={"update": called_off}, broken_at=0).fail()
     assert failed.failures == {}
-    assert set(failed.witnesses) == {"a", "b", "trainer"}
+    assert set(failed.affected) == {"a", "b", "trainer"}
     assert "connection reset by peer" in str(failed)
 
 
@@ -258,7 +258,7 @@ def test_a_server_that_did_not_get_what_was_sent_is_to_blame_when_all_went_out()
     push = _Push(a={"update": NOT_ARRIVED_ANSWER})
     failed = push.fail()
     assert push.transport.is_closed
-    assert (failed.failures, failed.witnesses) == ({"a": NOT_ARRIVED_ANSWER}, {})
+    assert (failed.failures, failed.affected) == ({"a": NOT_ARRIVED_ANSWER}, {})
 
 
 def test_an_answer_before_everything_was_sent_is_a_failure_of_that_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from grpo_async.errors import RequestRejectedError, ServerUnavailableError, WeightPushError
-from grpo_async.weights.blame import NOT_FORMED, PushFailedError
+from grpo_async.inference.surface import WeightInitInfo
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
-from grpo_async.weights.meeting import problem_with_devices
+from grpo_async.weights.participants import NOT_FORMED, PushFailedError
 from grpo_async.weights.push import PushSettings, push_weights
+from grpo_async.weights.rendezvous import problem_with_devices
 from grpo_async.weights.transport import WeightTransport
 from tests.weights.servers import ServerProcess, Workers
 
@@ -118,7 +119,7 @@ def test_a_server_that_does_not_join_ends_the_wait_of_all_at_once(
     transport: WeightTransport, error: Exception, num_others: int
 ) -> None:
     class Refuses(Workers):
-        def init_weight_transfer(self, fields: dict[str, Any], *, timeout_s: float) -> None:
+        def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None:
             raise error
 
     others = [Workers(f"good {number}") for number in range(num_others)]
@@ -127,8 +128,8 @@ def test_a_server_that_does_not_join_ends_the_wait_of_all_at_once(
         transport.connect([*others, Refuses("bad")])
     assert time.monotonic() - began < LONG_S / 4
     assert (caught.value.phase, caught.value.failures) == ("connect", {"bad": error})
-    assert set(caught.value.witnesses) == {other.name for other in others}
-    assert all(NOT_FORMED in str(witness) for witness in caught.value.witnesses.values())
+    assert set(caught.value.affected) == {other.name for other in others}
+    assert all(NOT_FORMED in str(witness) for witness in caught.value.affected.values())
     assert _members(transport) == []
     if others:
         transport.connect(others)  # they are well
@@ -140,7 +141,7 @@ def test_a_server_that_never_comes_is_to_blame_at_the_deadline(monkeypatch: pyte
     never = threading.Event()
 
     class Sleeps(Workers):
-        def init_weight_transfer(self, fields: dict[str, Any], *, timeout_s: float) -> None:
+        def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None:
             assert timeout_s == 3.0  # 2 + grace
             never.wait(30.0)
 
@@ -148,7 +149,7 @@ def test_a_server_that_never_comes_is_to_blame_at_the_deadline(monkeypatch: pyte
     with pytest.raises(PushFailedError, match=r"weights\.timeout_s") as caught:
         transport.connect([Workers("good"), Sleeps("bad")])
     never.set()
-    assert (list(caught.value.failures), list(caught.value.witnesses)) == (["bad"], ["good"])
+    assert (list(caught.value.failures), list(caught.value.affected)) == (["bad"], ["good"])
 
 
 def test_a_group_of_gpus_that_cannot_form_says_what_to_set() -> None:
@@ -218,7 +219,7 @@ def test_a_server_killed_in_the_broadcast_is_to_blame_and_the_others_take_the_ne
             _push(transport, servers, parameters)
         assert time.monotonic() - began < LONG_S / 2
         assert (caught.value.phase, list(caught.value.failures)) == ("update", ["a"])
-        assert set(caught.value.witnesses) == {"b", "c"}
+        assert set(caught.value.affected) == {"b", "c"}
         assert transport.members == ()
         parameters.before_bucket.clear()
         transport.connect(servers[1:])

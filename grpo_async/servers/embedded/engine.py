@@ -16,23 +16,84 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from transformers.cache_utils import DynamicCache
 
+from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import GenerateChunk, GenerateRequest
 from grpo_async.servers.embedded.kv_slots import slot_cache_of
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
-from grpo_async.servers.embedded.scoring import score_tokens
-from grpo_async.servers.embedded.sequence import RunningSequence
 
 _MIN_TEMPERATURE = 1e-4
 _PREFILL_TOKENS = 8192  # most tokens, padding included, of one prefill forward
 _MIN_ROWS = 16  # BLAS libraries take other kernels, which add in another order, for fewer rows
 _LENGTH_STEP = 32  # attention is computed over a multiple of this many positions
 _ADMIT_EVERY_STEPS = 4  # a prefill costs about a decode whatever its size, so a busy engine collects requests for one
+_SCORED_ROWS = 256  # of logits at a time: 150 MB in float32 with a vocabulary of 150 000
+_TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.5, torch.float16: 0.2}  # nats; rounding stays far below
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class RunningSequence:
+    """State of one request. `tokens` is prompt + sampled; `sink` gets every chunk, the last has a reason or an error."""
+
+    def __init__(
+        self, request: GenerateRequest, *, eos_ids: Sequence[int], sink: Callable[[GenerateChunk], None]
+    ) -> None:
+        self.request = request
+        self.sink = sink
+        self.tokens = list(request.token_ids)
+        self.prompt_len = len(self.tokens)
+        self.limit = self.prompt_len + request.max_tokens
+        self.stop_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(eos_ids))
+        self.prompt_key = tuple(request.token_ids[:-1])
+        self.slot = -1  # -1: waiting or over
+        # which weights (SlotEngine counts them) computed the keys and values of the prompt that are in the slot; None: none yet
+        self.filled_by: int | None = None
+        self.flush_at = 0.0
+        self.arrived_at = time.monotonic()
+        self.first_token_s: float | None = None
+        self.pending_ids: list[int] = []
+        self.pending_logprobs: list[float] = []
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def cache_key(self) -> tuple[int, ...]:
+        """Sequences of equal key that the same weights fill have equal keys and values for tokens[:-1]."""
+        return self.prompt_key if len(self.tokens) == self.prompt_len else tuple(self.tokens[:-1])
+
+    def append(self, token: int, logprob: float) -> bool:
+        """Take one sampled token; True when it was the last."""
+        if len(self.tokens) == self.prompt_len:
+            self.first_token_s = time.monotonic() - self.arrived_at
+        self.tokens.append(token)
+        self.pending_ids.append(token)
+        self.pending_logprobs.append(logprob)
+        if token in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.limit:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def take_chunk(self, policy_version: int, error: str | None = None) -> GenerateChunk:
+        """What was sampled since the last chunk, all of it by `policy_version`."""
+        chunk = GenerateChunk(
+            token_ids=self.pending_ids,
+            logprobs=self.pending_logprobs,
+            policy_version=policy_version,
+            finish_reason=self.finish_reason if error is None else None,
+            error=error,
+            first_token_s=self.first_token_s,
+        )
+        self.first_token_s = None
+        self.pending_ids, self.pending_logprobs = [], []
+        return chunk
 
 
 class SlotEngine:
@@ -391,3 +452,81 @@ def _eos_ids(model: Any) -> tuple[int, ...]:
         if ids is not None:
             return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
     return ()
+
+
+@torch.inference_mode()
+def score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:
+    """log softmax(logits) at temperature 1, natural log: entry i is of token_ids[i + 1] given those before it. In pieces, so
+    that few rows of logits exist at a time.
+
+    Args:
+        model: causal language model in eval mode.
+        token_ids: [length], at least 2.
+
+    Returns:
+        [length - 1]; not finite where the model's logits are not.
+    """
+    tokens = torch.tensor(token_ids, device=model.device)
+    positions = torch.arange(len(tokens), device=model.device)
+    cache = DynamicCache()  # its own: the slots belong to the running sequences
+    scores: list[float] = []
+    for start in range(0, len(tokens) - 1, _SCORED_ROWS):
+        end = min(start + _SCORED_ROWS, len(tokens) - 1)
+        logits = model(
+            input_ids=tokens[start:end].unsqueeze(0),
+            position_ids=positions[start:end].unsqueeze(0),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[0]  # [end - start, vocab]
+        logits = logits.float()
+        chosen = logits.gather(1, tokens[start + 1 : end + 1, None])[:, 0]
+        scores.extend((chosen - logits.logsumexp(-1)).tolist())
+    return scores
+
+
+@torch.inference_mode()
+def check_against_model(engine: SlotEngine, model: Any) -> None:
+    """Generate greedily and compare logprobs with those of a plain forward. Leaves the engine as it was, and warm.
+
+    The engine hands the model its own cache, mask and positions. An architecture that uses them in an unusual way could answer
+    plausible nonsense; this shows it before anything is served.
+
+    Raises:
+        ConfigError: the model does not work with this engine.
+    """
+    for length in (2, 5):  # ragged, so that padding matters
+        if length + 2 > engine.max_model_len:
+            continue
+        request = GenerateRequest(
+            request_id="self-check",
+            token_ids=[(7 * i + length) % engine.vocab_size for i in range(length)],
+            max_tokens=2,
+            temperature=0.0,
+            ignore_eos=True,
+            flush_interval_s=3600.0,  # one chunk per sequence
+        )
+        engine.add(RunningSequence(request, eos_ids=(), sink=lambda _: None))
+    try:
+        while engine.num_active:
+            engine.step()
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
+        raise ConfigError(
+            f"model.path: {model.config.model_type} does not run on the embedded engine ({error}); "
+            "use `inference.engine: vllm`"
+        ) from error
+    engine.num_generated_tokens = 0
+    errors = [_error_of(chunk, sequence, model) for sequence, chunk in engine.drain()]
+    if not all(error <= _TOLERANCE[model.dtype] for error in errors):  # NaN fails this too
+        raise ConfigError(
+            f"model.path: logprobs of the embedded engine and of a plain forward of {model.config.model_type} differ by "
+            f"{errors} nats, so this architecture is not served right; use `inference.engine: vllm`"
+        )
+
+
+def _error_of(chunk: GenerateChunk, sequence: RunningSequence, model: Any) -> float:
+    if chunk.error is not None:
+        return float("nan")
+    tokens = torch.tensor([sequence.tokens], device=model.device)
+    logprobs = model(tokens[:, :-1]).logits[0].float().log_softmax(-1)  # [length - 1, vocab]
+    expected = logprobs.gather(1, tokens[0, 1:, None])[-len(chunk.logprobs) :, 0]
+    return float((expected.cpu() - torch.tensor(chunk.logprobs)).abs().max())

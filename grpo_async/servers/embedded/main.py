@@ -59,8 +59,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from grpo_async.servers.embedded.engine import SlotEngine
-    from grpo_async.servers.embedded.self_check import check_against_model
+    from grpo_async.servers.embedded.engine import SlotEngine, check_against_model
 
     logger.info("imported torch and transformers in %.2f s", time.perf_counter() - began)
     inference = config.inference

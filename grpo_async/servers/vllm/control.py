@@ -8,7 +8,7 @@ What asks the engine core waits as long as that lives, which heartbeats watch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_async.errors import GrpoAsyncError
@@ -16,14 +16,140 @@ from grpo_async.inference.surface import (
     FinishBody,
     InitBody,
     PauseQuery,
+    ServedParameters,
     UpdateBody,
+    WeightInitInfo,
+    WeightUpdateInfo,
 )
 from grpo_async.servers.vllm import compat
 from grpo_async.servers.vllm.answers import RefusedError
+from grpo_async.servers.vllm.patches import wait_until_handed_out
+from grpo_async.servers.vllm.reports import WorkerReports, collect_reports
 from grpo_async.servers.vllm.state import ServerState
-from grpo_async.servers.vllm.updates import SupersededError, Updates
+from grpo_async.weights.adapters import BaseWeights
+from grpo_async.weights.buckets import ParameterSpec, check_names
+from grpo_async.weights.receiver import UpdateRefusedError, UpdateSupersededError, listed, parameter_specs
 
+_SETTING = "weights.timeout_s"
+_REPORT_MARGIN_S = 30.0  # the workers have the trainer's deadline; this is for their answer
+_READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be slow
 _HANDOUT_TIMEOUT_S = 30.0  # the tokens are already in this process; only a stuck event loop takes longer
+
+
+class Updates:
+    """Weight updates as the API server sees them: a group of workers, an update that all of them staged, and its end.
+
+        join -> start -> receive (staged by every worker, checked) -> apply
+
+    Nothing but `apply` touches what is served, and `apply` is one call of the engine core. What a trainer leaves behind at any
+    earlier moment is dropped by the next `start`.
+
+    Used from one event loop. Calls of one trainer come one after the other; a newer call of `join` or `start` ends the
+    waiting of an older one."""
+
+    def __init__(self) -> None:
+        self._started = False
+        self._staged = False
+        self._waiting: WorkerReports | None = None
+        self._served: ServedParameters | None = None
+        self._base: BaseWeights | None = None
+
+    @property
+    def is_staged(self) -> bool:
+        return self._staged
+
+    async def parameters(self, engine: Any) -> ServedParameters:
+        """What an update has to bring; the same as long as the server runs."""
+        if self._served is None:
+            served = await compat.served_parameters(engine)
+            self._base = BaseWeights(compat.describe(engine).model)
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                digest = await asyncio.to_thread(self._base.digest_or_none)
+            self._served = served.model_copy(update={"base_digest": digest})
+        return self._served
+
+    async def join(self, engine: Any, info: WeightInitInfo) -> None:
+        """Every worker meets the trainer's group.
+
+        Raises:
+            WorkerFailedError, DeadlineError: the group did not form. UpdateSupersededError: somebody else began to join.
+        """
+        self._forget()
+        await self._wait_for_workers(
+            engine,
+            lambda address: compat.join_weight_group(engine, info, address),
+            timeout_s=info.timeout_s,
+            what=f"the workers to join the weight group at {info.master_address}:{info.master_port}",
+        )
+
+    async def start(self, engine: Any) -> None:
+        """Begin an update; what an earlier one left is dropped."""
+        self._forget()
+        await compat.drop_staged_weights(engine)
+        self._started = True
+
+    async def receive(self, engine: Any, info: WeightUpdateInfo) -> None:
+        """Every worker receives every parameter and keeps it apart.
+
+        Raises:
+            RefusedError: no update was started, or it does not fit the model. WorkerFailedError, DeadlineError: it did not
+                arrive. In each case the old weights stay.
+        """
+        specs = parameter_specs(info)
+        if not self._started:
+            raise RefusedError(409, "no update was started: POST /start_weight_update first")
+        self._started = self._staged = False
+        if info.base is not None and (await self.parameters(engine)).base_digest != info.base.digest:
+            raise RefusedError(400, "adapters of another base than this server's; the old weights stay")
+        await self._wait_for_workers(
+            engine,
+            lambda address: compat.stage_weights(engine, info, address),
+            timeout_s=info.timeout_s,
+            what="the weights to arrive",
+        )
+        # only now, when nobody waits for a worker in the middle of a broadcast any more
+        problems = await self._mismatches(engine, info, specs)
+        if problems:
+            await compat.drop_staged_weights(engine)
+            raise RefusedError(400, f"the update does not fit the model, the old weights stay: {listed(problems)}")
+        self._staged = True
+
+    async def apply(self, engine: Any) -> None:
+        """Serve what is staged. A worker that fails half-way ends, and the server with it."""
+        assert self._staged, "nothing is staged"
+        self._staged = False
+        await compat.apply_staged_weights(engine)
+
+    def _forget(self) -> None:
+        self._started = self._staged = False
+        if self._waiting is not None:
+            self._waiting.give_up(UpdateSupersededError("another weight update began in the meantime"))
+
+    async def _wait_for_workers(
+        self, engine: Any, begin: Callable[[str], Awaitable[None]], *, timeout_s: float, what: str
+    ) -> None:
+        async with collect_reports() as reports:
+            self._waiting = reports
+            try:
+                await begin(reports.address)
+                await reports.wait(
+                    compat.describe(engine).num_workers,
+                    timeout_s=timeout_s + _REPORT_MARGIN_S,
+                    what=what,
+                    setting=_SETTING,
+                )
+            finally:
+                if self._waiting is reports:
+                    self._waiting = None
+
+    async def _mismatches(self, engine: Any, info: WeightUpdateInfo, specs: Sequence[ParameterSpec]) -> list[str]:
+        served = await self.parameters(engine)
+        if not served.shapes:
+            compat.logger.warning("cannot check the names of this update: vLLM loaded no checkpoint at start")
+        if info.base is not None:
+            assert self._base is not None  # its digest was compared
+            return self._base.problems(specs, served.shapes, served.optional)
+        return check_names(specs, served.shapes, served.optional)
 
 
 class Control:
@@ -62,7 +188,7 @@ class Control:
                 self._state.gate.close()  # a /resume may have come before this got the lock
                 await compat.pause(engine, abort=wanted.mode == "abort", keep_cache=wanted.keep_cache)
                 self._state.set_paused(True)
-                await compat.wait_until_outputs_are_handed_out(engine, timeout_s=_HANDOUT_TIMEOUT_S)
+                await wait_until_handed_out(engine.engine_core, timeout_s=_HANDOUT_TIMEOUT_S)
         except BaseException:
             if attempt == self._attempt and not self._state.paused:
                 self._state.gate.open()
@@ -163,7 +289,7 @@ class Control:
             # process by now: either in its stream, where `add` stamped it on arrival, or in the client's queue. Wait until
             # that queue is handled, then change weights and version: all that arrives later was sampled after the coming
             # /resume, by the new weights.
-            await compat.wait_until_outputs_are_handed_out(engine, timeout_s=_HANDOUT_TIMEOUT_S)
+            await wait_until_handed_out(engine.engine_core, timeout_s=_HANDOUT_TIMEOUT_S)
             await self._updates.apply(engine)
             self._state.change_version(version)
             await self._state.in_flight.renew()  # under the new salt
@@ -174,7 +300,9 @@ async def _refusing(work: Any) -> None:
     """Failures of a weight group in their own words, without a traceback of ours in the log."""
     try:
         await work  # Updates has the deadlines
-    except SupersededError as error:
+    except UpdateSupersededError as error:
         raise RefusedError(409, str(error)) from error
+    except UpdateRefusedError as error:
+        raise RefusedError(400, str(error)) from error
     except GrpoAsyncError as error:
         raise RefusedError(500, f"{error}; the old weights stay") from error

@@ -7,7 +7,9 @@ and leaves it when its client disconnects.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -25,11 +27,13 @@ from grpo_async.servers.vllm.answers import (
     status_and_message,
     unless_disconnected,
 )
-from grpo_async.servers.vllm.gate import GateBrokenError
-from grpo_async.servers.vllm.in_flight import InFlight
-from grpo_async.servers.vllm.state import ServerState
+from grpo_async.servers.vllm.state import GateBrokenError, InFlight, ServerState
 from grpo_async.servers.vllm.stream import TokenStream
 
+logger = logging.getLogger("vllm.grpo_async")
+
+_NUM_AT_ONCE = 4  # of the warm-up
+_FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.01}
 _NDJSON = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 
 
@@ -154,3 +158,40 @@ def _check_ids(engine: Any, token_ids: Sequence[int]) -> None:
     outside = [token for token in token_ids if not 0 <= token < size]
     if outside:
         raise RefusedError(400, f"the token ids {outside[:5]} are outside the vocabulary of {size} tokens")
+
+
+async def warm_up(engine: Any) -> None:
+    """The first requests of a server, made by itself before anybody is let in: alone, several at once, with filters, and scored.
+
+    vLLM compiles at the first request of a kind, on a machine without its caches for minutes, in which the engine answers nobody:
+    heartbeats would take it for one that hangs, and each restart would compile again. Raises what the engine does.
+    """
+    began = time.monotonic()
+    await _generate_once(engine, "alone")
+    await asyncio.gather(*(_generate_once(engine, f"among {number}") for number in range(_NUM_AT_ONCE)))
+    await asyncio.gather(*(_generate_once(engine, f"filtered {number}", **_FILTERS) for number in range(_NUM_AT_ONCE)))
+    await _whole(lambda deliver: compat.submit_score(engine, [0, 0, 0], deliver))
+    logger.info("warmed up in %.1f s", time.monotonic() - began)
+
+
+async def _generate_once(engine: Any, name: str, **fields: Any) -> None:
+    request = GenerateRequest(
+        request_id=f"warm-up, {name}", token_ids=[0, 0], max_tokens=2, temperature=1.0, ignore_eos=True, **fields
+    )
+    await _whole(lambda deliver: compat.submit(engine, request, deliver))
+
+
+async def _whole(submit: Callable[[compat.Deliver], Awaitable[compat.RunningRequest]]) -> None:
+    """Until the engine has answered to the end."""
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def deliver(output: compat.EngineOutput | Exception) -> None:
+        if ended.done():
+            return
+        if isinstance(output, Exception):
+            ended.set_exception(output)
+        elif output.finish_reason is not None:
+            ended.set_result(None)
+
+    await submit(deliver)
+    await ended  # waits: the engine, whose start inference.startup_timeout_s limits

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from grpo_async.inference.guard import App, Receive, Scope, Send, TokenGuard
 from grpo_async.inference.surface import GENERATE_PATH, INFO_PATH, PARAMETERS_PATH, SCORE_PATH, ServerInfo
-from grpo_async.servers.vllm import compat
+from grpo_async.servers.vllm import compat, patches
 from grpo_async.servers.vllm.answers import (
     DisconnectedError,
     RefusedError,
@@ -22,13 +22,10 @@ from grpo_async.servers.vllm.answers import (
     status_and_message,
     unless_disconnected,
 )
-from grpo_async.servers.vllm.control import Control
-from grpo_async.servers.vllm.gate import GateBrokenError
-from grpo_async.servers.vllm.generation import Generation
+from grpo_async.servers.vllm.control import Control, Updates
+from grpo_async.servers.vllm.generation import Generation, warm_up
 from grpo_async.servers.vllm.load import EngineLoad, is_idle, max_running_requests, watch_load
-from grpo_async.servers.vllm.state import ServerState
-from grpo_async.servers.vllm.updates import Updates
-from grpo_async.servers.vllm.warm_up import warm_up
+from grpo_async.servers.vllm.state import GateBrokenError, ServerState
 
 logger = logging.getLogger("vllm.grpo_async")
 
@@ -102,8 +99,8 @@ class RolloutMiddleware:
         if self._engine is None:
             self._engine = engine
             self._load = watch_load(engine)
-            compat.salt_requests(engine, lambda: self._state.salt)
-            compat.on_engine_death(engine, lambda: self._state.gate.break_down("it ended; see the server's log"))
+            patches.salt_requests(engine, lambda: self._state.salt)
+            patches.on_engine_death(engine, lambda: self._state.gate.break_down("it ended; see the server's log"))
         return engine
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,21 +16,14 @@ def register() -> None:
     """Make this process part of a grpo_async server."""
     if os.environ.get(ENABLED_VARIABLE) != "1":
         return
-    if multiprocessing.parent_process() is None:
-        _limit_strangers()
     _die_with_vllm_parent()
-    from grpo_async.servers.vllm import compat, rendezvous
+    from grpo_async.servers.vllm import patches
 
-    compat.record_checkpoint_parameters()
-    compat.mark_handled_outputs()
-    rendezvous.bind_rendezvous_to_its_own_address()
-
-
-def _limit_strangers() -> None:
-    """In the API server: vLLM's own arguments do not choose uvicorn's protocol."""
-    import uvicorn.config
-
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = "grpo_async.inference.strangers:StrangersProtocol"
+    if multiprocessing.parent_process() is None:
+        patches.limit_strangers()
+    patches.record_checkpoint_parameters()
+    patches.mark_handled_outputs()
+    patches.bind_rendezvous_to_its_own_address()
 
 
 def _die_with_vllm_parent() -> None:

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from grpo_async.errors import DeadlineError, GrpoAsyncError
-from grpo_async.weights.blame import NOT_ARRIVED, NOT_FORMED
+from grpo_async.weights.participants import NOT_ARRIVED, NOT_FORMED
+
+logger = logging.getLogger("vllm.grpo_async")
 
 _CONNECT_TIMEOUT_S = 10.0
 _CAUSE_TIMEOUT_S = 2.0
@@ -104,18 +110,31 @@ async def collect_reports() -> AsyncIterator[WorkerReports]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class Reporter:
-    """A worker's end: connected from the start of the job, so that the worker's death is seen."""
+def run_and_report(job: Callable[[], None], report_to: str, *, rank: int, device: torch.device) -> None:
+    """In a worker: run `job` in a thread and report its end to the API server's socket `report_to`. Connected before this
+    returns, so that the worker's death is seen.
 
-    def __init__(self, address: str, *, rank: int) -> None:
-        self._rank = rank
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(_CONNECT_TIMEOUT_S)
-        self._socket.connect(address)  # at most _CONNECT_TIMEOUT_S
+    Raises:
+        OSError: the API server does not listen.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(_CONNECT_TIMEOUT_S)
+    connection.connect(report_to)  # at most _CONNECT_TIMEOUT_S
 
-    def send(self, error: str = "") -> None:
-        """Report the end of the job. Raises OSError when nobody listens any more: the job was given up."""
-        with self._socket:
-            self._socket.sendall(
-                json.dumps({"rank": self._rank, "error": error}).encode()
-            )  # at most _CONNECT_TIMEOUT_S
+    def run() -> None:
+        error = ""
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            job()
+        except BaseException as failure:  # noqa: BLE001 - reported to the API server, which answers with it
+            logger.warning("a part of a weight update failed: %s", failure)
+            error = f"{type(failure).__name__}: {failure}"
+        try:
+            with connection:
+                connection.sendall(json.dumps({"rank": rank, "error": error}).encode())  # at most _CONNECT_TIMEOUT_S
+        except OSError:
+            logger.warning("a part of a weight update ended, and nobody waits for it any more")
+
+    # a daemon: one that waits for a dead trainer must not hold the process
+    threading.Thread(target=run, name="weight-update", daemon=True).start()

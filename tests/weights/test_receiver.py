@@ -1,4 +1,4 @@
-"""The receiver alone, with carriers that end when a test says so: a newer trainer against what an older one left."""
+"""The receiver of weights alone, with backends that end when a test says so: a newer trainer against what an older one left."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import pytest
 import torch
 
 from grpo_async.inference.surface import WeightInitInfo, WeightUpdateInfo
-from grpo_async.servers.embedded import receiver as receiver_module
-from grpo_async.servers.embedded.receiver import UpdateRefusedError, UpdateSupersededError, WeightReceiver
+from grpo_async.weights import receiver as receiver_module
+from grpo_async.weights.adapters import BaseWeights
+from grpo_async.weights.receiver import UpdateRefusedError, UpdateSupersededError, WeightReceiver
 
 LIMIT_S = 20.0
 
 
-class _Carrier:
+class _Backend:
     """Receives zeros once it is let go; whether it was closed or not."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.may_go, self.entered = threading.Event(), threading.Event()
-        self.closed = self.breaks = False
+        self.closed, self.breaks = threading.Event(), False
 
     def expect(self, num_bytes: int) -> None: ...
 
@@ -35,12 +36,12 @@ class _Carrier:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        self.closed = True
+        self.closed.set()
 
 
 def _receiver(monkeypatch: pytest.MonkeyPatch, joins: Callable[[str], Any]) -> WeightReceiver:
-    monkeypatch.setattr(receiver_module, "join_carrier", lambda kind, **fields: joins(fields["key"]))
-    return WeightReceiver({"a": torch.ones(4)}, device=torch.device("cpu"))
+    monkeypatch.setattr(receiver_module, "join_backend", lambda info, **_: joins(info.key))
+    return WeightReceiver(device=torch.device("cpu"), base=BaseWeights("nowhere"), shapes={"a": [4]})
 
 
 def _init(key: str) -> WeightInitInfo:
@@ -53,70 +54,66 @@ UPDATE = WeightUpdateInfo(names=["a"], dtype_names=["float32"], shapes=[[4]], bu
 
 
 def test_a_join_that_ends_late_does_not_take_the_place_of_a_newer_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    carriers = {"old": _Carrier(), "new": _Carrier()}
+    backends = {"old": _Backend(), "new": _Backend()}
     old_joins, old_may_end = threading.Event(), threading.Event()
 
-    def join(key: str) -> _Carrier:
+    def join(key: str) -> _Backend:
         if key == "old":
             old_joins.set()
             assert old_may_end.wait(LIMIT_S)
-        return carriers[key]
+        return backends[key]
 
     receiver = _receiver(monkeypatch, join)
     with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(receiver.join, _init("old"))
+        late = pool.submit(receiver.join(_init("old")))
         assert old_joins.wait(LIMIT_S)
-        receiver.join(_init("new"))
+        receiver.join(_init("new"))()
         old_may_end.set()
         with pytest.raises(UpdateSupersededError):
             late.result(LIMIT_S)
-    assert (carriers["old"].closed, carriers["new"].closed) == (True, False)
-    receiver.start()
-    carriers["new"].may_go.set()
-    receiver.receive(UPDATE)
+    assert (backends["old"].closed.is_set(), backends["new"].closed.is_set()) == (True, False)
+    backends["new"].may_go.set()
+    receiver.receive(UPDATE)()
     assert receiver.take() is not None
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("begins_anew", ["start", "join"])
+@pytest.mark.parametrize("begins_anew", ["drop", "join"])
 def test_an_update_that_ends_late_one_way_or_the_other_does_not_touch_a_newer_one(
     monkeypatch: pytest.MonkeyPatch, begins_anew: str, breaks: bool
 ) -> None:
-    carriers = [_Carrier(), _Carrier()]
-    carriers[0].breaks = breaks
-    receiver = _receiver(monkeypatch, lambda key: carriers[int(key)])
-    receiver.join(_init("0"))
-    receiver.start()
+    backends = [_Backend(), _Backend()]
+    backends[0].breaks = breaks
+    receiver = _receiver(monkeypatch, lambda key: backends[int(key)])
+    receiver.join(_init("0"))()
     with ThreadPoolExecutor(1) as pool:
-        late: Future[None] = pool.submit(receiver.receive, UPDATE)
-        assert carriers[0].entered.wait(LIMIT_S)
+        late: Future[None] = pool.submit(receiver.receive(UPDATE))
+        assert backends[0].entered.wait(LIMIT_S)
         assert receiver.take() is None  # a part of an update is nothing to serve
-        if begins_anew == "start":
+        if begins_anew == "drop":
+            receiver.drop()
             with pytest.raises(UpdateRefusedError, match="no weight group"):
-                receiver.start()  # its group is in the middle of a broadcast
-        receiver.join(_init("1"))
-        receiver.start()
-        assert carriers[0].closed
-        carriers[0].may_go.set()
+                receiver.receive(UPDATE)  # its group was in the middle of a broadcast
+        receiver.join(_init("1"))()
+        assert backends[0].closed.wait(LIMIT_S)
+        backends[0].may_go.set()
         with pytest.raises(UpdateSupersededError):
             late.result(LIMIT_S)
     assert receiver.take() is None
-    assert not carriers[1].closed
-    carriers[1].may_go.set()
-    receiver.receive(UPDATE)
-    assert (receiver.take() or {})["a"].tolist() == [0.0] * 4
+    assert not backends[1].closed.is_set()
+    backends[1].may_go.set()
+    receiver.receive(UPDATE)()
+    assert dict(receiver.take() or ())["a"].tolist() == [0.0] * 4
 
 
-def test_a_start_drops_what_an_earlier_update_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    carrier = _Carrier()
-    carrier.may_go.set()
-    receiver = _receiver(monkeypatch, lambda key: carrier)
-    receiver.join(_init("0"))
-    for _ in range(2):
-        receiver.start()
-        receiver.receive(UPDATE)
-    receiver.start()
+def test_what_an_earlier_update_staged_is_dropped_and_the_group_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = _Backend()
+    backend.may_go.set()
+    receiver = _receiver(monkeypatch, lambda key: backend)
+    receiver.join(_init("0"))()
+    receiver.receive(UPDATE)()
+    receiver.drop()
     assert receiver.take() is None
-    assert not carrier.closed  # the group is good for the next update
-    with pytest.raises(UpdateRefusedError, match="start_weight_update"):
-        receiver.receive(UPDATE), receiver.receive(UPDATE)
+    receiver.receive(UPDATE)()
+    assert not backend.closed.is_set()
+    assert receiver.take() is not None

@@ -1,4 +1,4 @@
-"""What carries buckets from the trainer (rank 0) to the servers' workers (ranks 1..N): gloo, nccl or ipc behind one protocol.
+"""What brings buckets from the trainer (rank 0) to the servers' workers (ranks 1..N): gloo, nccl or ipc behind one protocol.
 
 Both ends of each kind are ours, so that every kind stages an update the same way: nothing is applied before it is complete.
 """
@@ -11,15 +11,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from grpo_async.weights.blame import NOT_ARRIVED, NOT_FORMED
-from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
-from grpo_async.weights.choice import CarrierKind
-from grpo_async.weights.meeting import attend, device_identity
-from grpo_async.weights.packing import unpack
+from grpo_async.inference.surface import TransportKind, WeightInitInfo
+from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, unpack
+from grpo_async.weights.participants import NOT_ARRIVED, NOT_FORMED
+from grpo_async.weights.rendezvous import device_identity, join_rendezvous, own_address_towards
 
 
-class Carrier(Protocol):
-    """One end. A carrier that raised cannot be used again: close it and form a new group."""
+class Backend(Protocol):
+    """One end. A backend that raised cannot be used again: close it and form a new group."""
 
     device: torch.device
     """Where the buckets that are sent have to be."""
@@ -51,52 +50,32 @@ class Carrier(Protocol):
         """Leave the group. May be called more than once, and from another thread, which ends what waits where it can."""
 
 
-def join_carrier(
-    kind: CarrierKind,
-    *,
-    address: str,
-    port: int,
-    rank: int,
-    world_size: int,
-    key: str,
-    timeout_s: float,
-    device: torch.device,
-) -> Carrier:
-    """A worker's end (rank >= 1): meet the trainer's store at `address`:`port`.
+def join_backend(info: WeightInitInfo, *, rank: int, device: torch.device) -> Backend:
+    """A worker's end (rank >= 1): meet the trainer as `info` says.
 
     Args:
         device: where the worker's model is.
 
     Raises:
-        RuntimeError: the group did not form within `timeout_s`, or `kind` is impossible on `device`.
+        RuntimeError: the group did not form within `info.timeout_s`, or this transport is impossible on `device`.
     """
-    check_device(kind, device)
-    store = attend(
-        address,
-        port,
-        rank=rank,
-        world_size=world_size,
-        key=key,
-        timeout_s=timeout_s,
-        device=device_identity(device),
-    )
-    from grpo_async.weights.gloo import own_address_towards
-
+    check_device(info.transport, device)
+    store = join_rendezvous(info, rank=rank, device=device_identity(device))
     try:
-        return build_carrier(
-            kind,
+        return build_backend(
+            info.transport,
             store,
             rank=rank,
-            world_size=world_size,
-            address=own_address_towards(address, port),
-            timeout_s=timeout_s,
+            world_size=info.world_size,
+            address=own_address_towards(info),
+            timeout_s=info.timeout_s,
             device=device,
         )
     except RuntimeError as error:  # another member is gone since
         raise RuntimeError(f"{NOT_FORMED}: {error}") from error
 
 
-def check_device(kind: CarrierKind, device: torch.device) -> None:
+def check_device(kind: TransportKind, device: torch.device) -> None:
     """Raises RuntimeError when `kind` is impossible on `device`."""
     if kind != "gloo" and device.type != "cuda":
         raise RuntimeError(f"weights.transport: {kind} needs a GPU, this process has its weights on {device}; set gloo")
@@ -104,8 +83,8 @@ def check_device(kind: CarrierKind, device: torch.device) -> None:
         raise RuntimeError("weights.transport: nccl is not part of this build of torch; set gloo")
 
 
-def build_carrier(
-    kind: CarrierKind,
+def build_backend(
+    kind: TransportKind,
     store: dist.Store,
     *,
     rank: int,
@@ -113,48 +92,48 @@ def build_carrier(
     address: str,
     timeout_s: float,
     device: torch.device,
-) -> Carrier:
-    """Either end, over the store of a meeting that has begun.
+) -> Backend:
+    """Either end, over the store of a rendezvous that has begun.
 
     Raises:
         RuntimeError: the group did not form within `timeout_s`.
     """
     if kind == "nccl":
-        from grpo_async.weights.nccl import CudaQueue, NcclCarrier, make_nccl_group
+        from grpo_async.weights.nccl import CudaQueue, NcclBackend, make_nccl_group
 
         nccl_group = make_nccl_group(store, rank=rank, world_size=world_size, timeout_s=timeout_s, device=device)
-        return NcclCarrier(nccl_group, device=device, queue=CudaQueue(device), timeout_s=timeout_s)
-    from grpo_async.weights.gloo import GlooCarrier, WeightGroup
+        return NcclBackend(nccl_group, device=device, queue=CudaQueue(device), timeout_s=timeout_s)
+    from grpo_async.weights.gloo import GlooBackend, WeightGroup
 
     group = WeightGroup(store, rank=rank, world_size=world_size, address=address, timeout_s=timeout_s)
     if kind == "ipc":
-        from grpo_async.weights.ipc import CudaMemory, IpcCarrier
+        from grpo_async.weights.ipc import CudaMemory, IpcBackend
 
-        return IpcCarrier(group, memory=CudaMemory(device))
-    return GlooCarrier(group)
+        return IpcBackend(group, memory=CudaMemory(device))
+    return GlooBackend(group)
 
 
 def receive_parameters(
-    carrier: Carrier, specs: Sequence[ParameterSpec], *, bucket_bytes: int, timeout_s: float
+    backend: Backend, specs: Sequence[ParameterSpec], *, bucket_bytes: int, timeout_s: float
 ) -> list[tuple[str, torch.Tensor]]:
     """Receive every parameter of `specs` (rank >= 1), each bucket into memory of its own so that views stay valid.
 
-    On an error the carrier is closed.
+    On an error the backend is closed.
 
     Raises:
         RuntimeError: the trainer vanished or a bucket did not arrive within `timeout_s` (message: NOT_ARRIVED), or there was
             no memory for it.
     """
-    carrier.expect(sum(spec.num_bytes for spec in specs))
+    backend.expect(sum(spec.num_bytes for spec in specs))
     received: list[tuple[str, torch.Tensor]] = []
     for number, bucket in enumerate(cut_into_buckets(specs, bucket_bytes)):
         try:
-            buffer = carrier.receive(sum(spec.num_bytes for spec in bucket), timeout_s=timeout_s)
+            buffer = backend.receive(sum(spec.num_bytes for spec in bucket), timeout_s=timeout_s)
         except torch.OutOfMemoryError:  # this worker's own failure
-            carrier.close()
+            backend.close()
             raise
         except RuntimeError as error:
-            carrier.close()  # the members behind this one must not wait for it
+            backend.close()  # the members behind this one must not wait for it
             raise RuntimeError(f"{NOT_ARRIVED} (bucket {number}): {error}") from error
         received.extend(unpack(buffer, bucket))
     return received

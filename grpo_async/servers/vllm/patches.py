@@ -1,0 +1,150 @@
+"""Everything that is changed in vLLM, torch and uvicorn while they run; each change with its reason and the versions it was made
+for.
+
+`plugin` makes those of a whole process, `middleware` those of its engine. All of them fit vLLM 0.25 to 0.29 (`command.MINIMUM` to
+`MAXIMUM`), and the versions of torch (2.11 to 2.13) and uvicorn (0.34 and later) that pyproject.toml names. tests/vllm fails where one
+has no effect any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# ---- uvicorn 0.34 and later: Config(http="auto") looks into HTTP_PROTOCOLS ----
+
+
+def limit_strangers() -> None:
+    """In the API server: vLLM's own arguments do not choose uvicorn's protocol."""
+    import uvicorn.config
+
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = "grpo_async.inference.strangers:StrangersProtocol"
+
+
+# ---- torch 2.11 to 2.13: a private function of torch.distributed.rendezvous ----
+
+
+def bind_rendezvous_to_its_own_address() -> None:
+    """Make torch's tcp:// rendezvous listen on the address it was told; on its own it listens on every interface, where anybody may
+    read and write the store. One process alone meets nobody, and listens nowhere. (`import torch.distributed.rendezvous` as an
+    attribute gives the function.)"""
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    rendezvous._create_c10d_store = _create_store_on_its_own_address
+
+
+def _create_store_on_its_own_address(
+    hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
+) -> dist.Store:
+    if world_size == 1:
+        return dist.HashStore()
+    listener: dict[str, int] = {}
+    if rank == 0:
+        sock = socket.socket(socket.AF_INET6 if ":" in hostname else socket.AF_INET)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((hostname, port))
+        sock.listen(128)
+        listener["master_listen_fd"] = sock.detach()  # the store owns it from here
+    return dist.TCPStore(
+        hostname, port, world_size, rank == 0, timeout, multi_tenant=False, use_libuv=use_libuv, **listener
+    )
+
+
+# ---- vLLM 0.25 to 0.29, workers: DefaultModelLoader.get_all_weights ----
+
+checkpoint_shapes: dict[str, tuple[int, ...]] = {}
+"""Name -> shape of everything that this worker's model was loaded from."""
+
+
+def record_checkpoint_parameters() -> None:
+    """Remember name and shape of everything that the model is loaded from at start."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    original = DefaultModelLoader.get_all_weights
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def get_all_weights(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in original(*args, **kwargs):
+            checkpoint_shapes[name] = tuple(tensor.shape)
+            yield name, tensor
+
+    DefaultModelLoader.get_all_weights = get_all_weights
+
+
+# ---- vLLM 0.25 to 0.29, API server: AsyncMPClient.get_output_async ----
+#
+# AsyncLLM has one task that loops over: get one batch of outputs from the engine core's client, hand every token in it to its
+# request. So when that task asks for the next batch while the client's queue is empty, all earlier tokens are handed out.
+
+_ASKED = "_grpo_async_asked"
+
+GetOutput = Callable[[Any], Awaitable[Any]]
+
+
+def mark_asking(get_output: GetOutput) -> GetOutput:
+    """Wrap a client class's `get_output_async` so that the client remembers when it is being asked."""
+
+    @wraps(get_output)
+    async def get_output_async(client: Any) -> Any:
+        asked: asyncio.Event = client.__dict__.setdefault(_ASKED, asyncio.Event())
+        asked.set()
+        outputs = await get_output(client)  # the engine's next output, for as long as it runs
+        asked.clear()  # nothing else runs between the batch leaving the queue and this line, so "asked and empty" holds
+        return outputs
+
+    return get_output_async
+
+
+async def wait_until_handed_out(client: Any, *, timeout_s: float) -> None:
+    """Return when every batch that is in the client's queue now is handled.
+
+    Raises:
+        TimeoutError: not within `timeout_s`.
+    """
+    asked: asyncio.Event | None = client.__dict__.get(_ASKED)
+    if asked is None:  # the task has never run: nothing was ever requested
+        return
+    async with asyncio.timeout(timeout_s):
+        while not (asked.is_set() and client.outputs_queue.empty()):
+            asked.clear()
+            await asked.wait()
+
+
+def mark_handled_outputs() -> None:
+    """Prepare `wait_until_handed_out`."""
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    if not hasattr(AsyncMPClient.get_output_async, "__wrapped__"):
+        AsyncMPClient.get_output_async = mark_asking(AsyncMPClient.get_output_async)
+
+
+# ---- vLLM 0.25 to 0.29, API server: AsyncMPClient.add_request_async and AsyncLLM.output_handler of one engine ----
+
+
+def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
+    """Make every request, also those of vLLM's own routes, carry `salt()` of the moment in which it is sent to the engine
+    core. A salt that it has already is kept behind ours."""
+    client = engine.engine_core
+    send = client.add_request_async
+
+    async def add_request_async(request: Any) -> None:
+        request.cache_salt = f"{salt()}/{request.cache_salt or ''}"
+        await send(request)
+
+    client.add_request_async = add_request_async
+
+
+def on_engine_death(engine: Any, callback: Callable[[], None]) -> None:
+    """Call `callback` in the event loop when the engine core has died."""
+    handler: asyncio.Task[Any] | None = engine.output_handler
+    assert handler is not None, "AsyncLLM starts its output task when it is made inside an event loop"
+    handler.add_done_callback(lambda _: callback())

@@ -1,0 +1,210 @@
+"""Where the members of a weight group find each other: a store, and the trainer's word in it that all may begin.
+
+    trainer   makes the store ------------ waits for all, looks at their devices ---- "begin", or why not
+    worker    says which device it is on - waits for that word
+
+So a group that cannot form (one server refused, two members on one GPU) is aborted at once on every member, instead of each waiting
+for its own deadline.
+
+A store has no password: who can reach it can read and write it, and so take a member's place. On one machine it is therefore a file
+in a folder that only this user may enter. Between machines it is a TCP store, which listens on the given address only (a plain
+TCPStore listens on every interface). Nothing in it is pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from grpo_async.inference.surface import WeightInitInfo
+from grpo_async.utils.loopback import is_loopback
+from grpo_async.weights.participants import NOT_FORMED
+
+_BEGIN = "begin"
+
+
+class RendezvousAbortedError(RuntimeError):
+    """The rendezvous was ended with `Rendezvous.abort`."""
+
+
+class Rendezvous:
+    """The trainer's end. `close` it when the group has formed or failed; a group that has formed does not need the store.
+
+    Args:
+        address: own address in the group, an IP address; the store is a file where it is a loopback address.
+    """
+
+    def __init__(self, address: str, *, world_size: int, timeout_s: float) -> None:
+        self.address, self.port = address, 0
+        self.key = f"weights/{secrets.token_hex(8)}"
+        self.world_size = world_size
+        self._timeout = timedelta(seconds=timeout_s)
+        self._folder: Path | None = None
+        store: dist.Store
+        if is_loopback(address):
+            self._folder = Path(tempfile.mkdtemp(prefix="grpo-async-weights-"))  # mode 0700
+            store, caller = (_file_store(self.store_file, self._timeout) for _ in range(2))
+        else:
+            listener = _listen(address)
+            self.port = listener.getsockname()[1]
+            store = dist.TCPStore(
+                address,
+                self.port,
+                world_size,
+                is_master=True,
+                timeout=self._timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),  # the store owns the descriptor from here
+                use_libuv=True,
+            )
+            caller = store.clone()
+        self.store = dist.PrefixStore(self.key, store)
+        self._caller = dist.PrefixStore(self.key, caller)  # a store is locked while a thread waits in it
+        self._reason = ""
+
+    @property
+    def store_file(self) -> str:
+        """For WeightInitInfo; empty when the store is reached by TCP."""
+        return str(self._folder / "store") if self._folder else ""
+
+    def wait(self, own_device: str) -> list[str]:
+        """Wait for every worker; returns the members' devices by rank.
+
+        Raises:
+            RendezvousAbortedError: `abort` was called meanwhile, from another thread.
+            RuntimeError: a worker did not come within the time-out.
+        """
+        workers = [_member(rank) for rank in range(1, self.world_size)]
+        self.store.wait(workers, self._timeout)
+        if self._reason:
+            raise RendezvousAbortedError(f"{NOT_FORMED}: {self._reason}")
+        return [own_device, *(self.store.get(worker).decode() for worker in workers)]
+
+    def begin(self) -> None:
+        """Let the workers go on."""
+        self.store.set(_BEGIN, "")
+
+    def abort(self, reason: str) -> None:
+        """End `wait` and the workers' waiting with an error. Callable from any thread, also more than once."""
+        if self._reason:
+            return
+        self._reason = reason
+        absent = [rank for rank in range(1, self.world_size) if not self._caller.check([_member(rank)])]
+        self._caller.set(_BEGIN, reason)
+        for rank in absent:
+            self._caller.set(_member(rank), "")
+
+    def close(self) -> None:
+        """Remove the store's file. Whoever waits in it at this moment waits until its own time-out."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def join_rendezvous(info: WeightInitInfo, *, rank: int, device: str) -> dist.Store:
+    """The worker's end (rank >= 1); returns the store when the trainer says that all are there.
+
+    Args:
+        device: see `device_identity`.
+
+    Raises:
+        RuntimeError: no trainer there, or no word of it within `info.timeout_s`, or it aborted, or its file is not private.
+    """
+    timeout = timedelta(seconds=info.timeout_s)
+    if info.store_file:
+        _check_private(Path(info.store_file).parent)
+        store: dist.Store = _file_store(info.store_file, timeout)
+    else:
+        store = dist.TCPStore(
+            info.master_address, info.master_port, info.world_size, is_master=False, timeout=timeout, wait_for_workers=False
+        )  # fmt: skip
+    store = dist.PrefixStore(info.key, store)
+    store.set(_member(rank), device)
+    try:
+        reason = store.get(_BEGIN).decode()  # within the store's `timeout`
+    except RuntimeError as error:
+        raise RuntimeError(f"{NOT_FORMED}: no word of the trainer within {info.timeout_s:.0f} s: {error}") from error
+    if reason:
+        raise RendezvousAbortedError(f"{NOT_FORMED}, the trainer aborted it: {reason}")
+    return store
+
+
+def own_address_towards(info: WeightInitInfo) -> str:
+    """The address of this machine that the trainer can reach; sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((info.master_address, info.master_port or 1))  # a datagram socket only notes the address
+        return str(probe.getsockname()[0])
+
+
+def device_identity(device: torch.device) -> str:
+    """What names a device on every process and machine: "cpu", or a GPU's UUID. Its index differs with CUDA_VISIBLE_DEVICES."""
+    if device.type == "cpu":
+        return "cpu"
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def problem_with_devices(kind: str, devices: Sequence[str]) -> str | None:
+    """Why members on these devices (by rank) cannot form a group of this kind, or None."""
+    if kind == "gloo":
+        return None
+    if "cpu" in devices:
+        return f"weights.transport: {kind} needs every member on a GPU, {_ranks(devices, 'cpu')} on the CPU; set gloo"
+    if kind == "nccl":
+        for device in devices:
+            if devices.count(device) > 1:
+                return f"weights.transport: nccl needs a GPU for each member, {_ranks(devices, device)} both on {device}; set ipc"
+    if kind == "ipc":
+        for rank, device in enumerate(devices):
+            if device != devices[0]:
+                return (
+                    f"weights.transport: ipc needs all members on one GPU, the trainer is on {devices[0]}, rank {rank} on "
+                    f"{device}; set nccl"
+                )
+    return None
+
+
+def _file_store(path: str, timeout: timedelta) -> dist.Store:
+    store = dist.FileStore(path, -1)  # -1: the store does not remove the file
+    store.set_timeout(timeout)
+    return store
+
+
+def _check_private(folder: Path) -> None:
+    """Raises RuntimeError where other users could read or write what is in `folder`."""
+    try:
+        found = folder.lstat()
+    except OSError as error:
+        raise RuntimeError(
+            f"{NOT_FORMED}: this server cannot see the trainer's folder {folder} ({error.strerror}); run both as one "
+            "user on one machine, or set weights.host to an address of this machine that is not loopback"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise RuntimeError(f"{NOT_FORMED}: {folder} is not a private folder of the user that runs this server")
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket that listens on a free port of `address` only."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address, 0))
+    listener.listen(128)
+    return listener
+
+
+def _member(rank: int) -> str:
+    return f"member/{rank}"
+
+
+def _ranks(devices: Sequence[str], device: str) -> str:
+    """'the trainer and rank 2 are'."""
+    names = ["the trainer" if rank == 0 else f"rank {rank}" for rank, other in enumerate(devices) if other == device]
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
