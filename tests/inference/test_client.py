@@ -180,14 +180,6 @@ def test_a_connection_that_breaks_after_the_last_token_ends_the_completion() -> 
     assert len(server.requests) == 1
 
 
-def test_a_connection_that_breaks_after_the_last_line_does_not_sample_past_the_end() -> None:
-    server = _Server(_Scripted(lines=[_chunk([5, 2], finish="stop")], broken=True))
-    generation, _ = _generate(server)
-    assert generation.token_ids == [5, 2]
-    assert generation.finish_reason is FinishReason.STOP
-    assert len(server.requests) == 1
-
-
 def test_an_aborted_request_goes_on_from_its_partial_tokens() -> None:
     """A server that is told to end aborts what it has; the cut completion must not be taken for a whole one."""
     server = _Server(_stream(_chunk([5], finish="abort")), _stream(_chunk([6], finish="stop")))
@@ -250,9 +242,3 @@ def test_missing_short_or_non_finite_logprobs_fail_the_request(line: str, words:
     """Design, invariant 9: never zeros in their place."""
     with pytest.raises(BadResponseError, match=words):
         _generate(_Server(_stream(line)))
-
-
-def test_an_answer_without_an_end_is_not_taken_for_a_whole_one() -> None:
-    server = _Server(_stream(_chunk([5])))
-    with pytest.raises(ServerUnavailableError, match="without a finish reason"):
-        _generate(server, max_retries=0)

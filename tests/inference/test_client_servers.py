@@ -7,9 +7,6 @@ import random
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-import pytest
-
-from grpo_async.errors import DeadlineError, ServerUnavailableError
 from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.router import ServingServers
 from grpo_async.inference.surface import GenerateRequest
@@ -17,7 +14,7 @@ from grpo_async.records import FinishReason
 from grpo_async.utils.retry import RetryPolicy
 from tests.inference.fake_server import FakeServer, fake_server
 from tests.inference.scripted_servers import ScriptedServers, endpoint
-from tests.support.local_server import Refusal, Request, line
+from tests.support.local_server import Request, line
 
 
 def _client(servers: ServingServers, *, max_retries: int = 3, wait_timeout_s: float = 20.0) -> InferenceClient:
@@ -130,15 +127,6 @@ def test_with_no_server_left_a_request_waits_without_using_up_its_retries() -> N
     assert generation.policy_versions[-1] == 4
 
 
-def test_the_wait_for_a_server_has_a_deadline() -> None:
-    async def test() -> Generation:
-        async with _client(ScriptedServers(), wait_timeout_s=0.05) as client:
-            return await client.generate(_request())
-
-    with pytest.raises(DeadlineError, match=r"inference\.startup_timeout_s"):
-        _run(test())
-
-
 def test_every_request_names_the_life_of_the_server_that_it_is_meant_for() -> None:
     """A server that was restarted has other weights: it refuses, is reported, and the request waits for it to be fit again."""
 
@@ -155,23 +143,6 @@ def test_every_request_names_the_life_of_the_server_that_it_is_meant_for() -> No
     with fake_server() as server:
         assert _run(test(server)).token_ids == [7, 8]
         assert [body["instance_id"] for body in server.asked("/rollout/generate")] == ["first", "first", "second"]
-
-
-def test_a_server_that_only_answers_with_errors_uses_up_the_retries() -> None:
-    async def refuse(request: Request) -> AsyncIterator[bytes]:
-        raise Refusal(503, "no memory left")
-        yield b""
-
-    async def test(server: FakeServer) -> Generation:
-        servers = ScriptedServers(server.url)
-        async with _client(servers, max_retries=2) as client:
-            try:
-                return await client.generate(_request())
-            finally:
-                assert servers.suspected == [0, 0, 0]
-
-    with fake_server(script=refuse) as server, pytest.raises(ServerUnavailableError, match="no memory left"):
-        _run(test(server))
 
 
 def test_many_requests_of_a_server_that_is_fenced_over_and_over_lose_and_repeat_nothing() -> None:

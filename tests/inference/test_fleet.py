@@ -33,14 +33,6 @@ def test_a_server_serves_only_after_it_has_been_pushed_the_weights() -> None:
         assert watch.states == [[STARTING], [READY], [SERVING]]  # the listener heard of each
 
 
-def test_a_heartbeat_asks_the_engine_and_not_only_the_process() -> None:
-    with fake_server() as server, watched([server.url]) as watch:
-        watch.serve_all()
-        asked, since = len(server.asked("/is_paused")), len(watch.heartbeats)
-        watch.wait_heartbeats(3, since=since)
-        assert len(server.asked("/is_paused")) >= asked + 3
-
-
 def test_a_killed_server_is_fenced_and_its_restart_asked_for_once() -> None:
     with fake_server() as server, fake_server() as other, watched([server.url, other.url]) as watch:
         watch.serve_all()
@@ -105,16 +97,6 @@ def test_a_hung_server_that_wakes_up_comes_back_in_a_new_life_only() -> None:
         assert len(watch.restarts) == 1
 
 
-def test_a_new_life_is_found_without_a_word_of_the_launcher() -> None:
-    with fake_server() as server, watched([server.url]) as watch:
-        watch.serve_all()
-        server.stop()
-        watch.wait_state(DOWN)
-        server.instance_id = "second"
-        server.start()
-        watch.wait_state(READY)
-
-
 def test_a_server_of_others_comes_back_when_it_answers_again_and_needs_the_weights_again() -> None:
     with fake_server() as server, watched([server.url], spawned=False, timeout_s=1.0) as watch:
         watch.serve_all()
@@ -151,37 +133,6 @@ def test_weights_that_an_earlier_life_got_do_not_make_the_present_one_serve() ->
         assert watch.fleet.serving() == []
         watch.fleet.fence(pushed_to[0], "the push to the first life failed")
         assert watch.fleet.server(0).state is READY
-
-
-def test_a_heartbeat_that_was_under_way_when_the_state_changed_has_no_consequence() -> None:
-    with fake_server(hangs={"/is_paused"}) as server, watched([server.url], interval_s=600.0) as watch:
-        server.wait_for(lambda: bool(server.asked("/is_paused")), "the first look")
-        server.hangs.clear()
-        server.break_connections()
-        watch.wait_state(READY)
-        server.hangs.add("/is_paused")
-        asked = len(server.asked("/is_paused"))
-        watch.fleet.suspect(0)
-        server.wait_for(lambda: len(server.asked("/is_paused")) > asked, "a heartbeat that hangs")
-        server.hangs.clear()
-        watch.serve_all()  # cuts that heartbeat and asks anew
-        assert watch.states == [[STARTING], [READY], [SERVING]]
-
-
-def test_a_change_of_state_does_not_cut_the_heartbeat_that_follows_it() -> None:
-    """The monitor may see the new state before it is told of it; what it asks then is not out of date."""
-    with fake_server() as server, watched([server.url], interval_s=600.0) as watch:
-        watch.serve_all()
-        server.hangs.add("/is_paused")
-        asked = len(server.asked("/is_paused"))
-        watch.fleet.suspect(0)
-        server.wait_for(lambda: len(server.asked("/is_paused")) > asked, "a heartbeat that hangs")
-        since = len(watch.heartbeats)
-        watch.fleet.suspect(0)  # as the news of the change, when they are late
-        server.hangs.clear()
-        server.break_connections()  # it is asked once more
-        watch.wait_heartbeats(1, since=since)
-        assert watch.fleet.serving()
 
 
 def test_while_weights_are_loaded_silence_is_no_death_and_a_refused_connection_is() -> None:
@@ -297,16 +248,6 @@ def test_a_start_that_takes_too_long_is_asked_for_again() -> None:
         assert len(watch.fleet.failures) == 1  # until it serves it is one
 
 
-def test_a_server_of_others_may_join_late() -> None:
-    with fake_server() as server, fake_server() as late:
-        late.stop()
-        with watched([server.url, late.url], spawned=False, startup_timeout_s=0.2) as watch:
-            watch.wait_state(DOWN, index=1)
-            late.start()
-            watch.wait_state(READY, index=1)
-            assert watch.fleet.has_joiners
-
-
 def test_a_restart_that_the_launcher_makes_by_itself_is_not_asked_for() -> None:
     with fake_server() as server, watched([server.url], interval_s=600.0) as watch:
         watch.serve_all()
@@ -320,17 +261,6 @@ def test_a_restart_that_the_launcher_makes_by_itself_is_not_asked_for() -> None:
         server.start()
         watch.wait_state(READY)
         assert watch.restarts == []
-
-
-def test_an_old_message_does_no_harm_to_a_server_that_is_up_again() -> None:
-    with fake_server() as server, watched([server.url], interval_s=600.0) as watch:
-        watch.serve_all()
-        events = watch.fleet.num_events
-        since = len(watch.heartbeats)
-        watch.tell("exited")
-        watch.wait_heartbeats(1, since=since)
-        watch.tell("starting")
-        assert (len(watch.fleet.serving()), watch.fleet.num_events) == (1, events)
 
 
 def test_when_all_are_given_up_the_wait_for_one_ends_with_the_launchers_words() -> None:
@@ -392,14 +322,6 @@ def test_closing_does_not_wait_for_an_engine_that_hangs() -> None:
         watch.fleet.close()
         assert time.monotonic() - began < 3.0
         assert not [thread for thread in threading.enumerate() if thread.name == "server-monitor"]
-
-
-def test_a_server_that_cannot_take_part_is_not_looked_at_any_more() -> None:
-    with fake_server() as server, watched([server.url]) as watch:
-        watch.fleet.give_up(watch.wait_state(READY), "it serves another model")
-        assert watch.fleet.members() == []
-        server.wait_for(lambda: server.num_connections == 0, "its connections to be closed")
-        assert watch.restarts == []
 
 
 def test_a_start_that_is_seen_to_work_has_six_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:

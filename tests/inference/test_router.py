@@ -49,18 +49,6 @@ def test_the_least_loaded_server_is_taken() -> None:
     _run(test)
 
 
-def test_a_request_that_has_ended_is_no_load_however_it_ended() -> None:
-    async def test() -> None:
-        router = Router(ScriptedServers("a", "b"), wait_timeout_s=5.0)
-        with pytest.raises(ValueError, match="of the request"):
-            async with router.lease() as route:
-                raise ValueError("of the request")
-        async with router.lease() as again:
-            assert again is route
-
-    _run(test)
-
-
 def test_the_group_of_the_worked_example() -> None:
     """As the module's docstring says it."""
 
@@ -216,15 +204,5 @@ def test_affinities_are_forgotten_when_they_were_not_used_for_long_or_their_serv
         servers.set(servers.members[0])
         await asyncio.sleep(0)
         assert "kept/r0" not in router._homes
-
-    _run(test)
-
-
-def test_a_timeout_within_a_request_is_not_taken_for_a_fence() -> None:
-    async def test() -> None:
-        router = Router(ScriptedServers("a"), wait_timeout_s=5.0)
-        with pytest.raises(TimeoutError):
-            async with router.lease(), asyncio.timeout(0.01):
-                await asyncio.Event().wait()
 
     _run(test)

@@ -179,6 +179,7 @@ def test_the_trainer_agrees_with_the_embedded_engine_on_every_sampled_token_of_t
         _agree(model, renderer, url, token, tolerance=2e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_trainer_agrees_with_vllm_and_both_engines_have_the_same_greedy_conversations(
     needs_vllm: None, model: Path, tmp_path: Path

@@ -59,15 +59,6 @@ def test_logprobs_of_many_ragged_requests_equal_a_teacher_forced_forward(model: 
         assert worst_error(model, request, output) < 1e-5
 
 
-def test_the_same_seed_gives_the_same_tokens_alone_and_among_32(model: Any) -> None:
-    requests = _ragged_requests(32)
-    together = generate(_engine(model, num_slots=32), *requests)
-    for i in (0, 5, 17, 31):
-        [alone] = generate(_engine(model, num_slots=1), requests[i])
-        assert alone.token_ids == together[i].token_ids
-    assert len({tuple(output.token_ids[:1]) for output in together}) > 8  # seeds do differ
-
-
 def test_a_continued_request_goes_on_as_if_it_had_not_been_cut(model: Any) -> None:
     whole_request = make_request(prompt(9), seed=11, max_tokens=20)
     [whole] = generate(_engine(model), whole_request)
@@ -125,10 +116,6 @@ def test_generation_ends_at_eos_at_a_stop_token_and_at_the_limit(model: Any) -> 
     assert both.finish_reason == "stop"
 
 
-def test_eos_ids_come_from_the_model(model: Any) -> None:
-    assert _engine(model).eos_ids == (model.config.eos_token_id,)
-
-
 def test_abort_frees_the_slot_and_leaves_the_other_rows_exact(model: Any) -> None:
     engine = _engine(model, num_slots=3)
     requests = [make_request(prompt(4 + i, start=i), seed=i, max_tokens=20) for i in range(4)]
@@ -147,18 +134,6 @@ def test_abort_frees_the_slot_and_leaves_the_other_rows_exact(model: Any) -> Non
         assert output.finish_reason == "length"
         assert worst_error(model, request, output) < 1e-5
     assert engine.num_generated_tokens == 5 + 3 * 20
-
-
-def test_aborting_a_waiting_request_takes_it_out_of_the_queue(model: Any) -> None:
-    engine = _engine(model, num_slots=1)
-    _, running = submit(engine, make_request(prompt(4)))
-    waiting, output = submit(engine, make_request(prompt(4)))
-    step(engine)
-    engine.abort(waiting)
-    while engine.num_active:
-        step(engine)
-    assert (output.finish_reason, output.token_ids) == ("abort", [])
-    assert running.finish_reason == "length"
 
 
 def test_new_weights_between_two_tokens_recompute_the_context_and_stamp_the_version(tiny_model: Path) -> None:
@@ -237,31 +212,6 @@ def test_with_a_kept_cache_running_rows_go_on_over_old_keys_and_values_and_share
         assert (recomputed - expected[12:]).abs().max() > 0.01  # the two ways can be told apart
 
 
-def test_rows_of_one_update_share_again_what_it_computed(tiny_model: Path) -> None:
-    """A version that comes again names other weights: what counts is the update."""
-    old = load(tiny_model)
-    weights = perturbed(old, seed=1)
-    new = with_weights(tiny_model, weights)
-    engine = _engine(load(tiny_model), num_slots=4)
-    first = submit(engine, make_request(prompt(20), seed=1, max_tokens=30))[1]
-    step(engine, 3)
-    engine.load_weights(weights, policy_version=0, keep_cache=True)  # a trainer that went back: the same number again
-    request = make_request(prompt(20), seed=2, max_tokens=8)
-    second = submit(engine, request)[1]
-    step(engine, 2)
-    third_request = make_request(prompt(20), seed=3, max_tokens=8)
-    prefills: list[int] = []
-    prefill = engine._prefill
-    engine._prefill = lambda sequences: (prefills.append(len(sequences)), prefill(sequences))[1]  # type: ignore[func-returns-value, method-assign]
-    third = submit(engine, third_request)[1]
-    while engine.num_active:
-        step(engine)
-    assert prefills == []  # copied from the second, not from the first
-    assert len(first.token_ids) == 30
-    assert worst_error(new, request, second) < 1e-5
-    assert worst_error(new, third_request, third) < 1e-5
-
-
 def test_what_is_held_enters_later_can_be_aborted_and_is_told_of_a_failure(model: Any) -> None:
     engine = _engine(model)
     _, early = submit(engine, make_request(prompt(4), max_tokens=3))
@@ -320,13 +270,6 @@ def test_scores_are_those_of_one_plain_forward_however_they_are_cut(
     assert worst_error(model, running_request, running) < 1e-5  # scoring touched no slot
 
 
-def test_problem_with_score_names_what_is_wrong(model: Any) -> None:
-    engine = _engine(model, max_model_len=16)
-    assert engine.problem_with_score(prompt(16)) is None
-    assert "17 tokens to score" in str(engine.problem_with_score(prompt(17)))
-    assert "[384]" in str(engine.problem_with_score([1, 384]))
-
-
 def test_long_and_short_prompts_are_filled_in_bounded_pieces(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_async.servers.embedded.engine._PREFILL_TOKENS", 100)
     lengths = [150, 40, 60, 1, 20, 21, 22, 2]
@@ -340,19 +283,6 @@ def test_a_zero_flush_interval_sends_every_token_and_a_long_one_only_the_end(mod
     lazy = make_request(prompt(4), max_tokens=5, flush_interval_s=60.0)
     outputs: list[Output] = generate(_engine(model), eager, lazy)
     assert [output.num_chunks for output in outputs] == [5, 1]
-
-
-def test_problem_with_names_what_is_wrong(model: Any) -> None:
-    engine = _engine(model, max_model_len=16)
-    assert engine.problem_with(make_request(prompt(8), max_tokens=8)) is None
-    assert "8 prompt tokens + max_tokens 9 = 17" in str(engine.problem_with(make_request(prompt(8), max_tokens=9)))
-    assert "[384]" in str(engine.problem_with(make_request([1, 384], max_tokens=1)))
-    assert "[-1]" in str(engine.problem_with(make_request([-1], max_tokens=1)))
-
-
-def test_a_model_whose_context_is_shorter_than_asked_is_refused(model: Any) -> None:
-    with pytest.raises(ConfigError, match="max_model_len: 4096"):
-        _engine(model, max_model_len=4096)
 
 
 def test_the_self_check_accepts_a_served_architecture_and_refuses_a_broken_one(tiny_model: Path) -> None:

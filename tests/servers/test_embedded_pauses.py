@@ -150,18 +150,6 @@ def test_a_drain_ends_with_409_when_a_resume_comes_and_503_when_the_engine_fails
     server.engine.step = step  # type: ignore[method-assign]
 
 
-def test_a_drain_after_a_freeze_runs_what_was_frozen_to_its_end(server: Live) -> None:
-    answers = _ask(server, *_requests(2, max_tokens=300))
-    assert _pause(server, mode="keep").status_code == 200
-    assert not any(answer.done() for answer in answers)
-    late = _ask(server, *_requests(1, max_tokens=3, first=9))
-    assert _pause(server, mode="drain").status_code == 200
-    assert [len(answer.result(10.0).token_ids) for answer in answers] == [300, 300]
-    assert server.info().active_requests == 1  # held since the first pause
-    server.client.post("/resume")
-    assert late[0].result(10.0).finish_reason == "length"
-
-
 def test_an_abort_ends_everything_in_flight_with_its_tokens_and_spares_what_arrives_later(
     server: Live, model: Any
 ) -> None:
@@ -245,27 +233,6 @@ def test_a_drained_and_an_aborted_push_leave_no_token_of_new_weights_under_the_o
             output = server.generate(request)
             assert set(output.versions) == {version}
             assert worst_error(models[version], request, output) < 1e-5
-
-
-def test_a_pause_of_its_own_choice_does_not_carry_over_to_the_next(server: Live, tiny_model: Path, model: Any) -> None:
-    """keep_cache belongs to one pause; after /resume the default counts again."""
-    assert _pause(server, mode="keep", keep_cache="true").status_code == 200
-    server.client.post("/resume")
-    weights = perturbed(model, seed=4)
-    new = with_weights(tiny_model, weights)
-    request = make_request(prompt(16), seed=1, max_tokens=400)
-    with WeightPusher(server.url, None) as pusher:
-        pusher.connect()
-        pusher.post("/start_weight_update")
-        pusher.update(weights)
-        [answer] = _ask(server, request)
-        _wait_for_tokens(server)
-        pusher.finish(3)  # nobody paused
-        output = answer.result(30.0)
-    num_old = output.versions.count(0)
-    assert 0 < num_old < 400
-    expected = teacher_forced(new, request.token_ids, output.token_ids)[num_old:]
-    assert torch.allclose(expected, torch.tensor(output.logprobs[num_old:]), atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -232,44 +232,6 @@ def test_a_port_in_use_and_a_model_that_is_not_there_are_config_errors(tmp_path:
         load_engine(_config(tmp_path / "nothing"))
 
 
-def test_an_address_can_be_bound_again_while_connections_of_an_earlier_life_linger() -> None:
-    with bind_listener("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-        start_listening(listener)
-        with socket.create_connection(("127.0.0.1", port), timeout=10.0):
-            accepted, _ = listener.accept()
-            accepted.close()  # the side that closes first is the one that lingers
-    bind_listener("127.0.0.1", port).close()
-
-
-def test_two_servers_on_one_port_end_with_one_line_that_says_what_to_do(tiny_model: Path, tmp_path: Path) -> None:
-    """Also while the first is still loading its model, and has no listener yet."""
-    config = tmp_path / "config.json"  # JSON is YAML
-    config.write_text(_config(tiny_model).model_dump_json())
-    with bind_listener("127.0.0.1", 0) as first:
-        port = first.getsockname()[1]
-        second = subprocess.run(
-            [sys.executable, "-m", "grpo_async", "serve-embedded", str(config), "--port", str(port)],
-            env={**os.environ, TOKEN_VARIABLE: "secret"},
-            capture_output=True,
-            text=True,
-            timeout=120.0,
-        )
-    assert second.returncode == 2, second.stderr
-    (line,) = second.stderr.splitlines()
-    assert line.startswith(f"cannot bind 127.0.0.1:{port}: another process")
-
-
-def test_of_two_that_bound_one_port_at_the_same_moment_one_ends_with_the_same_words() -> None:
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            each.bind(("127.0.0.1", one.getsockname()[1] if each is other else 0))
-        one.listen()
-        with pytest.raises(ConfigError, match=r"cannot bind 127\.0\.0\.1:\d+: another process"):
-            start_listening(other)
-
-
 def test_a_bfloat16_engine_loads_and_passes_its_self_check(tiny_model: Path) -> None:
     engine = load_engine(_config(tiny_model, dtype="bfloat16"))
     assert {str(p.dtype) for p in engine.parameters().values()} == {"torch.bfloat16"}

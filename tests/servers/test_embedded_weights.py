@@ -217,20 +217,6 @@ def _num_waiting() -> int:
     return sum(thread.name == "weight-update" for thread in threading.enumerate())
 
 
-def test_a_trainer_that_dies_in_an_update_leaves_the_old_weights_serving(server: Live, tiny_model: Path) -> None:
-    old = load(tiny_model)
-    weights = perturbed(old, seed=1)
-    with WeightPusher(server.url, None, timeout_s=5.0) as pusher:
-        pusher.connect()
-        pusher.post("/start_weight_update")
-        with pytest.raises(httpx.HTTPStatusError, match=r"500.*did not arrive"):
-            pusher.update(weights, bucket_bytes=50_000, stop_after=2)
-        assert serves(server, old, version=0)
-    # the trainer comes back with a new group
-    push_state_dict(server.url, None, weights, 3)
-    assert serves(server, with_weights(tiny_model, weights), version=3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
@@ -238,7 +224,7 @@ def test_a_trainer_that_dies_in_an_update_leaves_the_old_weights_serving(server:
         pytest.param("pause", marks=pytest.mark.nightly),
         pytest.param("start", marks=pytest.mark.nightly),
         "broadcast",
-        "update",
+        pytest.param("update", marks=pytest.mark.nightly),
     ],
 )
 def test_a_trainer_that_is_killed_leaves_the_old_weights_and_the_next_one_goes_on(
@@ -311,20 +297,6 @@ def test_received_weights_serve_only_once_the_update_is_finished(server: Live, t
         pusher.post("/finish_weight_update", {"weight_version": "4"})
         assert serves(server, with_weights(tiny_model, weights), version=4)
         pusher.post("/finish_weight_update", {"weight_version": "4"})  # a retry after a lost answer
-
-
-def test_an_update_out_of_order_is_refused(server: Live) -> None:
-    client = server.client
-    assert "init_weight_transfer_engine" in client.post("/start_weight_update", json={}).json()["error"]
-    empty = _announcement({})
-    response = client.post("/update_weights", json={"update_info": empty})
-    assert (response.status_code, "start_weight_update" in response.json()["error"]) == (400, True)
-
-
-def test_joining_a_group_that_nobody_hosts_fails_within_its_deadline(server: Live) -> None:
-    info = _membership(port=1, timeout_s=2.0)
-    response = server.client.post("/init_weight_transfer_engine", json={"init_info": info})
-    assert (response.status_code, "127.0.0.1:1" in response.json()["error"]) == (500, True)
 
 
 def _membership(*, port: int = 1, timeout_s: float) -> dict[str, Any]:

@@ -101,16 +101,6 @@ def test_a_websocket_needs_the_token_too_even_for_health() -> None:
     assert _ask({**scope, "headers": [RIGHT]}) == (True, [])
 
 
-def test_the_lifespan_of_the_app_is_none_of_its_business() -> None:
-    assert _ask({"type": "lifespan"}) == (True, [])
-
-
-def test_a_token_of_other_letters_is_compared_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "s\u00e9cret")
-    assert _ask(_http(headers=[(b"authorization", "Bearer s\u00e9cret".encode())])) == (True, [])
-    assert _ask(_http(headers=[RIGHT]))[0] is False
-
-
 def test_the_comparison_takes_as_long_whatever_the_letters(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,18 +57,3 @@ def test_nothing_is_compiled_while_heartbeats_ask(
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda token: server.generate([token, *PROMPT], max_tokens=20), range(6)))
         assert compiled() == at_health
-
-
-def test_a_busy_engine_answers_quickly(vllm_server: VllmServer) -> None:
-    prompts = [[*PROMPT, 30 + number] for number in range(16)]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        running = [pool.submit(vllm_server.generate, prompt, max_tokens=200) for prompt in prompts]
-        slowest_s, num_probes = 0.0, 0
-        while not all(future.done() for future in running):
-            began = time.monotonic()
-            assert vllm_server.client.get("/is_paused", timeout=10.0).status_code == 200
-            slowest_s = max(slowest_s, time.monotonic() - began)
-            num_probes += 1
-        assert all(future.result().finish_reason == "length" for future in running)
-    assert num_probes > 5
-    assert slowest_s < 10.0  # a heartbeat's default deadline is 30 s; this machine may be loaded

@@ -201,14 +201,6 @@ def _worker(address: str, rank: int, error: str = "") -> None:
     run_and_report(job, address, rank=rank, device=torch.device("cpu"))
 
 
-def test_waiting_for_reports_ends_when_every_worker_has_sent_one() -> None:
-    def work(address: str) -> None:
-        for rank in range(2):
-            _worker(address, rank)
-
-    _reports(work)
-
-
 def test_the_first_failure_is_told_although_others_are_still_at_work() -> None:
     may_end = threading.Event()
 

@@ -87,7 +87,7 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_queued_ones_start_wit
 ) -> None:
     vllm_server.generate(LONG_PROMPT, max_tokens=1)  # its blocks are cached now, made by A
     with _streams(vllm_server) as start:
-        running = [start([*PROMPT, 30 + number], 700) for number in range(MAX_NUM_SEQS)]
+        running = [start([*PROMPT, 30 + number], 450) for number in range(MAX_NUM_SEQS)]
         assert all(stream.began.wait(30) for stream in running)
         queued = start(LONG_PROMPT, 24)  # vLLM runs no more at once, so it has no token when the weights change
         scored_prompt = [*PROMPT, *LONG_PROMPT]
@@ -108,7 +108,7 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_queued_ones_start_wit
         for stream in running:
             completion = stream.done.result(60)
             assert completion.finish_reason == "length"
-            assert len(completion.token_ids) == 700
+            assert len(completion.token_ids) == 450
             assert completion.versions == sorted(completion.versions)
             assert set(completion.versions) == {version, version + 1}, "the push did not fall into this request"
             num_old = completion.versions.count(version)
@@ -128,7 +128,7 @@ def test_a_score_that_waits_in_the_queue_is_of_the_new_weights_alone(
     vllm_server: VllmServer, model_b: Reference, version: int, pusher: WeightPusher
 ) -> None:
     with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
-        running = [start([*PROMPT, 30 + number], 700) for number in range(MAX_NUM_SEQS)]
+        running = [start([*PROMPT, 30 + number], 450) for number in range(MAX_NUM_SEQS)]
         assert all(stream.began.wait(30) for stream in running)
         scoring = pool.submit(vllm_server.score, LONG_PROMPT)
         _wait_until_queued(vllm_server, 1)
@@ -145,7 +145,7 @@ def test_a_score_that_waits_in_the_queue_is_of_the_new_weights_alone(
     assert largest_difference(answer.logprobs, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("keep_cache", ["true", "false"])
+@pytest.mark.parametrize("keep_cache", ["false"])
 def test_drain_lets_requests_end_with_the_old_weights_and_holds_new_ones_for_the_new(
     vllm_server: VllmServer,
     model_a: Reference,
@@ -156,7 +156,7 @@ def test_drain_lets_requests_end_with_the_old_weights_and_holds_new_ones_for_the
 ) -> None:
     with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
         prompts = [[*LONG_PROMPT, 30 + number] for number in range(MAX_NUM_SEQS + 1)]  # one of them queued in vLLM
-        running = [start(prompt, 600) for prompt in prompts]
+        running = [start(prompt, 350) for prompt in prompts]
         assert all(stream.began.wait(30) for stream in running[:1])
         _wait_until_queued(vllm_server, 1)
         pausing = vllm_server.begin_post(
@@ -192,43 +192,19 @@ def test_a_drain_that_takes_too_long_is_refused_and_does_not_pause(
         assert running.done.result(60).finish_reason == "length"
 
 
-def test_a_resume_ends_a_drain(vllm_server: VllmServer, version: int) -> None:
-    with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
-        running = start(PROMPT, 900)
-        assert running.began.wait(30)
-        pausing = vllm_server.begin_post(pool, "/pause", params={"mode": "drain", "timeout_s": "60"})
-        vllm_server.client.post("/resume")
-        assert pausing.result(30).status_code == 409
-        assert not running.done.done()
-        assert vllm_server.generate(PROMPT, max_tokens=2).finish_reason == "length"
-        assert running.done.result(60).finish_reason == "length"
-
-
-def test_a_drain_of_a_paused_server_lets_frozen_requests_end_first(
-    vllm_server: VllmServer, model_a: Reference, version: int, pusher: WeightPusher
-) -> None:
-    with _streams(vllm_server) as start:
-        running = start(PROMPT, 300)
-        assert running.began.wait(30)
-        pusher.post("/pause", mode="keep")  # by a trainer that died
-        pusher.post("/pause", mode="drain", timeout_s="60")
-        _assert_exact(model_a, PROMPT, running.done.result(5), version)
-        assert vllm_server.client.get("/is_paused").json() == {"is_paused": True}
-
-
 def test_abort_ends_requests_with_what_they_have_and_a_client_goes_on_exactly(
     vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher
 ) -> None:
     with _streams(vllm_server) as start:
         prompts = [[*LONG_PROMPT, 30 + number] for number in range(MAX_NUM_SEQS + 1)]
-        running = [start(prompt, 600) for prompt in prompts[:-1]]
+        running = [start(prompt, 350) for prompt in prompts[:-1]]
         assert all(stream.began.wait(30) for stream in running)
-        queued = start(prompts[-1], 600)
+        queued = start(prompts[-1], 350)
         _wait_until_queued(vllm_server, 1)
         pusher.post("/pause", mode="abort", keep_cache="true")
         partial = [stream.done.result(30) for stream in [*running, queued]]
         again = [
-            start(prompt + part.token_ids, 600 - len(part.token_ids))
+            start(prompt + part.token_ids, 350 - len(part.token_ids))
             for prompt, part in zip(prompts, partial, strict=True)
         ]  # as the client does, at once
         _exchange_weights(pusher, model_b, version + 1)
@@ -236,7 +212,7 @@ def test_abort_ends_requests_with_what_they_have_and_a_client_goes_on_exactly(
         assert partial[-1].token_ids == []  # it had not begun
         for prompt, part, rest in zip(prompts, partial, again, strict=True):
             assert part.finish_reason == "abort"
-            assert len(part.token_ids) < 600
+            assert len(part.token_ids) < 350
             if part.token_ids:
                 _assert_exact(model_a, prompt, part, version)
             _assert_exact(model_b, prompt + part.token_ids, rest.done.result(60), version + 1)

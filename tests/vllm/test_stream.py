@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from typing import Any
 
 import pytest
@@ -37,24 +36,6 @@ def test_a_chunk_holds_tokens_of_one_version_and_the_last_one_ends() -> None:
         GenerateChunk(token_ids=[5, 6], logprobs=[-0.5, -0.6], policy_version=3),
         GenerateChunk(token_ids=[7], logprobs=[-0.7], policy_version=4, finish_reason="stop"),
     ]
-
-
-def test_the_first_line_with_tokens_says_when_the_first_of_them_came() -> None:
-    async def run() -> tuple[list[float | None], float]:
-        stream = TokenStream(flush_interval_s=60.0)
-        await asyncio.sleep(0.05)  # the engine computes the prompt
-        stream.add([5], [-0.5], version=3, finish=None)
-        first_came = time.monotonic()
-        await asyncio.sleep(0.1)
-        stream.add([6], [-0.6], version=4, finish="stop")
-        since = time.monotonic() - first_came
-        return [chunk.first_token_s async for chunk in stream.chunks()], since
-
-    began = time.monotonic()
-    (first, second), since = asyncio.run(run())
-    assert first is not None
-    assert 0.04 < first < time.monotonic() - began - 0.9 * since
-    assert second is None
 
 
 def test_an_end_without_tokens_is_a_line_of_its_own() -> None:
@@ -178,14 +159,3 @@ def test_waiting_for_outputs_ends_when_the_last_batch_is_handled_not_when_it_was
 
     asyncio.run(run())
     assert events == ["waited", "waited", "took 1", "handled 1", "took 2", "handled 2", "waited"]
-
-
-def test_waiting_for_outputs_has_a_deadline() -> None:
-    async def run() -> None:
-        client = _Client()
-        client.outputs_queue.put_nowait("1")
-        assert await mark_asking(_Client.get)(client) == "1"  # taken, and never asked again
-        with pytest.raises(TimeoutError):
-            await wait_until_handed_out(client, timeout_s=0.05)
-
-    asyncio.run(run())

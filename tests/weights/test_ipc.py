@@ -128,16 +128,6 @@ def test_a_worker_refuses_signals_that_it_does_not_expect(tmp_path: Path, signal
     assert words in str(results[0])
 
 
-def test_a_worker_that_is_gone_ends_the_send(tmp_path: Path) -> None:
-    pair = _Pair(tmp_path)
-    pair.worker.close()
-    with pytest.raises(RuntimeError):
-        pair.trainer.send(pack([torch.zeros(8)], into=pair.trainer.buffer(32)), timeout_s=TIMEOUT_S)
-    pair.trainer.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        pair.trainer.send(pair.trainer.buffer(8), timeout_s=TIMEOUT_S)
-
-
 HANDLE = {
     "device": "GPU-1", "handle": "00ff", "size": 100, "offset": 0, "counter": "2f61", "counter_offset": 8, "event": "",
     "needs_event": True,
