@@ -28,9 +28,8 @@ from typing import Protocol, Self
 from pydantic import ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
-from grpo_async.inference.connect import trusted_certificates
+from grpo_async.inference.connect import error_for_status, trusted_certificates
 from grpo_async.inference.connections import Connections
-from grpo_async.inference.retry import error_for_status
 from grpo_async.inference.router import Endpoint, FencedError, Route, Router, ServingServers
 from grpo_async.inference.surface import GenerateChunk, GenerateRequest
 from grpo_async.records import FinishReason

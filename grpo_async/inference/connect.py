@@ -1,4 +1,4 @@
-"""What every connection to a server has: the run's token, and whose certificates are trusted."""
+"""What every connection to a server has: the run's token, whose certificates are trusted, and the error of each bad answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import functools
 import ssl
 from pathlib import Path
 
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, InferenceError, RequestRejectedError, ServerUnavailableError
+from grpo_async.utils.retry import server_message
 
 
 def authorization(token: str | None) -> dict[str, str]:
@@ -25,3 +26,11 @@ def trusted_certificates(authority: Path | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=authority)
     except OSError as error:  # an SSLError is one too
         raise ConfigError(f"inference.tls: {authority} is not a PEM file with certificates: {error}") from error
+
+
+def error_for_status(status: int, body: bytes) -> InferenceError:
+    """The error for an answer >= 400, with the server's own message; ServerUnavailableError is retried (utils.retry)."""
+    message = server_message(body)
+    if status >= 500:
+        return ServerUnavailableError(f"the inference server answered {status}: {message}", answered=True)
+    return RequestRejectedError(status, message)

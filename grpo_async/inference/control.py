@@ -16,8 +16,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
-from grpo_async.inference.connect import authorization, trusted_certificates
-from grpo_async.inference.retry import error_for_status
+from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
 from grpo_async.inference.surface import (
     INFO_PATH,
     PARAMETERS_PATH,

@@ -1,14 +1,11 @@
 """The inference servers of a run: which of them are up, which serve the current weights, how those that fail come back.
 
-    STARTING --healthy--> READY --weights pushed: mark_serving--> SERVING
-       any of them --dead, hung, a push failed: fence--> DOWN --healthy again, in a new life--> READY
-                                                  '--the launcher gave it up--> GONE
+    server.py    the states of one server, and its history       monitor.py    asks the servers how they are, and judges
+    this file    every transition, and who is told
 
-Invariant: only a server that was pushed the current weights in its present life is SERVING. A life has an `instance_id`; a record
-(`Server`) is of one life, and what is said of a record that is not the current one any more changes nothing.
-
-A server that this run has started is restarted when it is fenced (`ask_restart`), and counts as up again only in a new life: one
-that hung and wakes before it is killed must not come back. One that others run is looked for until it answers again.
+Invariant: only a server that was pushed the current weights in its present life is SERVING. A record (`Server`) is of one life, and
+what is said of a record that is not the current one any more changes nothing. A server that this run has started is restarted when
+it is fenced (`ask_restart`); one that others run is looked for until it answers again.
 
 All methods may be called from any thread. Listeners are called outside the lock, after every change of state.
 """
@@ -20,17 +17,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.counters import CounterSums, ServerCounters
-from grpo_async.inference.lives import Lives
 from grpo_async.inference.monitor import Monitor
-from grpo_async.inference.server import FleetSettings, Server, ServerFailure, ServerState
+from grpo_async.inference.server import FleetSettings, History, Server, ServerFailure, ServerState
 from grpo_async.inference.surface import ServerInfo
 
 __all__ = ["Fleet", "FleetSettings", "Server", "ServerCounters", "ServerFailure", "ServerState"]
@@ -42,6 +37,45 @@ _MOST_LOADS = 1000
 _STOP_INTERVAL_S = 0.2
 _LONGEST_RESTART_DELAY_S = 60.0
 """Between a restart that was asked for and the start, see `inference.restart_delay_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCounters:
+    """Since the run began to watch. Neither ever becomes smaller."""
+
+    busy_s: float
+    """Seconds in which a server was generating, in the mean over all servers of the run; one that is down is not busy."""
+    generated_tokens: int
+    """Of all servers together."""
+
+
+class CounterSums:
+    """May be used from any thread.
+
+    One of two servers was busy for 10 s and made 500 tokens, died, and has now been busy for 2 s with 90 tokens; the other was
+    busy for 11 s with 600: busy_s = (10 + 2 + 11) / 2 = 11.5, generated_tokens = 500 + 90 + 600 = 1190.
+    """
+
+    def __init__(self, *, num_servers: int) -> None:
+        self._num_servers = num_servers
+        self._lock = threading.Lock()
+        self._largest: dict[tuple[int, str], tuple[float, int]] = {}  # of each life of each server
+
+    def note(self, index: int, info: ServerInfo) -> None:
+        """What server `index` says now; words that come late, after newer ones, change nothing."""
+        life = index, info.instance_id
+        with self._lock:
+            busy_s, tokens = self._largest.get(life, (0.0, 0))
+            self._largest[life] = max(busy_s, info.busy_s), max(tokens, info.generated_tokens)
+
+    def total(self) -> ServerCounters:
+        """The sums as far as they are known."""
+        with self._lock:
+            values = list(self._largest.values())
+        return ServerCounters(
+            busy_s=sum(busy_s for busy_s, _ in values) / self._num_servers,
+            generated_tokens=sum(tokens for _, tokens in values),
+        )
 
 
 class Fleet:
@@ -81,7 +115,7 @@ class Fleet:
             )
             for index, (name, url) in enumerate(zip(names, urls, strict=True))
         ]  # fmt: skip
-        self._lives = Lives(len(urls), are_ours=ask_restart is not None)
+        self._histories = [History(is_ours=ask_restart is not None) for _ in urls]
         self._settings = settings
         self._ask_restart = ask_restart
         self._counters = CounterSums(num_servers=len(urls))
@@ -133,7 +167,7 @@ class Fleet:
     def restarts(self, index: int) -> int:
         """New lives of a server that were seen."""
         with self._lock:
-            return self._lives.num_restarts_of(index)
+            return self._histories[index].num_restarts
 
     def server(self, index: int) -> Server:
         with self._lock:
@@ -147,7 +181,7 @@ class Fleet:
     def last_words(self, index: int) -> str:
         """What was last heard of a server that is not up."""
         with self._lock:
-            return self._lives.last_words(index)
+            return self._histories[index].last_words
 
     def members(self) -> list[Server]:
         """Servers that are up: weights can be pushed to them."""
@@ -175,7 +209,11 @@ class Fleet:
     def failures(self) -> list[ServerFailure]:
         """Every failure so far, in order. What happens to a server until it serves again is one failure."""
         with self._lock:
-            return list(self._lives.failures)
+            return self._failures()
+
+    def _failures(self) -> list[ServerFailure]:
+        failures = [failure for history in self._histories for failure in history.failures]
+        return sorted(failures, key=lambda failure: failure.at)
 
     def metrics(self) -> dict[str, float]:
         """`servers/recovery_s` is the last failure's that is over; absent before. running and waiting are sums over the servers
@@ -187,11 +225,13 @@ class Fleet:
             self._loads = {}
             metrics = {
                 "servers/serving": float(sum(server.state is ServerState.SERVING for server in self._servers)),
-                "servers/failures": float(len(self._lives.failures)),
-                "servers/restarts": float(self._lives.num_restarts),
+                "servers/failures": float(len(self._failures())),
+                "servers/restarts": float(sum(history.num_restarts for history in self._histories)),
             }
-            if self._lives.last_recovery_s is not None:
-                metrics["servers/recovery_s"] = self._lives.last_recovery_s
+            over = [failure for failure in self._failures() if failure.recovery_s is not None]
+            if over:
+                last = max(over, key=lambda failure: failure.at + (failure.recovery_s or 0.0))
+                metrics["servers/recovery_s"] = last.recovery_s or 0.0
         if loads:
             metrics["servers/running"] = sum(fmean(info.running_requests for info in each) for each in loads)
             metrics["servers/waiting"] = sum(fmean(info.waiting_requests for info in each) for each in loads)
@@ -234,7 +274,7 @@ class Fleet:
 
     def _describe(self) -> str:
         return "; ".join(
-            f"{server.name} is {server.state}: {self._lives.last_words(server.index)}" for server in self._servers
+            f"{server.name} is {server.state}: {self._histories[server.index].last_words}" for server in self._servers
         )
 
     # What the trainer does.
@@ -268,7 +308,7 @@ class Fleet:
                 if current.state is not ServerState.READY or current.instance_id != server.instance_id:
                     continue
                 self._set(current, changed, state=ServerState.SERVING)
-                recovery_s = self._lives.serves(server.index)
+                recovery_s = self._histories[server.index].serves()
                 since = "" if recovery_s is None else f", {recovery_s:.1f} s after it failed"
                 logger.info("%s serves version %d%s", current.name, version, since)
 
@@ -283,7 +323,7 @@ class Fleet:
         with self._changing() as changed:
             current = self._servers[server.index]
             if current.state is not ServerState.GONE:
-                self._lives.heard(server.index, reason)
+                self._histories[server.index].last_words = reason
                 self._set(current, changed, state=ServerState.GONE)
 
     def suspect(self, index: int) -> None:
@@ -301,14 +341,14 @@ class Fleet:
             self.give_up(self.server(index), detail)
         elif event == "exited":
             with self._lock:
-                self._lives.exited(index, detail or "its process ended")
+                self._histories[index].exited(detail or "its process ended")
             self.suspect(index)
         elif event == "working":
             with self._lock:
                 self._worked_at[index] = time.monotonic()
         elif event == "starting":
             with self._changing() as changed:
-                self._lives.starting(index)
+                self._histories[index].starting()
                 current = self._servers[index]
                 if current.state in (ServerState.DOWN, ServerState.STARTING):
                     self._set(current, changed, state=ServerState.STARTING, info=None, instance_id="")
@@ -331,7 +371,7 @@ class Fleet:
 
     def found(self, server: Server, info: ServerInfo) -> None:
         with self._lock:
-            why_not = self._lives.why_not_back(server, info.instance_id)
+            why_not = self._histories[server.index].why_not_back(server, info.instance_id)
         if why_not:
             self.not_found(server, why_not)
             return
@@ -339,7 +379,7 @@ class Fleet:
             if server is not self._servers[server.index]:
                 return
             server.control.num_workers = info.num_workers
-            self._lives.up(server.index, info.instance_id)
+            self._histories[server.index].up(info.instance_id)
             self._set(server, changed, state=ServerState.READY, info=info, instance_id=info.instance_id)
             logger.info("%s is up", server.name)
         self._hear(server.index, info)
@@ -350,7 +390,7 @@ class Fleet:
         with self._lock:
             if server is not self._servers[server.index]:
                 return
-            self._lives.heard(server.index, reason)
+            self._histories[server.index].last_words = reason
             idle_s = now - max(server.since, self._worked_at.get(server.index, 0.0))
         if server.state is ServerState.STARTING:
             if idle_s > limit_s or age_s > self._settings.longest_startup_s:
@@ -379,7 +419,7 @@ class Fleet:
         with self._changing() as changed:
             if server is not self._servers[server.index] or server.state in (ServerState.DOWN, ServerState.GONE):
                 return
-            reason, is_to_be_asked_for = self._lives.lose(server, reason)
+            reason, is_to_be_asked_for = self._histories[server.index].lose(server, reason)
             self._set(server, changed, state=ServerState.DOWN)
         logger.warning("%s is taken out: %s", server.name, reason)
         if ask and is_to_be_asked_for and self._ask_restart is not None:

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from grpo_async.errors import DeadlineError, RequestRejectedError, RunError
-from grpo_async.inference import fleet, lives
+from grpo_async.inference import fleet
+from grpo_async.inference import server as server_module
 from grpo_async.inference.fleet import FleetSettings, ServerState
 from grpo_async.inference.monitor import _why_hopeless
 from tests.inference.fake_server import fake_server
@@ -199,8 +200,16 @@ def test_an_external_server_that_fails_every_push_is_left_alone_for_longer_and_l
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It answers every probe; without a delay it would be pushed to several times a second, for ever."""
-    assert [lives.return_delay_s(number) for number in (0, 1, 2, 3, 6, 7, 50)] == [0.0, 0.0, 2.0, 4.0, 32.0, 60.0, 60.0]
-    monkeypatch.setattr(lives, "return_delay_s", lambda num_lost: 0.0 if num_lost < 2 else 3600.0)
+    assert [server_module.return_delay_s(number) for number in (0, 1, 2, 3, 6, 7, 50)] == [
+        0.0,
+        0.0,
+        2.0,
+        4.0,
+        32.0,
+        60.0,
+        60.0,
+    ]
+    monkeypatch.setattr(server_module, "return_delay_s", lambda num_lost: 0.0 if num_lost < 2 else 3600.0)
     with fake_server() as server, watched([server.url], spawned=False, interval_s=0.02) as watch:
         for _ in range(2):
             watch.wait_state(READY)

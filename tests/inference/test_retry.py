@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_async.errors import RequestRejectedError, ServerUnavailableError
-from grpo_async.inference.retry import error_for_status
+from grpo_async.inference.connect import error_for_status
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 for.
 
 `plugin` makes those of a whole process, `middleware` those of its engine. All of them fit vLLM 0.25 to 0.29 (`command.MINIMUM` to
-`MAXIMUM`), and the versions of torch (2.11 to 2.13) and uvicorn (0.34 and later) that pyproject.toml names. tests/vllm fails where one
-has no effect any more.
+`MAXIMUM`), and the versions of torch (2.11 to 2.13) and uvicorn (0.34 and later) that pyproject.toml names. tests/vllm fails
+where one has no effect any more.
 """
 
 from __future__ import annotations
