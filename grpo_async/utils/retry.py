@@ -1,6 +1,7 @@
 """The one rule of retries over HTTP: what may go away by itself is asked again, bounded and jittered; a refusal never.
 
-What counts as such stands with the callers (`inference.connect`, `rewards.http`): connection errors, answers >= 500; for rewards 429.
+What counts as such stands with the callers (`inference.connect`, `rewards.http`): connection errors, answers >= 500; for rewards
+429.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Buckets between GPUs over NCCL: a communicator of the weight group alone, outside torch's default process group.
 
-torch's ProcessGroupNCCL over the store of the meeting; it takes NCCL's id from there as bytes (vLLM's own group unpickles what
+torch's ProcessGroupNCCL over the store of the rendezvous; it takes NCCL's id from there as bytes (vLLM's own group unpickles what
 it finds in its store). Broadcasts run on a stream of their own.
 
 Deadlines: nothing in CUDA waits with one, so each broadcast is waited for in a thread; at the deadline the communicator is
