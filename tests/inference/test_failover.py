@@ -188,23 +188,3 @@ def test_while_one_server_hangs_and_the_other_is_killed_requests_wait(tiny_model
         await _restart(watch, processes[1], 1)
 
     assert _assert_disturbed(tiny_model, tmp_path, disturb) == [0, 1]
-
-
-@pytest.mark.nightly
-def test_with_one_server_that_is_killed_all_requests_wait_for_its_next_life(tiny_model: Path, tmp_path: Path) -> None:
-    async def disturbed(watch: Watch, process: _Process) -> list[Generation]:
-        load = _Load()
-        async with asyncio.timeout(LIMIT_S):
-            running = asyncio.create_task(load.run(watch.fleet))
-            for number in (500, 2000):
-                await load.wait_for(number)
-                process.send(signal.SIGKILL)
-                await asyncio.to_thread(watch.wait_state, ServerState.DOWN)
-                await _restart(watch, process, 0)
-            return await running
-
-    with _processes(tiny_model, tmp_path, 1) as (process,), watched([process.url], token=TOKEN) as watch:
-        watch.serve_all(version=0)
-        expected = asyncio.run(_Load().run(FixedServers([process.url])))
-        _assert_same(asyncio.run(disturbed(watch, process)), expected)
-        assert len(watch.fleet.failures) == 2

@@ -212,33 +212,6 @@ def test_with_a_kept_cache_running_rows_go_on_over_old_keys_and_values_and_share
         assert (recomputed - expected[12:]).abs().max() > 0.01  # the two ways can be told apart
 
 
-def test_what_is_held_enters_later_can_be_aborted_and_is_told_of_a_failure(model: Any) -> None:
-    engine = _engine(model)
-    _, early = submit(engine, make_request(prompt(4), max_tokens=3))
-    engine.hold_new()
-    engine.hold_new()  # once more changes nothing
-    held = [submit(engine, make_request(prompt(4), max_tokens=3)) for _ in range(3)]
-    assert (engine.num_active, engine.num_in_flight) == (4, 1)
-    engine.abort(held[0][0])
-    while engine.num_in_flight:
-        step(engine)
-    hand_out(engine)
-    assert (early.finish_reason, held[0][1].finish_reason) == ("length", "abort")
-    assert [output.token_ids for _, output in held] == [[], [], []]
-    engine.abort_in_flight()
-    hand_out(engine)
-    assert held[1][1].finish_reason is None  # it was not in flight
-    engine.admit_held()
-    while engine.num_active:
-        step(engine)
-    assert [output.finish_reason for _, output in held] == ["abort", "length", "length"]
-    engine.hold_new()
-    _, late = submit(engine, make_request(prompt(4)))
-    engine.fail_all("broken")
-    hand_out(engine)
-    assert late.error == "broken"
-
-
 @pytest.mark.parametrize("rows", [1, 7, 256])
 def test_scores_are_those_of_one_plain_forward_however_they_are_cut(
     model: Any, monkeypatch: pytest.MonkeyPatch, rows: int

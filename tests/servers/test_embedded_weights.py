@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -28,7 +26,6 @@ from tests.servers.embedded_support import (
     teacher_forced,
     wait_until,
     with_weights,
-    worst_error,
 )
 from tests.support.tiny_model import build_tiny_model
 from tests.support.weight_push import WeightPusher, push_state_dict
@@ -215,75 +212,6 @@ def test_the_engine_answers_and_generates_while_an_update_is_received(server: Li
 def _num_waiting() -> int:
     """Threads of servers that wait for a group or for weights."""
     return sum(thread.name == "weight-update" for thread in threading.enumerate())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param("pause", marks=pytest.mark.nightly),
-        pytest.param("start", marks=pytest.mark.nightly),
-        "broadcast",
-        pytest.param("update", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_trainer_that_is_killed_leaves_the_old_weights_and_the_next_one_goes_on(
-    server: Live, tiny_model: Path, moment: str
-) -> None:
-    old = load(tiny_model)
-    request = make_request(prompt(20), seed=1, max_tokens=400)
-    with ThreadPoolExecutor(1) as pool:
-        _dying_trainer(server.url, tiny_model, moment)
-        assert server.client.get("/is_paused", timeout=10.0).json() == {"is_paused": True}
-        answer = pool.submit(server.generate, request)
-        wait_until(lambda: server.info().active_requests == 1, "the request to arrive")
-        server.client.post("/resume")
-        output = answer.result(60.0)
-    assert set(output.versions) == {0}
-    assert worst_error(old, request, output) < 1e-5
-    weights = perturbed(old, seed=2)
-    push_state_dict(server.url, None, weights, 3)
-    assert serves(server, with_weights(tiny_model, weights), version=3)
-
-
-_TRAINER = """
-import signal, sys
-from pathlib import Path
-from tests.servers.embedded_support import load, perturbed
-from tests.support.weight_push import WeightPusher
-url, folder, moment = sys.argv[1:]
-def die_here(name):
-    if name == moment:
-        print("here", flush=True)
-        signal.pause()  # until killed
-with WeightPusher(url, None, timeout_s=20.0) as pusher:
-    weights = perturbed(load(Path(folder)), seed=1)
-    pusher.connect()
-    pusher.post("/pause", mode="keep")
-    die_here("pause")
-    pusher.post("/start_weight_update")
-    die_here("start")
-    broadcast, sent = pusher.group.broadcast, []
-    def counting(buffer, **kwargs):
-        broadcast(buffer, **kwargs)
-        sent.append(1)
-        if len(sent) == 3:
-            die_here("broadcast")
-    pusher.group.broadcast = counting
-    pusher.update(weights, bucket_bytes=50_000)
-    die_here("update")
-"""
-
-
-def _dying_trainer(url: str, folder: Path, moment: str) -> None:
-    """A process that pushes and is killed with SIGKILL when it has come to `moment`."""
-    command = [sys.executable, "-c", _TRAINER, url, str(folder), moment]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        try:
-            assert trainer.stdout is not None
-            assert trainer.stdout.readline() == "here\n"  # ends at the latest with the process
-        finally:
-            trainer.kill()
 
 
 def test_received_weights_serve_only_once_the_update_is_finished(server: Live, tiny_model: Path) -> None:
