@@ -55,7 +55,7 @@ class PreflightContext:
     """Log-probabilities of whole sequences under the trainer's weights, at the rounding of a dtype; a collective, called once, on
     the calling thread."""
     parameter_problems: Sequence[str]
-    """What weights.names.check_names found between trainer and servers."""
+    """What weights.buckets.check_names found between trainer and servers."""
     parameter_shapes: Mapping[str, Sequence[int]]
     """Of the parameters that the trainer sends."""
     num_embeddings: int

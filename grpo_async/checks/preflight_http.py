@@ -13,8 +13,7 @@ import httpx
 from pydantic import ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
-from grpo_async.inference.connect import authorization, trusted_certificates
-from grpo_async.inference.retry import error_for_status
+from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
 from grpo_async.inference.surface import GENERATE_PATH, INFO_PATH, GenerateChunk, GenerateRequest
 
 
