@@ -45,8 +45,8 @@ def check_reward(
 ) -> None:
     """Try the reward functions on right answers, nothing, garbage, the prompt again, very long text and more.
 
-    Reports exceptions and time-outs, garbage that is paid, right answers that are not, scores that change from call to call
-    or with the other completions of a call, and slow functions. Needs no model. Exit code 1 if there are errors (warnings
+    Reports exceptions and time-outs, garbage that is rewarded, right answers that are not, scores that change from call to
+    call or with the other completions of a call, and slow functions. Needs no model. Exit code 1 if there are errors (warnings
     alone: 0), 2 if the configuration is wrong.
 
     \b
@@ -118,7 +118,7 @@ def _notes(config: ExperimentConfig, prompts: Sequence[Prompt], gold_column: str
             "not judged; name the column with --gold-column."
         )
     if config.environments:
-        notes.append("What environments pay (`get_reward`) is not checked here.")
+        notes.append("The rewards of environments (`get_reward`) are not checked here.")
     return notes
 
 
@@ -178,7 +178,7 @@ def _print_report(console: Console, report: RewardReport) -> None:
     console.print(table)
     console.print(
         f"{report.num_inputs} inputs: {report.num_failed} failed, {report.num_none} None; "
-        f"{report.median_s * 1000:.1f} ms a completion in the middle, {report.longest_s:.2f} s at most",
+        f"{report.median_s * 1000:.1f} ms per completion (median), {report.longest_s:.2f} s at most",
         end="",
     )
     console.print(Text(f" ({report.slowest_input})" if report.slowest_input else ""))

@@ -31,7 +31,7 @@ JSON_LOGS_HELP = """\
 
 \b
   start       run, directory, pid, plan
-  phase       name: what goes on now
+  phase       name: what is going on
   preflight   checks: [{name, status: pass|warn|fail, detail}]
   step        step, max_steps, eta_s, metrics: {name: number or null}
   evaluation  when: before|after|"step N", metrics

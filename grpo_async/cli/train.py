@@ -67,9 +67,10 @@ def train(
     130 or 143 stopped by SIGINT or SIGTERM.
 
     With launch.nodes above 1, run the same command on every machine, with its --node-rank and the same $GRPO_ASYNC_TOKEN;
-    node 0 decides about --resume and --clean. What ends one of them ends all.
+    node 0 decides about --resume and --clean. If one of them ends, all of them end.
 
-    On a terminal a dashboard shows the run; elsewhere, or with --quiet, lines do. `grpo-async status` tells of it from outside.
+    On a terminal a dashboard shows the run; elsewhere, or with --quiet, lines do. `grpo-async status` shows from any
+    other terminal where it stands.
 
     \b
     Examples:
