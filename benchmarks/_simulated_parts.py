@@ -327,9 +327,9 @@ class SimulatedSource:
     def stores(self, group_id: int) -> bool:
         return False
 
-    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int, **_: Any) -> None:
+    def settle_step(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int, **_: Any) -> None:
         for group in groups:
-            self._worker.settle(group.group, status, scored=group, step=step)
+            self._worker.settle_group(group.group, status, scored=group, step=step)
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         return {}

@@ -290,9 +290,9 @@ def make_compute(folder: Path, shape: Shape, *, seed: int) -> Path:
     import torch
     from transformers import Qwen3ForCausalLM
 
-    from grpo_async.quickstart.rows import write_rows
+    from grpo_async.quickstart.model import train_tokenizer
+    from grpo_async.quickstart.prepare import write_rows
     from grpo_async.quickstart.tasks import TASKS
-    from grpo_async.quickstart.tokenizer import train_tokenizer
 
     task = TASKS["think"]
     tokenizer = train_tokenizer(task.vocabulary())

@@ -166,7 +166,7 @@ def _rollout_side(
     setup: Setup, loop: VirtualLoop, servers: Sequence[SimulatedServer], ledger: Ledger, admission: Admission
 ) -> tuple[SimulatedSource, RolloutWorker]:
     def on_drop(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
-        worker.drop(scored, status, step)
+        worker.drop_scored(scored, status, step)
 
     buffer = TellingBuffer(
         loop,

@@ -35,12 +35,7 @@ Layers; imports go down only, packages of one line do not import each other:
     utils
     errors
 
-Where to look: what may be configured: config/*sections.py. How a rollout goes and ends: rollout/conversation.py. What a
-server must serve: inference/surface.py. How stale a sample may be: buffer/sample_buffer.py and buffer/admission.py. Rewards
-to advantages: scoring/advantages.py. The loss: training/loss.py. The order of a weight push:
-weights/push.py; who gets the weights, and what follows when a server fails: trainer/weight_sync.py. Which servers are up:
-inference/fleet.py; what restarts them: launcher/server_keeper.py. The main loop: training/loop.py. What a checkpoint holds:
-training/checkpoint.py (tensors) and buffer/resume.py (rollouts). Which objects are connected to which: trainer/lead.py.
+docs/architecture.md walks from here to the loss, staleness, the weight push, the end of a rollout, restarts and the config.
 """
 
 __version__ = "0.1.0"

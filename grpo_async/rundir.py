@@ -1,26 +1,4 @@
-"""Every path of a run directory. No other module joins these names.
-
-runs/NAME/
-|- config.yaml              the resolved config
-|- token                    what the servers ask for (mode 0600), while the run goes; see `new_token`
-|- plan.txt                 the processes that were planned
-|- preflight.json           what the checks before step 1 found
-|- summary.json             what the run reached (written at the end)
-|- metrics.jsonl            one line per optimizer step
-|- events.jsonl             the timeline: one line per span
-|- trace.json.gz           the timeline for Perfetto (written by `grpo-async trace`)
-|- advice.jsonl             what bounded the run, as it was said
-|- status.json              where the run stands, replaced every second or so
-|- report.html              plots and tables in one offline page (written at the end)
-|- trackers/                files of TensorBoard, Weights & Biases, trackio, MLflow
-|- rollouts/block-*         what was generated: Parquet, the newest as JSON lines
-|- evaluations.jsonl        one line per evaluation: its step, its numbers
-|- evaluations/step_N/      what was generated for it, as in rollouts/
-|- checkpoints/step_N/      written beside and renamed, so a name that exists is whole
-|- model/                   final Hugging Face export, with a model card
-|- adapter/                 with LoRA: the adapter alone, as peft loads it
-`- logs/attempt_N/          config.yaml, trainer.log, server.log, slurm_job; logs/latest points at the newest
-"""
+"""Every path of a run directory, runs/NAME. No other module joins these names."""
 
 from __future__ import annotations
 
@@ -30,6 +8,18 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+
+class _Entry:
+    """A name below a run directory; read from a RunDir it is the path."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run_dir: Any, owner: type) -> Path:
+        path: Path = run_dir.root / self._name
+        return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,89 +28,53 @@ class RunDir:
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def token(self) -> Path:
-        return self.root / "token"
-
-    @property
-    def plan(self) -> Path:
-        return self.root / "plan.txt"
-
-    @property
-    def preflight(self) -> Path:
-        return self.root / "preflight.json"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.root / "events.jsonl"
-
-    @property
-    def trace(self) -> Path:
-        return self.root / "trace.json.gz"
-
-    @property
-    def advice(self) -> Path:
-        return self.root / "advice.jsonl"
-
-    @property
-    def status(self) -> Path:
-        return self.root / "status.json"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def trackers(self) -> Path:
-        return self.root / "trackers"
+    config = _Entry("config.yaml")
+    """The resolved config."""
+    token = _Entry("token")
+    """What the servers ask for (mode 0600), while the run goes; see `new_token`."""
+    plan = _Entry("plan.txt")
+    """The processes that were planned."""
+    preflight = _Entry("preflight.json")
+    """What the checks before step 1 found."""
+    summary = _Entry("summary.json")
+    """What the run reached, written at the end."""
+    metrics = _Entry("metrics.jsonl")
+    """One line per optimizer step."""
+    events = _Entry("events.jsonl")
+    """The timeline: one line per span."""
+    trace = _Entry("trace.json.gz")
+    """The timeline for Perfetto, written by `grpo-async trace`."""
+    advice = _Entry("advice.jsonl")
+    """What bounded the run, as it was said."""
+    status = _Entry("status.json")
+    """Where the run stands, replaced every second or so."""
+    report = _Entry("report.html")
+    """Plots and tables in one offline page, written at the end."""
+    trackers = _Entry("trackers")
+    """Files of TensorBoard, Weights & Biases, trackio, MLflow."""
+    evaluation_log = _Entry("evaluations.jsonl")
+    """One line per evaluation: its step, its numbers."""
+    evaluations = _Entry("evaluations")
+    """step_N/: what was generated for each, as in rollouts/."""
+    checkpoints = _Entry("checkpoints")
+    """step_N/: written beside and renamed, so a name that exists is whole."""
+    model = _Entry("model")
+    """The final Hugging Face export, with a model card."""
+    adapter = _Entry("adapter")
+    """With LoRA: the adapter alone, as peft loads it."""
+    logs = _Entry("logs")
+    """attempt_N/: config.yaml, trainer.log, server.log, slurm_job."""
+    latest_logs = _Entry("logs/latest")
+    """A link to the newest attempt."""
 
     @property
     def rollouts(self) -> Path:
+        """What was generated, in blocks: Parquet, the newest as JSON lines. Of an evaluation it is another folder."""
         return self.root / "rollouts"
-
-    @property
-    def evaluation_log(self) -> Path:
-        return self.root / "evaluations.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.root / "evaluations"
 
     def evaluation(self, step: int) -> Path:
         """The rollouts of the evaluation of a step."""
         return self.evaluations / f"step_{step}"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def adapter(self) -> Path:
-        return self.root / "adapter"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def latest_logs(self) -> Path:
-        return self.logs / "latest"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step}"

@@ -59,3 +59,13 @@ def test_a_command_of_the_pages_is_there_with_its_options(page: str, name: str, 
 )
 def test_a_query_of_the_pages_can_be_parsed(page: str, query: str) -> None:
     parse_query(query)
+
+
+def test_the_files_that_the_architecture_names_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\b[a-z_]+/[a-z_/]+\.py\b", page))
+    assert len(named) > 15
+    missing = [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "grpo_async"))]
+    assert not missing
+    for function, file in re.findall(r"`(\w+(?:\.\w+)?)`[^`]{0,30} in\s+`([\w/]+\.py)`", page):
+        assert f" {function.rpartition('.')[2]}(" in (ROOT / "grpo_async" / file).read_text(encoding="utf-8"), function

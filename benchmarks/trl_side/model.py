@@ -27,7 +27,7 @@ def make_model(folder: Path, *, shape: str, seed: int, chat_template: str) -> No
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from grpo_async.quickstart.tokenizer import train_tokenizer
+    from grpo_async.quickstart.model import train_tokenizer
 
     chance = random.Random(seed)
     texts = [f"user\n{_message(chance)}\nassistant\n" for _ in range(512)]  # the roles, too, become tokens

@@ -61,7 +61,7 @@ class Ledger:
         with self._lock:
             self._open[group_id].status = GroupStatus.QUEUED
 
-    def settle(self, group_id: int, status: GroupStatus) -> None:
+    def close_group(self, group_id: int, status: GroupStatus) -> None:
         """Give a group its final status."""
         if not status.is_final:
             raise ValueError(f"{status} is not a final status")

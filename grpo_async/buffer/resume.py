@@ -58,7 +58,7 @@ class PartialRollout:
         yield self.open_versions
 
 
-Begun = RolloutCompletion | PartialRollout
+RolloutSnapshot = RolloutCompletion | PartialRollout
 """A rollout of a group in progress that has got somewhere: it is over, or it has tokens."""
 
 
@@ -71,15 +71,15 @@ class QueuedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupInProgress:
-    """Rollouts of one prompt. `begun` maps the index of a rollout to what there is of it."""
+class GroupSnapshot:
+    """Rollouts of one prompt, by index; those of which there is nothing yet are left out."""
 
     prompt_id: int
-    begun: Mapping[int, Begun]
+    rollouts: Mapping[int, RolloutSnapshot]
 
     @property
     def oldest_version(self) -> int | None:
-        return min((v for each in self.begun.values() if (v := each.oldest_version) is not None), default=None)
+        return min((v for each in self.rollouts.values() if (v := each.oldest_version) is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class ResumeState:
     outstanding: Sequence[int]
     ledger: Mapping[str, Mapping[str, int]]
     queued: Sequence[QueuedGroup] = ()
-    in_progress: Sequence[GroupInProgress] = ()
+    in_progress: Sequence[GroupSnapshot] = ()
     noted: Sequence[ScoredGroup] = ()
     store: int | None = None
     failures: Mapping[str, int] = field(default_factory=dict)
@@ -124,8 +124,8 @@ class ResumeState:
         for queued in self.queued:
             yield _line("queued", _scored_dict(queued.scored) | {"tokens": queued.tokens})
         for group in self.in_progress:
-            begun = {str(index): _begun_dict(each) for index, each in group.begun.items()}
-            yield _line("in_progress", {"prompt_id": group.prompt_id, "begun": begun})
+            rollouts = {str(index): _snapshot_dict(each) for index, each in group.rollouts.items()}
+            yield _line("in_progress", {"prompt_id": group.prompt_id, "begun": rollouts})
         for noted in self.noted:
             yield _line("noted", _scored_dict(noted))
 
@@ -142,7 +142,7 @@ def read_resume_state(
         ValueError, KeyError, TypeError: this is not what was written.
     """
     queued: list[QueuedGroup] = []
-    in_progress: list[GroupInProgress] = []
+    in_progress: list[GroupSnapshot] = []
     noted: list[ScoredGroup] = []
     for line in lines:
         content = json.loads(line)
@@ -152,8 +152,8 @@ def read_resume_state(
                     tokens = content.pop("tokens")
                     queued.append(QueuedGroup(scored=_scored_from(content, prompt_of), tokens=tokens))
             case "in_progress":
-                begun = {int(index): _begun_from(each) for index, each in content["begun"].items()}
-                in_progress.append(GroupInProgress(prompt_id=content["prompt_id"], begun=begun))
+                rollouts = {int(index): _snapshot_from(each) for index, each in content["begun"].items()}
+                in_progress.append(GroupSnapshot(prompt_id=content["prompt_id"], rollouts=rollouts))
             case "noted":
                 noted.append(_scored_from(content, prompt_of))
             case other:
@@ -239,13 +239,13 @@ def _scored_from(content: Mapping[str, Any], prompt_of: Callable[[int], Prompt])
     )
 
 
-def _begun_dict(begun: Begun) -> dict[str, Any]:
-    if isinstance(begun, RolloutCompletion):
-        return {"over": True, **_completion_dict(begun)}
-    return {"over": False, **_fields(begun)}
+def _snapshot_dict(rollout: RolloutSnapshot) -> dict[str, Any]:
+    if isinstance(rollout, RolloutCompletion):
+        return {"over": True, **_completion_dict(rollout)}
+    return {"over": False, **_fields(rollout)}
 
 
-def _begun_from(content: dict[str, Any]) -> Begun:
+def _snapshot_from(content: dict[str, Any]) -> RolloutSnapshot:
     if content.pop("over"):
         return _completion_from(content)
     finish = content["open_finish"]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.chat.errors import ChatError
+from grpo_async.chat.turn import ChatError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

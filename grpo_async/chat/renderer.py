@@ -25,6 +25,7 @@ from grpo_async.chat.startup import ToolCheck
 from grpo_async.chat.suffix import SuffixRule
 from grpo_async.chat.template import ChatTemplate
 from grpo_async.chat.turn import PolicyTurn
+from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, TaggedMessage, ToolCall
 
@@ -222,3 +223,21 @@ def _generation_config_ends(model_path: str) -> list[int]:
     if ends is None:
         return []
     return [int(end) for end in ends] if isinstance(ends, list) else [int(ends)]
+
+
+def load_renderer(config: ExperimentConfig) -> ChatRenderer:
+    """The chat renderer of a run, the same in the start-up check, the rollout thread and the exported model: tokenizer, template,
+    end-of-turn tokens and tool-call parser as the configuration says.
+
+    Raises:
+        ConfigError: one of them cannot be loaded.
+    """
+    model = config.model
+    return ChatRenderer.load(
+        model.path,
+        chat_template=model.chat_template,
+        template_arguments=model.chat_template_arguments,
+        end_of_turn_tokens=model.end_of_turn_tokens,
+        parser=config.tool_calling.parser,
+        trust_remote_code=model.trust_remote_code,
+    )

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_async.chat.encoding import Encoder
-from grpo_async.chat.errors import ChatError
 from grpo_async.chat.parsers import ChosenParser
 from grpo_async.chat.reading import TurnReader
 from grpo_async.chat.suffix import SuffixRule
 from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate, Message
+from grpo_async.chat.turn import ChatError
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, TaggedMessage, ToolCall
 

@@ -22,8 +22,8 @@ from itertools import product
 from typing import Any, Literal
 
 from grpo_async.chat.encoding import Encoder
-from grpo_async.chat.errors import ChatError
 from grpo_async.chat.template import ChatTemplate, Message
+from grpo_async.chat.turn import ChatError
 from grpo_async.records import TaggedMessage, ToolCall
 
 Thinking = Literal["none", "field", "text"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from grpo_async.chat.errors import ChatError
+from grpo_async.chat.turn import ChatError
 from grpo_async.errors import ConfigError
 
 Message = Mapping[str, Any]  # as templates know it: {"role", "content", ...}

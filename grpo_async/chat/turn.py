@@ -1,4 +1,4 @@
-"""What the policy wrote in one turn: as sampled, and as read."""
+"""What the policy wrote in one turn: as sampled, and as read; and the one error of this package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_async.errors import GrpoAsyncError
 from grpo_async.records import ToolCall
+
+
+class ChatError(GrpoAsyncError):
+    """These messages cannot be turned into token ids; only the rollout they belong to is lost. At start-up the same problem is
+    a ConfigError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,45 +1,58 @@
-"""What can be known to be wrong before anything starts: files, folders and functions that the configuration names.
+"""What can be known to be wrong before anything starts: files, functions, packages and devices that the configuration names.
 
 Reads small files whole and a few rows of others, and imports rewards, tools and environments, as the trainer will. Every
-problem goes into one error.
+problem goes into one error. Starts and writes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import importlib.util
 import math
 import os
 import re
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_async.chat.build import load_renderer
-from grpo_async.chat.errors import ChatError
+from grpo_async.chat.renderer import load_renderer
+from grpo_async.chat.turn import ChatError
 from grpo_async.checks.model_files import model_problem, text_config
-from grpo_async.checks.surroundings import check_devices, check_packages
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.inference.surface import token_from_environment
+from grpo_async.processes import machine
 from grpo_async.processes.addresses import weights_host
 from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rewards.call import OFFERED
 from grpo_async.rollout.participants import Participants, load_participants, startup_notes, token_counter
-from grpo_async.scoring.user_advantage import UserAdvantage
+from grpo_async.rundir import RunDir
+from grpo_async.scoring.compare import UserAdvantage
 from grpo_async.servers.embedded.families import check_embedded_family
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.training.families import check_family, check_tokenizer_size, other_vocabulary
 from grpo_async.user_code.references import resolve
 
 if TYPE_CHECKING:
-    from grpo_async.data import LoadedData, Rows
+    from grpo_async.data import Rows
 
 _NUM_ROWS = 3
 _NUM_MEASURED = 200
 _SMALL_BYTES = 32 << 20  # about a second
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
+_TRACKERS = {
+    "tensorboard": ("tensorboardX", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "trackio": ("trackio", "trackio"),
+    "mlflow": ("mlflow", "mlflow"),
+    "prometheus": ("prometheus_client", "prometheus"),
+}
+"""Type -> module, extra."""
 
 
 def check_inputs(
@@ -56,145 +69,313 @@ def check_inputs(
     Raises:
         ConfigError: all problems, one a line, each with its dotted path.
     """
-    problems: list[str] = []
-    notes: list[str] = []
-    _check_model(config, engine, problems, notes, trains=trains)
-    has_model = not problems
-    problems.extend(check_packages(config, trains=trains))
-    problems.extend(check_devices(config, engine, trains=trains))
-    train_rows, held_out_rows = _check_data(config, problems, notes)
-    participants = _check_participants(
-        config, {"data.train": train_rows, "evaluation.data": held_out_rows}, problems, notes
-    )
+    looked = _Look(config=config, engine=engine, trains=trains)
+    looked.check_model()
+    has_model = not looked.problems
+    looked.check_packages()
+    looked.check_devices()
+    train_rows, held_out_rows = looked.check_data()
+    participants = looked.check_participants(train_rows, held_out_rows)
     if participants is not None and has_model:
-        _check_template(config, participants, problems, notes)
+        if participants.tool_sets:
+            looked.check_template(participants)
         if deep:
-            _check_tokens(config, participants, train_rows, problems, notes)
-    _check_evaluation_columns(config, held_out_rows or train_rows, problems)
-    _check_rewards(config, participants, train_rows, problems, notes)
-    _check_own_functions(config, problems)
+            looked.check_tokens(participants, train_rows)
+    for name in ("baseline_column", "group_by"):
+        column, rows = getattr(config.evaluation, name, None), held_out_rows or train_rows
+        if rows and column is not None and column not in rows[0]:
+            looked.problems.append(f"evaluation.{name}: {column} is not one of the columns {sorted(rows[0])}")
+    looked.check_rewards(participants, train_rows)
+    looked.check_own_functions()
     if participants is not None:
         asyncio.run(participants.aclose())
-    _check_tls(config, problems)
-    if node_rank == 0:
-        _check_weights_host(config, problems, notes)
-    if config.inference.urls and token_from_environment() is None:
-        notes.append(
-            "inference.urls is set and $GRPO_ASYNC_TOKEN is not: the server must be one that asks for no token"
-        )
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return notes
+    looked.check_connections(node_rank)
+    if looked.problems:
+        raise ConfigError("\n".join(looked.problems))
+    return looked.notes
 
 
-def _check_weights_host(config: ExperimentConfig, problems: list[str], notes: list[str]) -> None:
-    try:
-        host = weights_host(config)
-    except ConfigError as error:  # the server may still be about to come
-        notes.append(str(error))
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """One look at a configuration, and what it found."""
+
+    config: ExperimentConfig
+    engine: EngineChoice
+    trains: bool
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def collecting(self, prefix: str = "") -> Iterator[None]:
+        """An error that is raised inside is a problem like the others."""
         try:
-            probe.bind((host, 0))
-        except OSError as error:
-            problems.append(
-                f"weights.host: {host} cannot be bound on this machine ({error}); it is the trainer's own address"
+            yield
+        except GrpoAsyncError as error:
+            self.problems.append(f"{prefix}{error}")
+
+    def note(self, texts: Sequence[str]) -> None:
+        self.notes.extend(text for text in texts if text not in self.notes)
+
+    # ---- model ----
+
+    def check_model(self) -> None:
+        config = self.config
+        folder = self._check_folder("model.path", config.model.path)
+        if folder is not None:
+            with self.collecting():
+                text, longest = text_config(folder), config.inference.max_model_len
+                if self.trains:
+                    check_family(text, config.model.path, longest)
+                if self.engine.engine == "embedded":
+                    check_embedded_family(text, longest)
+        template = config.model.chat_template
+        if template is not None and not template.is_file():
+            self.problems.append(f"model.chat_template: {template} is no file (working directory: {Path.cwd()})")
+        if self.trains and config.loss.reference != "initial":
+            reference = self._check_folder("loss.reference", config.loss.reference)
+            if folder is not None and reference is not None:
+                ours, theirs = (text_config(path).get("vocab_size") for path in (folder, reference))
+                if ours is not None and theirs is not None and ours != theirs:
+                    self.problems.append(other_vocabulary(config.loss.reference, ours=ours, theirs=theirs))
+
+    def _check_folder(self, key: str, path: str) -> Path | None:
+        """The folder; None where it is broken (a problem) or a name on a hub (a note)."""
+        folder = Path(path)
+        if _HUB_NAME.match(path) and not Path(folder.parts[0]).exists():
+            self.notes.append(f"{key}: {path} is no local folder; it is taken as a hub name and not checked here")
+            return None
+        problem = model_problem(path)
+        if problem is not None:
+            self.problems.append(f"{key}: {problem}")
+            return None
+        return folder
+
+    # ---- packages and devices ----
+
+    def check_packages(self) -> None:
+        """Optional packages that the configuration needs and that are not installed."""
+        config, lora = self.config, self.config.model.lora
+        sources = {"data.train": config.data.train}
+        if config.evaluation is not None and config.evaluation.data is not None:
+            sources["evaluation.data"] = config.evaluation.data
+        needed = [(f"{key}.type: hub", "datasets", "hub") for key, source in sources.items() if source.type == "hub"]
+        if self.trains:
+            needed += [(f"tracking.{i}.type: {t.type}", *_TRACKERS[t.type]) for i, t in enumerate(config.tracking)]
+            needed += [("model.lora", "peft", "lora")] if lora is not None else []
+            if lora is not None and lora.quantization is not None:
+                needed.append((f"model.lora.quantization: {lora.quantization}", "bitsandbytes", "quantization"))
+            if config.optimizer.type == "adamw_8bit":
+                needed.append(("optimizer.type: adamw_8bit", "bitsandbytes", "quantization"))
+        self.problems.extend(
+            f"{key}: needs the package {module}, which is not installed; pip install 'grpo-async[{extra}]'"
+            for key, module, extra in needed
+            if importlib.util.find_spec(module) is None
+        )
+
+    def check_devices(self) -> None:
+        """A device that is asked for and is not there."""
+        wanted = {"launch.device": self.config.launch.device} if self.trains else {}
+        if self.engine.engine == "embedded":
+            wanted["inference.embedded.device"] = self.config.inference.embedded.device
+        keys = [key for key, device in wanted.items() if device == "cuda"]
+        if keys and (reason := _no_cuda()):
+            remedy = "set cpu, or start the run where there is a GPU"
+            self.problems.extend(f"{key}: cuda, but {reason}; {remedy}" for key in keys)
+
+    # ---- data ----
+
+    def check_data(self) -> tuple[Rows | None, Rows | None]:
+        """Rows to train on and rows of evaluation.data: all of them where that takes a moment only, else the first few; None where
+        they could not be read."""
+        config, train = self.config, self.config.data.train
+        sources = {"data.train": train}
+        if config.evaluation is not None and config.evaluation.data is not None:
+            sources["evaluation.data"] = config.evaluation.data
+        if all(map(_is_small, sources.values())):
+            found = self._load_all()
+        else:
+            some = {key: self._first_rows(key, source) for key, source in sources.items()}
+            found = some["data.train"], some.get("evaluation.data")
+        is_text = found[0] and isinstance(found[0][0]["prompt"], str) and train.system_prompt is None
+        if is_text and not (config.tools or config.environments):
+            self.notes.append(
+                "data.train: the prompts are plain text, so they reach the model without the chat template and completions reach "
+                "the rewards as text; with data.train.system_prompt, or with messages as prompts, the template is used"
+            )
+        return found
+
+    def _first_rows(self, key: str, source: Source) -> Rows | None:
+        from grpo_async.data import first_rows
+
+        if isinstance(source, HubSource):
+            self.notes.append(f"{key}: the dataset {source.name} is not checked here")
+            return None
+        try:
+            return first_rows(source, _NUM_ROWS)
+        except GrpoAsyncError as error:
+            self.problems.append(f"{key}: {error}")
+            return None
+
+    def _load_all(self) -> tuple[Rows | None, Rows | None]:
+        """Everything but the filter by tokens, which needs the tokenizer."""
+        from grpo_async.data import load_data
+
+        data, evaluation = self.config.data, self.config.evaluation
+        unfiltered = {"max_prompt_tokens": None}
+        data = data.model_copy(update={"train": data.train.model_copy(update=unfiltered)})
+        if evaluation is not None and evaluation.data is not None:
+            evaluation = evaluation.model_copy(update={"data": evaluation.data.model_copy(update=unfiltered)})
+        try:
+            loaded = load_data(data, evaluation)
+        except GrpoAsyncError as error:
+            self.problems.append(str(error))
+            return None, None
+        self.notes.extend(loaded.notes)
+        return loaded.train, loaded.evaluation
+
+    # ---- tools, environments, the rollout function ----
+
+    def check_participants(self, train: Rows | None, held_out: Rows | None) -> Participants | None:
+        """Against the rows of each source; None when one cannot be used."""
+        participants = None
+        with self.collecting():
+            participants = load_participants(self.config)
+        if participants is not None:
+            with self.collecting():
+                self.notes.extend(participants.notes)
+            if self.config.rollout_function is not None:
+                self.notes.append(
+                    "rollout_function makes whole rollouts: rollout.max_in_flight, max_turns, max_turn_tokens, rollout_timeout_s "
+                    "and tool_calling are not used"
+                )
+            if participants.environments is not None:
+                for key, rows in {"data.train": train, "evaluation.data": held_out}.items():
+                    found = participants.environments.check_rows(rows or ())
+                    self.problems.extend(f"{key}, {problem}" for problem in found)
+        return participants
+
+    def check_template(self, participants: Participants) -> None:
+        """Really render the tools, which takes the tokenizer: only where there are tools."""
+        with self.collecting():
+            renderer = load_renderer(self.config)
+            for schemas in participants.tool_sets:
+                self.note(renderer.check_tools(schemas))
+
+    def check_tokens(self, participants: Participants, rows: Rows | None) -> None:
+        """With the tokenizer: its ids against the model's, and what prompts leave of inference.max_model_len."""
+        from grpo_async.data import make_prompt
+
+        config = self.config
+        train, longest = config.data.train, config.inference.max_model_len
+        lengths: list[int] = []
+        try:
+            renderer, folder = load_renderer(config), Path(config.model.path)
+            if folder.is_dir():
+                check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
+            if not rows or config.rollout_function is not None:
+                return
+            count = token_counter(renderer, participants)
+            for row in rows.take(range(0, len(rows), math.ceil(len(rows) / _NUM_MEASURED))):
+                lengths.append(count(make_prompt(row, 0, train.system_prompt)))
+        except (ConfigError, ChatError) as error:
+            self.problems.append(str(error))
+            return
+        if train.max_prompt_tokens is not None:
+            lengths = [length for length in lengths if length <= train.max_prompt_tokens]
+            if not lengths:
+                self.problems.append(
+                    f"data.train.max_prompt_tokens: {train.max_prompt_tokens} leaves no prompt; raise it"
+                )
+        if too_long := sum(length >= longest for length in lengths):
+            (self.problems if too_long == len(lengths) else self.notes).append(
+                f"data.train: {too_long} of {len(lengths)} prompts measured have {longest} tokens or more, and "
+                f"inference.max_model_len is {longest}: nothing can be generated for them; raise it, or drop them with "
+                "data.train.max_prompt_tokens"
             )
 
+    # ---- rewards and other functions ----
 
-def _check_tls(config: ExperimentConfig, problems: list[str]) -> None:
-    tls = config.inference.tls
-    if tls is None:
-        return
-    for name in ("certificate", "key", "authority"):
-        path: Path | None = getattr(tls, name)
-        if path is not None and not os.access(path, os.R_OK):
-            problems.append(f"inference.tls.{name}: {path} cannot be read (working directory: {Path.cwd()})")
-
-
-def _check_model(
-    config: ExperimentConfig, engine: EngineChoice, problems: list[str], notes: list[str], *, trains: bool
-) -> None:
-    folder = _check_model_folder("model.path", config.model.path, problems, notes)
-    if folder is not None:
-        _check_family(config, folder, engine, problems, trains=trains)
-    template = config.model.chat_template
-    if template is not None and not template.is_file():
-        problems.append(f"model.chat_template: {template} is no file (working directory: {Path.cwd()})")
-    if trains and config.loss.reference != "initial":
-        reference = _check_model_folder("loss.reference", config.loss.reference, problems, notes)
-        if folder is not None and reference is not None:
-            ours, theirs = (text_config(path).get("vocab_size") for path in (folder, reference))
-            if isinstance(ours, int) and isinstance(theirs, int) and ours != theirs:
-                problems.append(other_vocabulary(config.loss.reference, ours=ours, theirs=theirs))
-
-
-def _check_model_folder(key: str, path: str, problems: list[str], notes: list[str]) -> Path | None:
-    """The folder; None where it is broken (a problem) or a name on a hub (a note)."""
-    folder = Path(path)
-    if _HUB_NAME.match(path) and not Path(folder.parts[0]).exists():
-        notes.append(f"{key}: {path} is no local folder; it is taken as a hub name and not checked here")
-        return None
-    problem = model_problem(path)
-    if problem is not None:
-        problems.append(f"{key}: {problem}")
-        return None
-    return folder
-
-
-def _check_family(
-    config: ExperimentConfig, folder: Path, engine: EngineChoice, problems: list[str], *, trains: bool
-) -> None:
-    """Whether the trainer, and the embedded engine where it serves, know the model's family."""
-    text, longest = text_config(folder), config.inference.max_model_len
-    try:
-        if trains:
-            check_family(text, config.model.path, longest)
-        if engine.engine == "embedded":
-            check_embedded_family(text, longest)
-    except ConfigError as error:
-        problems.append(str(error))
-
-
-def _check_source(key: str, source: Source, problems: list[str], notes: list[str]) -> Rows | None:
-    """Read the first rows; None where they could not be read."""
-    if isinstance(source, HubSource):
-        notes.append(f"{key}: the dataset {source.name} is not checked here")
-        return None
-    from grpo_async.data import first_rows
-
-    try:
-        return first_rows(source, _NUM_ROWS)
-    except GrpoAsyncError as error:
-        problems.append(f"{key}: {error}")
-        return None
-
-
-def _check_data(config: ExperimentConfig, problems: list[str], notes: list[str]) -> tuple[Rows | None, Rows | None]:
-    """Rows to train on and rows of evaluation.data: all of them where that takes a moment only, else the first few."""
-    evaluation = config.evaluation
-    sources = {"data.train": config.data.train}
-    if evaluation is not None and evaluation.data is not None:
-        sources["evaluation.data"] = evaluation.data
-    train = config.data.train
-    if all(_is_small(source) for source in sources.values()):
-        rows = _load_all(config, problems, notes)
-        found: tuple[Rows | None, Rows | None] = (rows.train, rows.evaluation) if rows else (None, None)
-    else:
-        some = {key: _check_source(key, source, problems, notes) for key, source in sources.items()}
-        found = some["data.train"], some.get("evaluation.data")
-    if (
-        found[0]
-        and isinstance(found[0][0]["prompt"], str)
-        and train.system_prompt is None
-        and not (config.tools or config.environments)
-    ):
-        notes.append(
-            "data.train: the prompts are plain text, so they reach the model without the chat template and completions reach "
-            "the rewards as text; with data.train.system_prompt, or with messages as prompts, the template is used"
+    def check_rewards(self, participants: Participants | None, rows: Rows | None) -> None:
+        config = self.config
+        try:
+            rewards = load_rewards(config.rewards)
+        except ConfigError as error:
+            self.problems.append(str(error))
+            return
+        if rows:
+            self.problems.extend(reward_problems(config, rewards, rows[0]))
+        environments = participants.environments if participants else None
+        of_environments = environments.reward_weights.keys() if environments is not None else set()
+        names = {reward.name for reward in rewards}
+        if not rewards and environments is not None and not environments.all_have_rewards:
+            self.problems.append(
+                "rewards: there are none, and not every environment has a `get_reward`; name at least one"
+            )
+        self.problems.extend(
+            f"rewards: `{name}` is also the reward of an environment; give the function a `name`"
+            for name in sorted(of_environments & names)
         )
-    return found
+        best = config.checkpoint.best_metric
+        if best.partition("/")[0] == "rewards" and best.split("/")[1:2] not in [
+            [name] for name in names | of_environments
+        ]:
+            known = sorted(names | of_environments)
+            self.problems.append(f"checkpoint.best_metric: {best}: there is no such reward; there are {known}")
+        for section, reward in zip(config.rewards, rewards, strict=True):
+            with self.collecting(f"reward {reward.name!r}: "):
+                self.note(startup_notes(resolve(section.function), section.arguments))
+            reward.close()
+
+    def check_own_functions(self) -> None:
+        with self.collecting():
+            if self.config.advantage.type == "custom":
+                UserAdvantage(self.config.advantage)
+        with self.collecting():
+            if self.config.loss.type == "custom":
+                from grpo_async.training.loss import UserLoss  # here: it imports torch
+
+                UserLoss(self.config.loss)
+
+    # ---- addresses, certificates, the token ----
+
+    def check_connections(self, node_rank: int) -> None:
+        config, tls = self.config, self.config.inference.tls
+        for name in ("certificate", "key", "authority") if tls is not None else ():
+            path: Path | None = getattr(tls, name)
+            if path is not None and not os.access(path, os.R_OK):
+                place = f"working directory: {Path.cwd()}"
+                self.problems.append(f"inference.tls.{name}: {path} cannot be read ({place})")
+        if node_rank == 0:
+            self._check_weights_host()
+        if config.inference.urls and token_from_environment() is None:
+            self.notes.append(
+                "inference.urls is set and $GRPO_ASYNC_TOKEN is not: the server must be one that asks for no token"
+            )
+
+    def _check_weights_host(self) -> None:
+        try:
+            host = weights_host(self.config)
+        except ConfigError as error:  # the server may still be about to come
+            self.notes.append(str(error))
+            return
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, 0))
+            except OSError as error:
+                where = f"{host} cannot be bound on this machine ({error})"
+                self.problems.append(f"weights.host: {where}; it is the trainer's own address")
+
+
+def _no_cuda() -> str:
+    """Why torch cannot use a GPU here; empty: it can, as far as is known without starting it."""
+    version = importlib.metadata.version("torch")
+    if version.partition("+")[2].startswith("cpu"):
+        return f"torch {version} is built for CPUs"
+    if machine.inspect().gpus:
+        return ""
+    import torch  # here: it takes seconds; the driver may be one that is found by no file
+
+    return "" if torch.cuda.is_available() else f"torch {version} sees no GPU"
 
 
 def _is_small(source: Source) -> bool:
@@ -208,167 +389,42 @@ def _is_small(source: Source) -> bool:
         return False  # reading it says what is wrong
 
 
-def _load_all(config: ExperimentConfig, problems: list[str], notes: list[str]) -> LoadedData | None:
-    """Everything but the filter by tokens, which needs the tokenizer."""
-    from grpo_async.data import load_data
-
-    data = config.data.model_copy(update={"train": config.data.train.model_copy(update={"max_prompt_tokens": None})})
-    evaluation = config.evaluation
-    if evaluation is not None and evaluation.data is not None:
-        source = evaluation.data.model_copy(update={"max_prompt_tokens": None})
-        evaluation = evaluation.model_copy(update={"data": source})
-    try:
-        loaded = load_data(data, evaluation)
-    except GrpoAsyncError as error:
-        problems.append(str(error))
-        return None
-    notes.extend(loaded.notes)
-    return loaded
-
-
-def _check_evaluation_columns(config: ExperimentConfig, rows: Rows | None, problems: list[str]) -> None:
-    for name in ("baseline_column", "group_by"):
-        column = getattr(config.evaluation, name, None)
-        if rows and column is not None and column not in rows[0]:
-            problems.append(f"evaluation.{name}: {column} is not one of the columns {sorted(rows[0])}")
-
-
-def _check_participants(
-    config: ExperimentConfig, rows: Mapping[str, Rows | None], problems: list[str], notes: list[str]
-) -> Participants | None:
-    """Tools, environments and the rollout function, against the rows of each source; None when one cannot be used."""
-    try:
-        participants = load_participants(config)
-    except ConfigError as error:
-        problems.append(str(error))
-        return None
-    try:
-        notes.extend(participants.notes)
-    except ConfigError as error:
-        problems.append(str(error))
-    if config.rollout_function is not None:
-        notes.append(
-            "rollout_function makes whole rollouts: rollout.max_in_flight, max_turns, max_turn_tokens, rollout_timeout_s and "
-            "tool_calling are not used"
-        )
-    if participants.environments is not None:
-        for key, some in rows.items():
-            problems.extend(f"{key}, {problem}" for problem in participants.environments.check_rows(some or ()))
-    return participants
-
-
-def _check_template(
-    config: ExperimentConfig, participants: Participants, problems: list[str], notes: list[str]
-) -> None:
-    """Really render the tools, which takes the tokenizer: only where there are tools."""
-    if not participants.tool_sets:
-        return
-    try:
-        renderer = load_renderer(config)
-        for schemas in participants.tool_sets:
-            notes.extend(note for note in renderer.check_tools(schemas) if note not in notes)
-    except ConfigError as error:
-        problems.append(str(error))
-
-
-def _check_tokens(
-    config: ExperimentConfig, participants: Participants, rows: Rows | None, problems: list[str], notes: list[str]
-) -> None:
-    """With the tokenizer: its ids against the model's, and what prompts leave of inference.max_model_len."""
-    from grpo_async.data import make_prompt
-
-    try:
-        renderer = load_renderer(config)
-        folder = Path(config.model.path)
-        if folder.is_dir():
-            check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
-        if not rows or config.rollout_function is not None:
-            return
-        count, longest = token_counter(renderer, participants), config.inference.max_model_len
-        train = config.data.train
-        some = rows.take(range(0, len(rows), math.ceil(len(rows) / _NUM_MEASURED)))
-        lengths = [count(make_prompt(row, 0, train.system_prompt)) for row in some]
-    except (ConfigError, ChatError) as error:
-        problems.append(str(error))
-        return
-    if train.max_prompt_tokens is not None:
-        lengths = [length for length in lengths if length <= train.max_prompt_tokens]
-        if not lengths:
-            problems.append(f"data.train.max_prompt_tokens: {train.max_prompt_tokens} leaves no prompt; raise it")
-    too_long = sum(length >= longest for length in lengths)
-    text = (
-        f"data.train: {too_long} of {len(lengths)} prompts measured have {longest} tokens or more, and inference.max_model_len "
-        f"is {longest}: nothing can be generated for them; raise it, or drop them with data.train.max_prompt_tokens"
-    )
-    if too_long:
-        (problems if too_long == len(lengths) else notes).append(text)
-
-
-def _check_rewards(
-    config: ExperimentConfig,
-    participants: Participants | None,
-    rows: Rows | None,
-    problems: list[str],
-    notes: list[str],
-) -> None:
-    try:
-        rewards = load_rewards(config.rewards)
-    except ConfigError as error:
-        problems.append(str(error))
-        return
-    if rows:
-        problems.extend(reward_problems(config, rewards, rows[0]))
-    environments = participants.environments if participants else None
-    if not rewards and environments is not None and not environments.all_have_rewards:
-        problems.append("rewards: there are none, and not every environment has a `get_reward`; name at least one")
-    if environments is not None:
-        both = sorted(environments.reward_weights.keys() & {reward.name for reward in rewards})
-        problems.extend(
-            f"rewards: `{name}` is also the reward of an environment; give the function a `name`" for name in both
-        )
-    names = {reward.name for reward in rewards} | (environments.reward_weights.keys() if environments else set())
-    wanted = config.checkpoint.best_metric.split("/")
-    if wanted[0] == "rewards" and (len(wanted) == 1 or wanted[1] not in names):
-        problems.append(
-            f"checkpoint.best_metric: {config.checkpoint.best_metric}: there is no such reward; there are {sorted(names)}"
-        )
-    for section, reward in zip(config.rewards, rewards, strict=True):
-        try:
-            found = startup_notes(resolve(section.function), section.arguments)
-            notes.extend(note for note in found if note not in notes)
-        except ConfigError as error:
-            problems.append(f"reward {reward.name!r}: {error}")
-        reward.close()
-
-
-def _check_own_functions(config: ExperimentConfig, problems: list[str]) -> None:
-    try:
-        if config.advantage.type == "custom":
-            UserAdvantage(config.advantage)
-    except ConfigError as error:
-        problems.append(str(error))
-    try:
-        if config.loss.type == "custom":
-            from grpo_async.training.loss import UserLoss  # here: it imports torch
-
-            UserLoss(config.loss)
-    except ConfigError as error:
-        problems.append(str(error))
-
-
 def reward_problems(config: ExperimentConfig, rewards: Sequence[RewardFunction], columns: Collection[str]) -> list[str]:
     """One sentence for each reward function that lacks something it needs, and would fail every group, and for each column that no
     function would get."""
     if config.rollout_function is not None:
         return []  # it may add columns, which nobody knows before
     given = sorted(set(columns) - {"prompt"})
-    taken = [
+    hidden = [
         f"data.train: the column `{name}` would hide what rewards get under this name; leave it out with drop: [{name}], or rename "
         f"it with columns: {{{name}: gold_{name}}}"
         for name in sorted(OFFERED & set(given))
     ]
-    return taken + [
+    return hidden + [
         f"reward {reward.name!r} {problem}"
         for reward in rewards
         if (problem := reward.lack(given, has_environments=bool(config.environments))) is not None
     ]
+
+
+def check_run_place(run_dir: RunDir) -> None:
+    """The run directory, or the nearest folder above it that exists, can be written to.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        place = next(path for path in (run_dir.root, *run_dir.root.absolute().parents) if path.exists())
+        fault = _fault_of(place)
+    except OSError as error:
+        place, fault = run_dir.root, str(error.strerror)
+    if fault:
+        raise ConfigError(f"run.dir: {run_dir.root} cannot be made: {place} {fault}; set run.dir to a folder of yours")
+
+
+def _fault_of(place: Path) -> str:
+    if not place.is_dir():
+        return "is a file, not a folder"
+    if os.statvfs(place).f_flag & os.ST_RDONLY:
+        return "is on a disk that can only be read"
+    return "" if os.access(place, os.W_OK | os.X_OK) else "is not yours to write to"

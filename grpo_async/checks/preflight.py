@@ -3,45 +3,113 @@
     context -> scores of the trainer (a collective, on the calling thread) -> each check, alone and with a time limit
             -> preflight.json, list of checks
 
-Reads only: nothing of the run is changed, no rollout is made. Parts: `preflight_servers` (weights, log-probabilities,
-generation, dtypes), `preflight_chat` (template, tokenizer), `preflight_machine` (addresses, memory, disk).
+Reads only: nothing of the run is changed, no rollout is made. What the tokenizer and the chat template do: `chat_checks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+from urllib.parse import urlsplit
 
-from grpo_async.checks import preflight_chat, preflight_machine, preflight_servers
-from grpo_async.checks.preflight_context import PreflightContext
-from grpo_async.checks.report import Check, as_json, failed, print_checks, run_check, worst_status
-from grpo_async.errors import GrpoAsyncError
-from grpo_async.rundir import write_atomically
-from grpo_async.weights.verify import coarsest_dtype
+import httpx
 
-__all__ = ["Check", "PreflightContext", "print_checks", "run_preflight", "worst_status"]
-
+from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.checks.chat_checks import SAMPLES, check_chat
+from grpo_async.checks.doctor import machine_memory
+from grpo_async.checks.memory import estimate_trainer, format_bytes
+from grpo_async.checks.report import Check, Found, as_json, run_check
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import BadResponseError, ConfigError, GrpoAsyncError
+from grpo_async.inference.connect import authorization, trusted_certificates
+from grpo_async.inference.fleet import Server
+from grpo_async.inference.surface import (
+    GENERATE_PATH,
+    INFO_PATH,
+    TOKEN_VARIABLE,
+    GenerateChunk,
+    GenerateRequest,
+    ServerInfo,
+)
+from grpo_async.processes.addresses import weights_host
+from grpo_async.processes.machine import free_ports
+from grpo_async.records import Prompt
+from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.utils.loopback import is_loopback
+from grpo_async.weights.verify import Difference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
 _LOCAL_LIMIT_S = 30.0  # checks that ask no server; they take milliseconds
+_OTHER_WEIGHTS = 0.5  # nats: rounding never differs by so much in the mean
+_NUM_TOKENS = 8  # of the completion that is tried
+_MIN_CONTEXT = 16
+_TIGHT = 0.9  # of what is there
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-_Part = Callable[[PreflightContext], Check | Sequence[Check]]
+@dataclass(frozen=True, kw_only=True)  # no slots: cached_property needs a place
+class PreflightContext:
+    """All that the checks look at."""
 
-# name -> check, and whether it asks servers
-_CHECKS: tuple[tuple[str, _Part, bool], ...] = (
-    ("logprobs", preflight_servers.check_logprobs, True),
-    ("weights", preflight_servers.check_weights, False),
-    ("generation", preflight_servers.check_generation, True),
-    ("tokenizer", preflight_chat.check_tokenizer, True),
-    ("chat template", preflight_chat.check_chat, False),
-    ("dtypes", preflight_servers.check_dtypes, False),
-    ("context length", preflight_servers.check_context_length, False),
-    ("seeds", preflight_servers.check_seeds, False),
-    ("addresses", preflight_machine.check_addresses, True),
-    ("memory", preflight_machine.check_memory, False),
-    ("disk", preflight_machine.check_disk, False),
-)
+    config: ExperimentConfig
+    rundir: RunDir
+    renderer: ChatRenderer
+    servers: Sequence[Server]
+    """Those that serve."""
+    prompts: Sequence[Prompt]
+    """A few of data.train."""
+    probes: Sequence[Sequence[int]]
+    """See weights.verify.probe_sequences."""
+    score_on_trainer: Callable[[Sequence[Sequence[int]], str], TrainerScores]
+    """Log-probabilities of whole sequences under the trainer's weights, at the rounding of a dtype; a collective, called once, on
+    the calling thread."""
+    parameter_shapes: Mapping[str, Sequence[int]]
+    """Of the parameters that the trainer sends."""
+    num_embeddings: int
+    """Rows of the trainer's embedding."""
+    policy_version: int
+    """What the servers serve."""
+    device: str
+    """Where the trainer runs: "cpu" or "cuda"."""
+    token: str | None
+    trainer_scores: TrainerScores | None = None
+    """Of the probes; None: the trainer could not score them."""
+    tool_sets: Sequence[Sequence[Mapping[str, Any]]] = field(default=())
+    """Sets of tools (JSON schemas) that rollouts may be offered."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.parameter_shapes.values())
+
+    @cached_property
+    def rendered_prompts(self) -> list[list[int]]:
+        """Token ids of the prompts as rollouts begin with them; empty where a rollout function makes its own.
+
+        Raises:
+            ChatError: the chat template refuses a prompt.
+        """
+        if self.config.rollout_function is not None:
+            return []
+        tools = self.tool_sets[0] if len(self.tool_sets) == 1 else ()
+        return [
+            self.renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational, tools=tools)
+            for prompt in self.prompts
+            if prompt.messages  # those of an environment may begin empty
+        ]
+
+    def client(self, server: Server, *, with_token: bool = True) -> httpx.Client:
+        """For what inference.control does not ask."""
+        tls = self.config.inference.tls
+        return httpx.Client(
+            base_url=server.url,
+            timeout=self.config.weights.timeout_s,
+            trust_env=False,
+            verify=trusted_certificates(tls.trusted if tls else None),
+            headers=authorization(self.token) if with_token else {},
+        )
 
 
 def run_preflight(context: PreflightContext) -> list[Check]:
@@ -52,13 +120,321 @@ def run_preflight(context: PreflightContext) -> list[Check]:
     config = context.config
     checks: list[Check] = []
     try:
-        rounding = coarsest_dtype(config, [server.info.dtype for server in context.servers if server.info])
+        rounding = coarsest_dtype(config, [_info(server).dtype for server in context.servers])
         context = replace(context, trainer_scores=context.score_on_trainer(context.probes, rounding))
     except GrpoAsyncError as error:
-        checks.append(failed("logprobs", f"the trainer could not score the probes: {error}"))
+        checks.append(Check("logprobs", "fail", f"the trainer could not score the probes: {error}"))
     for name, check, asks_servers in _CHECKS:
         limit_s = config.weights.timeout_s if asks_servers else _LOCAL_LIMIT_S
         setting = "weights.timeout_s" if asks_servers else None
         checks += run_check(name, partial(check, context), limit_s=limit_s, setting=setting)
     write_atomically(context.rundir.preflight, as_json(checks))
     return checks
+
+
+def _info(server: Server) -> ServerInfo:
+    assert server.info is not None  # what serves has said what it is
+    return server.info
+
+
+# ---- servers against the trainer ----
+
+
+def check_logprobs(context: PreflightContext) -> Iterator[Found]:
+    """Trainer and each server give the same log-probabilities to the probes, token by token."""
+    trainer = context.trainer_scores
+    if trainer is None:
+        return  # said already
+    limit = verify_limit(context.config, trainer)
+    for server in context.servers:
+        answers = [server.control.score(probe) for probe in context.probes]
+        versions = sorted({answer.policy_version for answer in answers})
+        if versions != [context.policy_version]:
+            words = f"says that it serves version {versions} and not {context.policy_version}, which was pushed"
+            yield "fail", f"{server.name} {words}; does another trainer use this server?"
+            continue
+        scores = [answer.logprobs for answer in answers]
+        if [len(each) for each in scores] != [len(each) for each in trainer.logprobs]:
+            yield "fail", f"{server.name} gave another number of log-probabilities than the probes have tokens"
+            continue
+        difference = compare_logprobs(trainer.logprobs, scores)
+        figures = (
+            f"{server.name}: mean |d| {difference.mean:.2g}, p99 {difference.p99:.2g}, max {difference.max:.2g}, k3 "
+            f"{difference.k3:.2g} over {difference.num_tokens} tokens (limit of the mean {limit:.2g}; rounding alone moves the "
+            f"trainer's own by {trainer.rounding.mean:.2g})"
+        )
+        if difference.mean <= limit:
+            yield "pass", figures
+            continue
+        parts = [
+            f"{compare_logprobs([one], [other]).mean:.2g} in the probe of {len(one) + 1}"
+            for one, other in zip(trainer.logprobs, scores, strict=True)
+        ]
+        yield "fail", f"{figures}; mean by length: {', '.join(parts)}. {_likely_cause(context, server, difference)}"
+
+
+def _likely_cause(context: PreflightContext, server: Server, difference: Difference) -> str:
+    if not difference.mean <= _OTHER_WEIGHTS:
+        return (
+            "So large a difference means other weights or another model function, not rounding: compare the server's model "
+            f"({_info(server).model}) with model.path, and look for quantization or overrides in inference.vllm.extra_args"
+        )
+    return (
+        f"That is more than the rounding of {_dtypes(context)} explains; where the difference is known and accepted, raise "
+        "weights.verify_tolerance"
+    )
+
+
+def check_generation(context: PreflightContext) -> Iterator[Found]:
+    """A short greedy completion of each server carries the log-probabilities that its own scoring gives these tokens."""
+    scores = context.trainer_scores
+    limit = _OTHER_WEIGHTS if scores is None else verify_limit(context.config, scores)
+    for server in context.servers:
+        info = _info(server)
+        prompt = list(context.probes[0])[: max(1, min(_MIN_CONTEXT, info.max_model_len - 2))]
+        count = min(_NUM_TOKENS, info.max_model_len - len(prompt) - 1)
+        tokens, logprobs, versions = _generate(context, server, prompt, count)
+        if len(tokens) != count or len(logprobs) != count:
+            words = f"asked for {count} tokens, got {len(tokens)} and {len(logprobs)} log-probabilities"
+            yield "fail", f"{server.name}: {words}; look into the server's log"
+            continue
+        if versions != {context.policy_version}:
+            words = f"tokens are stamped with version {sorted(versions)}, {context.policy_version} was pushed"
+            yield "fail", f"{server.name}: {words}; look into the server's log"
+            continue
+        scored = server.control.score([*prompt, *tokens]).logprobs[len(prompt) - 1 :]
+        mean = compare_logprobs([logprobs], [scored]).mean
+        figures = (
+            f"{server.name}: {count} greedy tokens, mean |d| {mean:.2g} against its own scoring (limit {limit:.2g})"
+        )
+        if mean <= limit:
+            yield "pass", figures
+        else:
+            yield (
+                "fail",
+                f"{figures}. Its sampler and its scoring disagree: look for sampling options or --logprobs-mode in "
+                "inference.vllm.extra_args, and for a generation_config.json with penalties in the model's folder",
+            )
+
+
+def _generate(
+    context: PreflightContext, server: Server, prompt: list[int], count: int
+) -> tuple[list[int], list[float], set[int]]:
+    """Tokens, their log-probabilities, and the versions that sampled them."""
+    request = GenerateRequest(
+        request_id="preflight",
+        token_ids=prompt,
+        max_tokens=count,
+        temperature=0.0,
+        ignore_eos=True,
+        instance_id=_info(server).instance_id,
+    )
+    with context.client(server) as client:
+        answer = client.post(
+            GENERATE_PATH, content=request.model_dump_json(), headers={"content-type": "application/json"}
+        )
+        answer.raise_for_status()
+    chunks = [GenerateChunk.model_validate_json(line) for line in answer.content.splitlines()]
+    for chunk in chunks:
+        if chunk.error is not None:
+            raise BadResponseError(f"{server.name}: {chunk.error}")
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+    return tokens, logprobs, {chunk.policy_version for chunk in chunks if chunk.token_ids}
+
+
+def check_tokenizer(context: PreflightContext) -> Iterator[Found]:
+    """The trainer's tokenizer, which fits its model (families.check_tokenizer_size), fits the servers', too."""
+    tokenizer = context.renderer.tokenizer
+    texts = [*SAMPLES, *(message.content for prompt in context.prompts for message in prompt.messages)]
+    for server in context.servers:
+        info = _info(server)
+        sizes = f"{len(tokenizer)} ids, {context.num_embeddings} rows in the trainer's embedding, {info.vocab_size} in the server's"
+        if info.vocab_size == 0:
+            yield "warn", f"{server.name} does not say how many ids it knows ({len(tokenizer)} here)"
+        elif info.vocab_size < len(tokenizer) or info.vocab_size != context.num_embeddings:
+            yield "fail", f"{server.name} serves a model of another vocabulary: {sizes}; start it with this config"
+        elif info.engine != "vllm":
+            yield "pass", f"{server.name}: {sizes}; it takes and gives ids only"
+        else:
+            try:
+                with context.client(server) as client:
+                    problem = next(filter(None, (_differing_ids(tokenizer, client, text) for text in texts)), None)
+            except httpx.HTTPStatusError as error:
+                yield "warn", f"{server.name}: {sizes}; its own tokenizer could not be asked ({error})"
+                continue
+            if problem:
+                yield (
+                    "fail",
+                    f"{server.name} has another tokenizer than model.path: {problem}; start it with this config",
+                )
+            else:
+                yield "pass", f"{server.name}: {sizes}; {len(texts)} texts have the same ids on both sides"
+
+
+def _differing_ids(tokenizer: Any, client: httpx.Client, text: str) -> str:
+    ours = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    answer = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
+    answer.raise_for_status()
+    theirs = answer.json()["tokens"]
+    return "" if ours == theirs else f"{text[:60]!r} is {ours[:12]} here and {theirs[:12]} there"
+
+
+def check_chat_template(context: PreflightContext) -> list[Found]:
+    """See chat_checks."""
+    return check_chat(
+        context.renderer,
+        context.rendered_prompts,
+        tool_sets=context.tool_sets,
+        num_embeddings=context.num_embeddings,
+    )
+
+
+def check_dtypes(context: PreflightContext) -> Iterator[Found]:
+    """Weights are served in the dtype they are sent in, and the trainer computes in the same."""
+    config = context.config
+    wire, compute = config.inference.dtype, config.model.compute_dtype or config.model.dtype
+    problems = [
+        f"{server.name} serves {_info(server).dtype} and gets {wire} (inference.dtype)"
+        for server in context.servers
+        if _info(server).dtype != wire
+    ]
+    if compute != wire:
+        problems.append(
+            f"the trainer computes in {compute} (model.compute_dtype), servers in {wire}: ratios of new to old policy carry "
+            "the rounding between them; set both to the same where you can"
+        )
+    yield ("warn" if problems else "pass"), ". ".join([_dtypes(context), *problems])
+
+
+def _dtypes(context: PreflightContext) -> str:
+    model, served = context.config.model, sorted({_info(server).dtype for server in context.servers})
+    return (
+        f"master weights {model.dtype}, trainer computes in {model.compute_dtype or model.dtype}, sent as "
+        f"{context.config.inference.dtype}, served as {', '.join(served)}"
+    )
+
+
+def check_context_length(context: PreflightContext) -> Iterator[Found]:
+    """Servers take sequences as long as the run makes them, and the prompts leave room for completions."""
+    wanted, most = context.config.inference.max_model_len, context.config.rollout.max_completion_tokens
+    lengths = [(server.name, _info(server).max_model_len) for server in context.servers]
+    if short := [f"{name} takes {length} tokens" for name, length in lengths if length < wanted]:
+        yield "fail", f"inference.max_model_len is {wanted}, but {'; '.join(short)}; start it with this config"
+        return
+    longest = max((len(ids) for ids in context.rendered_prompts), default=0)
+    room, advice = wanted - longest, "raise it, or drop long prompts with data.train.max_prompt_tokens"
+    if room < 1:
+        words = f"a prompt of data.train has {longest} tokens, inference.max_model_len is {wanted}"
+        yield "fail", f"{words}: nothing could be generated; {advice}"
+    elif room < most:
+        words = (
+            f"a prompt of {longest} tokens leaves {room} for its completion, rollout.max_completion_tokens is {most}"
+        )
+        yield "warn", f"{words}: inference.max_model_len is {wanted}; {advice}"
+    else:
+        yield "pass", f"{wanted} tokens; the longest of the first {len(context.rendered_prompts)} prompts has {longest}"
+
+
+# ---- the machine ----
+
+
+def check_addresses(context: PreflightContext) -> Iterator[Found]:
+    """Servers can reach the trainer where `weights.host` says, and no server can be used by strangers."""
+    host = weights_host(context.config)
+    try:
+        free_ports(host, 1)
+    except ConfigError:
+        words = f"weights.host: {host} cannot be bound on this machine, so no server could join again"
+        yield "fail", f"{words}; use 127.0.0.1, or one of its own addresses"
+    else:
+        if host in ("0.0.0.0", "::"):  # noqa: S104 - nothing is bound here
+            yield "warn", f"weights.host: {host} listens on every network; name the one that the servers are in"
+        elif is_loopback(host):
+            yield "pass", f"weights.host: {host} can be bound and is not reached from outside"
+        else:
+            danger = "can be reached from other machines, and what meets there asks for no token"
+            yield (
+                "warn",
+                f"weights.host: {host} {danger}; use 127.0.0.1 where all is on one machine, else a private network",
+            )
+    for server in context.servers:
+        yield _address_of(context, server)
+
+
+def _address_of(context: PreflightContext, server: Server) -> Found:
+    url = urlsplit(server.url)
+    local = is_loopback(url.hostname or "")
+    if context.token is None:
+        where = "everyone on this machine" if local else "everyone on its network"
+        detail = f"{server.name} asks for no token: {where} can use it; start it with ${TOKEN_VARIABLE} set"
+        return ("warn" if local else "fail"), detail
+    with context.client(server, with_token=False) as client:
+        status = client.get(INFO_PATH).status_code
+    if status != 401:
+        open_to_all = f"{server.name} answers {status} without a token although this run has one (${TOKEN_VARIABLE})"
+        return ("warn" if local else "fail"), f"{open_to_all}; start it with the same token in its environment"
+    if not local and url.scheme != "https":
+        danger = "is reached over a network without TLS, the token in clear"
+        return "warn", f"{server.name} {danger}; see inference.tls, or use a tunnel"
+    return "pass", f"{server.name} {'is on loopback' if local else 'is encrypted'} and wants the token"
+
+
+def check_memory(context: PreflightContext) -> Iterator[Found]:
+    """What training will still allocate, by estimate, against what is free now (models are loaded, nothing was trained yet). The
+    peak is measured after the first step (memory.describe_peak)."""
+    trainer = estimate_trainer(context.config, context.num_parameters)
+    if context.device == "cuda":
+        import torch
+
+        where, ranks = "GPU of rank 0", 1
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        available = torch.cuda.mem_get_info()[0] + unused
+    else:
+        ranks, available = context.config.launch.num_trainer_ranks, machine_memory()[1]
+        where = f"{ranks} trainer rank(s)"
+    coming = ranks * (trainer.total - trainer.weights)
+    words = f"{where}: {trainer.describe()}. Still to come about {format_bytes(coming)}, available {format_bytes(available)}"
+    if coming <= _TIGHT * available:
+        yield "pass", words
+        return
+    advice = (
+        "set model.activation_checkpointing: full, lower training.micro_batch_tokens or training.logprob_chunk_tokens, or use more "
+        "trainer ranks on more machines or GPUs"
+    )
+    yield "warn", f"{words}: {'too little' if coming > available else 'tight'}; if memory runs out, {advice}"
+
+
+def check_disk(context: PreflightContext) -> Iterator[Found]:
+    """The run directory's disk holds the checkpoints and the exported model.
+
+    A checkpoint holds the master weights and AdamW's two moments: 3 N m bytes. `checkpoint.keep_last` of them stay, one more is
+    there while it is written; what is there already (a resume) counts. The export is N m.
+    """
+    config, root = context.config, context.rundir.root
+    model = context.num_parameters * _ITEM_BYTES[config.model.dtype]
+    still = max(0, config.checkpoint.keep_last + 1 - len(context.rundir.checkpoint_steps()))
+    needed, free = still * 3 * model + model, shutil.disk_usage(root).free
+    parts = f"{still} checkpoint(s) of {format_bytes(3 * model)} and the model of {format_bytes(model)}"
+    figures = f"{parts} need {format_bytes(needed)}; {root} has {format_bytes(free)} free"
+    advice = "free space, lower checkpoint.keep_last, or set run.dir to another disk"
+    if needed > free:
+        yield "fail", f"{figures}: not enough; {advice}"
+    elif needed > _TIGHT * free:
+        yield "warn", f"{figures}, and rollouts are written too; {advice}"
+    else:
+        yield "pass", figures
+
+
+_CHECKS: tuple[tuple[str, Callable[[PreflightContext], Iterable[Found]], bool], ...] = (
+    ("logprobs", check_logprobs, True),
+    ("generation", check_generation, True),
+    ("tokenizer", check_tokenizer, True),
+    ("chat template", check_chat_template, False),
+    ("dtypes", check_dtypes, False),
+    ("context length", check_context_length, False),
+    ("addresses", check_addresses, True),
+    ("memory", check_memory, False),
+    ("disk", check_disk, False),
+)
+"""Name, check, and whether it asks servers."""

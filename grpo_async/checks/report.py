@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Status = Literal["pass", "warn", "fail"]
 
-_ORDER: tuple[Status, ...] = ("pass", "warn", "fail")
 _COLORS: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
+"""The worst last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +36,17 @@ class Check:
     detail: str
 
 
-def passed(name: str, detail: str) -> Check:
-    return Check(name, "pass", detail)
-
-
-def warned(name: str, detail: str) -> Check:
-    return Check(name, "warn", detail)
-
-
-def failed(name: str, detail: str) -> Check:
-    return Check(name, "fail", detail)
+Found: TypeAlias = tuple[Status, str]
+"""What a check yields: status and detail; its name is added by `run_check`."""
 
 
 def worst_status(checks: Iterable[Check]) -> Status:
     """fail if any failed, else warn if any warned, else pass."""
-    return max((check.status for check in checks), key=_ORDER.index, default="pass")
+    return max((check.status for check in checks), key=list(_COLORS).index, default="pass")
 
 
 def run_check(
-    name: str, function: Callable[[], Check | Sequence[Check]], *, limit_s: float, setting: str | None = None
+    name: str, function: Callable[[], Iterable[Found]], *, limit_s: float, setting: str | None = None
 ) -> list[Check]:
     """Run one check in a thread of its own. Whatever goes wrong in it becomes a failed check of this name.
 
@@ -62,50 +54,34 @@ def run_check(
         limit_s: time it has, in seconds; a check that takes longer is abandoned.
         setting: dotted path of what holds the limit; None: nothing does, the check should take a moment only.
     """
-    future: Future[Check | Sequence[Check]] = Future()
+    future: Future[list[Found]] = Future()
 
     def run() -> None:
         try:
-            future.set_result(function())
+            future.set_result(list(function()))
         except BaseException as error:  # noqa: BLE001 - handed to the waiting side
             future.set_exception(error)
 
     began = time.monotonic()
     threading.Thread(target=run, name=f"check {name}", daemon=True).start()
     try:
-        result = future.result(timeout=limit_s)
-    except TimeoutError as error:
-        if not future.done():
-            waited_s = time.monotonic() - began
-            if setting is None:
-                return [
-                    failed(name, f"no result within {waited_s:.0f} s: a disk, a network or the machine itself hangs")
-                ]
-            return [failed(name, str(DeadlineError(f"the check of {name}", waited_s=waited_s, setting=setting)))]
-        return [failed(name, f"TimeoutError: {error}")]
+        return [Check(name, status, detail) for status, detail in future.result(timeout=limit_s)]
     except GrpoAsyncError as error:
-        return [failed(name, str(error))]
+        detail = str(error)
     except Exception as error:  # noqa: BLE001 - a check that breaks must not hide what the others found
-        return [failed(name, f"the check itself broke: {type(error).__name__}: {error}")]
-    return [result] if isinstance(result, Check) else list(result)
+        if future.done():
+            detail = f"{type(error).__name__}: {error}"
+        elif setting is None:
+            detail = f"no result within {limit_s:.0f} s: a disk, a network or the machine itself hangs"
+        else:
+            waited_s = time.monotonic() - began
+            detail = str(DeadlineError(f"the check of {name}", waited_s=waited_s, setting=setting))
+    return [Check(name, "fail", detail)]
 
 
 def as_json(checks: Sequence[Check]) -> str:
     """{"status": the worst, "checks": [{"name", "status", "detail"}, ...]}"""
-    content: dict[str, Any] = {"status": worst_status(checks), "checks": [asdict(check) for check in checks]}
-    return json.dumps(content, indent=2)
-
-
-def from_json(text: str) -> list[Check]:
-    """The checks that `as_json` wrote.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    try:
-        return [Check(**entry) for entry in json.loads(text)["checks"]]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not the result of checks: {error!r}") from error
+    return json.dumps({"status": worst_status(checks), "checks": [asdict(check) for check in checks]}, indent=2)
 
 
 def print_checks(console: Console, checks: Sequence[Check], *, title: str) -> None:
@@ -113,18 +89,17 @@ def print_checks(console: Console, checks: Sequence[Check], *, title: str) -> No
     from rich.table import Table
     from rich.text import Text
 
-    counts = {status: sum(check.status == status for check in checks) for status in _ORDER}
-    total = f"{counts['pass']} passed, {counts['warn']} warned, {counts['fail']} failed"
+    found = [check.status for check in checks]
+    total = f"{found.count('pass')} passed, {found.count('warn')} warned, {found.count('fail')} failed"
     if not console.is_terminal:
         width = max((len(check.name) for check in checks), default=0)
         lines = [f"{check.status:4}  {check.name:{width}}  {' '.join(check.detail.split())}" for check in checks]
-        lines = [title, *lines, total]
-        console.print(Text("\n".join(lines)), soft_wrap=True)
+        console.print(Text("\n".join([title, *lines, total])), soft_wrap=True)
         return
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
-    table.add_column("status", no_wrap=True)
-    table.add_column("name", no_wrap=True)
-    table.add_column("detail", overflow="fold")
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for check in checks:
         # details quote servers and models: as text, never as markup
         table.add_row(Text(check.status, style=_COLORS[check.status]), Text(check.name), Text(check.detail))

@@ -1,8 +1,8 @@
 """Prompts: from a file, a dataset or a function to an endless, reproducible stream.
 
     Source -> reader -> rename, check, filter -> held-out split, leak check -> rows -> PromptStream -> Prompt, Prompt, ...
-              `files` `hub` `reasoning_gym`        `load_data`                         make_prompt (evaluation)
-              `generated`      `load_rows`
+              `readers` `reasoning_gym`            `load_data`                         make_prompt (evaluation)
+                               `load_rows`
 
 `sources` has the order of the steps, `identity` says when two rows are the same task.
 """

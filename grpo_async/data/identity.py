@@ -3,10 +3,15 @@
 The key is the conversation without its system messages, letter case and white space aside, and the values of the task columns.
 Worked example: "What is  2+2?" and [{system: Be brief.}, {user: what is 2+2?}] have one key. A prompt without any text says
 nothing about its task (an environment's reset does), so there every column counts.
+
+Below it: which rows are kept back for evaluation, and whether rows to evaluate on are trained on. A row's own key and the seed
+decide whether it is held out, nothing else: not its position, not the other rows' order. Rows with the same key stay on the same
+side, so the two sides never share a prompt.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import unicodedata
 from collections.abc import Collection
@@ -14,6 +19,7 @@ from typing import Any
 
 from grpo_async.config.data_sections import EnvironmentSource, Source
 from grpo_async.data.rows import Row, Rows
+from grpo_async.errors import ConfigError
 
 _ALWAYS = frozenset({"environment"})  # chooses the environment: another one is another task
 
@@ -54,3 +60,56 @@ def describe_duplicates(rows: Rows, keys: list[str]) -> list[str]:
 
 def _normalised(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+_NUM_SHOWN = 3
+
+
+def split_held_out(rows: Rows, held_out: float, *, seed: int, columns: Collection[str]) -> tuple[Rows, Rows]:
+    """(rows to train on, rows held out). The held-out rows come in the order of their hashes, which is a random one, so that
+    the first of them are a fair sample; the others keep their order.
+
+    A share: a row is held out if its hash, as a number in [0, 1), is below it: 1000 rows and 0.05 give about 50. A number: the
+    rows with the smallest hashes, at least so many (rows with one key are not torn apart). Either way rows that are added later
+    can push a held-out row back into training, but no row out of it.
+
+    Raises:
+        ConfigError: one of the two sides is empty.
+    """
+    keys = [task_key(row, columns) for row in rows]
+    hashes = {key: _hash(key, seed) for key in keys}
+    order = sorted(range(len(rows)), key=lambda index: (hashes[keys[index]], index))
+    if held_out < 1:
+        chosen = [index for index in order if hashes[keys[index]] < held_out]
+    else:
+        chosen = order[: int(held_out)]
+        chosen += [index for index in order[len(chosen) :] if keys[index] == keys[chosen[-1]]]
+    if not chosen or len(chosen) == len(rows):
+        what = "no row is held out" if not chosen else "all rows are held out and none is left to train on"
+        raise ConfigError(f"data.held_out: {held_out:g} of {len(rows)} rows: {what}; choose another share or number")
+    train = rows.take(sorted(set(range(len(rows))) - set(chosen)))
+    train.notes = rows.notes
+    return train, rows.take(chosen)
+
+
+def find_leaks(train: Rows, evaluation: Rows, columns: Collection[str]) -> str | None:
+    """One sentence about rows of `evaluation` whose task is also in `train`; None if there are none."""
+    places: dict[str, str] = {}
+    for row, place in zip(train, train.places, strict=True):
+        places.setdefault(task_key(row, columns), place)
+    leaks = [
+        (place, places[key])
+        for row, place in zip(evaluation, evaluation.places, strict=True)
+        if (key := task_key(row, columns)) in places
+    ]
+    if not leaks:
+        return None
+    shown = "; ".join(f"{place} is also {other}" for place, other in leaks[:_NUM_SHOWN])
+    more = f"; and {len(leaks) - _NUM_SHOWN} more" if len(leaks) > _NUM_SHOWN else ""
+    return f"{len(leaks)} of {len(evaluation)} prompts to evaluate on are trained on as well: {shown}{more}"
+
+
+def _hash(key: str, seed: int) -> float:
+    """A number in [0, 1), the same on every machine."""
+    digest = hashlib.sha256(f"held out, seed {seed}\n{key}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_async.config.data_sections import DataSection, EvaluationSection, Source
-from grpo_async.data.filters import CountTokens
-from grpo_async.data.held_out import find_leaks, split_held_out
-from grpo_async.data.identity import task_columns
+from grpo_async.data.identity import find_leaks, split_held_out, task_columns
 from grpo_async.data.rows import Rows
-from grpo_async.data.sources import load_rows
+from grpo_async.data.sources import CountTokens, load_rows
 from grpo_async.errors import ConfigError
 
 

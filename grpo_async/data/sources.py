@@ -5,11 +5,21 @@
 A row is a dict with `prompt` (text, or a list of `{role, content}` messages) and any other columns. Whatever is wrong raises
 ConfigError with the place (`file:line`), the column, what is wrong there, and what to do; what was changed or looks odd is told
 in the notes. The system prompt is applied later, when a Prompt is made.
+
+`columns` renames, and a dotted name looks into a nested column. Worked example, with
+`{problem: prompt, reward_model.ground_truth: answer}`:
+
+    {"problem": "2+2", "reward_model": {"ground_truth": "4", "style": "rule"}, "level": 1}
+    -> {"prompt": "2+2", "reward_model": {"ground_truth": "4", "style": "rule"}, "level": 1, "answer": "4"}
+
+The nested column stays as it is. A column whose own name has a dot is meant before a nested one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -23,16 +33,22 @@ from grpo_async.config.data_sections import (
     ReasoningGymSource,
     Source,
 )
-from grpo_async.data import columns
-from grpo_async.data.files import read_csv, read_jsonl, read_parquet
-from grpo_async.data.filters import CountTokens, apply_filters
-from grpo_async.data.generated import read_environment, read_generator
-from grpo_async.data.hub import hub_name, read_hub
 from grpo_async.data.identity import describe_duplicates, task_columns, task_key
 from grpo_async.data.messages import check_prompt
+from grpo_async.data.readers import (
+    hub_name,
+    read_csv,
+    read_environment,
+    read_generator,
+    read_hub,
+    read_jsonl,
+    read_parquet,
+)
 from grpo_async.data.reasoning_gym import read_reasoning_gym
-from grpo_async.data.rows import PlacedRows, Row, Rows, check_values, listed
+from grpo_async.data.rows import PlacedRows, Row, Rows, check_values, kind, listed
+from grpo_async.data.stream import make_prompt
 from grpo_async.errors import ConfigError
+from grpo_async.records import Prompt
 
 _READERS: Mapping[type, Callable[[Any], PlacedRows]] = {
     JsonlSource: read_jsonl,
@@ -92,7 +108,7 @@ def _read(source: Source) -> Rows:
     places: list[str] = []
     unused: set[str] = set()  # keys of messages
     for place, given in islice(_READERS[type(source)](source), source.limit):
-        row = columns.rename(columns.drop(given, source.drop, place), source.columns, place)
+        row = rename(drop(given, source.drop, place), source.columns, place)
         row["prompt"] = check_prompt(row, place, unused)
         check_values(row, place)
         rows.append(row)
@@ -120,3 +136,112 @@ def _fill(rows: list[Row], places: list[str]) -> list[str]:
         for index in without:
             rows[index][name] = None
     return notes
+
+
+def drop(row: Row, names: Sequence[str], place: str) -> Row:
+    """The row without these columns."""
+    unknown = [name for name in names if name not in row]
+    if unknown:
+        raise ConfigError(
+            f"{place}: `drop` names {listed(unknown)}, which is not a column here; the columns are {listed(row)}"
+        )
+    return {name: value for name, value in row.items() if name not in names}
+
+
+def rename(row: Row, columns: Mapping[str, str], place: str) -> Row:
+    """The row with the renames of `columns` (old name -> new name)."""
+    renamed: Row = {}
+    for name, value in row.items():
+        _put(renamed, columns.get(name, name), value, place)
+    for old, new in columns.items():
+        if old not in row:
+            if new in row and "." not in old:
+                raise ConfigError(
+                    f"{place}: `columns` renames `{old}`, which is not a column here, to `{new}`, which is; it is written "
+                    f"old: new, so perhaps `{{{new}: {old}}}`"
+                )
+            _put(renamed, new, _look_up(row, old, place), place)
+    return renamed
+
+
+def _put(row: Row, name: str, value: Any, place: str) -> None:
+    if name in row:
+        raise ConfigError(
+            f"{place}: after `columns` there are two columns named `{name}`; rename or remove one of them "
+            "(`drop` leaves a column out)"
+        )
+    row[name] = value
+
+
+def _look_up(row: Row, path: str, place: str) -> Any:
+    """The value under a dotted name; numbers count the entries of a list from 0."""
+    value: Any = row
+    walked: list[str] = []
+    for key in path.split("."):
+        if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        elif isinstance(value, dict) and key in value:
+            value = value[key]
+        else:
+            raise ConfigError(_missing(path, walked, key, value, place))
+        walked.append(key)
+    return value
+
+
+def _missing(path: str, walked: Sequence[str], key: str, owner: Any, place: str) -> str:
+    if not walked:
+        near = difflib.get_close_matches(key, owner, n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        return f"{place}: `columns` renames `{path}`, which is not a column here; the columns are {listed(owner)}{hint}"
+    inside = ".".join(walked)
+    if isinstance(owner, dict):
+        return f"{place}: `columns` renames `{path}`, but `{inside}` has no `{key}`; it has {listed(owner)}"
+    if isinstance(owner, list):
+        return f"{place}: `columns` renames `{path}`, but `{inside}` is a list of {len(owner)} without an entry `{key}`"
+    return f"{place}: `columns` renames `{path}`, but `{inside}` is {kind(owner)}, which has nothing below it"
+
+
+CountTokens = Callable[[Prompt], int]
+
+
+def apply_filters(rows: Rows, source: Source, count_tokens: CountTokens | None) -> Rows:
+    """The rows that pass, with one note for each filter that left rows out. With `min_prompt_chars: 3` the prompts "ab", "abc"
+    become "abc" and the note "min_prompt_chars: 3 left out 1 of 2 rows".
+
+    Raises:
+        ConfigError: no row passes.
+        ValueError: `max_prompt_tokens` is set and there is nothing to count with.
+    """
+    if source.max_prompt_tokens is not None and count_tokens is None:
+        raise ValueError("max_prompt_tokens is set: load_rows needs `count_tokens`")
+    left_out: Counter[str] = Counter()
+    kept = []
+    for index, row in enumerate(rows):
+        reason = _reason(row, source, count_tokens)
+        if reason is None:
+            kept.append(index)
+        else:
+            left_out[reason] += 1
+    counts = [f"{reason} left out {count} of {len(rows)} rows" for reason, count in left_out.items()]
+    if rows and not kept:
+        raise ConfigError(f"no row passes the filters: {'; '.join(counts)}; loosen them")
+    if not counts:
+        return rows
+    passed = rows.take(kept)
+    passed.notes = [*rows.notes, *counts]
+    return passed
+
+
+def _reason(row: Row, source: Source, count_tokens: CountTokens | None) -> str | None:
+    """The first filter that leaves the row out, as a setting with its value."""
+    prompt = row["prompt"]
+    num_chars = len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+    if source.min_prompt_chars is not None and num_chars < source.min_prompt_chars:
+        return f"min_prompt_chars: {source.min_prompt_chars}"
+    if source.max_prompt_chars is not None and num_chars > source.max_prompt_chars:
+        return f"max_prompt_chars: {source.max_prompt_chars}"
+    if source.max_prompt_tokens is not None and count_tokens is not None:
+        num_tokens = count_tokens(make_prompt(row, 0, source.system_prompt))
+        if num_tokens > source.max_prompt_tokens:
+            return f"max_prompt_tokens: {source.max_prompt_tokens}"
+    return None

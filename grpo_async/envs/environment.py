@@ -19,7 +19,7 @@ from grpo_async.envs.kind import EnvironmentKind
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.tools.results import ToolError, encodable, joined_parts
 from grpo_async.tools.tool import ASYNC_LOOP, Tool
-from grpo_async.user_code.calls import Raised, Result, TimedCaller, UserCall, is_async, read_number, shown
+from grpo_async.user_code.calls import Raised, Result, TimedCaller, UserCall, read_number, shown
 from grpo_async.user_code.loop import LoopHeldError
 from grpo_async.user_code.threads import InstanceThread
 
@@ -174,29 +174,25 @@ class Environment:
         self.broken = self.broken or "it was closed"
         self._thread.stop()
 
-    def discard(self, *, on_loop: bool = True) -> Future[None]:
-        """End the instance without waiting. A plain `close` runs in the instance's thread, behind a call that hangs there;
-        the future is done when the thread is free. An async one runs on the event loop, or in the thread with `on_loop`
-        False, where there is no loop or it ends."""
+    def discard(self) -> Future[None]:
+        """End the instance without waiting: `close` runs behind a call that hangs in the instance's thread, and the future is done
+        when the thread is free and `close` has come to an end, which has the time limit of every call if it is async."""
         self.broken = self.broken or "it was given up"
-        freed: Future[None]
-        if "close" not in self._kind.methods:
-            freed = self._thread.post(lambda: None)
-        elif on_loop and is_async(self.instance.close):
-            closing = asyncio.get_running_loop().create_task(self._close_on_loop())
-            self._running.add(closing)  # keeps the task alive
-            closing.add_done_callback(self._running.discard)
-            freed = self._thread.post(lambda: None)
-        else:
-            freed = self._thread.post(lambda: self._log_failed_close(UserCall(self.instance.close).attempt()))
+        freed = self._thread.post(self._close_in_thread)
         self._thread.stop()
         return freed
 
-    async def _close_on_loop(self) -> None:
+    def _close_in_thread(self) -> None:
+        if "close" not in self._kind.methods:
+            return
+        call: UserCall[Any] = UserCall(self.instance.close)
         try:
-            self._log_failed_close(await self._caller.run(UserCall(self.instance.close)))
-        except TimeoutError:
-            logger.warning("environment `%s`: `close` took longer than %g s", self.name, self.timeout_s)
+            result = ASYNC_LOOP.post(call.attempt_async).result(self.timeout_s) if call.is_async else call.attempt()
+        except (TimeoutError, GrpoAsyncError) as error:
+            logger.warning("environment `%s`: `close` took longer than %g s %s", self.name, self.timeout_s, error)
+            return
+        if isinstance(result, Raised):
+            logger.warning("environment `%s`: `close` raised %s%s", self.name, result.summary, result.place)
 
     async def _call(self, method: str, call: UserCall[Result]) -> Result:
         try:
@@ -230,10 +226,6 @@ class Environment:
     def _refuse_if_broken(self) -> None:
         if self.broken is not None:
             raise EnvironmentCallError(self.name, f"this instance cannot be used any more: {self.broken}")
-
-    def _log_failed_close(self, result: Any) -> None:
-        if isinstance(result, Raised):
-            logger.warning("environment `%s`: `close` raised %s", self.name, result.summary)
 
 
 class _BadResultError(Exception):

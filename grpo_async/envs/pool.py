@@ -161,7 +161,7 @@ class EnvironmentPool:
         """End the instances that nobody holds, without waiting and without an event loop."""
         self._closed = True
         free, self._free = self._free, []
-        self._discarded.extend(environment.discard(on_loop=False) for environment in free)
+        self._discarded.extend(environment.discard() for environment in free)
 
     async def _take(self, count: int, timeout_s: float | None) -> None:
         limit = self.kind.section.max_instances
@@ -260,17 +260,15 @@ class EnvironmentPool:
         self._grant()
 
     async def _put_back_when_idle(self, environment: Environment) -> None:
-        loop_ends = True
         try:
             await environment.wait_idle()
-            loop_ends = False
-        finally:
-            self._put_back(environment, loop_ends=loop_ends)
+        finally:  # also when the loop ends
+            self._put_back(environment)
             self._grant()
 
-    def _put_back(self, environment: Environment, *, loop_ends: bool = False) -> None:
+    def _put_back(self, environment: Environment) -> None:
         self._num_taken -= 1
         if self._closed or environment.broken is not None or not environment.is_idle:
-            self._discarded.append(environment.discard(on_loop=not loop_ends))
+            self._discarded.append(environment.discard())
         else:
             self._free.append(environment)

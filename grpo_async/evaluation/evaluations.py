@@ -17,45 +17,28 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import GrpoAsyncError
+from grpo_async.evaluation.evaluator import EvaluationSide, EvaluationTask
 from grpo_async.evaluation.log import EvaluationLog, EvaluationRecord, When
-from grpo_async.evaluation.side import EvaluationSide
-from grpo_async.rollout.evaluation import Evaluator
-from grpo_async.rollout.evaluation_metrics import EvaluationResult
+from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.rundir import RunDir
 from grpo_async.store.rollout_store import RolloutStore, all_groups
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+
+if TYPE_CHECKING:
+    from grpo_async.rollout.source import AsyncRolloutSource
+    from grpo_async.training.loop import LeaderLoop
 
 logger = logging.getLogger(__name__)
 
 _SEAL_AT_END_S = 10.0
 """What is not sealed by then stays JSON lines, which is no loss."""
-
-
-class EvaluationSource(Protocol):
-    """Where evaluations run; rollout.source.AsyncRolloutSource has it."""
-
-    def begin_evaluation(
-        self, evaluator: Evaluator, *, step: int, max_in_flight: int, store: RolloutStore
-    ) -> Future[EvaluationResult]: ...
-
-    def await_evaluation(
-        self, running: Future[EvaluationResult], *, heartbeat: Callable[[], None], attend: Callable[[], None]
-    ) -> EvaluationResult | None: ...
-
-
-class Waiting(Protocol):
-    """What is called while rank 0 waits; training.loop.LeaderLoop has it."""
-
-    def heartbeat(self) -> None: ...
-
-    def attend(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +83,7 @@ class RunEvaluations:
         config: ExperimentConfig,
         rundir: RunDir,
         *,
-        source: EvaluationSource,
+        source: AsyncRolloutSource,
         side: EvaluationSide | None,
         start: int,
         listeners: Listeners,
@@ -135,7 +118,7 @@ class RunEvaluations:
         is_pinned = self._section is not None and self._section.pin_version
         return is_pinned and running is not None and not running.future.done()
 
-    def before_training(self, waiting: Waiting) -> None:
+    def before_training(self, loop: LeaderLoop) -> None:
         """Evaluate the policy that training begins with, or what a run that was killed left undone.
 
         Raises:
@@ -148,7 +131,7 @@ class RunEvaluations:
         if due == 0:
             self._listeners.phase("evaluating")
             self._begin(self._start, due=0, when="start", max_in_flight=self._all_slots)
-            self._await(waiting)
+            self._await(loop)
         elif due is not None and self._start < self._config.training.max_steps:
             logger.info("the evaluation of step %d had not ended: it is made again, on step %d", due, self._start)
             self._begin(self._start, due=due, when="step", max_in_flight=self._config.evaluation_in_flight)
@@ -171,20 +154,20 @@ class RunEvaluations:
         metrics.update(self._unreported)
         self._unreported = {}
 
-    def end_running(self, waiting: Waiting) -> None:
+    def end_running(self, loop: LeaderLoop) -> None:
         """The last step is done: wait for the evaluation that still runs, if any."""
         if self._running is not None:
             self._listeners.phase("waiting for an evaluation to end")
-            self._await_last(waiting)
+            self._await_last(loop)
 
-    def after_training(self, step: int, waiting: Waiting) -> None:
+    def after_training(self, step: int, loop: LeaderLoop) -> None:
         """Evaluate the final policy, which is served, after `step` steps. A failure is told and recorded, no more: the model is
         trained, saved and exported."""
         if self._evaluator is None:
             return
         self._listeners.phase("evaluating")
         self._begin(step, due=step, when="end", max_in_flight=self._all_slots)
-        self._await_last(waiting)
+        self._await_last(loop)
 
     def summary(self) -> dict[str, Any] | None:
         """For summary.json; None without evaluation."""
@@ -223,13 +206,19 @@ class RunEvaluations:
         return limit or self._config.rollout.max_in_flight
 
     def _begin(self, step: int, *, due: int, when: When, max_in_flight: int) -> None:
-        assert self._evaluator is not None
+        evaluator = self._evaluator
+        assert evaluator is not None
         folder = self._rundir.evaluation(step)
         self._seal(wait_s=_SEAL_AT_END_S if folder.exists() else 0.0)  # nothing may seal what is written anew
         shutil.rmtree(folder, ignore_errors=True)  # of one that was broken off
         # not sealed when it is closed, which the trainer's thread would wait for, but when the next begins
         store = RolloutStore(folder, settings=all_groups(self._config.record.rollouts), seals_at_close=False)
-        future = self._source.begin_evaluation(self._evaluator, step=step, max_in_flight=max_in_flight, store=store)
+
+        def run(served_version: Callable[[], int]) -> Coroutine[Any, Any, EvaluationResult]:
+            task = EvaluationTask(step=step, served_version=served_version, max_in_flight=max_in_flight, store=store)
+            return evaluator.run(task)
+
+        future = self._source.begin_evaluation(run, num_tokens=lambda: evaluator.num_tokens)
         self._listeners.expect(step)
         self._running = _Running(step=step, due=due, when=when, future=future, store=store, began=time.time())
         logger.info("an evaluation begins after step %d, with at most %d rollouts in flight", step, max_in_flight)
@@ -240,11 +229,11 @@ class RunEvaluations:
         self._num_skipped += 1
         self._unreported["eval/num_skipped"] = float(self._num_skipped)
 
-    def _await(self, waiting: Waiting) -> None:
+    def _await(self, loop: LeaderLoop) -> None:
         running = self._running
         assert running is not None
         try:
-            result = self._source.await_evaluation(running.future, heartbeat=waiting.heartbeat, attend=waiting.attend)
+            result = self._source.await_evaluation(running.future, heartbeat=loop.heartbeat, attend=loop.attend)
         except GrpoAsyncError as error:
             if running.future.done():
                 self._fail(running, error)
@@ -298,11 +287,11 @@ class RunEvaluations:
         if store is not None:
             store.seal_rest(wait_s=wait_s)
 
-    def _await_last(self, waiting: Waiting) -> None:
+    def _await_last(self, loop: LeaderLoop) -> None:
         """Training is over: a failure does not matter to it, and no step reports the result any more."""
         running = self._running
         try:
-            self._await(waiting)
+            self._await(loop)
         except GrpoAsyncError:
             if running is None or not self._log.has_failed(running.step):
                 raise  # it is no failure of the evaluation; those are recorded and told

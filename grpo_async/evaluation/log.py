@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_async.rollout.evaluation_metrics import EvaluationResult
+from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.rundir import write_atomically
 
 When = Literal["start", "step", "end"]

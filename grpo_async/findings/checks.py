@@ -39,7 +39,7 @@ _RATIO = "sampling/importance_sampling_ratio"
 _LATE = "In the last third of the steps"
 
 _ALL_EQUAL = re.compile(r"all rewards are (-?[\d.]+(?:e[-+]?\d+)?)")  # of rollout.no_signal
-_REWARD = re.compile(r"reward `[^`]+`: [^\n]+")  # of rewards.errors
+_REWARD = re.compile(r"reward `[^`]+`: [^\n]+")  # of rewards.call
 
 
 def no_steps(evidence: Evidence) -> Finding | None:

@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_async.checks.memory import count_parameters, estimate_trainer, format_bytes, shared_gpu_fraction
+from grpo_async.checks.memory import estimate_trainer, format_bytes, shared_gpu_fraction
+from grpo_async.checks.model_files import count_parameters
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TransportKind

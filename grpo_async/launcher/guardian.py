@@ -9,12 +9,14 @@ guardian is a process in a session of its own that waits for the end of a pipe: 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,22 +27,45 @@ from grpo_async.launcher.tree import MARK_VARIABLE
 
 _SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
 _DONE = b"done\n"
+_PREFIX = "grpo-async-run-"
+_YOUNG_S = 60.0
 _END_S = 5.0  # for the guardian to end when the launcher has
 _KILL_S = 10.0
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder that only this user can enter (0700), removed at the end, by the guardian where this process is killed.
+    """A new folder that only this user can enter (0700), removed at the end, by the guardian where this process is
+    killed, and by a later launcher where both are. Its lock (flock on the folder itself) is held meanwhile.
 
     Raises:
         RunError: $TMPDIR is so long that a unix socket in it has no valid address.
     """
-    with tempfile.TemporaryDirectory(prefix="grpo-async-", ignore_cleanup_errors=True) as name:
+    _remove_orphans()
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
         if len(os.fsencode(name)) + len("/heartbeat") > _SOCKET_PATH_BYTES:
             raise RunError(f"the path of the temporary folder is too long for a unix socket: {name}; set TMPDIR=/tmp")
-        with guarded(os.getpid(), Path(name)):
-            yield Path(name)
+        descriptor = os.open(name, os.O_RDONLY)  # not inherited by children (PEP 446)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with guarded(os.getpid(), Path(name)):
+                yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def _remove_orphans() -> None:
+    """Folders that a launcher and its guardian, both killed, have left: nobody holds their lock any more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, locked, or being removed by somebody else
+            if time.time() - folder.stat().st_mtime < _YOUNG_S:
+                continue  # it may be about to be locked
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """The channel between the launcher and trainer rank 0: a unix socket in a private folder, one JSON object per line.
 
     trainer -> launcher   {"kind": "phase" | "preflight" | "step" | "evaluation" | "summary" | "failed", ...}
-                          {"kind": "servers", "servers": [{"index": 0, "state": "serving", ...}]}   see server_news
+                          {"kind": "servers", "servers": [{"index": 0, "state": "serving", ...}]}   see trainer.connections
                           {"kind": "note" | "warning", "text": "..."}
                           {"kind": "server_serving", "index": 0, "life": 1}
                           {"kind": "restart_server", "index": 0, "reason": "it hangs", "life": 1}

@@ -1,11 +1,85 @@
-"""The quickstart's model: a Qwen3 of 0.37 million parameters, small enough to train on a laptop's CPU."""
+"""The quickstart's model and tokenizer: a Qwen3 of 0.37 million parameters, small enough to train on a laptop's CPU;
+byte-level BPE trained on the task's own text, every digit its own token, ChatML.
+
+`<think>`, `</think>` and the tool tags are tokens of their own but not "special": decoding with `skip_special_tokens` keeps
+them, as with Qwen3, so that reward functions see where the thinking ends.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+
+MAX_VOCABULARY = 384
+END_OF_TEXT, TURN_STARTS, TURN_ENDS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+# ChatML with Hermes tool calls, as Qwen writes them. Without tools, system and user turns stand as they are. It never looks at
+# what comes later, so a longer conversation begins with exactly the text of the shorter one. A tool is listed in the form of
+# its call, types in place of values: {"name": "calculator", "arguments": {"expression": "string"}}. The whole JSON schema is
+# five times as long, which a tiny model would read before every conversation and could make nothing of.
+CHAT_TEMPLATE = r"""
+{%- if tools %}
+  {{- '<|im_start|>system\n' }}
+  {%- if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n' }}{% endif %}
+  {%- for tool in tools %}
+    {{- ('\n' if not loop.first else '') + '{"name": "' + tool['function']['name'] + '", "arguments": {' }}
+    {%- for name, schema in (tool['function']['parameters']['properties'] or {}).items() %}
+      {{- (', ' if not loop.first else '') + '"' + name + '": ' + (schema['type'] or 'any') | tojson }}
+    {%- endfor %}
+    {{- '}}' }}
+  {%- endfor %}
+  {{- '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+  {%- if message['role'] == 'tool' %}
+    {%- if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+    {{- '\n<tool_response>\n' + message['content'] + '\n</tool_response>' }}
+    {%- if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
+  {%- elif not (tools and loop.first and message['role'] == 'system') %}
+    {{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}
+    {%- for call in message['tool_calls'] or [] %}
+      {{- '\n' if message['content'] or not loop.first else '' }}
+      {{- '<tool_call>\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+      {{- call['function']['arguments'] if call['function']['arguments'] is string else call['function']['arguments'] | tojson }}
+      {{- '}\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """At most 384 tokens: 256 bytes, 9 specials and tags, and merges learned from `texts`. The end of a turn is the eos."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=MAX_VOCABULARY - len(TAGS),
+        special_tokens=[END_OF_TEXT, TURN_STARTS, TURN_ENDS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    core.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=TURN_ENDS,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,  # decoding must give back the exact text
+    )
+
 
 MAX_POSITIONS = 2048
 

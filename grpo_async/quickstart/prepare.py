@@ -15,18 +15,18 @@ import dataclasses
 import difflib
 import json
 import os
+import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from grpo_async.errors import ConfigError
-from grpo_async.quickstart.recipe import WarmupRecipe
-from grpo_async.quickstart.rows import write_rows
 from grpo_async.quickstart.tasks import TASKS, Task
+from grpo_async.quickstart.tasks.base import WarmupRecipe
 
 RECIPE_VERSION = 2  # raise it when a task, tokenizer, model or warm-up changes: prepared folders are then made again
 DEFAULT_TASK = "think"
@@ -130,8 +130,7 @@ def _refuse_a_folder_of_others(folder: Path) -> None:
 
 def _build(folder: Path, task: Task[Any], *, seed: int, recipe: WarmupRecipe, report: Callable[[str], None]) -> None:
     from grpo_async.chat import ChatRenderer
-    from grpo_async.quickstart.model import build_model
-    from grpo_async.quickstart.tokenizer import train_tokenizer
+    from grpo_async.quickstart.model import build_model, train_tokenizer
     from grpo_async.quickstart.warmup import warm_up
 
     items = task.training_items()
@@ -182,3 +181,13 @@ def _put_in_place(building: Path, folder: Path) -> None:
         os.replace(folder, previous)
     os.replace(building, folder)
     shutil.rmtree(previous, ignore_errors=True)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, seed: int) -> None:
+    """Write the rows, shuffled by the seed, such as `{"prompt": [{"role": "user", ...}], "answer": "5"}`."""
+    rng = random.Random(seed)
+    # sorted by rng.random(): the one generator whose sequence Python promises to keep; shuffle() may change
+    shuffled = sorted(((rng.random(), row) for row in rows), key=lambda pair: pair[0])
+    with path.open("w", encoding="utf-8") as file:
+        for _, row in shuffled:
+            file.write(json.dumps(row) + "\n")

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_async.quickstart.demonstration import Demonstration, pad_batch, segments
-from grpo_async.quickstart.recipe import WarmupRecipe
-from grpo_async.quickstart.tasks.base import Task
+from grpo_async.quickstart.tasks.base import Task, WarmupRecipe
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM

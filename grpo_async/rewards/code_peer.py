@@ -271,7 +271,7 @@ class Peer:
             return self._exception_class(value)
         if tag == "import" and not self._is_examiner:
             return _imported(value[1], value[2])
-        made = _MAKERS[tag]([self.decode(item, depth + 1) for item in value[1:]])
+        made = _made(tag, [self.decode(item, depth + 1) for item in value[1:]])
         if not self._may_be_nan and _has_nan(made):
             self.failed(ValueError("the tested code gave NaN, which the tests do not mention"))
         return made
@@ -429,68 +429,63 @@ def _int(text: str) -> int:
     return int(text, 16)
 
 
-def _made_by(module: str, name: str) -> Callable[..., Any]:
-    return lambda *arguments: getattr(__import__(module), name)(*arguments)
-
-
-_TAKEN_APART: dict[tuple[str, str], Callable[[Any], Sequence[Any]]] = {
-    ("builtins", "list"): lambda v: v,
-    ("builtins", "tuple"): lambda v: v,
-    ("builtins", "set"): list,
-    ("builtins", "frozenset"): list,
-    ("builtins", "dict"): lambda v: [item for pair in v.items() for item in pair],
-    ("builtins", "bytes"): lambda v: [v.hex()],
-    ("builtins", "bytearray"): lambda v: [v.hex()],
-    ("builtins", "complex"): lambda v: [v.real, v.imag],
-    ("builtins", "range"): lambda v: [v.start, v.stop, v.step],
-    ("builtins", "slice"): lambda v: [v.start, v.stop, v.step],
-    ("collections", "deque"): list,
-    ("collections", "OrderedDict"): lambda v: [item for pair in v.items() for item in pair],
-    ("collections", "defaultdict"): lambda v: [item for pair in v.items() for item in pair],
-    ("collections", "Counter"): lambda v: [item for pair in v.items() for item in pair],
-    ("decimal", "Decimal"): lambda v: [str(v)],
-    ("fractions", "Fraction"): lambda v: [v.numerator, v.denominator],
-    ("datetime", "date"): lambda v: [v.year, v.month, v.day],
-    ("datetime", "timedelta"): lambda v: [v.days, v.seconds, v.microseconds],
-    ("datetime", "datetime"): lambda v: [v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond],
-    ("datetime", "time"): lambda v: [v.hour, v.minute, v.second, v.microsecond],
+_MODULE_OF = {  # of the kinds that are no builtins
+    **dict.fromkeys(("deque", "OrderedDict", "defaultdict", "Counter"), "collections"),
+    **dict.fromkeys(("date", "timedelta", "datetime", "time"), "datetime"),
+    "Decimal": "decimal",
+    "Fraction": "fractions",
 }
-_MAKERS: dict[str, Callable[[list[Any]], Any]] = {
-    "int": lambda items: _int(*items),
-    "float": lambda items: _not_finite(*items),
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "dict": lambda items: dict(zip(items[::2], items[1::2], strict=True)),
-    "bytes": lambda items: bytes.fromhex(*items),
-    "bytearray": lambda items: bytearray.fromhex(*items),
-    "complex": lambda items: complex(*items),
-    "range": lambda items: range(*items),
-    "slice": lambda items: slice(*items),
-    "deque": _made_by("collections", "deque"),
-    "OrderedDict": lambda items: _made_by("collections", "OrderedDict")(zip(items[::2], items[1::2], strict=True)),
-    "defaultdict": lambda items: _made_by("collections", "defaultdict")(
-        None, zip(items[::2], items[1::2], strict=True)
-    ),
-    "Counter": lambda items: _made_by("collections", "Counter")(dict(zip(items[::2], items[1::2], strict=True))),
-    "Decimal": lambda items: _made_by("decimal", "Decimal")(*items),
-    "Fraction": lambda items: _made_by("fractions", "Fraction")(*items),
-    "date": lambda items: _made_by("datetime", "date")(*items),
-    "timedelta": lambda items: _made_by("datetime", "timedelta")(*items),
-    "datetime": lambda items: _made_by("datetime", "datetime")(*items),
-    "time": lambda items: _made_by("datetime", "time")(*items),
+_OF_ITEMS = ("list", "tuple", "set", "frozenset", "deque")
+_OF_PAIRS = ("dict", "OrderedDict", "defaultdict", "Counter")
+_OF_TEXT = ("bytes", "bytearray", "Decimal")
+_OF_FIELDS = {
+    "complex": ("real", "imag"),
+    "range": ("start", "stop", "step"),
+    "slice": ("start", "stop", "step"),
+    "Fraction": ("numerator", "denominator"),
+    "date": ("year", "month", "day"),
+    "timedelta": ("days", "seconds", "microseconds"),
+    "datetime": ("year", "month", "day", "hour", "minute", "second", "microsecond"),
+    "time": ("hour", "minute", "second", "microsecond"),
 }
+_KINDS = frozenset((*_OF_ITEMS, *_OF_PAIRS, *_OF_TEXT, *_OF_FIELDS))
 _CHANGEABLE = (list, dict, set, bytearray)
 
 
 def _parts(value: Any, kind: type) -> Sequence[Any] | None:
     """What the value is made of, if it is data: {"a": 1} -> ["a", 1]."""
-    key = (kind.__module__, kind.__name__)
-    take_apart = _TAKEN_APART.get(key) if type(key[0]) is str and type(key[1]) is str else None
-    if take_apart is None or getattr(sys.modules.get(key[0]), key[1], None) is not kind:
+    name = kind.__name__
+    if type(name) is not str or name not in _KINDS:
         return None
-    return None if getattr(value, "tzinfo", None) is not None else take_apart(value)
+    if getattr(sys.modules.get(_MODULE_OF.get(name, "builtins")), name, None) is not kind:
+        return None
+    if getattr(value, "tzinfo", None) is not None:
+        return None
+    if name in _OF_ITEMS:
+        return list(value)
+    if name in _OF_PAIRS:
+        return [item for pair in value.items() for item in pair]
+    if name in _OF_TEXT:
+        return [str(value) if name == "Decimal" else value.hex()]
+    return [getattr(value, field) for field in _OF_FIELDS[name]]
+
+
+def _made(name: str, parts: list[Any]) -> Any:
+    """The opposite of `_parts`, of what somebody who is not to be trusted sent. An error where it is none of the kinds."""
+    if name == "int":
+        return _int(*parts)
+    if name == "float":
+        return _not_finite(*parts)
+    _must(name in _KINDS)
+    kind = getattr(__import__(_MODULE_OF.get(name, "builtins")), name)
+    if name in _OF_ITEMS:
+        return kind(parts)
+    if name in _OF_PAIRS:
+        pairs = dict(zip(parts[::2], parts[1::2], strict=True))
+        return kind(None, pairs) if name == "defaultdict" else kind(pairs)
+    if name in ("bytes", "bytearray"):
+        return kind.fromhex(*parts)
+    return kind(*parts)
 
 
 def _has_nan(value: Any) -> bool:

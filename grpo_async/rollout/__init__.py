@@ -3,7 +3,6 @@
     worker -> producer (the seam) -> conversation_producer -> conversation      our rollouts: turns, tools, environments
                                   '-> function_producer -> function_output      the user's: with a `function_trainer`
 
-`worker` makes all groups, `thread` hosts its event loop, `evaluation` asks the same servers about held-out prompts beside it
-(numbers: `evaluation_metrics`), `metrics` sums up what was generated, `error_log` counts what failed, `seeds` gives every
-request a seed of its own.
+`worker` makes all groups, `thread` hosts its event loop, on which evaluations run, too (package `evaluation`), `metrics` sums up
+what was generated, `error_log` counts what failed, `seeds` gives every request a seed of its own.
 """

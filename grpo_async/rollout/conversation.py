@@ -36,9 +36,8 @@ from grpo_async.records import (
     ToolCallRecord,
     TurnRecord,
 )
-from grpo_async.rollout.seeds import seed_of
-from grpo_async.rollout.tracing import record_turn
-from grpo_async.tracking.timeline import NO_TRACK, Track
+from grpo_async.rollout.producer import seed_of
+from grpo_async.tracking.timeline import NO_TRACK, SHORTEST_WAIT_S, Span, Track
 
 
 class Generator(Protocol):
@@ -132,7 +131,7 @@ class LiveRollout:
             ),
         )
 
-    def look(self) -> PartialRollout | None:
+    def snapshot(self) -> PartialRollout | None:
         """A copy of what there is; None before the first token."""
         if not self.turns and not self.open.token_ids:
             return None
@@ -224,7 +223,7 @@ class Conversation:
                     generation = await self._client.generate(
                         request, on_tokens=on_tokens, affinity=start.affinity, begun=live.open
                     )
-                record_turn(start.track, span, generation)
+                _record_turn(start.track, span, generation)
             ended = await self._after_generation(start, progress, generation)
             if live is not None:  # the turn is among the turns now
                 live.open = Generation()
@@ -340,3 +339,16 @@ def _turn(
         tool_execution_duration_s=tool_execution_duration_s,
         started_at=generation.started_at,
     )
+
+
+def _record_turn(track: Track, span: Span, generation: Generation) -> None:
+    """Tell the span of a generation what came of it, and record where it waited for a server."""
+    versions = generation.policy_versions
+    span.details |= {"tokens": len(generation.token_ids), "finish": str(generation.finish_reason or "")}
+    if versions:
+        span.details |= {"version": max(versions), "oldest_version": min(versions)}
+    if generation.first_token_s is not None:
+        span.details["first_token_s"] = generation.first_token_s
+    for start, end in generation.waits:
+        if end - start >= SHORTEST_WAIT_S:
+            track.add("wait for a server", start, end)

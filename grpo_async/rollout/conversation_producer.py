@@ -18,8 +18,7 @@ from grpo_async.envs import Environment, Environments
 from grpo_async.records import Origin, Prompt, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
 from grpo_async.rollout.conversation import Conversation, LiveRollout, RolloutStart
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.producer import GroupRequest, Produced
-from grpo_async.rollout.seeds import seed_of
+from grpo_async.rollout.producer import GroupRequest, Produced, seed_of
 from grpo_async.tools import Tool, ToolExecutor
 from grpo_async.tracking.timeline import NO_TIMELINE, Slots, Track
 
@@ -94,14 +93,14 @@ class ConversationProducer:
         over: RolloutCompletion | None = None
         progress = group.request.progress
         if progress is not None and environment is None:
-            restored = progress.restored(index)
+            restored = progress.restored.get(index)
             if isinstance(restored, RolloutCompletion):
                 return restored
             live = LiveRollout(rollout_id=rollout_id) if restored is None else LiveRollout.of(restored)
             turns = live.turns
             seen = live
             # evaluated between two steps of the loop: when the last turn is among the turns, `over` is set too
-            progress.watch(index, lambda: over or seen.look())
+            progress.snapshots[index] = lambda: over or seen.snapshot()
         began, started_at = time.monotonic(), time.time()
         try:
             # Those in the slots have that limit too.

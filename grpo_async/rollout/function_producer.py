@@ -3,9 +3,9 @@
     rollout_func(prompts, trainer) -> {"prompt_ids": ..., "completion_ids": ..., "logprobs": ..., **extra}
 
 Each value is a list with one entry per rollout. Extra keys reach the reward functions as columns; `env_mask` (1 = sampled by the
-policy, 0 = from elsewhere) becomes the loss mask. The function runs in a thread (an async one on the event loop); groups that are
-admitted together go into one call, and every token is stamped with the policy version that was served when the call began, the
-oldest it can be.
+policy, 0 = from elsewhere) becomes the loss mask. The function runs in a thread (an async one on a loop of its own, which it may
+block without holding the run's). Groups that are admitted together go into one call, and every token is stamped with the policy
+version that was served when the call began, the oldest it can be.
 
 Invariant: a call that nobody waits for any more (time-out, its groups cancelled, the run stops) sends nothing more: its `trainer`
 is closed. The thread itself cannot be ended.
@@ -28,8 +28,12 @@ from grpo_async.rollout.function_output import OutputReader
 from grpo_async.rollout.function_trainer import FunctionTrainer
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.tracking.timeline import NO_TIMELINE, Slots
-from grpo_async.user_code.calls import Raised, TimedCaller, UserCall
+from grpo_async.user_code.calls import Raised, TimedCaller, UserCall, is_async
+from grpo_async.user_code.loop import LoopHeldError, UserLoop
 from grpo_async.user_code.threads import ThreadRunner
+
+ASYNC_LOOP = UserLoop("async rollout function")
+"""One for all calls, in training and in evaluation: an HTTP client that they share belongs to one loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,7 @@ class FunctionProducer:
         self._limits = limits
         self._reader = reader
         threads = ThreadRunner("rollout-function", max_threads=limits.max_concurrent_calls)
-        self._caller = TimedCaller(threads, limits.timeout_s)
+        self._caller = TimedCaller(threads, limits.timeout_s, loop=ASYNC_LOOP)
         self._slots = asyncio.Semaphore(limits.max_concurrent_calls)  # for async functions too
         self._waiting: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
@@ -133,7 +137,7 @@ class FunctionProducer:
             for _ in range(times)
         ]
         trainer = self._make_trainer(groups[0].request.seed)
-        trainer.open(asyncio.get_running_loop())
+        trainer.open(asyncio.get_running_loop(), has_async_caller=is_async(self._function))
         call = UserCall(
             functools.partial(self._function, prompts, trainer),
             finish=lambda output: self._reader.read(output, sum(sizes)),  # in the thread: a long list takes its time
@@ -148,6 +152,7 @@ class FunctionProducer:
                 f"the rollout function to return {sum(sizes)} rollouts",
                 waited_s=self._limits.timeout_s,
                 setting="rollout_function.timeout_s",
+                hint=f"It holds its event loop at {error.where}." if isinstance(error, LoopHeldError) else "",
             ) from error
         finally:
             trainer.close()

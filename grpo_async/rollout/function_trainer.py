@@ -24,7 +24,7 @@ from grpo_async.errors import DeadlineError, RunError
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import Origin, TaggedMessage
 from grpo_async.rollout.conversation import Generator, SamplingSettings
-from grpo_async.rollout.seeds import seed_of
+from grpo_async.rollout.producer import seed_of
 
 _OVERRIDES = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 _ORIGINS = {"assistant": Origin.POLICY, "tool": Origin.TOOL}  # control tokens in these are taken for text
@@ -92,6 +92,7 @@ class FunctionTrainer:
         self._timeout_s = timeout_s
         self._max_steps = max_steps
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_async_caller = False
         self._numbers = itertools.count()
         self._asking: set[asyncio.Task[Any]] = set()  # used on the loop only
         self.args = arguments
@@ -106,9 +107,10 @@ class FunctionTrainer:
         """Where the run is now."""
         return FunctionState(global_step=self._served_version(), max_steps=self._max_steps)
 
-    def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Requests run on `loop` from now on."""
+    def open(self, loop: asyncio.AbstractEventLoop, *, has_async_caller: bool = False) -> None:
+        """Requests run on `loop` from now on. `has_async_caller`: the function is async, on a loop that its other calls share."""
         self._loop = loop
+        self._has_async_caller = has_async_caller
 
     def close(self) -> None:
         """The call is over: cancel what it still asks for, refuse what it asks for later. Call it on the loop."""
@@ -131,17 +133,11 @@ class FunctionTrainer:
         Raises:
             RunError: the call of the rollout function is over.
             DeadlineError: no answer within the call's time limit.
-            RuntimeError: called on the event loop, which it would block; async functions await `agenerate`.
+            RuntimeError: called by an async function on its event loop, which it would block; it awaits `agenerate`.
         """
-        loop = self._open_loop()
-        try:
-            running_loop = asyncio.get_running_loop()
-        except RuntimeError:
-            running_loop = None
-        if running_loop is loop:
+        if self._has_async_caller and _is_on_a_loop():
             raise RuntimeError("trainer.generate would block the event loop; await trainer.agenerate instead")
-        work = self.agenerate(prompts, generation_overrides=generation_overrides)
-        future = asyncio.run_coroutine_threadsafe(work, loop)
+        future = self._submit(prompts, generation_overrides)
         try:
             return future.result(self._timeout_s)
         except concurrent.futures.CancelledError as error:
@@ -159,12 +155,31 @@ class FunctionTrainer:
     async def agenerate(
         self, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """As `generate`, for async rollout functions."""
-        self._open_loop()
+        """As `generate`, for async rollout functions; from any event loop."""
+        future = self._submit(prompts, generation_overrides)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise _call_is_over() from error  # `close` cancelled the requests
+
+    def _submit(
+        self, prompts: Sequence[Any], generation_overrides: Mapping[str, Any] | None
+    ) -> concurrent.futures.Future[list[dict[str, Any]]]:
+        """Have the requests made on the run's loop."""
+        if self._loop is None:
+            raise _call_is_over()
         overrides = dict(generation_overrides or {})
         unknown = sorted(set(overrides) - set(_OVERRIDES))
         if unknown:
             raise ValueError(f"generation_overrides: {unknown} are not known; there are {', '.join(_OVERRIDES)}")
+        return asyncio.run_coroutine_threadsafe(self._generate(prompts, overrides), self._loop)
+
+    async def _generate(self, prompts: Sequence[Any], overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if self._loop is None:  # the call ended before this began
+            raise _call_is_over()
         task = asyncio.current_task()
         assert task is not None
         self._asking.add(task)
@@ -177,11 +192,6 @@ class FunctionTrainer:
         finally:
             self._asking.discard(task)
         return [one.result() for one in running]
-
-    def _open_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            raise _call_is_over()
-        return self._loop
 
     async def _one(self, prompt: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
@@ -231,6 +241,14 @@ def _tagged(message: Mapping[str, Any]) -> TaggedMessage:
         name=message.get("name"),
         tool_call_id=message.get("tool_call_id"),
     )
+
+
+def _is_on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _call_is_over() -> RunError:

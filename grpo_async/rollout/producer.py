@@ -7,26 +7,17 @@ A producer never raises for one rollout: a rollout that fails is a completion wi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from grpo_async.buffer.resume import Begun
 from grpo_async.records import Prompt, RolloutCompletion
+from grpo_async.rollout.in_flight import OpenGroup
 
 OnGroupTokens = Callable[[int, int, int], None]
 """Called with (index of the rollout, number of new tokens, policy version that sampled them) as they arrive."""
-
-
-class GroupProgress(Protocol):
-    """What a producer shows of a group while it makes it, and what it finds there to go on from."""
-
-    def restored(self, index: int) -> Begun | None:
-        """What a checkpoint had of this rollout."""
-
-    def watch(self, index: int, look: Callable[[], Begun | None]) -> None:
-        """`look` gives what there is of this rollout at the moment of the call, a copy; on the event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +26,8 @@ class GroupRequest:
 
     `name` begins the names of its rollouts ("g7" -> "g7-r0", "g7-r1", ...). `seed` is that of the group, from which rollouts
     and turns have theirs (`seed_of`). `served_version` tells the policy version that the server serves at the moment of the call.
-    `progress` is None where nobody asks; a producer that cannot go on in the middle (environments, the user's own function) leaves
-    it alone, and its groups are begun anew by a resume.
+    `progress` shows what there is of each rollout, and holds what a checkpoint had of it; None where nobody asks. A producer that
+    cannot go on in the middle (environments, the user's own function) leaves it alone, and a resume begins its groups anew.
     """
 
     name: str
@@ -45,7 +36,7 @@ class GroupRequest:
     seed: int
     served_version: Callable[[], int]
     on_tokens: OnGroupTokens | None = None
-    progress: GroupProgress | None = None
+    progress: OpenGroup | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +53,12 @@ class GroupProducer(Protocol):
     def produce(self, request: GroupRequest) -> AbstractAsyncContextManager[Produced]:
         """The context lasts as long as the rollouts' environments are needed: leave it after scoring."""
         ...
+
+
+def seed_of(*parts: object) -> int:
+    """A seed in [0, 2^31), the same on every machine, that has nothing to do with that of any other parts.
+
+    Counting up instead would give turn 1 of a rollout the seed of turn 0 of its neighbour, and both the same draws.
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") & 0x7FFFFFFF

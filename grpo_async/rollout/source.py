@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger
@@ -23,16 +23,15 @@ from grpo_async.errors import DeadlineError, RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.records import GroupStatus, ScoredGroup, TokenFigures
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.evaluation import EvaluationTask, Evaluator
-from grpo_async.rollout.evaluation_metrics import EvaluationResult
 from grpo_async.rollout.in_flight import describe as describe_in_flight
 from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.compare import Advantages
-from grpo_async.store.rollout_store import RolloutStore
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _HEARTBEAT_S = 20.0
 _SWITCH_INTERVAL_S = 5e-5
@@ -80,8 +79,9 @@ class AsyncRolloutSource:
         self._is_closed = False
         self._usual_switch_interval_s = sys.getswitchinterval()
         self._failure: BaseException | None = None
-        self._evaluator: Evaluator | None = None
-        self._evaluation: Future[EvaluationResult] | None = None
+        self._evaluation: Future[Any] | None = None
+        self._evaluated_tokens: Callable[[], int] = lambda: 0
+        """Grows while an evaluation runs: one that holds the next push back is no stall."""
 
     def start(self) -> None:
         """Begin to generate. Call after the first weight push, so that no token is sampled from unknown weights.
@@ -151,14 +151,10 @@ class AsyncRolloutSource:
         if evaluation is not None:
             evaluation.cancel()
 
-    def _evaluated_tokens(self) -> int:
-        """Grows while an evaluation runs: one that holds the next push back is no stall."""
-        return 0 if self._evaluator is None else self._evaluator.num_tokens
-
     def stores(self, group_id: int) -> bool:
         return self._worker.stores(group_id)
 
-    def settle(
+    def settle_step(
         self,
         groups: Sequence[ScoredGroup],
         status: GroupStatus,
@@ -168,7 +164,7 @@ class AsyncRolloutSource:
     ) -> None:
         for group in groups:
             mine = {s.rollout_id: figures[s.rollout_id] for s in group.samples if s.rollout_id in figures}
-            self._worker.settle(group.group, status, scored=group, step=step, figures=mine)
+            self._worker.settle_group(group.group, status, scored=group, step=step, figures=mine)
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Rewards and lengths over the groups taken and those filtered or stale since the step before: the prompts as they came."""
@@ -207,23 +203,26 @@ class AsyncRolloutSource:
         return self._ledger.snapshot()
 
     def begin_evaluation(
-        self, evaluator: Evaluator, *, step: int, max_in_flight: int, store: RolloutStore
-    ) -> Future[EvaluationResult]:
+        self, run: Callable[[Callable[[], int]], Coroutine[Any, Any, Result]], *, num_tokens: Callable[[], int]
+    ) -> Future[Result]:
         """Start an evaluation of what is served now, beside generation, on the same thread and servers. Who waits in `take` or
-        `await_evaluation` is woken when it ends; a request to stop cancels it. One at a time."""
-        task = EvaluationTask(
-            step=step, served_version=lambda: self._worker.served_version, max_in_flight=max_in_flight, store=store
-        )
-        self._evaluator = evaluator
-        self._evaluation = running = self._thread.submit(evaluator.run(task))
+        `await_evaluation` is woken when it ends; a request to stop cancels it. One at a time.
+
+        Args:
+            run: makes it, given what tells the policy version that the servers serve at the moment of the call.
+            num_tokens: sampled so far for evaluations.
+        """
+        self._evaluated_tokens = num_tokens
+        running = self._thread.submit(run(lambda: self._worker.served_version))
+        self._evaluation = running
         if self._stopping:  # asked for between the two lines above
             running.cancel()
         running.add_done_callback(lambda _: self.wake())
         return running
 
     def await_evaluation(
-        self, running: Future[EvaluationResult], *, heartbeat: Callable[[], None], attend: Callable[[], None]
-    ) -> EvaluationResult | None:
+        self, running: Future[Result], *, heartbeat: Callable[[], None], attend: Callable[[], None]
+    ) -> Result | None:
         """Its result; None when the run is to stop. Calls `heartbeat` now and then, and `attend` when the servers change.
 
         Raises:
@@ -245,13 +244,13 @@ class AsyncRolloutSource:
     def stop_generating(self) -> None:
         """Cancel what is in flight and account for what is queued; the client stays usable (for a last evaluation)."""
         self._thread.cancel_all(timeout_s=self._config.rollout.shutdown_timeout_s)
-        self._settle_queued()
+        self._settle_left()
 
-    def _settle_queued(self) -> None:
+    def _settle_left(self) -> None:
         """No step will see these groups."""
         for group in self._buffer.drain():
             status = GroupStatus.CANCELLED if group.samples else GroupStatus.FILTERED
-            self._worker.settle(group.group, status, scored=group)
+            self._worker.settle_group(group.group, status, scored=group)
 
     def close(self) -> None:
         """End the thread, whatever it does, in bounded time. Safe to call twice."""
@@ -274,7 +273,7 @@ class AsyncRolloutSource:
                     logger.warning("%s", error)  # the run is over: what does not close ends with the process
         if self._has_started:  # a start that fails leaves the run's files as they are
             try:
-                self._settle_queued()  # a run that ends by an error has not: its last groups may say why
+                self._settle_left()  # a run that ends by an error has not: its last groups may say why
             except RunError as error:
                 logger.warning("%s", error)
         self._thread.stop(timeout_s=timeout_s)

@@ -1,4 +1,12 @@
-"""The rollout worker: prompts -> groups -> completions -> scoring -> buffer, on one asyncio loop.
+"""The rollout worker, on one asyncio loop:
+
+    run: admission -> prompt -> _run_group: produce -> score -> buffer.put -> (the trainer's thread) source.take
+
+The end of a group, whichever way it goes, is `settle_group`: the ledger closes it, the store gets it.
+
+    trained, or filtered by its step     source.settle_step -> settle_group
+    scored, and dropped                  drop_scored -> settle_group, its place is given back
+    never scored                         _drop_unscored -> settle_group, its place is given back
 
 Invariant: every group that is started is settled in the ledger exactly once, whatever fails, and stored once with its status.
 A failing rollout is that rollout's: its group goes on with at least two survivors. A failing group is that group's. Only when
@@ -15,21 +23,18 @@ from typing import Literal
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, totals_for_resume
-from grpo_async.buffer.resume import GroupInProgress, QueuedGroup, ResumeState
+from grpo_async.buffer.resume import GroupSnapshot, QueuedGroup, ResumeState
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RolloutContractError, RunError
 from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenFigures
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.in_flight import GroupInFlight
-from grpo_async.rollout.no_signal import why_no_signal
-from grpo_async.rollout.open_group import OpenGroup, without_open_turns
-from grpo_async.rollout.producer import GroupProducer, GroupRequest
-from grpo_async.rollout.seeds import seed_of
-from grpo_async.rollout.tracing import record_admission
+from grpo_async.rollout.in_flight import GroupInFlight, OpenGroup, without_open_turns
+from grpo_async.rollout.producer import GroupProducer, GroupRequest, seed_of
+from grpo_async.scoring.advantages import has_zero_variance
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import NO_TIMELINE, SHORTEST_WAIT_S, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +56,7 @@ class _TooStaleError(Exception):
 
 
 class RolloutWorker:
-    """See the module's docstring. Everything but `settle` runs on the worker's loop.
+    """See the module's docstring. Everything but `settle_group` and `drop_scored` runs on the worker's loop.
 
     Args:
         resume: what a checkpoint had of this side; its queued groups are put into the buffer here.
@@ -101,12 +106,12 @@ class RolloutWorker:
             num_without_signal if num_without_signal < settings.max_groups_without_signal else 0
         )
         self._outstanding: set[int] = set() if resume is None else set(resume.outstanding)
-        self._begun: dict[int, GroupInProgress] = {}
+        self._restorable: dict[int, GroupSnapshot] = {}
         self._reissue: list[int] = []
         if resume is not None:
             queued = self._put_back(resume, version)
             self._reissue = [prompt_id for prompt_id in resume.outstanding if prompt_id not in queued]
-            self._begun = {group.prompt_id: group for group in resume.in_progress}
+            self._restorable = {group.prompt_id: group for group in resume.in_progress}
 
     def _put_back(self, resume: ResumeState, version: int) -> set[int]:
         """Queue the groups that were finished, but for those that are too stale by now (max_staleness was lowered): their
@@ -143,41 +148,45 @@ class RolloutWorker:
                 while True:
                     began = time.time()
                     await self._admission.admit()
-                    record_admission(self._timeline, began)
+                    waited_until = time.time()
+                    if (
+                        waited_until - began >= SHORTEST_WAIT_S
+                    ):  # enough were generated, queued, or too many steps ahead
+                        self._timeline.add("wait for the trainer", "rollout", began, waited_until)
                     prompt = self._next_prompt()
                     # the prompt's id is the group's: a prompt that is issued again keeps its seeds and its place in the data
                     group = RolloutGroup(group_id=prompt.prompt_id, prompt=prompt, completions=[])
                     entry = OpenGroup(group=group)
                     self._in_flight[prompt.prompt_id] = entry
                     self._ledger.start(prompt.prompt_id)
-                    self._take_up(entry)
+                    self._restore(entry)
                     entry.task = tasks.create_task(self._run_group(prompt.prompt_id, entry))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         finally:
-            self._settle_never_begun()
+            self._drop_not_running()
 
-    def _settle_never_begun(self) -> None:
+    def _drop_not_running(self) -> None:
         """The groups whose tasks were cancelled before they began, so that nothing of them ran. That one cannot be stored does not
         keep the others from being settled."""
         for entry in self._in_flight.values():
             try:
-                self._settle_dropped(entry.group, GroupStatus.STALE if entry.too_stale else GroupStatus.CANCELLED)
+                self._drop_unscored(entry.group, GroupStatus.STALE if entry.too_stale else GroupStatus.CANCELLED)
             except RunError as error:
                 self._errors.note("group", error)
         self._in_flight.clear()
 
-    def _take_up(self, entry: OpenGroup) -> None:
+    def _restore(self, entry: OpenGroup) -> None:
         """Go on with what a checkpoint has of a group, unless it would be too stale when it is done."""
         prompt_id = entry.group.prompt.prompt_id
-        group = self._begun.pop(prompt_id, None)
+        group = self._restorable.pop(prompt_id, None)
         if group is None:
             return
         oldest = group.oldest_version
         if oldest is not None and self._server_version - oldest > self._settings.max_staleness:
             return
-        begun = group.begun if self._keeps_open_turns else without_open_turns(group.begun)
-        self._ledger.generated(prompt_id, entry.take_up(begun))
+        rollouts = group.rollouts if self._keeps_open_turns else without_open_turns(group.rollouts)
+        self._ledger.generated(prompt_id, entry.restore(rollouts))
 
     def _next_prompt(self) -> Prompt:
         if self._reissue:
@@ -188,13 +197,13 @@ class RolloutWorker:
 
     async def _run_group(self, group_id: int, entry: OpenGroup) -> None:
         try:
-            entry.has_begun = True
-            if entry.too_stale:  # since it was taken up from a checkpoint
+            entry.is_running = True
+            if entry.too_stale:  # since it was restored from a checkpoint
                 raise _TooStaleError
             scored = await self._make(group_id, entry)
             self._failures_in_a_row = 0
             if scored is None:
-                self._settle_dropped(entry.group, GroupStatus.FILTERED)
+                self._drop_unscored(entry.group, GroupStatus.FILTERED)
             else:
                 entry.scored = scored
                 await self._hand_over(scored)
@@ -202,22 +211,22 @@ class RolloutWorker:
         except NothingToLearnError:
             raise
         except RolloutContractError:
-            self._settle_dropped(entry.group, GroupStatus.FAILED)
+            self._drop_unscored(entry.group, GroupStatus.FAILED)
             raise
         except _TooStaleError:
-            self._settle_dropped(entry.group, GroupStatus.STALE)
+            self._drop_unscored(entry.group, GroupStatus.STALE)
         except asyncio.CancelledError:
             if not self._ledger.is_open(group_id):
                 raise
             status = GroupStatus.STALE if entry.too_stale else GroupStatus.CANCELLED
-            self._settle_dropped(entry.group, status)
+            self._drop_unscored(entry.group, status)
             if not entry.too_stale:
                 raise
         except Exception as error:
             if not self._ledger.is_open(group_id):
                 raise  # it was settled, and storing it failed: that is the run's problem, not the group's
             self._errors.note("group", error)
-            self._settle_dropped(entry.group, GroupStatus.FAILED)
+            self._drop_unscored(entry.group, GroupStatus.FAILED)
             if error is not self._last_failure:  # one call of a rollout function fails all of its groups
                 self._failures_in_a_row += 1
             self._last_failure = error
@@ -288,24 +297,24 @@ class RolloutWorker:
             self._ledger.queue(group_id)
             await self._buffer.put(scored)
         else:
-            self.drop(scored, GroupStatus.FILTERED, self._buffer.note(scored))
+            self.drop_scored(scored, GroupStatus.FILTERED, self._buffer.note(scored))
 
-    def drop(self, scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
+    def drop_scored(self, scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
         """Settle a scored group that is not trained, and give its place back. `step`: the one whose metrics see its rewards."""
-        self.settle(scored.group, status, scored=scored, step=step)
+        self.settle_group(scored.group, status, scored=scored, step=step)
         self._admission.release()
 
-    def _settle_dropped(self, group: RolloutGroup, status: GroupStatus) -> None:
+    def _drop_unscored(self, group: RolloutGroup, status: GroupStatus) -> None:
         """A group that was not scored gives its place back at once."""
         step = self._buffer.step if status in (GroupStatus.FILTERED, GroupStatus.STALE) else None
-        self.settle(group, status, step=step)
+        self.settle_group(group, status, step=step)
         self._admission.release()
 
     def stores(self, group_id: int) -> bool:
         """Whether the store keeps this group should it be trained."""
         return self._store.stores(group_id, GroupStatus.TRAINED)
 
-    def settle(
+    def settle_group(
         self,
         group: RolloutGroup,
         status: GroupStatus,
@@ -321,13 +330,13 @@ class RolloutWorker:
             step: the optimizer step that used or dropped it; None where no step saw it.
             figures: of its trained tokens, by rollout id, where they are stored.
         """
-        self._ledger.settle(group.group_id, status)
+        self._ledger.close_group(group.group_id, status)
         if status is not GroupStatus.CANCELLED:
             self._outstanding.discard(group.prompt.prompt_id)
         self._store.append(group, scored.samples if scored else [], status, step, scored=scored, figures=figures)
 
     def outstanding_prompts(self) -> list[int]:
-        """Prompts that were issued and not settled, ascending: what a resume has to take up or to issue again."""
+        """Prompts that were issued and not settled, ascending: what a resume has to restore or to issue again."""
         return sorted(self._outstanding)
 
     def resume_state(self) -> ResumeState:
@@ -339,8 +348,10 @@ class RolloutWorker:
             if entry.scored is not None:  # it waits for room
                 queued[group_id] = entry.scored
             elif entry.task is not None and not entry.too_stale:
-                in_progress.append(entry.look())
-        in_progress += [group for _, group in sorted(self._begun.items())]  # of the checkpoint before, not taken up yet
+                in_progress.append(entry.snapshot())
+        in_progress += [
+            group for _, group in sorted(self._restorable.items())
+        ]  # of the checkpoint before, not begun yet
         return ResumeState(
             data=self._stream.state(),
             outstanding=self.outstanding_prompts(),
@@ -349,7 +360,7 @@ class RolloutWorker:
                 QueuedGroup(scored=scored, tokens=self._ledger.tokens_of(group_id))
                 for group_id, scored in sorted(queued.items())
             ],
-            in_progress=[group for group in in_progress if group.begun],
+            in_progress=[group for group in in_progress if group.rollouts],
             noted=self._buffer.noted(),
             store=self._store.position(),
             failures=self._errors.counts,
@@ -383,9 +394,28 @@ class RolloutWorker:
         for entry in self._in_flight.values():
             if entry.task is not None and self._is_too_stale(entry):
                 entry.too_stale = True
-                if entry.has_begun:  # a task that is cancelled before would never run, and settle nothing
+                if entry.is_running:  # a task that is cancelled before would never run, and settle nothing
                     entry.task.cancel()
 
     def _is_too_stale(self, entry: OpenGroup) -> bool:
         oldest = min(entry.oldest_versions.values(), default=None)
         return oldest is not None and self._server_version - oldest > self._settings.max_staleness
+
+
+def why_no_signal(scored: ScoredGroup | None) -> str:
+    """Why a group had nothing to train; None: no token of it was sampled."""
+    if scored is None:
+        return "no token was sampled: its prompt is too long, or its environment was done at once"
+    rewards = [reward for reward in scored.rewards if reward is not None]
+    if len(rewards) < 2:
+        return "it was not scored"
+    if has_zero_variance(scored.rewards):
+        calls = [call for c in scored.group.trainable for turn in c.turns for call in turn.tool_calls]
+        if calls and all(call.failed for call in calls):
+            return f"all rewards are {rewards[0]:g}, and every tool call failed: {calls[-1].name}: {calls[-1].result[:200]}"
+        return (
+            f"all rewards are {rewards[0]:g}: the task is solved, too hard for this policy, or the policy has collapsed"
+        )
+    return (
+        "all its completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"
+    )

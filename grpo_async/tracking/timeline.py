@@ -26,6 +26,8 @@ from grpo_async.tracking.timeline_file import LOST, Event, EventFile, event_line
 
 logger = logging.getLogger(__name__)
 
+SHORTEST_WAIT_S = 0.001
+"""Shorter waits are left out of the timeline: every request and every group has one."""
 _INTERVAL_S = 1.0
 _CLOSE_S = 5.0
 _MOST_PENDING = 100_000

@@ -1,19 +1,28 @@
-"""What connects rank 0 (or an evaluation alone) to the inference servers: who watches them, and who sends requests."""
+"""What connects rank 0 (or an evaluation alone) to the inference servers: the fleet, who listens to it, and who sends requests.
+
+Listeners of the fleet: the launcher hears state and load of all servers, and in words what becomes of those that others run; the
+timeline gets a lane for each server.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import InferenceError
 from grpo_async.inference.client import InferenceClient
-from grpo_async.inference.fleet import Fleet, FleetSettings, Server
+from grpo_async.inference.fleet import Fleet, FleetSettings, Server, ServerState
 from grpo_async.inference.router import ServingServers
 from grpo_async.inference.surface import token_from_environment
 from grpo_async.processes.control import ControlClient
-from grpo_async.trainer.server_news import ServerNews, ServerReport
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.utils.retry import RetryPolicy
+
+_LEAST_INTERVAL_S = 1.0
 
 
 def open_fleet(config: ExperimentConfig, urls: Sequence[str], control: ControlClient, stack: ExitStack) -> Fleet:
@@ -71,3 +80,128 @@ def make_client(config: ExperimentConfig, servers: ServingServers) -> InferenceC
         authority=inference.tls.trusted if inference.tls else None,
         retry=RetryPolicy(max_retries=inference.max_retries),
     )
+
+
+class ServerReport:
+    """A listener of the fleet: says how all servers are, at once when a state has changed, else once a second at most.
+
+    Args:
+        tell: gets one entry for each server; from any thread.
+    """
+
+    def __init__(self, fleet: Fleet, tell: Callable[[Sequence[dict[str, Any]]], None]) -> None:
+        self._fleet = fleet
+        self._tell = tell
+        self._told_at = 0.0
+        self._lock = threading.Lock()
+
+    def on_change(self) -> None:
+        """For `Fleet.subscribe`."""
+        with self._lock:
+            self._told_at = time.monotonic()
+            self._tell([self._describe(server) for server in self._fleet.servers()])
+
+    def on_load(self) -> None:
+        """For `Fleet.subscribe_load`."""
+        if time.monotonic() - self._told_at >= _LEAST_INTERVAL_S:
+            self.on_change()
+
+    def _describe(self, server: Server) -> dict[str, Any]:
+        load = self._fleet.load(server.index)
+        known = (
+            {
+                "version": load.policy_version,
+                "running": load.running_requests,
+                "waiting": load.waiting_requests,
+                "max_running": load.max_running_requests,
+                "kv_usage": load.kv_usage,
+            }
+            if load is not None
+            else {}
+        )
+        return {
+            "index": server.index,
+            "url": server.url,
+            "state": str(server.state),
+            "restarts": self._fleet.restarts(server.index),
+            "words": "" if server.state.is_member else self._fleet.last_words(server.index),
+            **known,
+        }
+
+
+class ServerNews:
+    """A listener of the fleet: says what has changed since it was last called.
+
+    Args:
+        tell: gets one line of text; from any thread.
+    """
+
+    def __init__(self, fleet: Fleet, tell: Callable[[str], None]) -> None:
+        self._fleet = fleet
+        self._tell = tell
+        self._known: dict[int, ServerState] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            servers = self._fleet.servers()
+            serving = sum(server.state is ServerState.SERVING for server in servers)
+            for server in servers:
+                before = self._known.get(server.index)
+                self._known[server.index] = server.state
+                if server.state is before:
+                    continue
+                count = f"{serving} of {len(servers)} servers serve"
+                if server.state is ServerState.SERVING:
+                    self._tell(f"{server.name} serves; {count}")
+                elif server.state is ServerState.GONE:
+                    self._tell(f"{server.name} is given up: {self._fleet.last_words(server.index)}; {count}")
+                elif server.state is ServerState.DOWN and before is not None:
+                    self._tell(f"{server.name} is lost: {self._fleet.last_words(server.index)}; {count}")
+
+
+class ServerStates:
+    """A listener of the fleet: a lane for each server, with a span for each state that it was in, and an instant when it changes (a
+    span stands in the file when it is over)."""
+
+    def __init__(self, fleet: Fleet, timeline: Timeline) -> None:
+        self._fleet = fleet
+        self._timeline = timeline
+        self._since: dict[int, tuple[ServerState, float]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            for server in self._fleet.servers():
+                before = self._since.get(server.index)
+                if before is None or before[0] is not server.state:
+                    self._end(server.index)
+                    self._begin(server)
+
+    def close(self) -> None:
+        """End the spans that are open."""
+        with self._lock:
+            for index in list(self._since):
+                self._end(index)
+
+    def _begin(self, server: Server) -> None:
+        self._since[server.index] = server.state, time.time()
+        details = {}
+        if server.state in (ServerState.DOWN, ServerState.GONE):
+            details["reason"] = self._fleet.last_words(server.index)
+        self._timeline.instant(str(server.state), f"server/{server.index}", **details)
+
+    def _end(self, index: int) -> None:
+        before = self._since.pop(index, None)
+        if before is not None:
+            state, began = before
+            self._timeline.add(str(state), f"server/{index}", began, time.time())
+
+
+def watch_servers(fleet: Fleet, timeline: Timeline) -> ServerStates:
+    """Record the states of the servers from now on; `close` ends what is open."""
+    states = ServerStates(fleet, timeline)
+    if timeline is not NO_TIMELINE:
+        states()
+        fleet.subscribe(states)
+    return states

@@ -76,13 +76,12 @@ def _run(
     config: ExperimentConfig, control: ControlClient, fleet: Fleet, store: Any, stack: ExitStack
 ) -> dict[str, Any] | None:
     """The result; None when it was stopped."""
-    from grpo_async.chat.build import load_renderer
+    from grpo_async.chat.renderer import load_renderer
     from grpo_async.checks.config_checks import reward_problems
     from grpo_async.data import load_data
-    from grpo_async.evaluation.side import build_evaluation_side
+    from grpo_async.evaluation.evaluator import EvaluationTask, build_evaluation_side
     from grpo_async.rewards import load_rewards
     from grpo_async.rollout.error_log import ErrorLog
-    from grpo_async.rollout.evaluation import EvaluationTask
     from grpo_async.rollout.participants import ProducerParts, load_participants, token_counter
     from grpo_async.scoring.scorer import Scorer
     from grpo_async.trainer.connections import make_client

@@ -14,10 +14,11 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
+from grpo_async.buffer.ledger import is_closed
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.memory import describe_peak, estimate_trainer
-from grpo_async.checks.preflight import Check, run_preflight
-from grpo_async.checks.preflight_context import PreflightContext
+from grpo_async.checks.preflight import PreflightContext, run_preflight
+from grpo_async.checks.report import Check
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
 from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
@@ -31,10 +32,9 @@ from grpo_async.rundir import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, Trackers, open_trackers
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.trainer.connections import is_lost, open_fleet
+from grpo_async.trainer.connections import is_lost, open_fleet, watch_servers
 from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
-from grpo_async.trainer.run_summary import run_summary
-from grpo_async.trainer.run_timeline import RunPhases, watch_servers
+from grpo_async.trainer.run_timeline import RunPhases
 from grpo_async.trainer.stall import StallGuard
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import CheckpointKeeper, load_state, load_tensors, set_aside_later_checkpoints
@@ -133,7 +133,7 @@ class _Leader:
             loop.stop_followers()
             return
         self._fleet.subscribe(side.source.wake)
-        self._check_before_training(side, loop, start, first_push)
+        self._check_before_training(side, loop, start)
         if self._assignment.preflight_only:
             loop.stop_followers()
             return
@@ -263,9 +263,7 @@ class _Leader:
             if not self._await_server(loop):
                 return None
 
-    def _check_before_training(
-        self, side: RolloutSide, loop: LeaderLoop, version: int, first_push: dict[str, float]
-    ) -> None:
+    def _check_before_training(self, side: RolloutSide, loop: LeaderLoop, version: int) -> None:
         """Look at everything that would spoil the run; again when a server died meanwhile.
 
         Raises:
@@ -277,7 +275,7 @@ class _Leader:
             while not (servers := self._fleet.serving()):  # it has died since the push
                 if self._push_first(loop, version) is None:
                     return
-            checks = self._preflight(side, loop, version, first_push, servers, probes)
+            checks = self._preflight(side, loop, version, servers, probes)
             failed = [f"{check.name}: {check.detail}" for check in checks if check.status == "fail"]
             lost = [server.name for server in servers if is_lost(self._fleet, server)] if failed else []
             if not lost or attempt == _PREFLIGHTS:
@@ -293,7 +291,6 @@ class _Leader:
         side: RolloutSide,
         loop: LeaderLoop,
         version: int,
-        first_push: dict[str, float],
         servers: Sequence[Server],
         probes: Sequence[Sequence[int]],
     ) -> list[Check]:
@@ -307,12 +304,9 @@ class _Leader:
             prompts=side.first_prompts,
             probes=probes,
             score_on_trainer=loop.score,
-            parameter_problems=[],  # the push has checked them: see weight_sync
             parameter_shapes={spec.name: spec.shape for spec in context.parameters.specs},
             num_embeddings=context.policy.model.get_input_embeddings().num_embeddings,
             policy_version=version,
-            transport=self._assignment.transport,
-            first_push=first_push,
             device=context.device.type,
             token=token_from_environment(),
             tool_sets=side.tool_sets,
@@ -394,22 +388,30 @@ class _Leader:
         context = self._context
         on_gpu = context.device.type == "cuda"
         number = sum(math.prod(spec.shape) for spec in context.parameters.specs)
-        estimated = estimate_trainer(self._config, number, on_gpu=on_gpu).total
+        estimated = estimate_trainer(self._config, number).total
         return {"peaks": list(context.peaks or ()), "estimated": estimated, "on_gpu": on_gpu}
 
     def _write_summary(self, side: RolloutSide, meter: PipelineMeter, steps: int) -> None:
-        summary = run_summary(
-            self._assignment,
-            self._config,
-            engine=self._engine,
-            on_gpu=self._context.device.type == "cuda",
-            steps=steps,
-            failures=self._fleet.failures,
-            meter=meter.summary(),
-            evaluation=self._evaluations.summary(),
-            learning=judge(Evidence.read(self._assignment.run_dir)),
-            ledger=side.source.ledger_snapshot(),
-            memory=self._memory(),
-        )
-        write_atomically(self._assignment.run_dir.summary, json.dumps(summary, indent=2))
+        """summary.json, of a run that ends after `steps` finished steps."""
+        run_dir, memory, ledger = self._assignment.run_dir, self._memory(), side.source.ledger_snapshot()
+        is_finished = steps == self._config.training.max_steps
+        summary = {
+            "status": "finished" if is_finished else "stopped",
+            "steps": steps,
+            "model": str(run_dir.model) if is_finished else None,
+            "num_devices": self._assignment.world_size,
+            "engine": self._engine,
+            "on_gpu": memory.pop("on_gpu"),
+            "server_failures": [
+                {"server": failure.name, "reason": failure.reason, "recovery_s": failure.recovery_s}
+                for failure in self._fleet.failures
+            ],
+            **meter.summary(),
+            "learning": judge(Evidence.read(run_dir)).as_dict(),
+            "evaluation": self._evaluations.summary(),
+            "ledger": ledger,
+            "ledger_closed": is_closed(ledger),
+            "memory": memory,
+        }
+        write_atomically(run_dir.summary, json.dumps(summary, indent=2))
         self._control.send("summary", summary=summary)

@@ -28,7 +28,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
     import torch  # here, so that a broken installation is reported like any other failure
     import torch.distributed as dist
 
-    from grpo_async.chat.build import load_renderer
+    from grpo_async.chat.renderer import load_renderer
     from grpo_async.trainer.context import build_context, join_process_group
     from grpo_async.trainer.lead import lead
     from grpo_async.training.checkpoint import load_tensors

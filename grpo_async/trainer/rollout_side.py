@@ -15,7 +15,7 @@ from grpo_async.checks.config_checks import reward_problems
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data import PromptStream, load_data, make_prompt
 from grpo_async.errors import ConfigError
-from grpo_async.evaluation.side import EvaluationSide, build_evaluation_side
+from grpo_async.evaluation.evaluator import EvaluationSide, build_evaluation_side
 from grpo_async.inference.fleet import Fleet
 from grpo_async.inference.router import FixedServers
 from grpo_async.records import Prompt
@@ -105,7 +105,7 @@ def build_rollout_side(
     buffer = SampleBuffer(
         max_groups=config.max_groups_ahead,
         max_staleness=rollout.max_staleness,
-        on_drop=lambda scored, status, step: worker.drop(scored, status, step),
+        on_drop=lambda scored, status, step: worker.drop_scored(scored, status, step),
         next_step=start + 1,
         last_step=config.training.max_steps,
         timeline=timeline,

@@ -1,17 +1,15 @@
-"""What the timeline has of a run beside its parts: attempts, phases of rank 0, the states of the servers."""
+"""What the timeline has of a run beside its parts: attempts and phases of rank 0."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import Timeline
 from grpo_async.tracking.timeline_file import ATTEMPT
 
 _LANE = "run"
@@ -52,50 +50,3 @@ class RunPhases:
             name, began = self._now
             self._timeline.add(name, _LANE, began, time.time())
             self._now = None
-
-
-class ServerStates:
-    """A listener of the fleet: a lane for each server, with a span for each state that it was in, and an instant when it changes (a
-    span stands in the file when it is over)."""
-
-    def __init__(self, fleet: Fleet, timeline: Timeline) -> None:
-        self._fleet = fleet
-        self._timeline = timeline
-        self._since: dict[int, tuple[ServerState, float]] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self) -> None:
-        with self._lock:
-            for server in self._fleet.servers():
-                before = self._since.get(server.index)
-                if before is None or before[0] is not server.state:
-                    self._end(server.index)
-                    self._begin(server)
-
-    def close(self) -> None:
-        """End the spans that are open."""
-        with self._lock:
-            for index in list(self._since):
-                self._end(index)
-
-    def _begin(self, server: Server) -> None:
-        self._since[server.index] = server.state, time.time()
-        details = {}
-        if server.state in (ServerState.DOWN, ServerState.GONE):
-            details["reason"] = self._fleet.last_words(server.index)
-        self._timeline.instant(str(server.state), f"server/{server.index}", **details)
-
-    def _end(self, index: int) -> None:
-        before = self._since.pop(index, None)
-        if before is not None:
-            state, began = before
-            self._timeline.add(str(state), f"server/{index}", began, time.time())
-
-
-def watch_servers(fleet: Fleet, timeline: Timeline) -> ServerStates:
-    """Record the states of the servers from now on; `close` ends what is open."""
-    states = ServerStates(fleet, timeline)
-    if timeline is not NO_TIMELINE:
-        states()
-        fleet.subscribe(states)
-    return states

@@ -1,8 +1,11 @@
-"""The weights of the trainer on every server that is up: connects fleet, transport and push, and blames who failed.
+"""The weights of the trainer on every server that is up: connects fleet, transport and push, and fences
+the servers that failed.
+
+To follow a push: FleetSync.push here, weights.push.push_weights, weights.transport.WeightTransport.
 
     members of the fleet -> (new group if they changed) -> push -> mark as serving
-                                  ^                          |
-                                  '--- fence who failed <----'
+            ^                                               |
+            '------- fence the servers that failed <--------'
 
 A server that fails is fenced, and the push is made again with the others. With no server left the push is skipped: training
 goes on with what is queued, and the weights follow when a server is back (LeaderLoop.attend).
@@ -12,31 +15,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError, GrpoAsyncError, RequestRejectedError, RunError, WeightPushError
 from grpo_async.inference.fleet import Fleet, Server, ServerState
-from grpo_async.inference.surface import ServedParameters, ServerInfo
+from grpo_async.inference.surface import ServerInfo
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.training.parameters import AdapterParameters, ShardedParameters
 from grpo_async.weights.participants import PushFailedError, is_answer
-from grpo_async.weights.push import LANE, GatheredParameters, PushSettings, push_weights
+from grpo_async.weights.push import LANE, PushSettings, push_weights
 from grpo_async.weights.transport import WeightTransport
 from grpo_async.weights.verify import Difference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS_WITHOUT_BLAME = 3
+_MOST_UNEXPLAINED = 3
 """Pushes that fail in a row although no server failed: then the fault is not with the servers."""
 
 Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
-
-
-class CheckedParameters(GatheredParameters, Protocol):
-    """Parameters that know which servers can take them."""
-
-    def problems(self, served: ServedParameters) -> list[str]:
-        """Why a server cannot; [] when it can."""
 
 
 class FleetSync:
@@ -54,7 +51,7 @@ class FleetSync:
         config: ExperimentConfig,
         fleet: Fleet,
         transport: WeightTransport,
-        parameters: CheckedParameters,
+        parameters: ShardedParameters | AdapterParameters,
         *,
         probes: Sequence[Sequence[int]],
         on_serving: Callable[[Server], None],
@@ -95,14 +92,14 @@ class FleetSync:
             WeightPushError: an update was refused, or pushes fail although every server is well.
         """
         self._wake_up()
-        without_blame = 0
+        unexplained = 0
         while members := self._fit_members():
             try:
                 metrics = self._push_to(members, version, before_gather)
             except PushFailedError as error:
                 self._transport.close()
-                without_blame = 0 if self._fence(members, error) else without_blame + 1
-                if without_blame >= _ATTEMPTS_WITHOUT_BLAME:
+                unexplained = 0 if self._fence(members, error) else unexplained + 1
+                if unexplained >= _MOST_UNEXPLAINED:
                     raise
                 logger.warning("%s; pushing again", error)
                 continue

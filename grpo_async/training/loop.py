@@ -181,7 +181,9 @@ class LeaderLoop:
                 result, figures = self._train(minibatches, step)
             self._version = step
             with self._span("settle", step=step):
-                self._source.settle([group for group in groups if not group.samples], GroupStatus.FILTERED, step=step)
+                self._source.settle_step(
+                    [group for group in groups if not group.samples], GroupStatus.FILTERED, step=step
+                )
                 trained = self._settle(minibatches, result, figures, step)
             is_due = step % config.training.weight_sync_steps == 0 or step == config.training.max_steps
             if (is_due or self._push_is_held) and self._evaluations.holds_push:
@@ -297,7 +299,7 @@ class LeaderLoop:
         for parts, status in ((made, GroupStatus.TRAINED), (skipped, GroupStatus.FAILED)):
             if parts:
                 groups = [group for part in parts for group in part.groups]
-                self._source.settle(groups, status, step=step, figures=figures)
+                self._source.settle_step(groups, status, step=step, figures=figures)
         if made and skipped:
             logger.warning("step %d: %d of %d updates were skipped: not finite", step, len(skipped), len(minibatches))
         return [sample for minibatch in made for sample in minibatch.samples]
@@ -407,7 +409,7 @@ class RolloutSource(Protocol):
     def stores(self, group_id: int) -> bool:
         """Whether the rollout store keeps this group should it be trained. (What fails or gets stale is kept in any case.)"""
 
-    def settle(
+    def settle_step(
         self,
         groups: Sequence[ScoredGroup],
         status: GroupStatus,

@@ -2,7 +2,7 @@
 
 What the function raises comes back as a value (`Raised`): a SystemExit or KeyboardInterrupt that is raised into an event loop
 ends the loop. Context variables of the caller are seen by the function. An async function that blocks (time.sleep) blocks
-its loop, which is one of their own for rewards and one for tools and environments (`loop`).
+its own loop and not the run's: rewards share one, tools and environments another, rollout functions a third (`loop`).
 """
 
 from __future__ import annotations
@@ -98,14 +98,13 @@ class TimedCaller:
     Args:
         threads: where plain functions run.
         timeout_s: limit of one call, in seconds.
-        loop: where async functions run; None: on the caller's loop, which they can block.
+        loop: where async functions run; None: on one of their own.
     """
 
     def __init__(self, threads: Threads, timeout_s: float, *, loop: UserLoop | None = None) -> None:
         self._threads = threads
-        self._loop = loop
+        self._loop = loop or UserLoop("async calls")
         self.timeout_s = timeout_s
-        self._abandoned: set[asyncio.Task[Any]] = set()
 
     async def run(self, call: UserCall[Result]) -> Result | Raised:
         """Raises:
@@ -114,20 +113,7 @@ class TimedCaller:
         """
         if not call.is_async:
             return await self._threads.run(call.attempt, self.timeout_s)
-        if self._loop is not None:
-            return await self._loop.run(call.attempt_async, self.timeout_s)
-        task = asyncio.create_task(call.attempt_async())
-        try:
-            done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
-            if not done:
-                raise TimeoutError
-            return task.result()
-        finally:
-            if not task.done():
-                # Not awaited: a coroutine that swallows its cancellation would outlast the deadline.
-                task.cancel()
-                self._abandoned.add(task)
-                task.add_done_callback(self._abandoned.discard)
+        return await self._loop.run(call.attempt_async, self.timeout_s)
 
 
 def unwrap_partial(function: Any) -> Any:

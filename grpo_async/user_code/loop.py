@@ -73,6 +73,10 @@ class UserLoop:
             raise LoopHeldError(where)
         raise TimeoutError
 
+    def post(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Future[Result]:
+        """Start the coroutine that `work` makes, which raises nothing. ThreadsExhaustedError: too many loops are held."""
+        return self._usable().start(work)[0]
+
     def close(self) -> None:
         """End the loop and cancel what runs on it. Safe to call twice."""
         with self._lock:

@@ -17,9 +17,9 @@ def test_the_ledger_is_closed_at_every_moment() -> None:
     ledger.rollout_failed(0, 4)
     ledger.queue(0)
     assert is_closed(ledger.snapshot())
-    ledger.settle(0, GroupStatus.TRAINED)
-    ledger.settle(1, GroupStatus.STALE)
-    ledger.settle(2, GroupStatus.FILTERED)
+    ledger.close_group(0, GroupStatus.TRAINED)
+    ledger.close_group(1, GroupStatus.STALE)
+    ledger.close_group(2, GroupStatus.FILTERED)
     snapshot = ledger.snapshot()
     assert is_closed(snapshot)
     assert snapshot["groups"] == {
@@ -34,16 +34,16 @@ def test_a_group_is_settled_only_once_and_only_finally() -> None:
     ledger = Ledger()
     ledger.start(1)
     with pytest.raises(ValueError, match="not a final status"):
-        ledger.settle(1, GroupStatus.QUEUED)
-    ledger.settle(1, GroupStatus.FAILED)
+        ledger.close_group(1, GroupStatus.QUEUED)
+    ledger.close_group(1, GroupStatus.FAILED)
     with pytest.raises(KeyError):
-        ledger.settle(1, GroupStatus.TRAINED)
+        ledger.close_group(1, GroupStatus.TRAINED)
 
 
 def test_tokens_that_arrive_after_the_end_of_their_group_are_not_counted_on_either_side() -> None:
     ledger = Ledger()
     ledger.start(1)
-    ledger.settle(1, GroupStatus.CANCELLED)
+    ledger.close_group(1, GroupStatus.CANCELLED)
     before = ledger.num_events
     ledger.generated(1, 5)
     assert ledger.num_events == before
@@ -64,7 +64,7 @@ def test_totals_for_resume_leave_out_what_is_open_so_that_it_counts_once() -> No
     for group_id in range(3):
         ledger.start(group_id)
         ledger.generated(group_id, 7)
-    ledger.settle(0, GroupStatus.TRAINED)
+    ledger.close_group(0, GroupStatus.TRAINED)
     ledger.queue(1)
     resumed = Ledger(totals_for_resume(ledger.snapshot()))
     assert is_closed(resumed.snapshot())
@@ -85,7 +85,7 @@ def test_events_grow_with_everything_that_moves() -> None:
     for move in (
         lambda: ledger.start(1),
         lambda: ledger.generated(1, 5),
-        lambda: ledger.settle(1, GroupStatus.FAILED),
+        lambda: ledger.close_group(1, GroupStatus.FAILED),
     ):
         move()
         seen.append(ledger.num_events)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_async.buffer.resume import (
-    GroupInProgress,
+    GroupSnapshot,
     PartialRollout,
     QueuedGroup,
     ResumeState,
@@ -63,7 +63,7 @@ def _state() -> ResumeState:
             QueuedGroup(scored=scored, tokens=4),
             QueuedGroup(scored=make_scored(7, has_samples=False), tokens=0),
         ],
-        in_progress=[GroupInProgress(prompt_id=9, begun={0: over, 1: partial})],
+        in_progress=[GroupSnapshot(prompt_id=9, rollouts={0: over, 1: partial})],
         noted=[make_scored(6, has_samples=False)],
         store=1234,
         failures={"rollout: TimeoutError": 2},
@@ -83,11 +83,11 @@ def test_a_state_is_read_back_as_it_was() -> None:
     assert math.isnan(read.queued[0].scored.metrics["mine"])
     assert (read.small(), list(read.lines())) == (state.small(), list(state.lines()))  # tuples have become lists
     assert read.store == 1234
-    turn = read.in_progress[0].begun[0].turns[0]
+    turn = read.in_progress[0].rollouts[0].turns[0]
     assert (turn.output_logprobs, turn.policy_versions) == (_turn().output_logprobs, _turn().policy_versions)
     assert turn.tool_calls == _turn().tool_calls
     assert turn.messages == _turn().messages
-    begun = read.in_progress[0].begun
+    begun = read.in_progress[0].rollouts
     assert isinstance(begun[0].turns[0].finish_reason, FinishReason)
     assert begun[0].status is RolloutStatus.FINISHED  # type: ignore[union-attr]
 
@@ -121,9 +121,9 @@ def test_the_oldest_version_counts_the_open_turn_and_every_rollout() -> None:
     assert partial.oldest_version == 2
     assert partial.num_sampled_tokens == 1
     assert PartialRollout(rollout_id="r", prompt_ids=[1]).oldest_version is None
-    group = GroupInProgress(prompt_id=0, begun={0: make_completion(version=5), 1: partial})
+    group = GroupSnapshot(prompt_id=0, rollouts={0: make_completion(version=5), 1: partial})
     assert group.oldest_version == 2
-    assert GroupInProgress(prompt_id=0, begun={}).oldest_version is None
+    assert GroupSnapshot(prompt_id=0, rollouts={}).oldest_version is None
 
 
 def test_a_line_of_another_kind_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.errors import ConfigError
-from grpo_async.quickstart.tokenizer import train_tokenizer
+from grpo_async.quickstart.model import train_tokenizer
 from tests.launcher.support import EMBEDDED, make_config
 
 GAME = {"game": {"factory": "grpo_async.envs.guessing_game:GuessingGame"}}
@@ -180,7 +180,7 @@ _CUT = len(_HEADER).to_bytes(8, "little") + _HEADER + b"0" * 30
             "has a vocabulary of 9 tokens, model.path one of 7",
         ),
         ({"model": {"path": "{folder}/train.jsonl"}}, "model.path: {folder}/train.jsonl is a file"),
-        ({"model": {"path": "{folder}/cut"}}, "model.safetensors is no whole safetensors file: it ends after"),
+        ({"model": {"path": "{folder}/cut"}}, "model.safetensors is no whole safetensors file: "),
         ({"model": {"path": "{folder}/deep"}}, "model.path: cannot read {folder}/deep/config.json"),
         (
             {"model": {"path": "{folder}/gpt_oss"}},

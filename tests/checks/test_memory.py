@@ -1,4 +1,4 @@
-"""Estimates of memory: parameter counts of real files, formulas worked out by hand, activations against what PyTorch saves."""
+"""Estimates of memory: parameter counts of real files, the formula worked out by hand, and what becomes of a shared GPU."""
 
 from __future__ import annotations
 
@@ -10,31 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from grpo_async.checks.memory import (
-    MemoryEstimate,
-    ModelShape,
-    activation_bytes,
-    count_parameters,
-    estimate_server,
-    estimate_trainer,
-    format_bytes,
-    guess_shape,
-    read_shape,
-    shared_gpu_fraction,
-)
+from grpo_async.checks.memory import MemoryEstimate, describe_peak, estimate_trainer, format_bytes, shared_gpu_fraction
+from grpo_async.checks.model_files import count_parameters
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.training.attention import SampleLayout, use_attention
 from tests.launcher.support import make_config
 from tests.support.tiny_model import build_tiny_model
 
 GIB = 1 << 30
-# Qwen3-0.6B
-SHAPE = ModelShape(
-    num_layers=28, hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128,
-    vocab_size=151_936, is_tied=True,
-)  # fmt: skip
-NUMBER = 596_049_920
+NUMBER = 596_049_920  # Qwen3-0.6B
 
 
 def _config(folder: Path, **sections: Any) -> ExperimentConfig:
@@ -45,7 +29,10 @@ def _config(folder: Path, **sections: Any) -> ExperimentConfig:
     }
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values}
-    return make_config(folder, **base)
+    config = make_config(folder, **base)
+    shape = {"hidden_size": 1024, "num_hidden_layers": 28, "vocab_size": 151_936}
+    (Path(config.model.path) / "config.json").write_text(json.dumps(shape))
+    return config
 
 
 def _parameters(folder: Path) -> int:
@@ -103,238 +90,87 @@ def test_a_missing_file_of_the_index_is_an_error(tmp_path: Path) -> None:
         count_parameters(str(tmp_path))
 
 
-def test_the_shape_is_that_of_config_json(tiny_model: Path, tmp_path: Path) -> None:
-    shape = read_shape(str(tiny_model))
-    assert shape is not None
-    assert (shape.num_layers, shape.hidden_size, shape.head_dim, shape.num_kv_heads, shape.is_tied) == (
-        2,
-        64,
-        32,
-        1,
-        True,
-    )
-    assert read_shape(str(tmp_path)) is None
-    assert read_shape("Qwen/Qwen3-0.6B") is None
-
-
-def test_a_guessed_shape_has_about_the_parameters_it_was_guessed_from() -> None:
-    for number in (600e6, 8e9, 70e9):
-        shape = guess_shape(int(number))
-        assert 12 * shape.num_layers * shape.hidden_size**2 == pytest.approx(number, rel=0.1)
-    assert guess_shape(1000).num_layers >= 1
-
-
 def test_the_trainer_of_one_rank_is_what_the_formula_says(tmp_path: Path) -> None:
-    estimate = estimate_trainer(_config(tmp_path), NUMBER, SHAPE)
-    # float32: 4 N; gathered in bfloat16: the embedding and two layers of (N - embedding) / 28
-    layer = (NUMBER - 151_936 * 1024) // 28
-    assert estimate.weights == 4 * NUMBER + 2 * (151_936 * 1024 + 2 * layer)
-    assert (
-        estimate.gradients == 4 * NUMBER + 2 * 151_936 * 1024
-    )  # the shard, and the embedding's before it is scattered
-    assert estimate_trainer(_config(tmp_path), NUMBER, SHAPE, on_gpu=False).gradients == 4 * NUMBER
-    assert estimate.optimizer == 12 * NUMBER
-    # 2 bytes x (8 x 1024 + 8 x 2048 + 3 x 1024 + 4 x 3072) = 79,872 a token and layer
-    assert estimate.activations == 4096 * 28 * 79_872
-    assert estimate.logits == 1024 * 151_936 * 4 * 5
-    assert estimate.staging == 2 * 2 * 151_936 * 1024 + 4 * 151_936 * 1024  # the embedding is larger than 8 MiB
-    assert estimate.total == estimate.weights + estimate.optimizer + max(
-        estimate.gradients + estimate.activations + estimate.logits, estimate.staging
-    )
+    estimate = estimate_trainer(_config(tmp_path), NUMBER)
+    # float32: 4 N; gathered in bfloat16: the embedding and two of 28 layers
+    assert estimate.weights == 4 * NUMBER + 2 * (1024 * 151_936 + NUMBER // 14)
+    assert (estimate.gradients, estimate.optimizer) == (4 * NUMBER, 12 * NUMBER)
+    assert estimate.activations == 4096 * 1024 * 2 * 36 * 28 + 1024 * 151_936 * 4 * 5
+    assert estimate.total == estimate.weights + estimate.gradients + estimate.optimizer + estimate.activations
 
 
-def test_a_push_counts_where_it_needs_more_than_a_step() -> None:
-    assert MemoryEstimate(weights=1, gradients=2, activations=3, logits=4, staging=5).total == 1 + 9
-    assert MemoryEstimate(weights=1, gradients=2, staging=50, kv_cache=7).total == 1 + 50 + 7
-
-
-def test_ranks_share_weights_moments_and_gradients_and_not_the_rest(tmp_path: Path) -> None:
-    one = estimate_trainer(_config(tmp_path), NUMBER, SHAPE)
-    four = estimate_trainer(_config(tmp_path, launch={"num_trainer_ranks": 4}), NUMBER, SHAPE)
-    assert one.optimizer == pytest.approx(4 * four.optimizer)
-    assert one.weights - four.weights == 3 * NUMBER  # 4 N - 4 N / 4
-    assert one.gradients - four.gradients == 3 * NUMBER  # they are scattered after each micro-batch
-    assert (one.activations, one.logits) == (four.activations, four.logits)
-    on_cpu = [
-        estimate_trainer(_config(tmp_path, launch={"num_trainer_ranks": ranks}), NUMBER, SHAPE, on_gpu=False).gradients
-        for ranks in (1, 4)
-    ]
-    assert on_cpu == [4 * NUMBER] * 2  # there they travel once, after the last one
+@pytest.mark.parametrize(
+    ("sections", "weights", "gradients", "optimizer", "activations"),
+    [
+        ({"launch": {"num_trainer_ranks": 4}}, -3 * NUMBER, -3 * NUMBER, -9 * NUMBER, 0),
+        ({"model": {"activation_checkpointing": "full"}}, 0, 0, 0, 4096 * 1024 * 2 * (28 + 36 - 36 * 28)),
+        ({"model": {"lora": {"rank": 16}}}, 0, -4 * (NUMBER - NUMBER // 64), -12 * (NUMBER - NUMBER // 64), 0),
+        ({"optimizer": {"type": "muon"}}, 0, 0, -4 * NUMBER, 0),
+        ({"training": {"cpu_offload": True}}, -4 * NUMBER, 0, -12 * NUMBER, 0),
+        ({"loss": {"type": "dapo", "beta": 0.1}}, 2 * NUMBER, 0, 0, 0),  # a second model, in bfloat16
+    ],
+    ids=["4 ranks", "checkpointing", "lora", "muon", "offload", "reference"],
+)
+def test_what_a_setting_changes(
+    tmp_path: Path, sections: dict[str, Any], weights: int, gradients: int, optimizer: int, activations: int
+) -> None:
+    plain = estimate_trainer(_config(tmp_path), NUMBER)
+    (tmp_path / "other").mkdir()
+    changed = estimate_trainer(_config(tmp_path / "other", **sections), NUMBER)
+    assert changed.weights - plain.weights == weights
+    assert changed.gradients - plain.gradients == gradients
+    assert changed.optimizer - plain.optimizer == pytest.approx(optimizer, abs=1)
+    assert changed.activations - plain.activations == activations
 
 
 def test_32_billion_parameters_on_16_gpus_of_80_gib_fit(tmp_path: Path) -> None:
-    """Qwen3-32B; whole gradients on each rank would be 122 GiB that do not exist."""
-    shape = ModelShape(
-        num_layers=64, hidden_size=5120, intermediate_size=25_600, num_heads=64, num_kv_heads=8, head_dim=128,
-        vocab_size=151_936, is_tied=False,
-    )  # fmt: skip
-    config = _config(tmp_path, launch={"num_trainer_ranks": 16}, model={"activation_checkpointing": "full"})
-    assert estimate_trainer(config, 32_762_123_264, shape).total < 80 * GIB
-
-
-def test_checkpointing_leaves_one_vector_per_layer_and_one_whole_layer(tmp_path: Path) -> None:
-    estimate = estimate_trainer(_config(tmp_path, model={"activation_checkpointing": "full"}), NUMBER, SHAPE)
-    assert estimate.activations == 4096 * (28 * 1024 * 2 + 79_872)
-
-
-def test_a_bucket_larger_than_every_parameter_is_what_is_staged(tmp_path: Path) -> None:
-    estimate = estimate_trainer(_config(tmp_path, weights={"bucket_mb": 1024}), NUMBER, SHAPE)
-    assert estimate.staging == 2 * GIB + 4 * 151_936 * 1024
-
-
-def test_a_server_holds_the_weights_twice_and_its_cache(tmp_path: Path) -> None:
-    config = _config(tmp_path, inference={"vllm": {"kv_cache_mb": 512}, "embedded": {"max_slots": 4}})
-    kv_of_a_token = 2 * 28 * 8 * 128 * 2
-    on_cpu = estimate_server(config, NUMBER, SHAPE)
-    assert (on_cpu.weights, on_cpu.staging, on_cpu.kv_cache) == (2 * NUMBER, 2 * NUMBER, 512 << 20)
-    assert estimate_server(config, NUMBER, SHAPE, on_gpu=True).kv_cache == 2048 * kv_of_a_token
-    assert estimate_server(config, NUMBER, SHAPE, engine="embedded").kv_cache == 4 * 2048 * kv_of_a_token
-    parallel = _config(tmp_path, inference={"vllm": {"tensor_parallel_size": 2}})
-    assert estimate_server(parallel, NUMBER, SHAPE).weights == NUMBER
+    """Qwen3-32B, by its name alone; whole gradients on each rank would be 122 GiB that do not exist."""
+    config = make_config(
+        tmp_path,
+        launch={"num_trainer_ranks": 16},
+        model={"path": "Qwen/Qwen3-32B", "compute_dtype": "bfloat16", "activation_checkpointing": "full"},
+        training={"micro_batch_tokens": 4096},
+    )
+    assert estimate_trainer(config, 32_762_123_264).total < 80 * GIB
 
 
 def test_vllm_gets_what_the_trainer_leaves_rounded_down(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    trainer = estimate_trainer(config, NUMBER, SHAPE).total
-    for gib in (48, 80, 81, 96, 141):  # rounding up would take more than is left, in some of them
+    trainer = estimate_trainer(config, NUMBER).total
+    for gib in (48, 80, 141):  # rounding up would take more than is left, in some of them
         left = gib * GIB - 1.15 * trainer - 2 * GIB - 2 * NUMBER
-        fraction, advice = shared_gpu_fraction(config, NUMBER, gib * GIB, SHAPE)
+        fraction, advice = shared_gpu_fraction(config, NUMBER, gib * GIB)
         assert advice is None
         assert 0 <= left - fraction * gib * GIB < 0.01 * gib * GIB
         assert 0.2 < fraction < 0.9
-    assert shared_gpu_fraction(config, NUMBER, 10_000 * GIB, SHAPE)[0] == 0.9  # never all of it
+    assert shared_gpu_fraction(config, NUMBER, 10_000 * GIB)[0] == 0.9  # never all of it
 
 
 def test_a_sleeping_server_leaves_the_trainer_its_memory_so_it_may_take_more(tmp_path: Path) -> None:
+    awake, _ = shared_gpu_fraction(_config(tmp_path), NUMBER, 40 * GIB)
+    (tmp_path / "other").mkdir()
     sleeps = _config(
-        tmp_path,
+        tmp_path / "other",
         inference={"vllm": {"sleep_while_training": True}},
         rollout={"max_staleness": 0, "max_completion_tokens": 8},
     )
-    awake, _ = shared_gpu_fraction(_config(tmp_path), NUMBER, 40 * GIB, SHAPE)
-    assert shared_gpu_fraction(sleeps, NUMBER, 40 * GIB, SHAPE)[0] > awake + 0.1
+    assert shared_gpu_fraction(sleeps, NUMBER, 40 * GIB)[0] > awake + 0.1
 
 
 def test_a_gpu_that_seems_too_small_gives_the_server_what_it_needs_and_a_warning(tmp_path: Path) -> None:
-    config = _config(tmp_path)
-    trainer, server = estimate_trainer(config, NUMBER, SHAPE), estimate_server(config, NUMBER, SHAPE, on_gpu=True)
-    needed = server.weights + server.kv_cache + 3 * GIB // 2  # vLLM's own work
-    just_enough = int(1.15 * trainer.total + 2 * GIB + server.staging + 1.05 * needed)
-    assert shared_gpu_fraction(config, NUMBER, just_enough, SHAPE)[1] is None
-    for gpu_bytes in (just_enough - 3 * GIB, 16 * GIB):
-        fraction, advice = shared_gpu_fraction(config, NUMBER, gpu_bytes, SHAPE)
-        assert 0 <= fraction * gpu_bytes - needed < 0.01 * gpu_bytes
-        assert advice is not None
-        assert "model.activation_checkpointing" in advice
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "sizes", [{}, {"intermediate_size": 1024}, {"num_attention_heads": 8}, {"num_key_value_heads": 2}]
-)
-def test_activations_are_what_pytorch_saves_for_the_backward_pass(dtype: torch.dtype, sizes: dict[str, int]) -> None:
-    """Within 2 % in bfloat16; float32 casts nothing and keeps up to a fifth less."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    segment_ids = torch.tensor([[0] * 64 + [1] * 40 + [2] * 24])  # three samples in a row
-    position_ids = torch.cat([torch.arange(length) for length in (64, 40, 24)])[None]
-    fields: dict[str, Any] = {
-        "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
-        "vocab_size": 300, "attn_implementation": "sdpa", **sizes,
-    }  # fmt: skip
-    saved_bytes = []
-    for num_layers in (1, 2):  # the difference is one layer
-        config = Qwen3Config(num_hidden_layers=num_layers, **fields)
-        model = AutoModelForCausalLM.from_config(config).to(dtype)
-        use_attention(model, "mask")
-        layout = SampleLayout(segment_ids)
-        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        saved: dict[int, torch.UntypedStorage] = {}
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage  # noqa: B023 - used within the same turn of the loop
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            model.base_model(
-                input_ids=torch.zeros_like(segment_ids), attention_mask=layout.no_padding, position_ids=position_ids,
-                use_cache=False, sample_layout=layout,
-            )  # fmt: skip
-        saved_bytes.append(sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in weights))
-    seen = (saved_bytes[1] - saved_bytes[0]) / segment_ids.numel()
-    shape = ModelShape(
-        num_layers=1, hidden_size=256, intermediate_size=fields["intermediate_size"], num_heads=fields["num_attention_heads"],
-        num_kv_heads=fields["num_key_value_heads"], head_dim=64, vocab_size=300, is_tied=False,
-    )  # fmt: skip
-    formula = activation_bytes(shape, item_bytes=dtype.itemsize)
-    assert seen <= formula * 1.02
-    assert seen >= formula * (0.98 if dtype is torch.bfloat16 else 0.75)
+    fraction, advice = shared_gpu_fraction(_config(tmp_path), NUMBER, 16 * GIB)
+    # served weights, vLLM's own work, keys and values of one sequence
+    needed = 2 * NUMBER + 3 * GIB // 2 + 2 * 28 * 1024 * 2 * 2048
+    assert 0 <= fraction * 16 * GIB - needed < 0.01 * 16 * GIB
+    assert advice is not None
+    assert "model.activation_checkpointing" in advice
 
 
 def test_bytes_read_well() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1536, 3 << 20, 5 * GIB, 2 << 40)] == [
         "0 B", "1023 B", "1.5 KiB", "3.0 MiB", "5.0 GiB", "2.0 TiB",
     ]  # fmt: skip
-    words = MemoryEstimate(weights=2 * GIB, kv_cache=GIB).describe()
-    assert words == "weights 2.0 GiB, kv cache 1.0 GiB (3.0 GiB at once)"
-
-
-def _trainer(folder: Path, **sections: Any) -> MemoryEstimate:
-    return estimate_trainer(_config(folder, **sections), NUMBER, SHAPE)
-
-
-def test_adapters_need_gradients_and_moments_of_their_own_only(tmp_path: Path) -> None:
-    plain, lora = _trainer(tmp_path), _trainer(tmp_path, model={"lora": {"rank": 16}})
-    # q 3072, k and v 2048 each, o 3072, gate, up, down 4096 each: 22,528 x 16 x 28
-    adapters = 10_092_544
-    assert (lora.gradients, lora.optimizer) == (6 * adapters, 12 * adapters)
-    assert lora.weights == plain.weights + 4 * adapters
-    only_q = _trainer(tmp_path, model={"lora": {"rank": 16, "target_modules": ["q_proj"]}})
-    assert only_q.gradients == 6 * 1_376_256
-    packed = _trainer(tmp_path, model={"lora": {"rank": 16, "quantization": "nf4"}})
-    layers = NUMBER - 151_936 * 1024
-    assert lora.weights - packed.weights > 3.4 * layers  # 4 bytes become 0.5625
-    assert packed.gradients == lora.gradients
-
-
-def test_a_second_model_as_reference_counts_and_the_policy_without_adapters_does_not(tmp_path: Path) -> None:
-    assert _trainer(tmp_path).reference == 0
-    assert _trainer(tmp_path, loss={"type": "dapo", "beta": 0.1}).reference == 2 * NUMBER  # bfloat16
-    assert _trainer(tmp_path, loss={"type": "dapo", "beta": 0.1}, model={"lora": {}}).reference == 0
-    other = _trainer(tmp_path, loss={"type": "dapo", "beta": 0.1, "reference": "/a/folder"}, model={"lora": {}})
-    assert other.reference == 2 * NUMBER
-    assert other.total - _trainer(tmp_path, model={"lora": {}}).total == 2 * NUMBER
-    assert "reference 1.1 GiB" in other.describe()
-
-
-def test_optimizers_differ_in_their_state(tmp_path: Path) -> None:
-    adamw, eight, muon = (
-        _trainer(tmp_path, optimizer={"type": kind}).optimizer for kind in ("adamw", "adamw_8bit", "muon")
-    )
-    assert (adamw, eight, muon) == (12 * NUMBER, int(2.1 * NUMBER), 8 * NUMBER)
-
-
-def test_offloaded_shards_are_not_on_the_device(tmp_path: Path) -> None:
-    plain, offloaded = _trainer(tmp_path), _trainer(tmp_path, training={"cpu_offload": True})
-    assert (offloaded.optimizer, plain.weights - offloaded.weights) == (0, 4 * NUMBER)
-
-
-def test_hybrid_sharding_divides_by_the_ranks_of_a_machine(tmp_path: Path) -> None:
-    nodes = {"nodes": 2, "rdzv": "somewhere:29400", "num_trainer_ranks": 4}
-    full, hybrid = (_trainer(tmp_path, launch={**nodes, "sharding": kind}) for kind in ("full", "hybrid"))
-    assert (full.optimizer, hybrid.optimizer) == (12 * NUMBER // 8, 12 * NUMBER // 4)
-
-
-def test_selective_checkpointing_lies_between_none_and_full(tmp_path: Path) -> None:
-    none, selective, full = (
-        _trainer(tmp_path, model={"activation_checkpointing": mode}).activations
-        for mode in ("none", "selective", "full")
-    )
-    assert full < selective < none
-
-
-def test_layers_that_stay_gathered_are_all_counted(tmp_path: Path) -> None:
-    plain, kept = _trainer(tmp_path), _trainer(tmp_path, training={"reshard_after_forward": False})
-    layer = (NUMBER - 151_936 * 1024) // 28
-    assert kept.weights - plain.weights == 26 * layer * 2
+    estimate = MemoryEstimate(weights=2 * GIB, gradients=0, optimizer=GIB, activations=0)
+    assert estimate.describe() == "weights 2.0 GiB, gradients 0 B, optimizer 1.0 GiB, activations 0 B"
+    peak = describe_peak([GIB, 2 * GIB], 3 * GIB, on_gpu=True)
+    assert peak == "1.0 GiB, 2.0 GiB (GPU memory; 3.0 GiB by estimate)"

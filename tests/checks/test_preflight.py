@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.chat.build import load_renderer
-from grpo_async.checks.preflight import Check, PreflightContext, run_preflight
-from grpo_async.checks.report import from_json
+from grpo_async.chat.renderer import load_renderer
+from grpo_async.checks.preflight import PreflightContext, run_preflight
+from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import RunError
 from grpo_async.inference.control import ServerControl
@@ -29,11 +28,12 @@ from grpo_async.training.reference import score_twice
 from grpo_async.weights.verify import TrainerScores, probe_sequences
 from tests.launcher.support import make_config
 from tests.servers.embedded_support import Live, live, load, perturbed
+from tests.support.tiny_model import build_tiny_model
 
 TOKEN = "preflight-token"
 NAMES = [
-    "logprobs", "weights", "generation", "tokenizer", "chat template", "dtypes", "context length", "seeds", "addresses",
-    "addresses", "memory", "disk",
+    "logprobs", "generation", "tokenizer", "chat template", "dtypes", "context length", "addresses", "addresses", "memory",
+    "disk",
 ]  # fmt: skip
 
 
@@ -99,12 +99,9 @@ def _context(folder: Path, model: Path, url: str, **changes: Any) -> PreflightCo
             [renderer.prompt_ids(prompt.messages) for prompt in prompts], vocab_size=rows, max_model_len=512
         ),
         "score_on_trainer": score,
-        "parameter_problems": [],
         "parameter_shapes": {name: tuple(p.shape) for name, p in policy.model.named_parameters()},
         "num_embeddings": rows,
         "policy_version": 0,
-        "transport": "gloo",
-        "first_push": {"sync/bytes": 2.0 * (1 << 20), "sync/bytes_per_s": 8.0 * (1 << 20)},
         "device": "cpu",
         "token": TOKEN,
     }
@@ -129,47 +126,31 @@ def test_a_run_where_everything_fits_passes_every_check_and_writes_them(
     tmp_path: Path, tiny_model: Path, server: Live
 ) -> None:
     context = _context(tmp_path, tiny_model, server.url)
-    began = time.monotonic()
-    checks = run_preflight(context)
-    assert [check for check in checks if check.status != "pass"] == []
-    assert [check.name for check in checks] == NAMES
-    assert time.monotonic() - began < 10.0  # a second; the machine may be busy
-    file = context.rundir.preflight
-    assert from_json(file.read_text()) == checks
-    assert json.loads(file.read_text())["status"] == "pass"
-
-
-def test_what_passes_says_what_was_seen(tmp_path: Path, tiny_model: Path, server: Live) -> None:
-    checks = _run(_context(tmp_path, tiny_model, server.url))
+    found = run_preflight(context)
+    assert [check for check in found if check.status != "pass"] == []
+    assert [check.name for check in found] == NAMES
+    assert json.loads(context.rundir.preflight.read_text()) == {
+        "status": "pass",
+        "checks": [asdict(check) for check in found],
+    }
+    checks = {check.name: check for check in found}
     # probes of 16, 64 and 300 tokens: 15 + 63 + 299 are predicted
     assert "over 377 tokens (limit of the mean 0.001;" in checks["logprobs"].detail
-    assert "gloo carried 2.0 MiB to 1 server(s) at 8.0 MiB/s" in checks["weights"].detail
     assert "8 greedy tokens" in checks["generation"].detail
     assert "turns end with <|im_end|>" in checks["chat template"].detail
     # 3 checkpoints of weights and two moments, and the model: 10 x 4 bytes x parameters
     assert checks["disk"].detail.startswith("3 checkpoint(s) of ")
 
 
-def test_a_server_with_other_weights_fails_with_the_likely_cause(tmp_path: Path, tiny_model: Path, token: str) -> None:
-    other = load(tiny_model)
-    other.load_state_dict(perturbed(other, seed=3), strict=False)
-    with live(other, max_model_len=512) as served:
-        checks = _run(_context(tmp_path, tiny_model, served.url))
-    assert _not_passed(checks) == {"logprobs": "fail"}
-    detail = checks["logprobs"].detail
-    assert "mean by length: " in detail
-    assert "in the probe of 300" in detail
-
-
-def test_weights_of_another_seed_are_called_other_weights(
-    tmp_path: Path, tiny_model: Path, token: str, tmp_path_factory: pytest.TempPathFactory
+def test_a_server_with_other_weights_fails_with_the_likely_cause(
+    tmp_path: Path, token: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    from tests.support.tiny_model import build_tiny_model
-
     folder = build_tiny_model(tmp_path_factory.mktemp("other"), seed=9)
     with live(load(folder), max_model_len=512) as served:
         checks = _run(_context(tmp_path, tiny_model, served.url))
-    assert "means other weights or another model function" in checks["logprobs"].detail
+    assert _not_passed(checks) == {"logprobs": "fail"}
+    for part in ("mean by length: ", "in the probe of 300", "other weights", "model.path"):
+        assert part in checks["logprobs"].detail
 
 
 def test_a_small_difference_fails_unless_it_is_tolerated(tmp_path: Path, tiny_model: Path, token: str) -> None:
@@ -210,36 +191,17 @@ def test_a_sampler_whose_logprobs_are_not_those_of_its_model_fails(
     assert "--logprobs-mode" in checks["generation"].detail
 
 
-def test_differing_parameters_fail_and_only_a_few_are_named(tmp_path: Path, tiny_model: Path, server: Live) -> None:
-    problems = [f"p{number} is missing" for number in range(9)]
-    check = _run(_context(tmp_path, tiny_model, server.url, parameter_problems=problems))["weights"]
-    assert check.status == "fail"
-    assert "p4 is missing and 4 more" in check.detail
-    assert "p5" not in check.detail
-
-
-def test_a_push_without_figures_is_a_warning(tmp_path: Path, tiny_model: Path, server: Live) -> None:
-    check = _run(_context(tmp_path, tiny_model, server.url, first_push={}))["weights"]
-    assert check.status == "warn"
-    assert "(gloo) is untested" in check.detail
-
-
 def test_a_served_dtype_that_was_not_sent_is_a_warning_and_widens_the_limit(
     tmp_path: Path, tiny_model: Path, server: Live
 ) -> None:
-    checks = _run(_context(tmp_path, tiny_model, server.url, info={"dtype": "bfloat16"}))
+    compute = {"model": {"compute_dtype": "bfloat16"}}
+    checks = _run(_context(tmp_path, tiny_model, server.url, info={"dtype": "bfloat16"}, sections=compute))
     assert _not_passed(checks) == {"dtypes": "warn"}
     assert "server 0 serves bfloat16 and gets float32 (inference.dtype)" in checks["dtypes"].detail
+    assert "model.compute_dtype" in checks["dtypes"].detail
     limit = re.search(r"limit of the mean ([0-9.]+)", checks["logprobs"].detail)
     assert limit is not None
     assert 0.002 < float(limit[1]) < 0.1
-
-
-def test_a_trainer_that_computes_in_another_dtype_is_a_warning(tmp_path: Path, tiny_model: Path, server: Live) -> None:
-    context = _context(tmp_path, tiny_model, server.url, sections={"model": {"compute_dtype": "bfloat16"}})
-    check = _run(context)["dtypes"]
-    assert check.status == "warn"
-    assert "the trainer computes in bfloat16 (model.compute_dtype), servers in float32" in check.detail
 
 
 def test_a_server_with_a_shorter_context_fails(tmp_path: Path, tiny_model: Path, server: Live) -> None:
@@ -258,11 +220,6 @@ def test_prompts_that_leave_no_room_fail_and_little_room_warns(tmp_path: Path, t
     none = check("Q" * 600)
     assert none.status == "fail"
     assert "data.train.max_prompt_tokens" in none.detail
-
-
-def test_an_engine_without_seeds_per_request_is_said(tmp_path: Path, tiny_model: Path, server: Live) -> None:
-    check = _run(_context(tmp_path, tiny_model, server.url, info={"per_request_seed": False}))["seeds"]
-    assert (check.status, "run.seed" in check.detail) == ("pass", True)
 
 
 def test_a_check_that_fails_or_hangs_does_not_keep_the_others(tmp_path: Path, tiny_model: Path, server: Live) -> None:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from grpo_async.checks import doctor
-from grpo_async.checks.report import Check, failed, passed, warned
+from grpo_async.checks.report import Check
 from grpo_async.cli.app import app
 
 
@@ -19,10 +19,10 @@ def _doctor(*arguments: str) -> Result:
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     """What the doctor finds; `full` adds a line."""
-    checks = [passed("python", "CPython"), warned("disk", "nearly full")]
+    checks = [Check("python", "pass", "CPython"), Check("disk", "warn", "nearly full")]
 
     def run(*, full: bool = False) -> list[Check]:
-        return [*checks, passed("vllm import", "works")] if full else list(checks)
+        return [*checks, Check("vllm import", "pass", "works")] if full else list(checks)
 
     monkeypatch.setattr(doctor, "run_doctor", run)
     return checks
@@ -37,7 +37,7 @@ def test_warnings_alone_are_exit_code_0(found: list[Check]) -> None:
 
 
 def test_a_failed_check_is_exit_code_1(found: list[Check]) -> None:
-    found.append(failed("torch", "not installed"))
+    found.append(Check("torch", "fail", "not installed"))
     assert _doctor().exit_code == 1
     assert _doctor("--json").exit_code == 1
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from grpo_async.checks.report import failed, passed
+from grpo_async.checks.report import Check
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
 from grpo_async.launcher import train as launcher
@@ -35,7 +35,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
         made.append({"config": config, **options})
         print("the plan")
         if "on_checks" in options:
-            options["on_checks"]([passed("dtypes", "float32"), failed("disk", "full")])
+            options["on_checks"]([Check("dtypes", "pass", "float32"), Check("disk", "fail", "full")])
         return 1
 
     monkeypatch.setattr(launcher, "launch", launch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.data.columns import drop, rename
+from grpo_async.data.sources import drop, rename
 from grpo_async.errors import ConfigError
 
 # As verl writes it.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_async.config.data_sections import EnvironmentSource, GeneratorSource
-from grpo_async.data import generated
+from grpo_async.data import readers
 from grpo_async.data.sources import load_rows
 from grpo_async.data.stream import make_prompt
 from grpo_async.errors import ConfigError
@@ -33,7 +33,7 @@ def test_a_function_may_return_a_list() -> None:
 
 
 def test_a_generator_without_end_needs_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generated, "MAX_ROWS", 50)
+    monkeypatch.setattr(readers, "MAX_ROWS", 50)
     assert len(load_rows(_source("endless", limit=60))) == 60
     with pytest.raises(ConfigError, match="has made 50 rows and not come to an end; set `limit`"):
         load_rows(_source("endless"))

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.data.held_out import find_leaks, split_held_out
-from grpo_async.data.identity import task_key
+from grpo_async.data.identity import find_leaks, split_held_out, task_key
 from grpo_async.data.rows import Rows
 from grpo_async.errors import ConfigError
 

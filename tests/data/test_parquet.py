@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from grpo_async.config.data_sections import ParquetSource
-from grpo_async.data import files
+from grpo_async.data import readers
 from grpo_async.data.sources import load_rows
 from grpo_async.errors import ConfigError
 
@@ -42,7 +42,7 @@ def test_nested_columns_messages_and_dates_are_read(tmp_path: Path) -> None:
 def test_a_file_is_read_in_batches_and_a_folder_in_the_order_of_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_BATCH_ROWS", 2)
+    monkeypatch.setattr(readers, "_BATCH_ROWS", 2)
     _write(tmp_path / "b.parquet", [{"prompt": "b0"}])
     _write(tmp_path / "a.parquet", [{"prompt": f"a{number}"} for number in range(5)])
     rows = load_rows(_source(tmp_path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import sqlite3
 import threading
@@ -158,24 +157,6 @@ class Database:
 
     def close(self) -> None:
         self.connection.close()
-
-
-who = contextvars.ContextVar("who", default="nobody")
-
-
-class Asked:
-    """Says whose call it is."""
-
-    def reset(self) -> str:
-        return who.get()
-
-    def plain(self) -> str:
-        """Who asks."""
-        return who.get()
-
-    async def later(self) -> str:
-        """Who asks."""
-        return who.get()
 
 
 class BlocksItsLoop:

@@ -128,29 +128,6 @@ def test_reset_without_kwargs_gets_what_it_names_seed_included() -> None:
     with_one("Database", use)
 
 
-def test_what_belongs_to_a_thread_may_be_used_in_every_method() -> None:
-    async def run(pool: EnvironmentPool) -> None:
-        async with pool.lease(2) as environments:  # the probe, and one that the pool makes
-            for environment in environments:
-                await environment.reset({"text": "a", "seed": 7})
-                assert (await call(environment, "notes")).result == '["a"]'
-                assert await environment.is_done() is True
-                assert await environment.get_reward() == 1.0
-
-    with pool_of("Database") as pool:
-        asyncio.run(run(pool))
-
-
-def test_context_variables_travel() -> None:
-    async def use(environment: Environment) -> None:
-        samples.who.set("rollout 7")
-        assert await environment.reset({}) == "rollout 7"
-        assert (await call(environment, "plain")).result == "rollout 7"
-        assert (await call(environment, "later")).result == "rollout 7"
-
-    with_one("Asked", use)
-
-
 @pytest.mark.parametrize(
     ("returned", "text"),
     [(None, None), ("", ""), ("Go", "Go"), ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab")],
@@ -248,15 +225,3 @@ def test_calls_of_one_instance_never_overlap(second: str) -> None:
         assert samples.events[1:] == ["begin 1", "end 1", "begin 2", "end 2"]
 
     with_one("Gated", use)
-
-
-def test_the_tools_of_two_instances_run_at_the_same_time() -> None:
-    async def run(pool: EnvironmentPool) -> None:
-        async with pool.lease(2) as environments:
-            tasks = [asyncio.create_task(call(environment, "wait")) for environment in environments]
-            await until(lambda: samples.events.count("begin 0") == 2)
-            samples.gate.set()
-            assert [(await task).result for task in tasks] == ["waited"] * 2
-
-    with pool_of("Gated") as pool:
-        asyncio.run(run(pool))

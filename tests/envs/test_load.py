@@ -47,16 +47,6 @@ def test_a_probe_beside_a_bad_environment_is_closed() -> None:
     asyncio.run(until(lambda: samples.events == ["closed"]))
 
 
-def test_arguments_reach_the_factory() -> None:
-    with loaded(only=section("NeedsUrl", arguments={"url": "here"})) as environments:
-
-        async def run() -> str | None:
-            async with environments.for_row({}).lease(1) as (environment,):
-                return await environment.reset({})
-
-        assert asyncio.run(run()) == "here"
-
-
 def test_a_tool_and_a_method_of_one_name_are_refused() -> None:
     tools = load_tools([ToolSection(function="tests.tools.sample_tools:multiply")])
     with pytest.raises(ConfigError) as caught:

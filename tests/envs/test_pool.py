@@ -97,20 +97,6 @@ def test_a_lease_that_is_cancelled_in_the_moment_of_its_grant_holds_nothing() ->
     run("Full", use, max_instances=2)
 
 
-def test_those_behind_a_cancelled_lease_move_up() -> None:
-    async def use(pool: EnvironmentPool) -> None:
-        async with pool.lease(1):
-            large = asyncio.create_task(_reset_one_of_two(pool))
-            await asyncio.sleep(0.01)
-            small = asyncio.create_task(_reset_one(pool))
-            await asyncio.sleep(0.01)
-            assert not small.done()
-            large.cancel()
-            await asyncio.wait_for(small, 10)  # though the first lease is still held
-
-    run("Full", use, max_instances=2)
-
-
 @pytest.mark.parametrize("method", ["wait", "wait_async"])
 def test_an_instance_whose_call_still_runs_comes_back_when_it_ends(method: str) -> None:
     """R6.1: the cancelled rollout ends at once, the next one cannot meet the call of the last."""
@@ -171,15 +157,6 @@ def test_an_instance_whose_reset_raised_is_thrown_away() -> None:
     run("Full", use)
 
 
-def test_an_async_close_of_a_thrown_away_instance_runs_too() -> None:
-    async def use(pool: EnvironmentPool) -> None:
-        async with pool.lease(1) as (environment,):
-            environment.broken = "because"
-        await until(lambda: "closed" in samples.events)
-
-    run("AsyncClose", use)
-
-
 @pytest.mark.parametrize(
     ("factory", "problem"),
     [
@@ -212,20 +189,6 @@ def test_a_slow_construction_ends_at_its_limit_and_what_it_makes_is_closed() -> 
 
     samples.gate.set()  # for the probe
     run("Slow", use, timeout_s=0.5)
-
-
-def test_construction_leaves_the_loop_free_and_a_cancelled_lease_frees_its_places() -> None:
-    async def use(pool: EnvironmentPool) -> None:
-        samples.gate.clear()
-        task = asyncio.create_task(_reset_one_of_two(pool))
-        await until(lambda: pool.num_taken == 2)  # the loop runs while the second is made
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (pool.num_taken, pool.num_free) == (0, 1)
-
-    samples.gate.set()
-    run("Slow", use, max_instances=2)
 
 
 @pytest.mark.parametrize("max_instances", [4, None])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.evaluation.log import EvaluationLog, EvaluationRecord, When
-from grpo_async.rollout.evaluation_metrics import EvaluationResult
+from grpo_async.evaluation.metrics import EvaluationResult
 
 
 def _record(step: int, when: When = "step", *, due: int | None = None, skipped: bool = False) -> EvaluationRecord:

@@ -15,7 +15,8 @@ import pytest
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import DeadlineError
-from grpo_async.rollout.evaluation_metrics import EvaluationResult
+from grpo_async.evaluation.evaluator import EvaluationTask
+from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.store import RolloutStore
 from grpo_async.trainer.rollout_side import RolloutSide
 from tests.launcher.sides import open_side, side_config
@@ -40,7 +41,13 @@ def _config(folder: Path, model: Path, **sections: Any) -> ExperimentConfig:
 def _begin(side: RolloutSide, folder: Path, *, max_in_flight: int = 4) -> Future[EvaluationResult]:
     assert side.evaluation is not None
     store = RolloutStore(folder / "rows", seals_at_close=False)
-    running = side.source.begin_evaluation(side.evaluation.evaluator, step=3, max_in_flight=max_in_flight, store=store)
+    evaluator = side.evaluation.evaluator
+    running = side.source.begin_evaluation(
+        lambda version: evaluator.run(
+            EvaluationTask(step=3, served_version=version, max_in_flight=max_in_flight, store=store)
+        ),
+        num_tokens=lambda: evaluator.num_tokens,
+    )
     running.add_done_callback(lambda _: store.close())
     return running
 

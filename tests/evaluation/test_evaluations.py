@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_async.errors import RunError
 from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
-from grpo_async.evaluation.side import EvaluationSide
-from grpo_async.rollout.evaluation_metrics import EvaluationResult
+from grpo_async.evaluation.evaluator import EvaluationSide, EvaluationTask
+from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.rundir import RunDir
-from grpo_async.store import RolloutStore
 from tests.launcher.support import make_config
 from tests.store.builders import append_simple
 
@@ -27,10 +27,9 @@ class _Source:
         self.futures: list[Future[EvaluationResult]] = []
         self.outcome: float | Exception | None = 0.5
 
-    def begin_evaluation(
-        self, evaluator: Any, *, step: int, max_in_flight: int, store: RolloutStore
-    ) -> Future[EvaluationResult]:
-        self.begun.append((step, max_in_flight))
+    def begin_evaluation(self, run: Callable[[Any], EvaluationTask], *, num_tokens: Any) -> Future[EvaluationResult]:
+        task = run(None)  # the evaluator gives it back
+        self.begun.append((task.step, task.max_in_flight))
         self.futures.append(Future())
         return self.futures[-1]
 
@@ -51,12 +50,6 @@ class _Source:
         return None if running.cancelled() else running.result(timeout=0.0)
 
 
-class _Waiting:
-    def heartbeat(self) -> None: ...
-
-    def attend(self) -> None: ...
-
-
 class _World:
     """A run's evaluations and what was heard of them."""
 
@@ -69,13 +62,13 @@ class _World:
         )
         self.rundir = RunDir(self.config.run_path)
         self.rundir.create()
-        self.source = _Source()
+        self.source: Any = _Source()
         self.heard: list[tuple[str, Mapping[str, float]]] = []
         self.tracked: list[tuple[int, Mapping[str, float]]] = []
         self.noted: list[tuple[int, Mapping[str, float]]] = []
         self.phases: list[str] = []
         self.kept: list[Any] = []  # what the keeper of checkpoints hears, in order
-        evaluator: Any = type("E", (), {"num_tokens": 7})()
+        evaluator: Any = SimpleNamespace(num_tokens=7, run=lambda task: task)
         self.evaluations = RunEvaluations(
             self.config,
             self.rundir,
@@ -101,7 +94,7 @@ class _World:
         return metrics
 
 
-WAITING = _Waiting()
+WAITING: Any = SimpleNamespace(heartbeat=lambda: None, attend=lambda: None)
 
 
 def test_before_training_all_slots_are_used_and_the_first_step_reports_the_result(tmp_path: Path) -> None:

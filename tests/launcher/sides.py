@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_async.chat.build import load_renderer
+from grpo_async.chat.renderer import load_renderer
 from grpo_async.config import ExperimentConfig
 from grpo_async.inference.router import FixedServers
 from grpo_async.records import ScoredGroup

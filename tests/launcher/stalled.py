@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_async.inference.fleet import ServerState
 from grpo_async.processes.control import ControlClient
+from grpo_async.trainer import stall
 from grpo_async.trainer.stall import StallGuard
 from grpo_async.training.watchdog import Activity
 
@@ -42,6 +43,7 @@ def hangs() -> None:
 
 
 def main() -> None:
+    stall._REPORT_S = 1.0  # for a log that cannot be completed: see `Source.task_stacks`
     folder, stop_timeout_s = Path(sys.argv[1]), float(sys.argv[2])
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     server: Any = SimpleNamespace(state=ServerState.SERVING, since=0.0, name="server 0")

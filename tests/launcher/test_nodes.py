@@ -10,11 +10,11 @@ import time
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from grpo_async.cluster import node_channel, node_link, nodes
+from grpo_async.cluster import node_channel, nodes
 from grpo_async.cluster.node_channel import LostError, NodeChannel, apply, connect, proof
 from grpo_async.cluster.node_hub import NodeHub
 from grpo_async.cluster.node_link import NodeLink, Offer, leave_mark, own_versions
@@ -232,36 +232,6 @@ def test_a_stranger_is_not_listened_to_beyond_a_first_line(tmp_path: Path) -> No
     _meet(meeting, script)
 
 
-def test_the_limit_of_a_line_is_that_of_the_one_who_reads_it() -> None:
-    async def run() -> None:
-        reader = asyncio.StreamReader(limit=64)  # smaller than a line: the channel has limits of its own
-        channel = NodeChannel(reader, cast("asyncio.StreamWriter", None))  # it only reads
-        line = json.dumps({"kind": "x", "text": "y" * 200}).encode() + b"\n"
-        reader.feed_data(line + line + b'{"kind": "beat"}\n' + line)
-        for limit in (len(line), len(line)):
-            assert len((await channel.receive(limit=limit))["text"]) == 200
-        with pytest.raises(LostError, match=f"a line of more than {len(line) - 1} bytes"):
-            await channel.receive(limit=len(line) - 1)
-
-    asyncio.run(run())
-
-
-def test_beats_do_not_renew_the_clock_of_a_handshake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_channel, "HANDSHAKE_S", 0.3)
-    monkeypatch.setattr(node_channel, "BEAT_S", 0.05)
-    meeting = _Meeting(_config(tmp_path))
-
-    async def script(hub: NodeHub) -> None:
-        stranger = await connect(*meeting.config.launch.meeting_point, WAIT_S)
-        stranger.beat()
-        async with asyncio.timeout(WAIT_S / 3):
-            await _until(lambda: bool(meeting.listener.notes))
-        assert "no message within 0 s" in meeting.listener.notes[0]
-        stranger.close()
-
-    _meet(meeting, script)
-
-
 def test_one_deadline_holds_for_the_whole_handshake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each line comes in time, but not all of them."""
     monkeypatch.setattr(node_channel, "HANDSHAKE_S", 0.5)
@@ -379,22 +349,6 @@ def test_a_machine_that_falls_silent_is_gone(tmp_path: Path, monkeypatch: pytest
     _meet(meeting, script)
 
 
-def test_beats_keep_two_silent_machines_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_channel, "SILENCE_S", 2.0)
-    monkeypatch.setattr(node_channel, "BEAT_S", 0.1)
-    meeting = _Meeting(_config(tmp_path))
-
-    async def script(hub: NodeHub) -> None:
-        link = await meeting.join()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(3.0):
-                await hub.trouble.wait()
-        assert not link.ended.is_set()
-        await link.close()
-
-    _meet(meeting, script)
-
-
 def test_signals_and_failures_reach_node_0(tmp_path: Path) -> None:
     meeting = _Meeting(_config(tmp_path))
 
@@ -430,20 +384,6 @@ def test_a_machine_waits_for_node_0_and_its_deadline_names_the_setting(tmp_path:
     with pytest.raises(DeadlineError, match=r"node 0 to listen at 127\.0\.0\.1:\d+ .*launch\.rdzv_timeout_s"):
         asyncio.run(alone())
     assert len(waits) == 1
-
-
-def test_a_late_node_0_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_link, "_RETRY_S", 0.05)
-    meeting = _Meeting(_config(tmp_path))
-
-    async def run() -> None:
-        joining = asyncio.ensure_future(meeting.join())
-        await asyncio.sleep(0.3)
-        assert not joining.done()
-        async with asyncio.timeout(WAIT_S), meeting.hub:
-            await (await joining).close()
-
-    asyncio.run(run())
 
 
 def test_a_stop_of_all_machines_is_one_signal_and_a_second_of_ones_own_counts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import subprocess
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
@@ -228,8 +229,7 @@ def _model(folder: Path, num_parameters: int) -> str:
     """A model folder whose one file says that it has so many parameters."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [num_parameters], "data_offsets": [0, 0]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    save_file({"w": torch.zeros(num_parameters, dtype=torch.bfloat16)}, folder / "model.safetensors")
     return str(folder)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -19,7 +18,6 @@ from grpo_async.config.loader import dump_config, load_config
 from grpo_async.errors import ConfigError
 from grpo_async.launcher.prepare import check_start, empty, lock, set_aside_broken
 from grpo_async.launcher.train import launch
-from grpo_async.quickstart.tokenizer import train_tokenizer
 from grpo_async.rundir import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import write_manifest
 from tests.launcher.support import EMBEDDED, make_config
@@ -256,38 +254,12 @@ def test_a_directory_that_takes_nothing_is_no_traceback(tmp_path: Path, monkeypa
         launch(config)
 
 
-def test_a_resume_says_that_the_metrics_are_missing(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    run_dir = _old_run(config, steps=(2,))
-    assert check_start(config, resume="auto", clean=False).notes == ()
-    run_dir.metrics.unlink()
-    (note,) = check_start(config, resume="auto", clean=False).notes
-    assert str(run_dir.metrics) in note
-    assert "2" in note
-
-
 def test_two_launchers_cannot_hold_one_directory(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "runs" / "test")
     with lock(run_dir), pytest.raises(ConfigError, match="another launcher"), lock(run_dir):
         pass
     with lock(run_dir):
         pass
-
-
-def test_a_token_is_private_from_its_first_moment_and_gone_at_the_end(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    before = os.umask(0)
-    try:
-        with contextlib.suppress(ZeroDivisionError), run_dir.new_token() as token:
-            assert run_dir.token.read_text() == token
-            assert run_dir.token.stat().st_mode & 0o777 == 0o600
-            raise ZeroDivisionError
-    finally:
-        os.umask(before)
-    assert not run_dir.token.exists()
-    with run_dir.new_token() as another:
-        assert another != token
-        run_dir.token.unlink()  # somebody was quicker
 
 
 def test_a_token_that_a_killed_launcher_left_is_no_obstacle(tmp_path: Path) -> None:
@@ -307,20 +279,6 @@ def test_a_token_that_a_killed_launcher_left_is_no_obstacle(tmp_path: Path) -> N
     assert list(run_dir.root.iterdir()) == []
 
 
-def test_a_dry_run_prints_plan_and_configuration_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config(tmp_path)
-    train_tokenizer(["1 + 2 = 3"]).save_pretrained(config.model.path)
-    before = sorted(tmp_path.rglob("*"))
-    assert launch(config, dry_run=True) == 0
-    assert sorted(tmp_path.rglob("*")) == before
-    out = capsys.readouterr().out
-    assert "serve-embedded" in out
-    assert "grpo_async.trainer.main" in out
-    assert dump_config(config) in out
-
-
 def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path) -> None:
     config = make_config(
         tmp_path,
@@ -334,14 +292,6 @@ def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path) -> Non
     text = str(caught.value)
     for key in ("model.path: ", "data.train: ", "rewards.0.function: ", "evaluation.baseline_column: solution"):
         assert key in text
-
-
-def test_a_broken_first_row_is_found_before_anything_starts(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1"}\n')
-    with pytest.raises(ConfigError, match=r"data\.train: "):
-        launch(config, dry_run=True)
-    assert not config.run_path.exists()
 
 
 @pytest.mark.parametrize(("path", "is_hub_name"), [("./none", False), ("/none", False), ("org/name", True)])

@@ -39,42 +39,13 @@ def test_a_server_that_ends_early_ends_the_trainer_and_is_named_with_its_last_li
         assert "there is no checkpoint yet" in launcher.output
 
 
-def test_a_server_killed_while_training_is_named_with_its_signal(tmp_path: Path) -> None:
-    with LauncherProcess(tmp_path, trainer="ignore-stop") as launcher:
-        launcher.wait_for_line("training")
-        launcher.wait_for_processes("server", "rank0")
-        os.kill(launcher.pids()["server"], signal.SIGKILL)
-        assert launcher.end() == 1
-        assert "was killed by SIGKILL" in launcher.output
-        assert launcher.left() == {}
-
-
-def test_a_failing_trainer_is_shown_with_its_own_traceback(tmp_path: Path) -> None:
-    with LauncherProcess(tmp_path, trainer="fail") as launcher:
-        assert launcher.end() == 1
-        assert launcher.left() == {}
-        assert "trainer rank 0 failed: ZeroDivisionError: no samples" in launcher.output
-        assert 'raise ZeroDivisionError("no samples")' in launcher.output
-        assert "trainer.log" in launcher.output
-
-
-def test_a_trainer_that_ends_without_a_summary_is_a_failure(tmp_path: Path) -> None:
-    with LauncherProcess(tmp_path, trainer="silent") as launcher:
-        assert launcher.end() == 1
-        assert "the trainer ended without a summary" in launcher.output
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)], ids=lambda v: str(v)
-)
-def test_a_signal_asks_the_trainer_to_stop_and_gives_the_shells_exit_code(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_signal_asks_the_trainer_to_stop_and_gives_the_shells_exit_code(tmp_path: Path) -> None:
+    """SIGTERM and SIGHUP: see the test of a run whose output nobody reads."""
     with LauncherProcess(tmp_path, trainer="obey-stop") as launcher:
         launcher.wait_for_line("training")
-        launcher.process.send_signal(number)
-        assert launcher.end() == code, launcher.output
-        assert (tmp_path / "stop_reason").read_text() == number.name
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 130, launcher.output
+        assert (tmp_path / "stop_reason").read_text() == "SIGINT"
         assert launcher.left() == {}
         assert "stopping: finishing the step and saving a checkpoint" in launcher.output
         assert "--resume auto" in launcher.output
@@ -110,14 +81,6 @@ def test_a_signal_before_the_trainer_has_begun_ends_everything_at_once(tmp_path:
         launcher.process.send_signal(signal.SIGINT)
         assert launcher.end() == 130
         assert "before the trainer had begun" in launcher.output
-        assert launcher.left() == {}
-
-
-def test_a_helper_that_hides_in_another_session_and_ignores_sigterm_is_ended_too(tmp_path: Path) -> None:
-    with LauncherProcess(tmp_path, trainer="start-helper") as launcher:
-        launcher.wait_for_processes("server", "rank0", "helper")
-        os.kill(launcher.pids()["rank0"], signal.SIGKILL)  # now nothing but the kernel knows whose helper it is
-        assert launcher.end() == 1
         assert launcher.left() == {}
 
 
@@ -158,7 +121,7 @@ def test_a_trainer_that_was_stopped_is_continued_to_save(tmp_path: Path) -> None
         assert launcher.left() == {}
 
 
-@pytest.mark.parametrize("kind", ["deleted", "renamed"])
+@pytest.mark.parametrize("kind", [pytest.param("deleted", marks=pytest.mark.nightly), "renamed"])
 def test_a_run_whose_directory_is_gone_saves_in_a_new_one_and_fails_by_its_name(tmp_path: Path, kind: str) -> None:
     run = tmp_path / "runs" / "test"
     with LauncherProcess(tmp_path, trainer="obey-stop") as launcher:
@@ -191,14 +154,8 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, kin
         assert "standard output" in status["last_warning"]["text"]
 
 
-@pytest.mark.parametrize(
-    ("who", "number", "code"),
-    [("rank0", signal.SIGUSR2, 0), ("rank0", signal.SIGKILL, 1), ("launcher", signal.SIGTERM, 143)],
-    ids=["finished", "failed", "stopped"],
-)
-def test_the_token_is_in_a_private_file_while_the_run_goes_and_nowhere_else(
-    tmp_path: Path, who: str, number: signal.Signals, code: int
-) -> None:
+def test_the_token_is_in_a_private_file_while_the_run_goes_and_nowhere_else(tmp_path: Path) -> None:
+    """However it ends: here a rank is killed."""
     run = tmp_path / "runs" / "test"
     with LauncherProcess(tmp_path, trainer="served") as launcher:
         launcher.wait_for_processes("server")
@@ -209,19 +166,16 @@ def test_the_token_is_in_a_private_file_while_the_run_goes_and_nowhere_else(
         assert (run / "token").stat().st_mode & 0o777 == 0o600
         pids = [launcher.process.pid, *launcher.pids().values()]
         assert not any(token in word for pid in pids for word in psutil.Process(pid).cmdline())
-        os.kill({**launcher.pids(), "launcher": launcher.process.pid}[who], number)
-        assert launcher.end() == code, launcher.output
+        os.kill(launcher.pids()["rank0"], signal.SIGKILL)
+        assert launcher.end() == 1, launcher.output
         assert not (run / "token").exists()
         assert token not in launcher.output
     assert [file for file in run.rglob("*") if file.is_file() and token in file.read_text()] == []
 
 
-@pytest.mark.parametrize(("mode", "code"), [("preflight-pass", 0), ("preflight-fail", 1)])
-def test_preflight_only_shows_the_checks_and_leaves_the_run_directory_alone(
-    tmp_path: Path, mode: str, code: int
-) -> None:
-    with LauncherProcess(tmp_path, trainer=mode, preflight=True) as launcher:
-        assert launcher.end() == code, launcher.output
+def test_preflight_only_shows_the_checks_and_leaves_the_run_directory_alone(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="preflight-fail", preflight=True) as launcher:
+        assert launcher.end() == 1, launcher.output
         assert launcher.left() == {}
         temporary = Path(launcher.temporary)
         assert list(temporary.glob("grpo-async-preflight-*")) == []
@@ -230,8 +184,8 @@ def test_preflight_only_shows_the_checks_and_leaves_the_run_directory_alone(
     assert not (tmp_path / "runs").exists()
     lines = [line.split() for line in launcher.output.splitlines()]
     assert ["pass", "logprobs", "mean", "1e-6"] in lines
-    assert [("fail" if code else "warn"), "memory", "little", "is", "left"] in lines
-    assert ("error: preflight: 1 of 2 checks failed: memory" in launcher.output) == bool(code)
+    assert ["fail", "memory", "little", "is", "left"] in lines
+    assert "error: preflight: 1 of 2 checks failed: memory" in launcher.output
     assert "checkpoint" not in launcher.output
 
 

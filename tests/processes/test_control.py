@@ -92,8 +92,8 @@ def test_a_launcher_that_goes_away_asks_to_stop_and_sending_never_raises(tmp_pat
     client.close()
 
 
-@pytest.mark.parametrize("num_turns_before", range(3))
-@pytest.mark.parametrize("num_turns", range(8))
+@pytest.mark.parametrize("num_turns_before", [0, 2])
+@pytest.mark.parametrize("num_turns", range(5))
 def test_a_trainer_that_connects_as_the_launcher_hangs_up_hears_of_it(
     tmp_path: Path, num_turns: int, num_turns_before: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,13 +153,6 @@ def test_a_trainer_is_taken_as_soon_as_a_descriptor_is_free(tmp_path: Path, monk
     ]
 
 
-def test_a_launcher_that_is_gone_from_the_start_asks_to_stop(tmp_path: Path) -> None:
-    client = ControlClient(tmp_path / "control")
-    assert client.stop_requested.is_set()
-    client.send("phase", name="training")
-    client.close()
-
-
 def test_a_stuck_launcher_does_not_block_the_sender(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "control"))
@@ -172,14 +165,6 @@ def test_a_stuck_launcher_does_not_block_the_sender(tmp_path: Path) -> None:
         sender.join(LIMIT_S)
         assert not sender.is_alive()
     assert client.stop_requested.wait(LIMIT_S)
-
-
-def test_a_rank_without_a_line_to_the_launcher_drops_its_messages() -> None:
-    client = ControlClient(None)
-    client.send("phase", name="training")
-    client.close()
-    assert not client.stop_requested.is_set()
-    assert client.stop_reason is None
 
 
 def test_a_line_that_is_no_message_is_reported_and_the_rest_is_heard(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from grpo_async.errors import DeadlineError
 from grpo_async.launcher.conduct import report_end
 from grpo_async.launcher.supervisor import Outcome
 from grpo_async.processes.failures import RankExit, explain, first_failure, write_failure, write_rank_exits
-from grpo_async.processes.wording import describe_exit, tail
+from grpo_async.processes.wording import tail
 from grpo_async.rundir import RunDir
 
 
@@ -64,12 +64,6 @@ def test_what_a_model_wrote_cannot_reach_the_terminal_through_an_error(tmp_path:
     assert text.splitlines()[1] == "after that rank 0 reported: RuntimeError: the tool said here gone"
 
 
-def test_the_launchers_last_word_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = Outcome(exit_code=1, error="the server said \x1b]0;x\x07no\x1b[2J\ntwice")
-    assert report_end(outcome, RunDir(tmp_path), Output(console=Console(file=io.StringIO()))) == 1
-    assert capsys.readouterr().err == "error: the server said no\ntwice\n"
-
-
 def test_a_killed_rank_goes_before_the_error_that_it_caused_elsewhere(tmp_path: Path) -> None:
     _fail(tmp_path, 0, RuntimeError("connection closed by peer"))
     write_rank_exits(tmp_path, [_exit(0, 1), _exit(1, -signal.SIGKILL)])
@@ -92,15 +86,14 @@ def test_a_full_disk_does_not_mask_the_error(tmp_path: Path, capsys: pytest.Capt
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_exit_statuses_are_said_in_words() -> None:
-    assert describe_exit(3) == "ended with status 3"
-    assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV"
-    assert describe_exit(-signal.SIGKILL).startswith("was killed by SIGKILL (often the kernel, out of memory")
-    assert describe_exit(-200) == "was killed by signal 200"
-
-
 def test_the_tail_of_a_log_is_short_and_cannot_move_the_cursor(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert tail(log) == []
     log.write_bytes(b"early\n" * 100_000 + b"10%\r20%\r\n\x1b[2J\x1b]0;title\x07\x1b[31mred\x1b[0m \xff\n\n")
     assert tail(log, 3) == ["early", "20%", "red \ufffd"]
+
+
+def test_the_launchers_last_word_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = Outcome(exit_code=1, error="the server said \x1b]0;x\x07no\x1b[2J\ntwice")
+    assert report_end(outcome, RunDir(tmp_path), Output(console=Console(file=io.StringIO()))) == 1
+    assert capsys.readouterr().err == "error: the server said no\ntwice\n"

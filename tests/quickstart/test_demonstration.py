@@ -10,8 +10,8 @@ import pytest
 
 from grpo_async.chat import ChatRenderer
 from grpo_async.quickstart.demonstration import Demonstration, Turn, calling_turn, pad_batch, segments
+from grpo_async.quickstart.model import train_tokenizer
 from grpo_async.quickstart.tasks import TASKS
-from grpo_async.quickstart.tokenizer import train_tokenizer
 
 CONVERSATION = Demonstration(
     prompt="1 + 2 =", turns=(calling_turn("calculator", {"expression": "1 + 2"}, "3"), Turn(text="3"))

@@ -11,9 +11,9 @@ from grpo_async.config.data_sections import JsonlSource
 from grpo_async.data import load_rows
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart import default_folder, prepare
-from grpo_async.quickstart.recipe import WarmupRecipe
+from grpo_async.quickstart.model import MAX_VOCABULARY
 from grpo_async.quickstart.tasks import TASKS
-from grpo_async.quickstart.tokenizer import MAX_VOCABULARY
+from grpo_async.quickstart.tasks.base import WarmupRecipe
 
 SHORT = WarmupRecipe(num_steps=2, batch_size=4)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.quickstart.rows import write_rows
+from grpo_async.quickstart.prepare import write_rows
 from grpo_async.quickstart.tasks import TASKS
 
 TASK = TASKS["think"]

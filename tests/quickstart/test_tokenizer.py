@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from grpo_async.quickstart.model import MAX_VOCABULARY, TAGS, train_tokenizer
 from grpo_async.quickstart.sums import thinking
 from grpo_async.quickstart.tasks.think import ThinkTask
-from grpo_async.quickstart.tokenizer import MAX_VOCABULARY, TAGS, train_tokenizer
 
 TASK = ThinkTask()
 USER = {"role": "user", "content": "1 + 1 ="}

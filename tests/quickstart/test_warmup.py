@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from grpo_async.quickstart.recipe import WarmupRecipe
 from grpo_async.quickstart.sums import ChainSum, thinking
+from grpo_async.quickstart.tasks.base import WarmupRecipe
 from grpo_async.quickstart.tasks.think import ThinkTask
 from grpo_async.quickstart.warmup import demonstration
 

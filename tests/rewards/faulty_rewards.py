@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -72,27 +70,10 @@ def prints_its_pid_and_sleeps(completions: list[str]) -> list[float]:
 
 def dies_if_asked(completions: list[str]) -> list[float]:
     if completions[0].startswith("exit"):
-        os._exit(0 if "quietly" in completions[0] else 3)
+        os._exit(3)
     if completions[0] == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
     return [1.0] * len(completions)
-
-
-def meets_the_other(completions: list[str]) -> list[float]:
-    """1.0 if two calls are in progress at the same time: each leaves a file and waits for the other's."""
-    folder = Path(tempfile.gettempdir()) / f"meeting-{os.getppid()}"
-    folder.mkdir(exist_ok=True)
-    own = folder / completions[0]
-    own.touch()
-    end = time.monotonic() + 10.0
-    while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
-        time.sleep(0.01)
-    met = len(list(folder.iterdir())) == 2
-    time.sleep(1.0)  # lets the other one look before the file goes
-    own.unlink()
-    with contextlib.suppress(OSError):  # the other one's file is still there
-        folder.rmdir()
-    return [float(met)] * len(completions)
 
 
 def starts_a_child(completions: list[str]) -> list[float]:
@@ -109,19 +90,6 @@ def burns(completions: list[str], seconds: float) -> list[float]:
     while time.monotonic() < end:
         sum(range(4_000_000))
     return [1.0] * len(completions)
-
-
-def alarm_user(completions: list[str]) -> list[float]:
-    def ring(signum: int, frame: Any) -> None:
-        raise TimeoutError("rang")
-
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    try:
-        time.sleep(30.0)
-    except TimeoutError:
-        return [0.5] * len(completions)
-    return [0.0] * len(completions)
 
 
 def where_it_runs(completions: list[str]) -> list[float]:

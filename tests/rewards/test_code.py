@@ -174,12 +174,6 @@ def test_what_passed_before_a_hang_counts() -> None:
     assert _score(code, ["assert add(1, 2) == 3", *TWO[1:], "assert add(1, 1) == 2"], cpu_s=1) == pytest.approx(1 / 3)
 
 
-def test_a_candidate_that_ends_is_not_waited_for() -> None:
-    started = time.monotonic()
-    assert _score("import os\ndef add(a, b): os._exit(0)", TWO, wall_s=60.0) == 0.0
-    assert time.monotonic() - started < 30
-
-
 def test_a_candidate_that_floods_the_examiner_fails() -> None:
     assert _score("def add(a, b): return 'x' * (1 << 25)", TWO) == 0.0
     nested = "def add(a, b):\n    x = []\n    for _ in range(100_000): x = [x]\n    return x"
@@ -290,7 +284,3 @@ def test_max_parallel_holds_over_all_calls() -> None:
     started = time.monotonic()
     assert asyncio.run(use()) == [[1.0, 1.0], [1.0, 1.0]]
     assert time.monotonic() - started >= 1.6
-
-
-def test_the_notes_of_the_sandbox_are_carried() -> None:
-    assert code_tests.startup_notes()[0].startswith("sandbox holds:")  # type: ignore[attr-defined]

@@ -99,13 +99,6 @@ def test_a_column_that_is_no_json_is_named(server: RewardServer) -> None:
         _values(server, ["a"], {"odd": [{1, 2}]})
 
 
-def test_messages_and_half_a_surrogate_pair_arrive_as_they_are(server: RewardServer) -> None:
-    server.otherwise = lambda body: {"rewards": [1.0, 2.0]}
-    completions = [[{"role": "assistant", "content": "\ud83d"}], [{"role": "assistant", "content": "ü"}]]
-    assert _values(server, completions) == [1.0, 2.0]
-    assert server.bodies[0]["completions"] == completions
-
-
 def test_two_server_errors_are_retried_and_the_third_answer_counts(server: RewardServer) -> None:
     server.script = [lambda body: (500, b"oops"), lambda body: (503, b"busy")]
     assert _values(server, ["abc"]) == [3.0]
@@ -182,11 +175,6 @@ def test_a_server_that_is_not_there_is_asked_again_and_then_named() -> None:
 def test_an_unusable_answer_is_an_error_that_says_what_it_was(server: RewardServer, answer: Any, text: str) -> None:
     server.otherwise = lambda body: answer
     assert text in _problem(server, ["a", "b"])
-
-
-def test_the_index_in_an_error_is_that_of_the_call_not_of_the_batch(server: RewardServer) -> None:
-    server.otherwise = lambda body: b'{"rewards": [NaN]}' if body["completions"] == ["c"] else {"rewards": [1.0] * 2}
-    assert "the score of completion 2 is nan" in _problem(server, ["a", "b", "c"], batch_size=2)
 
 
 def test_the_token_is_read_from_the_environment(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,11 +279,6 @@ def test_score_sends_pairs_of_prompt_and_final_text(server: RewardServer) -> Non
     completions = [[{"role": "assistant", "content": "four"}], "six"]
     assert _values(server, completions, format="score") == [4.0, 3.0]
     assert server.bodies == [{"queries": ["What is it?"] * 2, "documents": ["four", "six"]}]
-
-
-def test_a_score_that_vllm_left_out_is_named(server: RewardServer) -> None:
-    server.otherwise = lambda body: {"data": [{"index": 0, "score": 1.0}, {"index": 0, "score": 1.0}]}
-    assert "the answer has no score for completion 1" in _problem(server, ["a", "b"], format="score")
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,64 @@ def test_an_async_function_that_ignores_its_cancellation_does_not_outlast_its_li
         _make(_producer(function, timeout_s=0.1), make_prompt())
 
 
+def test_an_async_function_that_blocks_holds_no_other_rollout_and_is_named_with_its_line() -> None:
+    release = threading.Event()
+
+    async def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        release.wait(30.0)  # blocks its event loop
+        return {}
+
+    async def main() -> int:
+        """How often the run's own loop turned meanwhile."""
+        request = GroupRequest(name="g", prompt=make_prompt(), size=2, seed=0, served_version=lambda: 7)
+        producer, turns = _producer(function, timeout_s=0.2), 0
+
+        async def one() -> None:
+            async with producer.produce(request):
+                raise AssertionError("nothing was produced")
+
+        task = asyncio.create_task(one())
+        while not task.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        with pytest.raises(
+            DeadlineError, match=r"rollout_function\.timeout_s.*test_function_producer\.py:\d+ in function"
+        ):
+            task.result()
+        return turns
+
+    try:
+        assert asyncio.run(main()) >= 5
+    finally:
+        release.set()
+
+
+def test_an_async_function_that_goes_on_after_its_limit_gets_no_answer() -> None:
+    """R6.3: what its trainer was asked for is cancelled, and it is told why."""
+    told: list[BaseException] = []
+    finished = threading.Event()
+
+    class Client:
+        async def generate(self, request: Any, **_: Any) -> Any:
+            await asyncio.sleep(30.0)
+
+    async def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        asking = asyncio.create_task(trainer.agenerate(prompts))
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(30.0)
+            await asyncio.wait({asking})
+            told.append(asking.exception() or AssertionError("it answered"))
+        finally:
+            finished.set()
+        return {}
+
+    with pytest.raises(DeadlineError):
+        _make(_producer(function, Client(), timeout_s=0.1), make_prompt())
+    assert finished.wait(10.0)
+    assert "this call of the rollout function is over" in str(told[0])
+
+
 def test_a_call_that_is_over_sends_nothing_more() -> None:
     """R6.3: after its time limit a function may go on, but its trainer answers no more."""
     given_up, outcome = threading.Event(), []

@@ -38,7 +38,7 @@ class _Client(ScriptedClient):
         begun.token_ids[:], begun.logprobs[:] = rest.token_ids, rest.logprobs
         begun.policy_versions[:] = rest.policy_versions
         if self.live is not None:
-            self.seen.append(self.live.look())
+            self.seen.append(self.live.snapshot())
         begun.finish_reason = rest.finish_reason
         return begun
 
@@ -57,7 +57,7 @@ TURNS = (stop(5, CALL, EOS), stop(6, 7, EOS))
 def test_it_can_be_looked_at_in_every_turn() -> None:
     client = _Client(*TURNS)
     live = LiveRollout(rollout_id="r")
-    assert live.look() is None
+    assert live.snapshot() is None
     _run(client, live, FakeTools())
     first, second = client.seen
     assert first is not None

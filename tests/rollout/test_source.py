@@ -59,11 +59,11 @@ def test_groups_that_are_queued_at_the_end_are_settled_unless_the_start_failed()
     for starts in (False, True):
         source, group = _source(), make_scored(0, has_samples=False)
         source._buffer.drain.return_value = [group]
-        source._worker.settle = Mock()
+        source._worker.settle_group = Mock()
         if starts:
             source.start()
         source.close()
-        assert [call.args for call in source._worker.settle.call_args_list] == (
+        assert [call.args for call in source._worker.settle_group.call_args_list] == (
             [(group.group, GroupStatus.FILTERED)] if starts else []
         )
 

@@ -114,7 +114,7 @@ class _Setup:
         self.buffer = SampleBuffer(
             max_groups=100,
             max_staleness=max_staleness,
-            on_drop=lambda scored, status, step: self.worker.drop(scored, status, step),
+            on_drop=lambda scored, status, step: self.worker.drop_scored(scored, status, step),
             next_step=version + 1,
         )
         self.folder = folder
@@ -219,7 +219,7 @@ def test_a_group_becomes_samples_with_advantages(tmp_path: Path) -> None:
         assert sample.loss_mask == [0, 0, 1, 1]
         assert sample.sampler_logprobs == [0.0, 0.0, -0.1, -0.2]
         for group in groups:
-            setup.worker.settle(group.group, GroupStatus.TRAINED, scored=group, step=1)
+            setup.worker.settle_group(group.group, GroupStatus.TRAINED, scored=group, step=1)
 
     setup.run(steps)
     counts = setup.ledger.snapshot()["groups"]
@@ -392,7 +392,7 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
         seen.extend([*groups, *setup.buffer.take_noted()])
         for group in groups:  # as the trainer does
             status = GroupStatus.TRAINED if group.samples else GroupStatus.FILTERED
-            setup.worker.settle(group.group, status, scored=group, step=1)
+            setup.worker.settle_group(group.group, status, scored=group, step=1)
 
     setup.run(steps)
     assert setup.ledger.snapshot()["groups"]["filtered"] == (0 if mode == "train" else 1)
@@ -413,13 +413,13 @@ def test_a_stale_group_carries_the_step_that_it_was_too_old_for_and_counts_in_it
                 await asyncio.sleep(0)
         (first,) = await setup.take(1)
         setup.buffer.take_noted()
-        setup.worker.settle(first.group, GroupStatus.TRAINED, scored=first, step=1)
+        setup.worker.settle_group(first.group, GroupStatus.TRAINED, scored=first, step=1)
         setup.client.script = lambda name: _answer(1 - int(name[-1]) % 2, version=1)
         setup.worker.on_version(1)
         setup.admission.advance(1)
         taken = await setup.take(1, version=1)  # the other one was sampled by version 0
         seen.extend([*taken, *setup.buffer.take_noted()])
-        setup.worker.settle(taken[0].group, GroupStatus.TRAINED, scored=taken[0], step=2)
+        setup.worker.settle_group(taken[0].group, GroupStatus.TRAINED, scored=taken[0], step=2)
 
     setup.run(steps)
     with RolloutTable.open(tmp_path) as table:
@@ -509,7 +509,7 @@ def test_prompts_that_were_not_settled_are_issued_first_after_a_resume(tmp_path:
 
     async def steps(task: asyncio.Task[None]) -> None:
         groups = await setup.take(4)
-        setup.worker.settle(groups[1].group, GroupStatus.TRAINED, scored=groups[1], step=1)
+        setup.worker.settle_group(groups[1].group, GroupStatus.TRAINED, scored=groups[1], step=1)
         kept.append(setup.worker.resume_state())
 
     setup.run(steps)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from grpo_async.buffer.ledger import is_closed
-from grpo_async.buffer.resume import GroupInProgress, PartialRollout, ResumeState, read_resume_state
+from grpo_async.buffer.resume import GroupSnapshot, PartialRollout, ResumeState, read_resume_state
 from grpo_async.inference.client import Generation, OnTokens
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import GroupStatus, RolloutCompletion, ScoredGroup
-from grpo_async.rollout.open_group import without_open_turns
+from grpo_async.rollout.in_flight import without_open_turns
 from tests.rollout.test_worker import _answer, _Setup
 from tests.support.records import make_completion, make_turn
 
@@ -61,7 +61,7 @@ def _of_a_run(folder: Path, *, held: tuple[int, ...] = (2,), trained: int = 0) -
     async def steps(task: asyncio.Task[None]) -> None:
         await _until(lambda: len(setup.buffer) == 4 - len(held) and len(setup.begun) == 16)
         for group in await setup.take(trained) if trained else []:
-            setup.worker.settle(group.group, GroupStatus.TRAINED, scored=group, step=1)
+            setup.worker.settle_group(group.group, GroupStatus.TRAINED, scored=group, step=1)
         kept.append(setup.worker.resume_state())
 
     setup.run(steps)
@@ -80,7 +80,7 @@ def _resumed(
     async def steps(task: asyncio.Task[None]) -> None:
         taken.extend(await setup.take(take, version=at))
         for group in taken:
-            setup.worker.settle(group.group, GroupStatus.TRAINED, scored=group, step=at + 1)
+            setup.worker.settle_group(group.group, GroupStatus.TRAINED, scored=group, step=at + 1)
 
     setup.run(steps)
     return setup, taken
@@ -200,7 +200,7 @@ def test_rollouts_in_progress_go_on_with_the_tokens_they_have(tmp_path: Path) ->
     state = _of_a_run(tmp_path / "a", held=(2,))
     (group,) = state.in_progress
     assert group.prompt_id == 2
-    assert sorted(group.begun) == [0, 1, 2, 3]
+    assert sorted(group.rollouts) == [0, 1, 2, 3]
     setup, _ = _resumed(tmp_path / "b", state, 4, at=1)
     assert {name: ids for name, ids in setup.begun.items() if name.startswith("g2")} == {
         f"g2-r{index}": [9] for index in range(4)
@@ -267,9 +267,9 @@ def test_a_rollout_that_failed_is_tried_again_and_one_that_is_over_is_not(tmp_pa
 
     setup.run(steps)
     (group,) = produced[0].in_progress
-    assert isinstance(group, GroupInProgress)
-    assert sorted(group.begun) == [0, 2]
-    assert all(isinstance(each, RolloutCompletion) for each in group.begun.values())
+    assert isinstance(group, GroupSnapshot)
+    assert sorted(group.rollouts) == [0, 2]
+    assert all(isinstance(each, RolloutCompletion) for each in group.rollouts.values())
     resumed, _ = _resumed(tmp_path / "b", produced[0], 4)
     assert sorted(name for name in resumed.client.names if name.startswith("g2")) == ["g2-r1", "g2-r3"]
 
@@ -282,7 +282,7 @@ def test_settled_groups_are_not_issued_again(tmp_path: Path, status: GroupStatus
     async def steps(task: asyncio.Task[None]) -> None:
         await setup.queue_up()
         for group in await setup.take(2):
-            setup.worker.settle(group.group, status, scored=group)
+            setup.worker.settle_group(group.group, status, scored=group)
         kept.append(setup.worker.resume_state())
 
     setup.run(steps)

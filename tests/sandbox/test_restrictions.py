@@ -120,11 +120,6 @@ def test_a_refused_mechanism_is_replaced_by_the_next_and_its_answer_kept(monkeyp
     assert found.refused["namespaces"] == "unshare: Operation not permitted"
 
 
-def test_the_notes_of_a_start_refuse_what_a_section_requires_and_the_machine_lacks() -> None:
-    with pytest.raises(ConfigError, match=r"`require` names \['telepathy'\], which do not exist"):
-        startup_notes(require=["telepathy"])
-
-
 def _verdict(program: bytes, machine: int, number: int, argument: int = 0) -> int:
     """Runs the filter as the kernel does: 0 = allowed, else the errno."""
     data = struct.pack("<IIQQ", number, machine, 0, argument)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from grpo_async.scoring.advantages import (
@@ -54,15 +52,6 @@ def test_small_real_differences_are_kept() -> None:
     assert not has_zero_variance([0.0, 1e-6])
 
 
-def test_zero_variance_needs_two_different_scores() -> None:
-    assert has_zero_variance([1.0, None])
-    assert not has_zero_variance([1.0, None, 0.0])
-
-
-def test_advantages_of_a_group_sum_to_zero() -> None:
-    assert math.fsum(group_advantages([0.3, -1.2, 5.0, None, 0.1])) == pytest.approx(0.0, abs=1e-12)
-
-
 def test_combined_rewards_are_the_weighted_sum_of_what_was_scored() -> None:
     rows: list[dict[str, float | None]] = [
         {"a": 1.0, "b": 0.4},
@@ -72,11 +61,6 @@ def test_combined_rewards_are_the_weighted_sum_of_what_was_scored() -> None:
     ]
     # 1 + 0.5 x 0.4 = 1.2; 0.5 x 0.4 = 0.2
     assert combine_rewards(rows, {"a": 1.0, "b": 0.5}) == [1.2, 0.2, None, 0.0]
-
-
-def test_a_reward_without_a_weight_is_an_error() -> None:
-    with pytest.raises(KeyError, match="b"):
-        combine_rewards([{"b": 1.0}], {"a": 1.0})
 
 
 def test_leave_one_out_is_the_group_advantage_times_n_over_n_minus_1() -> None:

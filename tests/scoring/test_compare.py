@@ -10,8 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from grpo_async.config.loss_sections import AdvantageSection
+from grpo_async.errors import ConfigError, RunError
 from grpo_async.records import RolloutGroup, ScoredGroup
 from grpo_async.rewards import RewardFunction
+from grpo_async.scoring.compare import UserAdvantage
 from grpo_async.scoring.scorer import Scorer
 from tests.support.records import make_completion, make_prompt
 
@@ -57,11 +59,6 @@ def test_batch_divides_by_the_std_of_all_rewards_of_the_step_those_that_are_not_
     step = _Step([{"a": [1.0, 0.0]}, {"a": [3.0, 3.0]}], {"a": 1.0}, {"type": "batch"})
     assert step.final()[0] == pytest.approx([0.3333111, -0.3333111])
     assert step.final()[1] == []  # no signal of its own
-
-
-def test_batch_with_train_keeps_groups_without_signal_at_zero() -> None:
-    step = _Step([{"a": [1.0, 0.0]}, {"a": [3.0, 3.0]}], {"a": 1.0}, {"type": "batch"}, train_zero_variance=True)
-    assert step.final()[1] == [0.0, 0.0]
 
 
 def test_rloo_compares_with_the_mean_of_the_others() -> None:
@@ -122,16 +119,6 @@ def test_advantages_of_a_step_may_be_taken_again() -> None:
     assert step.scorer.advantages.over_step(once) == once
 
 
-def test_truncated_rollouts_that_are_not_trained_do_not_shift_the_advantages_of_the_others() -> None:
-    step = _Step([{"a": [1.0, 0.0, 4.0]}], {"a": 1.0}, {"type": "batch"})
-    (group,) = step.scored
-    fewer = ScoredGroup(
-        group=group.group, samples=group.samples[2:], rewards=group.rewards, reward_parts=group.reward_parts
-    )
-    (changed,) = step.scorer.advantages.over_step([fewer])
-    assert [sample.advantage for sample in changed.samples] == step.final()[0][2:]
-
-
 def test_a_custom_function_has_a_signal_wherever_it_says_so() -> None:
     own = {"type": "custom", "function": "tests.scoring.own_advantages:above"}
     step = _Step([{"a": [1.0, 1.0]}, {"a": [0.5, 0.5]}], {"a": 1.0}, own)
@@ -142,3 +129,53 @@ def test_a_custom_function_has_a_signal_wherever_it_says_so() -> None:
 def test_normalize_each_goes_with_group_only(kind: Any) -> None:
     with pytest.raises(ValidationError, match="set type: group"):
         AdvantageSection(type=kind, rewards="normalize_each")
+
+
+# --------------------------------------------------------------------------------------- an advantage function of the user's
+
+MODULE = "tests.scoring.own_advantages"
+
+
+def _load(name: str, **arguments: Any) -> UserAdvantage:
+    return UserAdvantage(AdvantageSection(type="custom", function=f"{MODULE}:{name}", arguments=arguments))
+
+
+def test_it_gets_the_rewards_and_the_arguments_and_unscored_ones_stay_zero() -> None:
+    assert _load("above", baseline=0.25)([1.0, None, 0.0]) == [0.75, 0.0, -0.25]
+
+
+def test_any_sequence_of_numbers_will_do() -> None:
+    assert _load("ranks")([0.0, 0.0, 0.0]) == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("abov", {}, "did you mean"),
+        ("takes_nothing", {}, "does not take"),
+        ("above", {"basline": 1.0}, "basline"),
+        ("is_async", {}, "is async"),
+        ("not_callable", {}, "cannot be called"),
+        ("Scaled", {}, "is a class"),
+    ],
+)
+def test_one_that_cannot_be_used_is_told_of_at_the_start(name: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        _load(name, **arguments)
+    assert str(caught.value).startswith(f"advantage.function: {MODULE}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("too_few", "returned 1 advantages for 2 rewards"),
+        ("not_finite", "returned nan for reward 0"),
+        ("words", "returned '1' for reward 0"),
+        ("none_at_all", "returned a NoneType"),
+        ("raises", r"raised ZeroDivisionError: no baseline for 2 rewards \(.*own_advantages.py, line \d+\)"),
+    ],
+)
+def test_a_wrong_result_is_an_error_that_names_the_function(name: str, message: str) -> None:
+    with pytest.raises(RunError, match=message) as caught:
+        _load(name)([0.0, 1.0])
+    assert f"{MODULE}:{name}" in str(caught.value)

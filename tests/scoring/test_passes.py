@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from itertools import combinations, product
-from statistics import fmean
+from itertools import combinations
 
 import pytest
 
@@ -58,21 +56,6 @@ def test_completions_without_an_answer_have_no_vote_and_votes_that_fill_no_block
 def test_an_answer_that_passes_in_some_completions_only_counts_by_their_share() -> None:
     """Same answer, one of the two without the required form: 0.5."""
     assert majority_at_k([Vote("7", True), Vote("7", False), Vote("9", True)], 3) == 0.5
-
-
-def test_majority_at_k_is_unbiased() -> None:
-    """Expectation over all draws of 2 votes from answers 7 (right), 8, 9 with chances .5 .25 .25, by enumeration, against the mean
-    over random sets of 6 votes; standard error about 0.003."""
-    chances = {"7": 0.5, "8": 0.25, "9": 0.25}
-    expected = sum(
-        chances[a] * chances[b] * (float(a == "7") if a == b else ((a == "7") + (b == "7")) / 2)
-        for a, b in product(chances, repeat=2)
-    )
-    random_ = random.Random(0)
-    draws = [
-        [Vote(a, a == "7") for a in random_.choices(list(chances), list(chances.values()), k=6)] for _ in range(8000)
-    ]
-    assert fmean(majority_at_k(votes, 2) for votes in draws) == pytest.approx(expected, abs=0.012)
 
 
 def test_the_reported_k_are_powers_of_two_and_all_samples() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_async.config.loss_sections import AdvantageSection
-from grpo_async.records import RolloutCompletion, RolloutGroup, ScoredGroup
+from grpo_async.records import Origin, RolloutCompletion, RolloutGroup, ScoredGroup, TaggedMessage
 from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.scoring.scorer import Scorer
 from tests.support.records import make_completion, make_prompt
@@ -21,13 +21,14 @@ def _score(
     completions: Sequence[RolloutCompletion],
     *rewards: RewardFunction,
     environment_weights: Mapping[str, float] | None = None,
+    environments: Sequence[Any] | None = None,
     **columns: Any,
 ) -> ScoredGroup:
     scorer = Scorer(
         rewards, advantage=AdvantageSection(), train_zero_variance=False, environment_weights=environment_weights
     )
     group = RolloutGroup(group_id=0, prompt=make_prompt(**columns), completions=completions)
-    return asyncio.run(scorer.score(group))
+    return asyncio.run(scorer.score(group, environments=environments))
 
 
 def _zero(completions: list[Any]) -> list[float]:
@@ -76,14 +77,80 @@ def test_only_survivors_are_scored_and_every_column_is_theirs() -> None:
     seen: dict[str, Any] = {}
 
     def judge(
-        prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], answer: list[str], seat: list[int]
+        prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
     ) -> list[float]:
-        seen.update(prompts=len(prompts), completions=len(completions), ids=completion_ids, answer=answer, seat=seat)
+        names = ("answer", "seat", "environments")
+        seen.update({name: columns[name] for name in names}, prompts=len(prompts), ids=completion_ids)
         return [float(ids[0]) for ids in completion_ids]
 
-    scored = _score(completions, RewardFunction(judge), answer="7")
+    scored = _score(completions, RewardFunction(judge), answer="7", environments=["a", "b", "c", "d"])
     assert seen == {
-        "prompts": 3, "completions": 3, "ids": [[10], [12], [13]], "answer": ["7"] * 3, "seat": [0, 2, 3],
+        "prompts": 3, "ids": [[10], [12], [13]], "answer": ["7"] * 3, "seat": [0, 2, 3], "environments": ["a", "c", "d"],
     }  # fmt: skip
     assert scored.rewards == [10.0, 12.0, 13.0]
     assert [sample.rollout_id for sample in scored.samples] == ["r0", "r2", "r3"]
+
+
+def _score_one(completions: list[RolloutCompletion], function: Any, **settings: Any) -> ScoredGroup:
+    """By one function, without dividing by the standard deviation."""
+    scorer = Scorer(
+        [RewardFunction(function)],
+        **{"advantage": AdvantageSection(type="none"), "train_zero_variance": False, **settings},
+    )
+    group = RolloutGroup(group_id=3, prompt=make_prompt(3, "1 + 1 =", answer="2"), completions=completions)
+    return asyncio.run(scorer.score(group))
+
+
+def by_index(completions: list[Any], **_: Any) -> list[float]:
+    return [float(index) for index in range(len(completions))]
+
+
+def test_rewards_see_the_prompt_that_the_environment_made() -> None:
+    """R1.13: the text from reset() is part of the prompts that reward functions get."""
+    seen: list[Any] = []
+
+    def reward(prompts: list[Any], **_: Any) -> list[float]:
+        seen.extend(prompts)
+        return [0.0, 1.0]
+
+    said = TaggedMessage(role="user", content="find the exit", origin=Origin.ENVIRONMENT)
+    _score_one([replace(make_completion("a"), prompt_messages=[said]), make_completion("b")], reward)
+    assert seen == [[{"role": "user", "content": "find the exit"}], [{"role": "user", "content": "1 + 1 ="}]]
+
+
+def test_columns_of_a_rollout_function_reach_the_rewards_of_their_sample() -> None:
+    """R4.3: extra keys reach rewards per sample."""
+
+    def reward(completions: list[Any], env_reward: list[float], source: list[str], **_: Any) -> list[float]:
+        assert source == ["games", "games"]
+        return env_reward
+
+    completions = [
+        replace(make_completion(str(number)), reward_columns={"env_reward": number / 4, "source": "games"})
+        for number in range(2)
+    ]
+    assert _score_one(completions, reward).rewards == [0.0, 0.25]
+
+
+@pytest.mark.parametrize(("train_truncated", "trained"), [(True, ["a", "b", "c"]), (False, ["a", "c"])])
+def test_truncated_completions_count_in_the_mean_and_are_trained_only_if_wanted(
+    train_truncated: bool, trained: list[str]
+) -> None:
+    """rollout.overlong: rewards 0, 1, 2: mean 1 either way."""
+    completions = [make_completion("a"), replace(make_completion("b"), truncated=True), make_completion("c")]
+    scored = _score_one(completions, by_index, train_truncated=train_truncated)
+    assert [sample.rollout_id for sample in scored.samples] == trained
+    assert {sample.rollout_id: sample.advantage for sample in scored.samples}["c"] == 1.0
+    assert scored.rewards == [0.0, 1.0, 2.0]
+
+
+def test_what_functions_note_is_kept_for_the_store() -> None:
+    def reward(completions: list[Any], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+        log_extra("extracted", ["4", "5"])
+        log_metric("parsed", 0.5)
+        return [0.0, 1.0]
+
+    scored = _score_one([make_completion("a"), make_completion("b")], reward)
+    assert scored.extra_columns == {"extracted": ["4", "5"]}
+    assert scored.metrics["parsed"] == 0.5
+    assert scored.metrics.keys() == {"parsed", "scoring/duration_s"}

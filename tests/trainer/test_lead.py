@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_async.buffer.resume import ResumeState
-from grpo_async.checks.preflight_context import PreflightContext
+from grpo_async.checks.preflight import PreflightContext
 from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import EvaluationSection
@@ -113,8 +113,8 @@ class _Source:
         self.start = lambda: events.append("start generating")
         self.close = lambda: closed.append("rollout side")
 
-    def begin_evaluation(self, evaluator: Any, *, step: int, max_in_flight: int, store: Any) -> Future[Any]:
-        self.events.append(f"evaluate {step}")
+    def begin_evaluation(self, run: Any, *, num_tokens: Any) -> Future[Any]:
+        self.events.append(f"evaluate {run(None).step}")  # the evaluator gives its task back
         return Future()
 
     def await_evaluation(self, running: Future[Any], *, heartbeat: Any, attend: Any) -> None:
@@ -152,7 +152,7 @@ class _World:
         self.checks: list[Check] = []
         self.meanwhile: list[Callable[[], None]] = []  # what happens during the next preflights
         self.context: PreflightContext | None = None
-        evaluator = SimpleNamespace(num_tokens=0)
+        evaluator = SimpleNamespace(num_tokens=0, run=lambda task: task)
         evaluation = SimpleNamespace(evaluator=evaluator, majority_baseline=None)
         side = SimpleNamespace(
             source=self.source, evaluation=evaluation, first_prompts=[], tool_sets=[],
@@ -265,15 +265,6 @@ def test_a_push_that_fails_generates_nothing(tmp_path: Path, monkeypatch: pytest
     assert sorted(world.closed) == ["fleet", "rollout side", "weight group"]
 
 
-def test_a_server_that_dies_before_the_first_push_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = _World(monkeypatch)
-    world.sync.outcomes = [None, None]
-    _lead(make_config(tmp_path))
-    assert world.events[:5] == ["look for servers", "no server for 0", "no server for 0", "push 0", "serve 0"]
-
-
 def test_a_wait_for_a_server_tells_the_other_ranks_and_ends_at_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,17 +285,6 @@ def test_a_wait_for_a_server_tells_the_other_ranks_and_ends_at_its_deadline(
         _lead(make_config(tmp_path / "2", inference={"startup_timeout_s": 0.05}))
 
 
-def test_a_stop_while_no_server_takes_the_first_weights_ends_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = _World(monkeypatch)
-    world.sync.outcomes = [None] * 1000
-    world.fleet.up = [True, False]
-    told = _lead(make_config(tmp_path))
-    assert world.events == ["look for servers", "no server for 0"]
-    assert told[-1] == "StopCommand"
-
-
 def test_first_pushes_that_keep_failing_end_at_the_start_up_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,17 +292,6 @@ def test_first_pushes_that_keep_failing_end_at_the_start_up_deadline(
     world.sync.outcomes = [None] * 10_000_000
     with pytest.raises(DeadlineError, match="to take the first weights"):
         _lead(make_config(tmp_path, inference={"startup_timeout_s": 0.05}))
-
-
-def test_a_server_that_dies_between_push_and_checks_is_pushed_to_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = _World(monkeypatch)
-    one = world.fleet.serving
-    answers: list[list[Any]] = [[object()], [], [object()]]
-    monkeypatch.setattr(world.fleet, "serving", lambda: answers.pop(0) if len(answers) > 0 else one())
-    _lead(make_config(tmp_path))
-    assert world.events[1:6] == ["push 0", "serve 0", "push 0", "serve 0", "preflight"]
 
 
 def test_a_check_that_fails_ends_the_run_before_anything_is_generated(
@@ -368,17 +337,6 @@ def test_a_server_that_dies_while_it_is_checked_is_checked_again(
     assert "start generating" in world.events
 
 
-def test_a_server_that_dies_whenever_it_is_checked_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = _World(monkeypatch)
-    world.checks = [Check("generation", "fail", "Connection refused")]
-    world.fleet.is_silent = True
-    with pytest.raises(RunError, match="generation: Connection refused"):
-        _lead(make_config(tmp_path))
-    assert world.events.count("preflight") == 3
-
-
 def test_a_preflight_alone_ends_after_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = _World(monkeypatch)
     config = make_config(tmp_path, tracking=[{"type": "tensorboard"}])
@@ -415,3 +373,25 @@ def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypat
     with local_server(not_ready) as server, pytest.raises(DeadlineError, match=r"raise `inference\.startup_timeout_s`"):
         _lead(config, url=server.url)
     assert len(server.requests) > 1
+
+
+def test_a_stop_while_no_server_takes_the_first_weights_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    world.sync.outcomes = [None] * 1000
+    world.fleet.up = [True, False]
+    told = _lead(make_config(tmp_path))
+    assert world.events == ["look for servers", "no server for 0"]
+    assert told[-1] == "StopCommand"
+
+
+def test_a_server_that_dies_between_push_and_checks_is_pushed_to_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = _World(monkeypatch)
+    one = world.fleet.serving
+    answers: list[list[Any]] = [[object()], [], [object()]]
+    monkeypatch.setattr(world.fleet, "serving", lambda: answers.pop(0) if len(answers) > 0 else one())
+    _lead(make_config(tmp_path))
+    assert world.events[1:6] == ["push 0", "serve 0", "push 0", "serve 0", "preflight"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.buffer.ledger import is_closed
-from grpo_async.chat.build import load_renderer
+from grpo_async.chat.renderer import load_renderer
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.records import GroupStatus
 from grpo_async.store.reader import read_groups
@@ -204,7 +204,7 @@ def test_one_failing_prompt_is_counted_and_dropped_and_the_worker_goes_on(
         groups = take(side, 2)
         assert groups is not None
         assert [group.group.group_id for group in groups] == [1, 2]
-        side.source.settle(groups, GroupStatus.TRAINED, step=1)
+        side.source.settle_step(groups, GroupStatus.TRAINED, step=1)
         serve(side, 1)
         assert take(side, 2, version=1) is not None
         gauges = side.source.gauges()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_async.inference.fleet import ServerState
-from grpo_async.trainer.server_news import ServerNews
+from grpo_async.trainer.connections import ServerNews
 
 
 @dataclass

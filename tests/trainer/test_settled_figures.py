@@ -31,7 +31,7 @@ def test_what_the_trainer_says_of_a_step_is_stored_with_the_rollouts_it_is_of(ti
         groups = take(side, 2)
         assert groups is not None
         assert all(side.source.stores(group.group.group_id) for group in groups)
-        side.source.settle(groups, GroupStatus.TRAINED, step=1, figures=_figures(groups[:1]))
+        side.source.settle_step(groups, GroupStatus.TRAINED, step=1, figures=_figures(groups[:1]))
         settled = {group.group.group_id for group in groups}
     first, second = (group for group in read_groups(config.run_path / "rollouts") if group.group_id in settled)
     for rollout in first.rollouts:
@@ -52,6 +52,6 @@ def test_the_trainer_is_told_which_groups_the_store_leaves_out(tiny_model: Path,
         groups = take(side, 12)
         assert groups is not None
         kept = {group.group.group_id for group in groups if side.source.stores(group.group.group_id)}
-        side.source.settle(groups, GroupStatus.TRAINED, step=1, figures=_figures(groups))
+        side.source.settle_step(groups, GroupStatus.TRAINED, step=1, figures=_figures(groups))
     assert 0 < len(kept) < 12
     assert {g.group_id for g in read_groups(config.run_path / "rollouts") if g.status is GroupStatus.TRAINED} == kept

@@ -18,7 +18,7 @@ class FakeSource:
     def stores(self, group_id: int) -> bool:
         return True
 
-    def settle(self, groups: Sequence[ScoredGroup], status: GroupStatus, **_: Any) -> None: ...
+    def settle_step(self, groups: Sequence[ScoredGroup], status: GroupStatus, **_: Any) -> None: ...
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         return {}

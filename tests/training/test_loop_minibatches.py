@@ -40,7 +40,7 @@ class _Source(FakeSource):
     def stores(self, group_id: int) -> bool:
         return group_id in self._kept
 
-    def settle(
+    def settle_step(
         self,
         groups: Sequence[ScoredGroup],
         status: GroupStatus,

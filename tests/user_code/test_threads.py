@@ -83,22 +83,6 @@ def test_a_cancelled_callers_thread_counts_once_it_outlives_the_limit(gate: Gate
     asyncio.run(run())
 
 
-def test_a_cancelled_callers_thread_keeps_its_place_until_it_ends(gate: Gate) -> None:
-    async def run() -> None:
-        runner = ThreadRunner("gated", max_threads=2)
-        for _ in range(2):
-            await cancelled(runner, gate, timeout_s=LONG_S)
-        ran: list[str] = []
-        later = asyncio.create_task(runner.run(lambda: ran.append("later"), LONG_S))
-        await asyncio.sleep(0.1)
-        assert ran == []  # both places are taken
-        gate.open.set()
-        await asyncio.wait_for(later, 20)
-        assert ran == ["later"]
-
-    asyncio.run(run())
-
-
 def test_a_cancelled_callers_thread_gives_its_place_up_at_the_limit_of_its_call(gate: Gate) -> None:
     async def run() -> None:
         runner = ThreadRunner("gated", max_threads=1, max_abandoned=2)
@@ -136,16 +120,3 @@ def test_a_cancelled_wait_for_a_place_takes_none(gate: Gate) -> None:
         return await asyncio.wait_for(runner.run(lambda: "next", LONG_S), 20)
 
     assert asyncio.run(run()) == "next"
-
-
-def test_a_loop_that_has_ended_is_not_missed_by_the_threads_it_left(
-    gate: Gate, caplog: pytest.LogCaptureFixture
-) -> None:
-    runner = ThreadRunner("left")
-    asyncio.run(cancelled(runner, gate, timeout_s=LONG_S))
-    threads = [thread for thread in threading.enumerate() if thread.name == "left"]
-    gate.open.set()
-    for thread in threads:
-        thread.join(20)
-    assert caplog.text == ""
-    assert asyncio.run(runner.run(lambda: "next", LONG_S)) == "next"

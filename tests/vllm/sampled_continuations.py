@@ -23,7 +23,7 @@ from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.connections import BrokenConnectionError
 from grpo_async.inference.router import FixedServers
 from grpo_async.inference.surface import GenerateChunk, GenerateRequest
-from grpo_async.rollout.seeds import seed_of
+from grpo_async.rollout.producer import seed_of
 from grpo_async.servers.vllm import compat
 from grpo_async.utils.retry import RetryPolicy
 

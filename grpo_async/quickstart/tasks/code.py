@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.quickstart.demonstration import Demonstration
-from grpo_async.quickstart.recipe import WarmupRecipe
 from grpo_async.quickstart.sums import is_held_out
-from grpo_async.quickstart.tasks.base import Task
+from grpo_async.quickstart.tasks.base import Task, WarmupRecipe
 
 LARGEST_FACTOR = 9
 LARGEST_CONSTANT = 20

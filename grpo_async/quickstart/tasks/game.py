@@ -17,9 +17,8 @@ from typing import Any
 
 from grpo_async.envs.guessing_game import GuessingGame
 from grpo_async.quickstart.demonstration import Demonstration, Turn, calling_turn
-from grpo_async.quickstart.recipe import WarmupRecipe
 from grpo_async.quickstart.sums import is_held_out
-from grpo_async.quickstart.tasks.base import Task
+from grpo_async.quickstart.tasks.base import Task, WarmupRecipe
 from grpo_async.tools import Tool
 
 RANGE_SIZE = 7

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_async.quickstart.demonstration import Demonstration
-from grpo_async.quickstart.recipe import WarmupRecipe
 from grpo_async.quickstart.sums import MAX_GUESS_ERROR, ChainSum, guess, thinking
-from grpo_async.quickstart.tasks.base import Task
+from grpo_async.quickstart.tasks.base import Task, WarmupRecipe
 
 NUM_TERMS = 3
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from grpo_async.config.interaction_sections import ToolSection
 from grpo_async.quickstart.demonstration import Demonstration, Turn, calling_turn
-from grpo_async.quickstart.recipe import WarmupRecipe
 from grpo_async.quickstart.sums import MAX_GUESS_ERROR, ChainSum
-from grpo_async.quickstart.tasks.base import Task
+from grpo_async.quickstart.tasks.base import Task, WarmupRecipe
 from grpo_async.tools import load_tools
 from grpo_async.tools.calculator import calculator
 

@@ -24,241 +24,79 @@ _THREAD = 0x00010000
 _X32 = 0x40000000  # on x86-64: the numbers of a second, forgotten ABI
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-# name: (x86-64, ARM64); None = the machine does not have it.
-_NEWEST = 462  # of those looked through for this list
-_Numbers = dict[str, tuple[int | None, int | None]]
-_READING_AND_WRITING: _Numbers = {
-    "read": (0, 63),
-    "write": (1, 64),
-    "readv": (19, 65),
-    "writev": (20, 66),
-    "pread64": (17, 67),
-    "pwrite64": (18, 68),
-    "preadv": (295, 69),
-    "pwritev": (296, 70),
-    "preadv2": (327, 286),
-    "pwritev2": (328, 287),
-    "lseek": (8, 62),
-    "close": (3, 57),
-    "close_range": (436, 436),
-    "dup": (32, 23),
-    "dup2": (33, None),
-    "dup3": (292, 24),
-    "fcntl": (72, 25),
-    "flock": (73, 32),
-    "ioctl": (16, 29),
-    "fsync": (74, 82),
-    "fdatasync": (75, 83),
-    "sync_file_range": (277, 84),
-    "ftruncate": (77, 46),
-    "fallocate": (285, 47),
-    "fadvise64": (221, 223),
-    "readahead": (187, 213),
-    "sendfile": (40, 71),
-    "splice": (275, 76),
-    "tee": (276, 77),
-    "copy_file_range": (326, 285),
-    "pipe": (22, None),
-    "pipe2": (293, 59),
-    "poll": (7, None),
-    "ppoll": (271, 73),
-    "select": (23, None),
-    "pselect6": (270, 72),
-    "eventfd": (284, None),
-    "eventfd2": (290, 19),
-    "epoll_create": (213, None),
-    "epoll_create1": (291, 20),
-    "epoll_ctl": (233, 21),
-    "epoll_wait": (232, None),
-    "epoll_pwait": (281, 22),
-    "epoll_pwait2": (441, 441),
-    "timerfd_create": (283, 85),
-    "timerfd_settime": (286, 86),
-    "timerfd_gettime": (287, 87),
-    "signalfd": (282, None),
-    "signalfd4": (289, 74),
-    "sendto": (44, 206),
-    "recvfrom": (45, 207),
-    "sendmsg": (46, 211),
-    "recvmsg": (47, 212),
-    "sendmmsg": (307, 269),
-    "recvmmsg": (299, 243),
-    "shutdown": (48, 210),
-    "getsockname": (51, 204),
-    "getpeername": (52, 205),
-    "getsockopt": (55, 209),
-    "setsockopt": (54, 208),
-}
-_FILES: _Numbers = {
-    "open": (2, None),
-    "openat": (257, 56),
-    "openat2": (437, 437),
-    "creat": (85, None),
-    "stat": (4, None),
-    "lstat": (6, None),
-    "fstat": (5, 80),
-    "newfstatat": (262, 79),
-    "statx": (332, 291),
-    "access": (21, None),
-    "faccessat": (269, 48),
-    "faccessat2": (439, 439),
-    "getdents": (78, None),
-    "getdents64": (217, 61),
-    "getcwd": (79, 17),
-    "chdir": (80, 49),
-    "fchdir": (81, 50),
-    "mkdir": (83, None),
-    "mkdirat": (258, 34),
-    "rmdir": (84, None),
-    "unlink": (87, None),
-    "unlinkat": (263, 35),
-    "rename": (82, None),
-    "renameat": (264, 38),
-    "renameat2": (316, 276),
-    "link": (86, None),
-    "linkat": (265, 37),
-    "symlink": (88, None),
-    "symlinkat": (266, 36),
-    "readlink": (89, None),
-    "readlinkat": (267, 78),
-    "mknod": (133, None),
-    "mknodat": (259, 33),
-    "umask": (95, 166),
-    "statfs": (137, 43),
-    "fstatfs": (138, 44),
-    "getxattr": (191, 8),
-    "lgetxattr": (192, 9),
-    "fgetxattr": (193, 10),
-    "listxattr": (194, 11),
-    "llistxattr": (195, 12),
-    "flistxattr": (196, 13),
-}
-_MEMORY: _Numbers = {
-    "mmap": (9, 222),
-    "munmap": (11, 215),
-    "mprotect": (10, 226),
-    "mremap": (25, 216),
-    "brk": (12, 214),
-    "madvise": (28, 233),
-    "mincore": (27, 232),
-    "msync": (26, 227),
-    "mseal": (462, 462),
-    "pkey_alloc": (330, 289),
-    "pkey_free": (331, 290),
-    "pkey_mprotect": (329, 288),
-    "get_mempolicy": (239, 236),
-    "membarrier": (324, 283),
-}
-_ITSELF: _Numbers = {
-    "execve": (59, 221),
-    "exit": (60, 93),
-    "exit_group": (231, 94),
-    "wait4": (61, 260),
-    "waitid": (247, 95),
-    "getpid": (39, 172),
-    "gettid": (186, 178),
-    "getppid": (110, 173),
-    "getpgid": (121, 155),
-    "getpgrp": (111, None),
-    "getsid": (124, 156),
-    "getuid": (102, 174),
-    "geteuid": (107, 175),
-    "getgid": (104, 176),
-    "getegid": (108, 177),
-    "getgroups": (115, 158),
-    "getresuid": (118, 148),
-    "getresgid": (120, 150),
-    "capget": (125, 90),
-    "getrlimit": (97, 163),
-    "setrlimit": (160, 164),
-    "getrusage": (98, 165),
-    "getpriority": (140, 141),
-    "times": (100, 153),
-    "uname": (63, 160),
-    "sysinfo": (99, 179),
-    "arch_prctl": (158, None),
-    "set_tid_address": (218, 96),
-    "set_robust_list": (273, 99),
-    "get_robust_list": (274, 100),
-    "rseq": (334, 293),
-    "futex": (202, 98),
-    "futex_waitv": (449, 449),
-    "futex_wake": (454, 454),
-    "futex_wait": (455, 455),
-    "futex_requeue": (456, 456),
-    "restart_syscall": (219, 128),
-    "getrandom": (318, 278),
-    "getcpu": (309, 168),
-    "sched_yield": (24, 124),
-    "sched_getaffinity": (204, 123),
-    "sched_getparam": (143, 121),
-    "sched_getscheduler": (145, 120),
-    "sched_getattr": (315, 275),
-    "sched_get_priority_max": (146, 125),
-    "sched_get_priority_min": (147, 126),
-    "sched_rr_get_interval": (148, 127),
-    "ioprio_get": (252, 31),
-}
-_TIME_AND_SIGNALS: _Numbers = {
-    "time": (201, None),
-    "gettimeofday": (96, 169),
-    "clock_gettime": (228, 113),
-    "clock_getres": (229, 114),
-    "clock_nanosleep": (230, 115),
-    "nanosleep": (35, 101),
-    "alarm": (37, None),
-    "pause": (34, None),
-    "getitimer": (36, 102),
-    "setitimer": (38, 103),
-    "timer_create": (222, 107),
-    "timer_settime": (223, 110),
-    "timer_gettime": (224, 108),
-    "timer_getoverrun": (225, 109),
-    "timer_delete": (226, 111),
-    "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139),
-    "rt_sigpending": (127, 136),
-    "rt_sigsuspend": (130, 133),
-    "rt_sigtimedwait": (128, 137),
-    "sigaltstack": (131, 132),
-}
-_WITH_NAMESPACES: _Numbers = {
-    "fork": (57, None),
-    "vfork": (58, None),
-    "setpgid": (109, 154),
-    "setsid": (112, 157),
-    "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424),
-    "setpriority": (141, 140),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "sched_setattr": (314, 274),
-    "sched_setaffinity": (203, 122),
-    "ioprio_set": (251, 30),
-    "truncate": (76, 45),
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "lchown": (94, None),
-    "fchown": (93, 55),
-    "fchownat": (260, 54),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-}
+_NEWEST = 462  # of the calls looked through for this list
+# In each table: name, number on x86-64, number on ARM64; "-" = the machine does not have it.
+_READING_AND_WRITING = """
+    read 0 63                 write 1 64                readv 19 65               writev 20 66
+    pread64 17 67             pwrite64 18 68            preadv 295 69             pwritev 296 70
+    preadv2 327 286           pwritev2 328 287          lseek 8 62                close 3 57
+    close_range 436 436       dup 32 23                 dup2 33 -                 dup3 292 24
+    fcntl 72 25               flock 73 32               ioctl 16 29               fsync 74 82
+    fdatasync 75 83           sync_file_range 277 84    ftruncate 77 46           fallocate 285 47
+    fadvise64 221 223         readahead 187 213         sendfile 40 71            splice 275 76
+    tee 276 77                copy_file_range 326 285   pipe 22 -                 pipe2 293 59
+    poll 7 -                  ppoll 271 73              select 23 -               pselect6 270 72
+    eventfd 284 -             eventfd2 290 19           epoll_create 213 -        epoll_create1 291 20
+    epoll_ctl 233 21          epoll_wait 232 -          epoll_pwait 281 22        epoll_pwait2 441 441
+    timerfd_create 283 85     timerfd_settime 286 86    timerfd_gettime 287 87    signalfd 282 -
+    signalfd4 289 74          sendto 44 206             recvfrom 45 207           sendmsg 46 211
+    recvmsg 47 212            sendmmsg 307 269          recvmmsg 299 243          shutdown 48 210
+    getsockname 51 204        getpeername 52 205        getsockopt 55 209         setsockopt 54 208
+"""
+_FILES = """
+    open 2 -             openat 257 56        openat2 437 437      creat 85 -           stat 4 -
+    lstat 6 -            fstat 5 80           newfstatat 262 79    statx 332 291        access 21 -
+    faccessat 269 48     faccessat2 439 439   getdents 78 -        getdents64 217 61    getcwd 79 17
+    chdir 80 49          fchdir 81 50         mkdir 83 -           mkdirat 258 34       rmdir 84 -
+    unlink 87 -          unlinkat 263 35      rename 82 -          renameat 264 38      renameat2 316 276
+    link 86 -            linkat 265 37        symlink 88 -         symlinkat 266 36     readlink 89 -
+    readlinkat 267 78    mknod 133 -          mknodat 259 33       umask 95 166         statfs 137 43
+    fstatfs 138 44       getxattr 191 8       lgetxattr 192 9      fgetxattr 193 10     listxattr 194 11
+    llistxattr 195 12    flistxattr 196 13
+"""
+_MEMORY = """
+    mmap 9 222              munmap 11 215           mprotect 10 226         mremap 25 216
+    brk 12 214              madvise 28 233          mincore 27 232          msync 26 227
+    mseal 462 462           pkey_alloc 330 289      pkey_free 331 290       pkey_mprotect 329 288
+    get_mempolicy 239 236   membarrier 324 283
+"""
+_ITSELF = """
+    execve 59 221                    exit 60 93                       exit_group 231 94
+    wait4 61 260                     waitid 247 95                    getpid 39 172
+    gettid 186 178                   getppid 110 173                  getpgid 121 155
+    getpgrp 111 -                    getsid 124 156                   getuid 102 174
+    geteuid 107 175                  getgid 104 176                   getegid 108 177
+    getgroups 115 158                getresuid 118 148                getresgid 120 150
+    capget 125 90                    getrlimit 97 163                 setrlimit 160 164
+    getrusage 98 165                 getpriority 140 141              times 100 153
+    uname 63 160                     sysinfo 99 179                   arch_prctl 158 -
+    set_tid_address 218 96           set_robust_list 273 99           get_robust_list 274 100
+    rseq 334 293                     futex 202 98                     futex_waitv 449 449
+    futex_wake 454 454               futex_wait 455 455               futex_requeue 456 456
+    restart_syscall 219 128          getrandom 318 278                getcpu 309 168
+    sched_yield 24 124               sched_getaffinity 204 123        sched_getparam 143 121
+    sched_getscheduler 145 120       sched_getattr 315 275            sched_get_priority_max 146 125
+    sched_get_priority_min 147 126   sched_rr_get_interval 148 127    ioprio_get 252 31
+"""
+_TIME_AND_SIGNALS = """
+    time 201 -                 gettimeofday 96 169        clock_gettime 228 113      clock_getres 229 114
+    clock_nanosleep 230 115    nanosleep 35 101           alarm 37 -                 pause 34 -
+    getitimer 36 102           setitimer 38 103           timer_create 222 107       timer_settime 223 110
+    timer_gettime 224 108      timer_getoverrun 225 109   timer_delete 226 111       rt_sigaction 13 134
+    rt_sigprocmask 14 135      rt_sigreturn 15 139        rt_sigpending 127 136      rt_sigsuspend 130 133
+    rt_sigtimedwait 128 137    sigaltstack 131 132
+"""
+_WITH_NAMESPACES = """
+    fork 57 -                    vfork 58 -                   setpgid 109 154              setsid 112 157
+    tkill 200 130                rt_sigqueueinfo 129 138      rt_tgsigqueueinfo 297 240    pidfd_open 434 434
+    pidfd_send_signal 424 424    setpriority 141 140          sched_setparam 142 118       sched_setscheduler 144 119
+    sched_setattr 314 274        sched_setaffinity 203 122    ioprio_set 251 30            truncate 76 45
+    chmod 90 -                   fchmod 91 52                 fchmodat 268 53              fchmodat2 452 452
+    chown 92 -                   lchown 94 -                  fchown 93 55                 fchownat 260 54
+    utime 132 -                  utimes 235 -                 futimesat 261 -              utimensat 280 88
+    setxattr 188 5               lsetxattr 189 6              fsetxattr 190 7              removexattr 197 14
+    lremovexattr 198 15          fremovexattr 199 16
+"""
 _SOCKETPAIR, _CLONE, _CLONE3, _PRCTL = (53, 199), (56, 220), (435, 435), (157, 167)
 _KILL, _TGKILL, _PRLIMIT = (62, 129), (234, 131), (302, 261)
 
@@ -282,11 +120,11 @@ def _program(machine: str, *, with_namespaces: bool, with_threads: bool) -> byte
     if machine == "x86_64":
         lines += [_line(_AT_LEAST, _X32, 0, 1), _fail(_EPERM)]
     lines += [_line(_AT_LEAST, _NEWEST + 1, 0, 1), _fail(_ENOSYS)]
-    allowed = {**_READING_AND_WRITING, **_FILES, **_MEMORY, **_ITSELF, **_TIME_AND_SIGNALS}
-    for numbers in ({**allowed, **_WITH_NAMESPACES} if with_namespaces else allowed).values():
-        number = numbers[column]
-        if number is not None:
-            lines += [_line(_EQUAL, number, 0, 1), _line(_RETURN, _ALLOW)]
+    tables = [_READING_AND_WRITING, _FILES, _MEMORY, _ITSELF, _TIME_AND_SIGNALS]
+    words = "".join([*tables, _WITH_NAMESPACES] if with_namespaces else tables).split()
+    for number in words[1 + column :: 3]:
+        if number != "-":
+            lines += [_line(_EQUAL, int(number), 0, 1), _line(_RETURN, _ALLOW)]
     lines += [_line(_EQUAL, _CLONE3[column], 0, 1), _fail(_ENOSYS)]  # its flags are out of reach; libc then uses clone
     lines += _if_argument(_SOCKETPAIR[column], [_line(_EQUAL, _UNIX, 1, 0), _fail(_EPERM)])
     limits = [_line(_EQUAL, 0, 1, 0), _fail(_EPERM)]  # 0: of itself; init may run as the same user

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, through the same servers, rollouts and reward functions as training.
+"""The evaluator: held-out prompts, through the same servers, rollouts and reward functions as training.
 
     prompts -> produce (samples rollouts each) -> score -> Outcome... -> evaluation_result
                                                      '-> store (rows as those of training, never trained)
@@ -15,15 +15,17 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.data import LoadedData, make_prompt
 from grpo_async.errors import ConfigError, RolloutContractError, RunError
+from grpo_async.evaluation.metrics import EvaluationResult, Outcome, PromptOutcomes, evaluation_result
 from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.evaluation_metrics import EvaluationResult, Outcome, PromptOutcomes, evaluation_result
-from grpo_async.rollout.producer import GroupProducer, GroupRequest
-from grpo_async.rollout.seeds import seed_of
+from grpo_async.rollout.participants import ProducerParts
+from grpo_async.rollout.producer import GroupProducer, GroupRequest, seed_of
 from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.answers import read_answer
 from grpo_async.scoring.scorer import Scorer
@@ -31,7 +33,7 @@ from grpo_async.store.rollout_store import RolloutStore
 
 logger = logging.getLogger(__name__)
 
-_NOTED_SHARE, _MAX_FAILED_SHARE = 0.05, 0.5
+_NOTED_FRACTION, _MAX_FAILED_FRACTION = 0.05, 0.5
 _MOST_GROUPS = 64
 """Values of `evaluation.group_by`: each has a dozen metrics of its own."""
 
@@ -110,9 +112,9 @@ class Evaluator:
 
     def _check_failures(self, failures: Sequence[str]) -> None:
         total = len(self._prompts) * self._samples
-        if len(failures) > _NOTED_SHARE * total:
+        if len(failures) > _NOTED_FRACTION * total:
             said = f"{len(failures)} of {total} rollouts of the evaluation failed; the first, {failures[0]}"
-            if len(failures) > _MAX_FAILED_SHARE * total:
+            if len(failures) > _MAX_FAILED_FRACTION * total:
                 raise RunError(said)
             logger.warning("%s; its numbers are those of the others", said)
 
@@ -233,7 +235,44 @@ def _groups(prompts: Sequence[Prompt], column: str | None) -> list[str | None]:
     return list(groups)
 
 
-def majority_share(rows: Sequence[dict[str, Any]], column: str) -> float:
-    """Share of the most frequent value: answers [3, 3, 5] -> 2/3, what always answering 3 would score."""
+def majority_fraction(rows: Sequence[dict[str, Any]], column: str) -> float:
+    """Fraction of the most frequent value: answers [3, 3, 5] -> 2/3, what always answering 3 would score."""
     counts = Counter(str(row[column]) for row in rows)
     return counts.most_common(1)[0][1] / len(rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSide:
+    """`majority_baseline` is the fraction of the most frequent held-out answer, None without `evaluation.baseline_column`."""
+
+    evaluator: Evaluator
+    majority_baseline: float | None
+
+
+def build_evaluation_side(
+    config: ExperimentConfig, data: LoadedData, parts: ProducerParts, scorer: Scorer
+) -> EvaluationSide | None:
+    """None where the configuration has no `evaluation`. `parts` are those of training; failures are counted apart from its own.
+
+    Raises:
+        ConfigError: `evaluation.group_by` cannot be used.
+    """
+    section = config.evaluation
+    if section is None or data.evaluation is None:
+        return None
+    errors = ErrorLog()
+    column = section.baseline_column
+    return EvaluationSide(
+        evaluator=Evaluator(
+            [make_prompt(row, number, data.evaluation_system_prompt) for number, row in enumerate(data.evaluation)],
+            replace(parts, errors=errors, lane="evaluation").build(
+                temperature=section.temperature, group_size=section.samples
+            ),
+            scorer,
+            samples=section.samples,
+            pass_reward=section.pass_reward,
+            group_by=section.group_by,
+            errors=errors,
+        ),
+        majority_baseline=None if column is None else majority_fraction(data.evaluation, column),
+    )

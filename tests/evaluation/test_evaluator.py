@@ -13,11 +13,10 @@ import pytest
 
 from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.errors import ConfigError, RolloutContractError, RunError
+from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator, majority_fraction
+from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.rewards import RewardFunction
-from grpo_async.rollout.evaluation import EvaluationTask, Evaluator, majority_share
-from grpo_async.rollout.evaluation_metrics import EvaluationResult
-from grpo_async.rollout.producer import GroupRequest, Produced
-from grpo_async.rollout.seeds import seed_of
+from grpo_async.rollout.producer import GroupRequest, Produced, seed_of
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store import RolloutStore, read_groups
 from tests.support.records import make_completion, make_prompt
@@ -188,4 +187,4 @@ def test_rows_are_stored_with_step_rewards_and_versions(tmp_path: Path) -> None:
 
 
 def test_the_majority_is_the_share_of_the_most_frequent_value() -> None:
-    assert majority_share([{"a": 3}, {"a": "3"}, {"a": 5}], "a") == pytest.approx(2 / 3)
+    assert majority_fraction([{"a": 3}, {"a": "3"}, {"a": 5}], "a") == pytest.approx(2 / 3)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from grpo_async.rollout.evaluation_metrics import Outcome, PromptOutcomes, evaluation_result, prompt_metrics
+from grpo_async.evaluation.metrics import Outcome, PromptOutcomes, evaluation_result, prompt_metrics
 
 
 def _prompt(*rewards: float | None, answers: Sequence[str | None] = (), group: str | None = None) -> PromptOutcomes:

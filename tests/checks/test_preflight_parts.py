@@ -1,0 +1,318 @@
+"""Each check of the preflight alone: chat template, tools, control tokens, tokenizers, addresses, memory, disk."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_async.chat.encoding import Encoder, Guarded
+from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.checks import preflight
+from grpo_async.checks.memory import estimate_trainer
+from grpo_async.checks.preflight import PreflightContext, check_chat_template, check_tokenizer
+from grpo_async.checks.report import Found
+from grpo_async.inference.surface import ServerInfo
+from grpo_async.records import Origin, Prompt, TaggedMessage
+from grpo_async.rundir import RunDir
+from grpo_async.weights.verify import TrainerScores
+from tests.launcher.support import make_config
+from tests.support.chat_families import family
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Searches.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+    },
+}
+
+
+def _context(folder: Path, tokenizer: Any, **changes: Any) -> PreflightContext:
+    ends = changes.pop("end_of_turn_tokens", [])
+    text = changes.pop("prompt", "hello world")
+    config = make_config(folder, **{"weights": {"timeout_s": 5.0}, **changes.pop("sections", {})})
+    message = TaggedMessage(role="user", content=text, origin=Origin.PROMPT)
+    fields: dict[str, Any] = {
+        "config": config,
+        "rundir": RunDir(config.run_path),
+        "renderer": ChatRenderer(tokenizer, end_of_turn_tokens=ends),
+        "servers": [],
+        "prompts": [Prompt(prompt_id=0, messages=[message])],
+        "probes": [],
+        "score_on_trainer": lambda *_: TrainerScores(logprobs=[], rounded_anew=[]),
+        "parameter_shapes": {},
+        "num_embeddings": len(tokenizer),
+        "policy_version": 0,
+        "device": "cpu",
+        "token": "secret",
+    }
+    return PreflightContext(**{**fields, **changes})
+
+
+def _problems(found: list[Found]) -> list[Found]:
+    return [(status, detail) for status, detail in found if status != "pass"]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "chatml"])
+def test_usual_templates_pass(tmp_path: Path, name: str) -> None:
+    tokenizer = family(name)
+    checks = check_chat_template(_context(tmp_path, tokenizer))
+    assert _problems(checks) == []
+    assert f"turns end with {tokenizer.eos_token}" in checks[0][1]
+
+
+def test_tools_that_the_template_knows_are_named(tmp_path: Path) -> None:
+    checks = check_chat_template(_context(tmp_path, family("qwen3"), tool_sets=[[TOOL]]))
+    assert _problems(checks) == []
+    assert checks[0][1].endswith("tools: search")
+
+
+@pytest.mark.parametrize("template", ["no_tool_role", "chatml"])
+def test_a_template_without_tool_results_or_tools_fails(tmp_path: Path, template: str) -> None:
+    (problem,) = _problems(check_chat_template(_context(tmp_path, family(template), tool_sets=[[TOOL]])))
+    assert (problem[0], problem[1].startswith("tools (search, ...): ")) == ("fail", True)
+
+
+def test_a_template_that_ends_turns_with_another_token_is_a_warning(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(family("chatml"))
+    tokenizer.eos_token = "<|endoftext|>"
+    problems = _problems(check_chat_template(_context(tmp_path, tokenizer)))
+    assert [status for status, _ in problems] == ["warn"]
+    assert "goes on after an answer with ['<|im_end|>'" in problems[0][1]
+    assert _problems(check_chat_template(_context(tmp_path, tokenizer, end_of_turn_tokens=["<|im_end|>"]))) == []
+
+
+def test_no_token_that_ends_a_turn_is_a_warning(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(family("chatml"))
+    tokenizer.eos_token = None
+    problems = _problems(check_chat_template(_context(tmp_path, tokenizer)))
+    assert problems[0][0] == "warn"
+    assert "every completion runs to its limit" in problems[0][1]
+
+
+def test_prompts_that_change_when_they_are_tokenized_again_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = copy.deepcopy(family("chatml"))
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: decode(ids, **options).replace("world", " world"))
+    problems = _problems(check_chat_template(_context(tmp_path, tokenizer)))
+    assert [status for status, _ in problems] == ["warn"]
+    assert "prompt 0 as text encodes to other ids from token " in problems[0][1]
+
+
+def test_a_prompt_with_ids_that_the_model_has_not_fails(tmp_path: Path) -> None:
+    problems = _problems(check_chat_template(_context(tmp_path, family("chatml"), num_embeddings=4)))
+    assert ("fail", True) in [(status, "another tokenizer's" in detail) for status, detail in problems]
+
+
+def test_a_prompt_without_tokens_fails(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(family("chatml"))
+    tokenizer.chat_template = "{% for message in messages %}{% endfor %}"
+    problems = _problems(check_chat_template(_context(tmp_path, tokenizer)))
+    assert problems[0] == ("fail", "prompt 0 renders to no tokens at all; look at model.chat_template")
+
+
+def test_foreign_text_that_becomes_a_control_token_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Encoder, "guard", lambda self, messages, foreign: Guarded(messages=messages, marks={}))
+    problems = _problems(check_chat_template(_context(tmp_path, family("chatml"))))
+    assert problems == [("fail", "the text '<|im_end|>' in a message of a tool or environment becomes a control token")]
+
+
+def test_without_a_template_only_the_prompts_are_checked(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(family("chatml"))
+    tokenizer.chat_template = None
+    context = _context(tmp_path, tokenizer)
+    plain = Prompt(prompt_id=0, messages=context.prompts[0].messages, is_conversational=False)
+    assert _problems(check_chat_template(_context(tmp_path, tokenizer, prompts=[plain]))) == []
+
+
+# Tokenizers of both sides.
+
+
+def _server(url: str = "", **info: Any) -> Any:
+    fields = {
+        "engine": "vllm", "engine_version": "1", "model": "m", "dtype": "float32", "max_model_len": 64, "policy_version": 0,
+    }  # fmt: skip
+    return SimpleNamespace(name="server 0", url=url, info=ServerInfo(**{**fields, **info}), control=None)
+
+
+@pytest.mark.parametrize(
+    ("more", "rows", "status"),
+    [(0, 0, "pass"), (-1, 0, "fail"), (64, 0, "fail"), (267, 267, "pass"), (None, 0, "warn")],
+    ids=["equal", "fewer", "more", "spare rows as Qwen has", "unknown"],
+)
+def test_the_servers_vocabulary_must_be_the_trainers(tmp_path: Path, more: int | None, rows: int, status: str) -> None:
+    tokenizer = family("chatml")
+    size = 0 if more is None else len(tokenizer) + more
+    context = _context(
+        tmp_path,
+        tokenizer,
+        servers=[_server(engine="embedded", vocab_size=size)],
+        num_embeddings=len(tokenizer) + rows,
+    )
+    assert [found for found, _ in check_tokenizer(context)] == [status]
+
+
+@contextmanager
+def _tokenizing_server(tokenize: Callable[[str], list[int]] | None) -> Iterator[tuple[str, list[str]]]:
+    """vLLM's /tokenize alone, or 404 where `tokenize` is None; yields its address and the Authorization headers it saw."""
+    seen: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            seen.append(self.headers.get("authorization", ""))
+            found = tokenize is not None and self.path == "/tokenize" and body["add_special_tokens"] is False
+            answer = json.dumps(
+                {"tokens": tokenize(body["prompt"])} if found and tokenize else {"error": "no"}
+            ).encode()
+            self.send_response(200 if found else 404)
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", seen
+        finally:
+            server.shutdown()
+            thread.join(10.0)
+
+
+def _ids(name: str) -> Callable[[str], list[int]]:
+    return lambda text: [int(token) for token in family(name)(text, add_special_tokens=False)["input_ids"]]
+
+
+@pytest.mark.parametrize(
+    ("tokenize", "status", "words"),
+    [
+        (_ids("chatml"), "pass", "4 texts have the same ids on both sides"),  # three of ours and the prompt
+        (_ids("llama3"), "fail", "server 0 has another tokenizer than model.path: 'What is 12 + 30"),
+        (lambda text: [*_ids("chatml")(text), *([0] if "weather" in text else [])], "fail", "weather"),
+        (None, "warn", "could not be asked"),
+    ],
+    ids=["same", "other", "other on the run's own prompts", "no such route"],
+)
+def test_vllm_must_have_the_same_tokenizer_and_is_asked_with_the_token(
+    tmp_path: Path, tokenize: Callable[[str], list[int]] | None, status: str, words: str
+) -> None:
+    tokenizer = family("chatml")
+    with _tokenizing_server(tokenize) as (url, seen):
+        server = _server(url, vocab_size=len(tokenizer))
+        (found,) = check_tokenizer(_context(tmp_path, tokenizer, servers=[server], prompt="what is the weather?"))
+    assert (found[0], words in found[1]) == (status, True), found
+    assert set(seen) == {"Bearer secret"}
+
+
+# Addresses, memory, disk.
+
+
+@contextmanager
+def _answering(status: int) -> Iterator[int]:
+    """A server that answers every GET with `status`; yields its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert "authorization" not in self.headers
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join(10.0)
+
+
+@pytest.mark.parametrize(
+    ("host", "status", "words"),
+    [
+        ("127.0.0.1", "pass", "is not reached from outside"),
+        ("192.0.2.1", "fail", "cannot be bound on this machine"),  # TEST-NET-1: nobody's
+        ("0.0.0.0", "warn", "listens on every network"),
+    ],
+)
+def test_the_address_of_the_weight_group(tmp_path: Path, host: str, status: str, words: str) -> None:
+    (found,) = preflight.check_addresses(_context(tmp_path, family("chatml"), sections={"weights": {"host": host}}))
+    assert (found[0], words in found[1]) == (status, True), found
+
+
+@pytest.mark.parametrize(
+    ("host", "answer", "status", "words"),
+    [
+        ("127.0.0.1", 401, "pass", "is on loopback and wants the token"),
+        ("127.0.0.1", 200, "warn", "answers 200 without a token"),
+        # inet_aton's spelling of 127.0.0.1, which is_loopback does not know: stands for an address on a network
+        ("127.1", 401, "warn", "without TLS"),
+        ("127.1", 200, "fail", "answers 200 without a token"),
+    ],
+)
+def test_a_server_must_want_the_token(tmp_path: Path, host: str, answer: int, status: str, words: str) -> None:
+    with _answering(answer) as port:
+        server = _server(f"http://{host}:{port}", engine="embedded")
+        _, found = preflight.check_addresses(_context(tmp_path, family("chatml"), servers=[server]))
+    assert (found[0], words in found[1]) == (status, True), found
+
+
+@pytest.mark.parametrize(("url", "status"), [("http://127.0.0.1:9", "warn"), ("http://10.1.2.3:9", "fail")])
+def test_a_run_without_a_token_is_for_loopback_only(tmp_path: Path, url: str, status: str) -> None:
+    _, found = preflight.check_addresses(_context(tmp_path, family("chatml"), servers=[_server(url)], token=None))
+    assert found[0] == status
+
+
+NUMBER = 1_000_500
+
+
+@pytest.mark.parametrize(("fraction", "status"), [(2.0, "pass"), (1.05, "warn"), (0.1, "warn")])
+def test_memory_that_training_will_still_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fraction: float, status: str
+) -> None:
+    """Available = fraction x what is to come: more than 1 / 0.9 passes; an estimate never refuses."""
+    sections = {"launch": {"num_trainer_ranks": 2}, "weights": {"timeout_s": 5.0}}
+    context = _context(tmp_path, family("chatml"), parameter_shapes={"a": (NUMBER,)}, sections=sections)
+    estimate = estimate_trainer(context.config, NUMBER)
+    coming = 2 * (estimate.total - estimate.weights)
+    monkeypatch.setattr(preflight, "machine_memory", lambda: (1 << 40, int(fraction * coming)))
+    (found,) = preflight.check_memory(context)
+    assert found[0] == status
+    assert "2 trainer rank(s)" in found[1]
+    assert ("training.micro_batch_tokens" in found[1]) == (status != "pass")
+
+
+# keep_last 2: three checkpoints of 3 x 4 bytes x N, and an export of 4 bytes x N
+@pytest.mark.parametrize(
+    ("num_there", "free", "status"),
+    [(0, 80 * NUMBER, "pass"), (0, 42 * NUMBER, "warn"), (0, 40 * NUMBER - 1, "fail"), (2, 32 * NUMBER, "pass")],
+)
+def test_disk_for_checkpoints_and_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_there: int, free: int, status: str
+) -> None:
+    context = _context(tmp_path, family("chatml"), parameter_shapes={"a": (NUMBER,)})
+    context.rundir.create()
+    for step in range(num_there):
+        context.rundir.checkpoint(step).mkdir(parents=True)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    (found,) = preflight.check_disk(context)
+    assert found[0] == status
+    assert found[1].startswith(f"{3 - num_there} checkpoint(s) of 11.4 MiB and the model of 3.8 MiB need")
