@@ -31,7 +31,7 @@ def test_importing_a_light_package_loads_no_heavy_library() -> None:
         for file in files
         if file.parts[1] in LIGHT and file.parts[1:3] != ("viewer", "terminal")
     ]
-    assert len(modules) > 150
+    assert len(modules) > 100  # all of them
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT, " ".join(HEAVY), *modules],
         capture_output=True,
