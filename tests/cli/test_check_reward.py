@@ -141,7 +141,7 @@ def test_functions_that_need_a_rollout_are_skipped_with_a_note() -> None:
     result = _check([_reward("wants_environments"), _reward("honest")], "--rows", "1", more=environments)
     assert result.exit_code == 0, result.output
     assert "note: wants_environments is skipped: it needs `environments`, which only a rollout has." in result.stdout
-    assert "What environments pay (`get_reward`) is not checked here." in result.stdout
+    assert "The rewards of environments (`get_reward`) are not checked here." in result.stdout
     assert "1 reward function(s) checked" in result.stdout
     own = 'rollout_function: {function: "a:b"}\n'
     result = _check([{"function": "tests.rewards.trl_style_rewards:boxed_reward"}], "--rows", "1", more=own)
