@@ -26,8 +26,6 @@ from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import choose_parameters
 from grpo_async.training.ranks import CommandChannel, TrainerContext, device_for
 from grpo_async.training.reference import (
-    AdaptersOff,
-    FrozenPolicy,
     Reference,
     check_vocabulary,
     is_policy_without_adapters,
@@ -144,7 +142,7 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
 def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh, device: torch.device) -> Reference:
     """The policy without its adapters, or a frozen model of its own, in the compute dtype: gathered weights are in no other."""
     if is_policy_without_adapters(config):
-        return AdaptersOff(policy)
+        return Reference(policy, without_adapters=True)
     model, wanted = config.model, config.loss.reference
     path = model.path if wanted == "initial" else wanted
     section = model.model_copy(
@@ -158,4 +156,4 @@ def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh,
     )
     other = _build_policy(config, section, mesh, device)
     check_vocabulary(policy, other, path)
-    return FrozenPolicy(other)
+    return Reference(other)

@@ -9,12 +9,14 @@ Invariant: a folder that exists is whole; it is written beside and renamed.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,8 @@ def export_model(
     def write() -> None:
         _write(folder, policy, tokenizer, weights, provenance)
         if adapter is not None and adapter_state is not None:
-            _write_adapter(adapter, policy, adapter_state)
+            with _replacing(adapter, "adapter") as partial:
+                write_adapter(partial, policy.model, adapter_state)
 
     _in_thread(write, heartbeat)
 
@@ -147,37 +150,27 @@ def _in_thread(work: Callable[[], None], heartbeat: Callable[[], None]) -> None:
 def _write(
     folder: Path, policy: Policy, tokenizer: Any, weights: dict[str, torch.Tensor], provenance: Provenance | None
 ) -> None:
-    partial = folder.with_name(f"writing_{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with _replacing(folder, "model") as partial:
         policy.model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
         if provenance is not None:
             write_model_card(partial, provenance.config, step=provenance.step, evaluation=provenance.evaluation)
-        _put(partial, folder)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot write the model to {folder}: {error}; free space, then `train --resume` exports it again"
-        ) from error
 
 
-def _write_adapter(folder: Path, policy: Policy, state: dict[str, torch.Tensor]) -> None:
+@contextmanager
+def _replacing(folder: Path, what: str) -> Iterator[Path]:
+    """A folder beside `folder` that takes its place when it is whole."""
     partial = folder.with_name(f"writing_{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        write_adapter(partial, policy.model, state)
-        _put(partial, folder)
+        yield partial
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write the adapter to {folder}: {error}; free space, then `train --resume` exports it again"
+            f"cannot write the {what} to {folder}: {error}; free space, then `train --resume` exports it again"
         ) from error
-
-
-def _put(partial: Path, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
 
 
 _PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors")
@@ -197,10 +190,15 @@ def write_model_card(
 def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, float] | None = None) -> str:
     """The card of the policy after `step` steps. `evaluation`: metrics on held-out data, if there are any."""
     base, rollout = config.model.path, config.rollout
+    merged = []
+    if config.model.lora is not None:
+        rank = config.model.lora.rank
+        merged = ["", f"LoRA of rank {rank}, merged into these weights; the adapter alone stands beside this folder."]
+    train = config.data.train
     lines = [
         "---",
         "library_name: transformers",
-        f"base_model: {_quoted(base)}",
+        f"base_model: {json.dumps(base)}",
         "pipeline_tag: text-generation",
         "tags:",
         "- grpo",
@@ -212,12 +210,15 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
         f"`{base}`, trained for {step} of {config.training.max_steps} steps by reinforcement learning (loss `{config.loss.type}`, "
         f"{rollout.groups_per_step} prompts with {rollout.group_size} completions per step, policies up to "
         f"{rollout.max_staleness} steps old).",
-        *_adapter_lines(config),
+        *merged,
         "",
         "## Data and rewards",
         "",
-        f"- data: `{_data(config.data.train)}`",
-        *(f"- reward: `{_reward(section)}`, weight {section.weight:g}" for section in config.rewards),
+        f"- data: `{train.type}: {_first_of(train, 'path', 'name', 'function', 'task')}`",
+        *(
+            f"- reward: `{_first_of(section, 'function', 'url', 'type')}`, weight {section.weight:g}"
+            for section in config.rewards
+        ),
         *(["- no reward function: environments give the rewards"] if not config.rewards else []),
         "",
         "## Evaluation",
@@ -226,7 +227,7 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
         "",
         "## Versions",
         "",
-        *(f"- {name} {version}" for name in _PACKAGES if (version := _version(name)) is not None),
+        *_versions(),
         "",
         "## Configuration",
         "",
@@ -240,13 +241,6 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
     return "\n".join(lines)
 
 
-def _adapter_lines(config: ExperimentConfig) -> list[str]:
-    lora = config.model.lora
-    if lora is None:
-        return []
-    return ["", f"LoRA of rank {lora.rank}, merged into these weights; the adapter alone stands beside this folder."]
-
-
 def _evaluation_lines(evaluation: Mapping[str, float] | None) -> list[str]:
     if not evaluation:
         return ["This policy was not evaluated on held-out data."]
@@ -254,29 +248,14 @@ def _evaluation_lines(evaluation: Mapping[str, float] | None) -> list[str]:
     return ["| metric | value |", "| --- | --- |", *rows]
 
 
-def _data(source: object) -> str:
-    """The kind of source and where it is: "jsonl: data/train.jsonl"."""
-    for name in ("path", "name", "function", "task"):
-        value = getattr(source, name, None)
-        if value is not None:
-            return f"{getattr(source, 'type', 'data')}: {value}"
-    return str(getattr(source, "type", type(source).__name__))
+def _first_of(section: object, *names: str) -> str:
+    """The first of these fields that is set, which says what the section is about."""
+    return next((str(value) for name in names if (value := getattr(section, name, None)) is not None), "")
 
 
-def _reward(section: object) -> str:
-    for name in ("function", "url", "type"):
-        value = getattr(section, name, None)
-        if value is not None:
-            return str(value)
-    return type(section).__name__
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+def _versions() -> list[str]:
+    lines = []
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            lines.append(f"- {name} {importlib.metadata.version(name)}")
+    return lines

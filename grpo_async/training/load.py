@@ -116,7 +116,7 @@ def load_weights(policy: Policy, path: str, *, device: torch.device, seed: int =
     _check_expected(model, unexpected, path)
     filled: set[str] = set()
     with torch.no_grad():
-        for read in _tied_last(reads, tied):
+        for read in sorted(reads, key=lambda read: read.target in tied):
             filled |= _load(model, read, sources, tied, files, filled, path)
     missing = sorted(set(sources) - filled)
     if missing:
@@ -209,10 +209,6 @@ def _tied_names(model: Any) -> dict[str, str]:
     return {str(name): str(source) for name, source in tied.items()}
 
 
-def _tied_last(reads: Iterable[Read], tied: Mapping[str, str]) -> list[Read]:
-    return sorted(reads, key=lambda read: read.target in tied)
-
-
 def _load(
     model: Any,
     read: Read,
@@ -234,7 +230,7 @@ def _load(
     if read.converter is None:
         source, key = sources[read.target], read.keys[0]
         _check_shape(read.target, source.shape, files.specs[key].shape, path)
-        source.fill(lambda start, stop: _rows(files, key, start, stop))
+        source.fill(partial(files.read_rows, key))
         return {name}
     try:
         converted = read.convert(model, partial(_whole, files))
@@ -247,17 +243,13 @@ def _load(
         if target not in sources:
             raise ConfigError(f"model.path: {path!r} holds parts of {target}, which the model does not have")
         _check_shape(target, sources[target].shape, tuple(tensor.shape), path)
-        sources[target].fill(partial(_cut, tensor))
+        sources[target].fill(partial(_slice, tensor))
         done.add(target)
     return done
 
 
-def _cut(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def _slice(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return tensor[start:stop] if tensor.ndim else tensor
-
-
-def _rows(files: CheckpointFiles, key: str, start: int, stop: int) -> torch.Tensor:
-    return files.read_rows(key, start, stop)
 
 
 def _whole(files: CheckpointFiles, key: str) -> torch.Tensor:
@@ -277,7 +269,7 @@ def _check_tied(source: Source, read: Read, files: CheckpointFiles, path: str) -
     tensor, offset = source.local_rows()
     for start in range(0, tensor.shape[0], _COMPARED_ROWS):
         ours = tensor[start : start + _COMPARED_ROWS]
-        theirs = _rows(files, read.keys[0], offset + start, offset + start + ours.shape[0])
+        theirs = files.read_rows(read.keys[0], offset + start, offset + start + ours.shape[0])
         if not torch.equal(ours, theirs.to(device=ours.device, dtype=ours.dtype)):
             raise ConfigError(
                 f"model.path: the config.json of {path!r} ties {read.target} to {source.name}, but its files hold both with other "

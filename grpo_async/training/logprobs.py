@@ -347,7 +347,8 @@ _VOCAB_BLOCK = 8192  # rows of a 16-bit head whose gradient is computed at a tim
 
 
 class LinearGradients:
-    """Those of states (N, H), weight (vocab, H) and bias (vocab,) of a linear head, as far as they are wanted, chunk by chunk."""
+    """Those of states (N, H), weight (vocab, H) and bias (vocab,) of a linear head, as far as they are wanted, added up chunk by
+    chunk; of weight and bias in at least float32."""
 
     def __init__(
         self,
@@ -356,52 +357,38 @@ class LinearGradients:
         bias: torch.Tensor | None,
         wanted: tuple[bool, bool, bool],
     ) -> None:
-        self._weight, self._bias = weight, bias
-        wants_hidden, self._wants_weight, wants_bias = wanted
-        self._hidden = torch.empty_like(hidden) if wants_hidden else None
-        is_head_wanted = self._wants_weight or wants_bias
-        self._head = _HeadGradient(weight, bias if wants_bias else None) if is_head_wanted else None
+        self._head, self._head_bias = weight, bias
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self._hidden = torch.empty_like(hidden) if wanted[0] else None
+        self._weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
+        self._bias = torch.zeros_like(bias, dtype=dtype) if wanted[2] and bias is not None else None
 
     def add(self, rows: slice, states: torch.Tensor, logit_gradient: torch.Tensor) -> None:
         """Those of one chunk, from its states (n, H) and the gradient of its logits (n, vocab), both in the weight's dtype."""
         if self._hidden is not None:
-            self._hidden[rows] = logit_gradient @ self._weight
-        if self._head is not None:
-            self._head.add(logit_gradient, states)
+            self._hidden[rows] = logit_gradient @ self._head
+        if self._bias is not None:
+            self._bias += logit_gradient.sum(0, dtype=self._bias.dtype)
+        if self._weight is None:
+            return
+        if states.dtype == self._weight.dtype:
+            self._weight.addmm_(logit_gradient.T, states)
+            return
+        # a sum in 16 bits would lose what small chunks add to it
+        for start in range(0, self._weight.shape[0], _VOCAB_BLOCK):
+            block = slice(start, start + _VOCAB_BLOCK)
+            self._weight[block] += logit_gradient[:, block].T @ states
 
     def result(
         self, factor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """All three times `factor` (), in the dtypes of what they are of. Once: it works in place."""
-        head_weight = self._head.weight if self._head is not None and self._wants_weight else None
-        head_bias = self._head.bias if self._head is not None else None
         if factor is not None:
-            for gradient in (self._hidden, head_weight, head_bias):
+            for gradient in (self._hidden, self._weight, self._bias):
                 if gradient is not None:
                     gradient.mul_(factor)
         return (
             self._hidden,
-            None if head_weight is None else head_weight.to(self._weight.dtype),
-            None if head_bias is None or self._bias is None else head_bias.to(self._bias.dtype),
+            None if self._weight is None else self._weight.to(self._head.dtype),
+            None if self._bias is None or self._head_bias is None else self._bias.to(self._head_bias.dtype),
         )
-
-
-class _HeadGradient:
-    """Sum over chunks of the gradients of weight (vocab, H) and bias (vocab,), in at least float32."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        self.bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
-
-    def add(self, logit_gradient: torch.Tensor, states: torch.Tensor) -> None:
-        """Adds those of one chunk: (n, vocab) and (n, H)."""
-        if self.bias is not None:
-            self.bias += logit_gradient.sum(0, dtype=self.bias.dtype)
-        if states.dtype == self.weight.dtype:
-            self.weight.addmm_(logit_gradient.T, states)
-            return
-        # a sum in 16 bits would lose what small chunks add to it
-        for start in range(0, self.weight.shape[0], _VOCAB_BLOCK):
-            block = slice(start, start + _VOCAB_BLOCK)
-            self.weight[block] += logit_gradient[:, block].T @ states

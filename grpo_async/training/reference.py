@@ -7,8 +7,7 @@ no memory. Otherwise it is a second model, frozen, sharded over the same ranks, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -21,50 +20,30 @@ from grpo_async.training.model import Policy, PolicyOutput, reshard
 from grpo_async.weights.verify import TrainerScores
 
 
-class Reference(Protocol):
-    """Answers for the trained tokens of a micro-batch."""
+class Reference:
+    """What the loss may not drift away from.
+
+    Args:
+        policy: sharded and loaded. A model of its own, which is frozen here; or, `without_adapters`, the trained one.
+    """
+
+    def __init__(self, policy: Policy, *, without_adapters: bool = False) -> None:
+        self._policy = policy
+        self._without_adapters = without_adapters
+        if not without_adapters:
+            policy.requires_grad_(False)
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """(N,) float32, natural log, at the run's temperature, without gradient. A collective: every rank calls it as often, also
-        for a batch without trained tokens."""
+        """Of the trained tokens of a micro-batch: (N,) float32, natural log, at the run's temperature, without gradient. A
+        collective: every rank calls it as often, also for a batch without trained tokens."""
+        with torch.no_grad(), adapters_off(self._policy.model) if self._without_adapters else nullcontext():
+            logprobs: torch.Tensor = self._policy(batch).logprobs
+        reshard(self._policy)
+        return logprobs.float()
 
     @property
     def obstacle_to_shared_prompts(self) -> str | None:
         """As of the policy: its attention may be another one."""
-
-
-class AdaptersOff:
-    """The policy without its adapters."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-
-    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        with adapters_off(self._policy.model):
-            return _forward(self._policy, batch)
-
-    @property
-    def obstacle_to_shared_prompts(self) -> str | None:
-        return self._policy.obstacle_to_shared_prompts
-
-
-class FrozenPolicy:
-    """A policy of its own.
-
-    Args:
-        policy: sharded and loaded; it is frozen here.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        for parameter in policy.parameters():
-            parameter.requires_grad_(False)
-
-    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        return _forward(self._policy, batch)
-
-    @property
-    def obstacle_to_shared_prompts(self) -> str | None:
         return self._policy.obstacle_to_shared_prompts
 
 
@@ -75,20 +54,9 @@ def is_policy_without_adapters(config: ExperimentConfig) -> bool:
 
 def check_vocabulary(policy: Policy, reference: Policy, path: str) -> None:
     """Raises ConfigError when the reference at `path` has another vocabulary than the policy; token ids would mean other tokens."""
-    ours, theirs = (_vocabulary_size(one.model) for one in (policy, reference))
+    ours, theirs = (int(one.model.config.get_text_config().vocab_size) for one in (policy, reference))
     if ours != theirs:
         raise ConfigError(other_vocabulary(path, ours=ours, theirs=theirs))
-
-
-def _vocabulary_size(model: Any) -> int:
-    return int(model.config.get_text_config().vocab_size)
-
-
-def _forward(policy: Policy, batch: MicroBatch) -> torch.Tensor:
-    with torch.no_grad():
-        logprobs: torch.Tensor = policy(batch).logprobs
-    reshard(policy)
-    return logprobs.float()
 
 
 def score_sequences(policy: Policy, sequences: Sequence[Sequence[int]], *, device: torch.device) -> list[list[float]]:

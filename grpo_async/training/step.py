@@ -10,12 +10,13 @@ reported; the other updates of the step are made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -210,48 +211,39 @@ def _result(updates: Sequence[UpdateNumbers], objective: Objective, *, lr: float
     )
 
 
-_TINY = 1e-6  # as in torch's clip_grad_norm_
-
-
 @torch.no_grad()
 def square_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """This rank's part of the squared norm of all gradients: the sum over ranks is the whole. () float64 on `device`
 
+    (torch's clip_grad_norm_ reduces the norm in a collective of its own and multiplies every gradient, clipped or not. Here a
+    rank's part travels with the figures of the update, and the host, which is told the norm anyway, decides.)
     Worked example, gradient [3, 4] sharded over two ranks: 9 and 16; held whole by both: 12.5 and 12.5.
     """
-    found = [
-        (_copies(parameter.grad), _local(parameter.grad)) for parameter in parameters if parameter.grad is not None
-    ]
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_copies.setdefault(_num_copies(parameter.grad), []).append(_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (copies, _, _), group in groupby(sorted(found, key=_kind_of), key=_kind_of):
-        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in group]))
-        total += norms.double().square().sum().to(device) / copies
+    for copies, gradients in by_copies.items():
+        total += nn.utils.get_total_norm(gradients).double().square().to(device) / copies
     return total
 
 
 @torch.no_grad()
 def clip_(parameters: Iterable[torch.Tensor], *, norm: float, max_norm: float) -> None:
-    """Scale all gradients by max_norm / (norm + 1e-6) where that is below 1."""
-    factor = max_norm / (norm + _TINY)
+    """Scale all gradients by max_norm / (norm + 1e-6) where that is below 1, as torch's clip_grad_norm_ does."""
+    factor = max_norm / (norm + 1e-6)
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if factor < 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
 
 
-def _kind_of(found: tuple[int, torch.Tensor]) -> tuple[int, str, str]:
-    copies, gradient = found
-    return copies, str(gradient.device), str(gradient.dtype)
-
-
-def _copies(gradient: torch.Tensor) -> int:
+def _num_copies(gradient: torch.Tensor) -> int:
     """How many ranks hold the same values."""
     if not isinstance(gradient, DTensor):
         return dist.get_world_size() if dist.is_initialized() else 1
-    sizes: Sequence[int] = gradient.device_mesh.shape
-    copies = 1
-    for size, placement in zip(sizes, gradient.placements, strict=True):
-        copies *= size if isinstance(placement, Replicate) else 1
-    return copies
+    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 
-logger = logging.getLogger(__name__)
-
-_LANE = "trainer"
-_GPU_LANE = "gpu"
-_MOST_PENDING = 4096  # parts between two synchronisations; more are left out
-
-
-@dataclass(frozen=True, slots=True)
-class _Anchor:
-    event: torch.cuda.Event
-    at: float
-    """The host's time when the event was recorded: the GPU had nothing to do then, and passed it at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    name: str
-    anchor: _Anchor
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-    details: dict[str, Any]
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 class StepClock:
-    """Used by the training thread.
+    """Times the parts of a step for the timeline. Used by the training thread.
+
+    CPU: by the wall clock. GPU: the host runs ahead of it, so a part is timed by a pair of CUDA events, in the lane "gpu". Nothing
+    waits for them: they are read when the host has waited for the GPU anyway (`synchronised`), and an event that the GPU passed at
+    that moment ties its clock to the host's. (torch.profiler.record_function would name the parts for a profiler alone.)
 
     Args:
         device: where the step runs.
@@ -49,8 +31,9 @@ class StepClock:
         self._timeline = timeline
         self._is_on_gpu = device.type == "cuda"
         self._is_off = timeline is NO_TIMELINE
-        self._anchor: _Anchor | None = None
-        self._pending: list[_Part] = []
+        # an event, and the host's time when it was recorded: the GPU had nothing to do then, and passed it at once
+        self._anchor: tuple[torch.cuda.Event, float] | None = None
+        self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event, str, dict[str, Any]]] = []  # begin, end
 
     def part(self, name: str, **details: Any) -> AbstractContextManager[object]:
         """`with clock.part("forward"): ...`; never waits for the GPU."""
@@ -58,59 +41,37 @@ class StepClock:
             return nullcontext()
         if self._is_on_gpu:
             return self._on_gpu(name, details)
-        return self._timeline.span(name, _LANE, **details)
+        return self._timeline.span(name, "trainer", **details)
 
     def synchronised(self) -> None:
         """The host has just read a result of the GPU, which so has done all before it. Also before the first part."""
         if self._is_off or not self._is_on_gpu:
             return
-        waiting: list[_Part] = []
-        try:
-            for part in self._pending:
-                if part.end.query():  # type: ignore[no-untyped-call]
-                    start, stop = (
-                        part.anchor.at + _seconds(part.anchor.event, each) for each in (part.begin, part.end)
-                    )
-                    self._timeline.add(part.name, _GPU_LANE, start, stop, **part.details)
-                else:  # recorded after that result was on its way
-                    waiting.append(part)
-            self._anchor = _Anchor(_record(), time.time())
-        except RuntimeError as error:
-            self._stop(error)
-            return
+        waiting = []
+        for begin, end, name, details in self._pending:
+            if self._anchor is None:
+                continue
+            if end.query():  # type: ignore[no-untyped-call]
+                event, at = self._anchor
+                start, stop = (at + event.elapsed_time(each) / 1000.0 for each in (begin, end))
+                self._timeline.add(name, "gpu", start, stop, **details)
+            else:  # recorded after that result was on its way
+                waiting.append((begin, end, name, details))
+        if not waiting:  # what waits is read against the anchor that it was recorded after
+            self._anchor = _record(), time.time()
         self._pending = waiting
 
     @contextmanager
     def _on_gpu(self, name: str, details: dict[str, Any]) -> Iterator[None]:
-        begin = self._try_record()
+        begin = _record()
         yield
-        end = self._try_record()
-        if self._anchor is not None and begin is not None and end is not None and len(self._pending) < _MOST_PENDING:
-            self._pending.append(_Part(name, self._anchor, begin, end, details))
-
-    def _try_record(self) -> torch.cuda.Event | None:
-        if self._is_off:
-            return None
-        try:
-            return _record()
-        except RuntimeError as error:
-            self._stop(error)
-            return None
-
-    def _stop(self, error: RuntimeError) -> None:
-        self._is_off = True
-        self._pending = []
-        logger.warning("the parts of a step are not timed any more: %s", error)
+        self._pending.append((begin, _record(), name, details))
 
 
 def _record() -> torch.cuda.Event:
     event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _seconds(since: torch.cuda.Event, until: torch.cuda.Event) -> float:
-    return float(since.elapsed_time(until)) / 1000.0
 
 
 NO_CLOCK = StepClock(NO_TIMELINE, torch.device("cpu"))
@@ -157,11 +118,9 @@ class Stopwatch:
         self._counted_until = now
 
 
-_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
-
-
 def peak_bytes(device: torch.device) -> int:
-    """Of the GPU what PyTorch has allocated at once; on a CPU the resident memory of the process, its libraries included."""
+    """The most memory that this rank has taken so far: of the GPU what PyTorch has allocated at once; on a CPU the resident memory
+    of the process, its libraries included."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT

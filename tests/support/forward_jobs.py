@@ -16,7 +16,12 @@ from tests.training.tiny_families import build_family, pack_rows, padding_only, 
 LENGTHS = [13, 30, 2, 24, 17]
 
 
-def forward_and_backward(
+def forward_and_backward(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Each case, one after the other: arguments of `_one`."""
+    return {name: _one(**case) for name, case in cases.items()}
+
+
+def _one(
     family: str,
     rows: list[list[list[int]]],
     *,
@@ -39,8 +44,10 @@ def forward_and_backward(
     policy = Policy(model, temperature=0.7, chunk_tokens=16, with_router_loss=is_mixture and router_loss)
     recompute_activations(model, recompute)  # type: ignore[arg-type]
     if compiled:
-        torch.compile = partial(torch.compile, backend="aot_eager")  # another test runs the code that is generated
+        original = torch.compile
+        torch.compile = partial(original, backend="aot_eager")  # another test runs the code that is generated
         compile_layers(model)
+        torch.compile = original
     shard_policy(policy, init_device_mesh("cpu", (dist.get_world_size(),)), compute_dtype=torch.float32)
     mine = rows[dist.get_rank()]
     batch = pack_rows(random_samples(LENGTHS), mine, 50) if mine else padding_only(50)

@@ -23,7 +23,7 @@ from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import ShardedParameters
-from grpo_async.training.reference import FrozenPolicy, Reference, score_twice
+from grpo_async.training.reference import Reference, score_twice
 from grpo_async.training.step import StepResult, train_step
 from tests.support.records import make_sample
 
@@ -134,7 +134,7 @@ def train_with_each_loss(
 ) -> dict[str, Any]:
     """A step of two updates for each loss, each from the same weights."""
     results: dict[str, Any] = {}
-    frozen = FrozenPolicy(build(reference)[0])
+    frozen = Reference(build(reference)[0])
     for name, values in losses.items():
         section: BaseLoss = TypeAdapter(LossSection).validate_python(values)
         policy, optimizer = build(model)

@@ -20,7 +20,7 @@ from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.loss import Objective
 from grpo_async.training.metrics import PipelineMeter, Reading
 from grpo_async.training.ranks import CommandChannel, TrainerContext, follow
-from grpo_async.training.reference import FrozenPolicy
+from grpo_async.training.reference import Reference
 from tests.support.rank_jobs import random_samples
 from tests.support.records import make_scored
 from tests.training.fakes import FakeSync
@@ -99,7 +99,7 @@ def figure_place(model: str, config: ExperimentConfig, *, reference: str | None,
         policy=policy,
         optimizer=optimizer,
         objective=Objective.from_config(config),
-        reference=None if reference is None else FrozenPolicy(build(reference, num_nodes=num_nodes)[0]),
+        reference=None if reference is None else Reference(build(reference, num_nodes=num_nodes)[0]),
         parameters=unused,
         channel=CommandChannel(timeout_s=60.0),
         checkpoints=SimpleNamespace(wait=lambda: None),  # type: ignore[arg-type]

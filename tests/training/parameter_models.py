@@ -62,14 +62,15 @@ def collect(parameters: ShardedParameters, bucket_bytes: int = BUCKET_BYTES) -> 
     return dict(zip((spec.name for spec in parameters.specs), copies, strict=True))
 
 
-def gather(kind: str, out: str) -> None:
-    """What a sharded model sends goes to `out`."""
-    model = build(kind)
+def gather(kinds: list[str], out: str) -> None:
+    """What a sharded model of each kind sends goes to a file in `out`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    layers: Any = (model.get_base_model() if kind == "lora" else model).model.layers
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    sent = collect(ShardedParameters(model, wire_dtype=torch.float32))
-    if dist.get_rank() == 0:
-        torch.save(sent, out)
+    for kind in kinds:
+        model = build(kind)
+        layers: Any = (model.get_base_model() if kind == "lora" else model).model.layers
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        sent = collect(ShardedParameters(model, wire_dtype=torch.float32))
+        if dist.get_rank() == 0:
+            torch.save(sent, f"{out}/{kind}.pt")

@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_async.config.loss_sections import ClippedLoss
 from grpo_async.training.model import Policy
-from grpo_async.training.reference import FrozenPolicy
+from grpo_async.training.reference import Reference
 from tests.support import rank_jobs
 from tests.training.test_shared_prompts import make_groups
 
@@ -22,7 +22,7 @@ def train_groups(model: str, *, share_prompts: bool, **settings: Any) -> dict[st
         make_groups(),
         loss=ClippedLoss(type="grpo", beta=0.1, proximal="recomputed", entropy_bonus=0.01),
         num_minibatches=2,
-        reference=FrozenPolicy(_reference(model)),
+        reference=Reference(_reference(model)),
         share_prompts=share_prompts,
         **settings,
     )

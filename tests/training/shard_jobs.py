@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.model import Policy, make_mesh, reshard, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import list_sources
-from grpo_async.training.reference import AdaptersOff, FrozenPolicy, score_sequences
+from grpo_async.training.reference import Reference, score_sequences
 from grpo_async.training.reference import _one_row as one_row
 from tests.support.rank_jobs import one_step, random_samples
 
@@ -81,7 +82,7 @@ def ask_references(model: str, other: str) -> dict[str, Any]:
     """Both kinds of reference before and after a step, with parameters that stay gathered after a forward pass."""
     policy, optimizer = build(model, lora={"rank": 4}, reshard_after_forward=False)
     frozen, _ = build(other, reshard_after_forward=False)
-    references = {"off": AdaptersOff(policy), "frozen": FrozenPolicy(frozen)}
+    references = {"off": Reference(policy, without_adapters=True), "frozen": Reference(frozen)}
     batch, empty = one_row(SEQUENCES[0]), one_row(SEQUENCES[0][:1])
     first = {name: reference.logprobs(batch).tolist() for name, reference in references.items()}
     nothing = [reference.logprobs(empty).numel() for reference in references.values()]
@@ -102,34 +103,41 @@ def ask_references(model: str, other: str) -> dict[str, Any]:
         "nothing": nothing,
         "gathered": gathered,
         "moved": moved,
-        "merged": FrozenPolicy(merged).logprobs(batch).tolist(),
+        "merged": Reference(merged).logprobs(batch).tolist(),
         "frozen": sum(parameter.requires_grad for parameter in frozen.parameters()),
     }
 
 
-def train_save_and_go_on(model: str, out: str, state: str, **settings: Any) -> dict[str, Any]:
-    """Two steps, a checkpoint, a third step."""
-    policy, optimizer = build(model, **settings)
-    losses = [one_step(policy, optimizer, random_samples(seed=seed)).loss for seed in (0, 1)]
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=state)
-    return _third_step(policy, optimizer, out, losses)
+def train_save_and_go_on(model: str, optimizers: list[str], out: str, state: str) -> dict[str, list[float]]:
+    """With each kind of optimizer: two steps, a checkpoint, a third step."""
+    found = {}
+    for kind in optimizers:
+        policy, optimizer = build(model, optimizer={"type": kind})
+        losses = [one_step(policy, optimizer, random_samples(seed=seed)).loss for seed in (0, 1)]
+        model_state, optimizer_state = get_state_dict(policy, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{state}/{kind}")
+        found[kind] = [*losses, _third_step(policy, optimizer, Path(out), kind)]
+    return found
 
 
-def load_and_go_on(model: str, out: str, state: str, **settings: Any) -> dict[str, Any]:
+def load_and_go_on(model: str, optimizers: list[str], out: str, state: str) -> dict[str, list[float]]:
     """The third step, from the checkpoint, by a policy that was somewhere else."""
-    policy, optimizer = build(model, **settings)
-    one_step(policy, optimizer, random_samples(seed=9))
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    loaded = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(loaded, checkpoint_id=state)
-    set_state_dict(policy, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    return _third_step(policy, optimizer, out, [])
+    found = {}
+    for kind in optimizers:
+        policy, optimizer = build(model, optimizer={"type": kind})
+        one_step(policy, optimizer, random_samples(seed=9))
+        model_state, optimizer_state = get_state_dict(policy, optimizer)
+        loaded = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(loaded, checkpoint_id=f"{state}/{kind}")
+        set_state_dict(policy, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        found[kind] = [_third_step(policy, optimizer, Path(out), kind)]
+    return found
 
 
-def _third_step(policy: Policy, optimizer: torch.optim.Optimizer, out: str, losses: list[float]) -> dict[str, Any]:
-    losses.append(one_step(policy, optimizer, random_samples(seed=2)).loss)
+def _third_step(policy: Policy, optimizer: torch.optim.Optimizer, out: Path, kind: str) -> float:
+    loss = one_step(policy, optimizer, random_samples(seed=2)).loss
     weights = weights_of(policy)
     if dist.get_rank() == 0:
-        torch.save(weights, out)
-    return {"losses": losses}
+        out.mkdir(exist_ok=True)
+        torch.save(weights, out / f"{kind}.pt")
+    return loss

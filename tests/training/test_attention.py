@@ -78,7 +78,7 @@ def _attend(inputs: list[torch.Tensor], layout: SampleLayout, *, window: int | N
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["plain", "softcap"])
-@pytest.mark.parametrize("window", [None, 1, 3, 5, 1000], ids=["all", "w1", "w3", "w5", "w1000"])
+@pytest.mark.parametrize("window", [None, 1, 3, 1000], ids=["all", "w1", "w3", "w1000"])
 @pytest.mark.parametrize("segments", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_sample_at_a_time_is_what_the_dense_mask_gives(
     segments: torch.Tensor, window: int | None, softcap: float | None
@@ -92,13 +92,6 @@ def test_a_sample_at_a_time_is_what_the_dense_mask_gives(
     found = torch.autograd.grad(ours, inputs, upstream)
     for gradient, right in zip(found, torch.autograd.grad(wanted, inputs, upstream), strict=True):
         torch.testing.assert_close(gradient, right, atol=1e-6, rtol=1e-6)
-
-
-def test_the_scale_is_one_over_the_root_of_the_width_when_the_model_gives_none() -> None:
-    segments = LAYOUTS["several"]
-    inputs = _inputs(segments)
-    ours = _attend(inputs, SampleLayout(segments))
-    torch.testing.assert_close(ours, _dense(*inputs, segments, scale=WIDTH**-0.5, window=None, softcap=None))
 
 
 def test_no_score_of_a_pair_in_different_samples_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,20 +125,6 @@ def test_a_long_window_never_makes_a_mask_of_the_whole_sample(monkeypatch: pytes
     assert max(rows * columns for rows, columns in masks) == 256 * (256 + 99)
 
 
-def test_the_layout_of_a_batch() -> None:
-    layout = SampleLayout(_segments([3, 2, -2], [7]))
-    assert layout.lengths == [3, 2, 2, 7]
-    assert layout.is_padding == [False, False, True, False]
-    assert layout.cumulative_lengths.tolist() == [0, 3, 5, 7, 14]
-    assert layout.cumulative_lengths.dtype == torch.int32
-    assert layout.max_length == 7
-
-
-def test_equal_numbers_in_neighbouring_rows_are_different_samples() -> None:
-    assert SampleLayout(_segments([4], [4])).lengths == [4, 4]
-    assert SampleLayout(_segments([-4], [-4])).lengths == [4, 4]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,13 +138,6 @@ def test_what_would_be_left_out_is_refused(arguments: dict[str, Any], message: s
     segments = LAYOUTS["one sample"]
     with pytest.raises(ConfigError, match=message):
         _attend(_inputs(segments), SampleLayout(segments), **arguments)
-
-
-def test_a_mask_that_is_not_ours_is_refused() -> None:
-    segments = LAYOUTS["one sample"]
-    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool)
-    with pytest.raises(ConfigError, match="does not apply the mask of"):
-        attention._mask_attention(nn.Module(), *_inputs(segments), mask, sample_layout=SampleLayout(segments))
 
 
 @pytest.mark.parametrize("arguments", [{"use_vmap": True}, {"allow_is_bidirectional_skip": True}])
@@ -215,17 +187,6 @@ def test_what_varlen_hands_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(ours, _dense(*inputs, segments, scale=0.3, window=window, softcap=None))
 
 
-def test_the_kernel_of_varlen_takes_what_it_is_handed() -> None:
-    """Its signature in the torch that is installed."""
-    import inspect
-
-    from torch.nn.attention.varlen import varlen_attn
-
-    parameters = inspect.signature(varlen_attn).parameters
-    assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert {"scale", "window_size", "enable_gqa"} <= set(parameters)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("window", [None, 3])
 def test_varlen_is_what_the_dense_mask_gives_on_a_gpu(window: int | None) -> None:
@@ -252,7 +213,6 @@ def test_varlen_is_what_the_dense_mask_gives_on_a_gpu(window: int | None) -> Non
         ("auto", GPU, torch.bfloat16, "varlen", "a GPU and 16 bits"),
         ("varlen", GPU, torch.float16, "varlen", "asked for"),
         ("mask", GPU, torch.bfloat16, "mask", "asked for"),
-        ("mask", CPU, torch.float32, "mask", "asked for"),
     ],
 )
 def test_the_choice_and_its_reason(
@@ -261,14 +221,6 @@ def test_the_choice_and_its_reason(
     choice = choose_attention(wanted, device=device, dtype=dtype)
     assert choice.name == name
     assert reason in choice.reason
-
-
-@pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.bfloat16), (GPU, torch.float32)])
-def test_varlen_where_it_cannot_run_is_refused(device: torch.device, dtype: torch.dtype) -> None:
-    with pytest.raises(
-        ConfigError, match=r"model\.attention: varlen cannot run: it needs .*; set it to mask, or to auto"
-    ):
-        choose_attention("varlen", device=device, dtype=dtype)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from grpo_async.config.public import public_config
 from grpo_async.errors import CheckpointError
 from grpo_async.rundir import RunDir
 from grpo_async.training import export
-from grpo_async.training.export import export_model, model_card, write_model_card
+from grpo_async.training.export import export_model, model_card
 from tests.support.ranks import run_on_ranks
 
 MODULE = "tests.support.checkpoint_jobs"
@@ -147,15 +147,4 @@ def test_the_card_states_the_run() -> None:
     assert resolved == public_config(config)  # no servers, no values of arguments
     assert "sk-12345" not in card
     assert "not evaluated" in model_card(config, step=7)
-
-
-def test_the_card_of_an_adapter_says_that_it_is_merged() -> None:
-    card = model_card(_config(lora={"rank": 4}), step=1)
-    assert "LoRA of rank 4, merged" in card
-
-
-def test_a_card_is_replaced_when_the_last_evaluation_is_known(tmp_path: Path) -> None:
-    write_model_card(tmp_path, _config(), step=3)
-    write_model_card(tmp_path, _config(), step=3, evaluation={"reward": 0.125})
-    assert "| reward | 0.125 |" in (tmp_path / "README.md").read_text()
-    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    assert "LoRA of rank 4, merged" in model_card(_config(lora={"rank": 4}), step=1)

@@ -99,15 +99,10 @@ def _some_sum(weights: torch.Tensor) -> Sum:
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 6, 7, 8, 100])
-def test_values_and_gradients_equal_those_of_full_logits(
-    chunk_tokens: int, temperature: float, transform: LogitTransform
-) -> None:
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
+def test_values_and_gradients_equal_those_of_full_logits(chunk_tokens: int, transform: LogitTransform) -> None:
     head, hidden, targets = _case(bias=True)
-    _assert_equals_full_logits(
-        head, hidden, targets, chunk_tokens=chunk_tokens, temperature=temperature, transform=transform
-    )
+    _assert_equals_full_logits(head, hidden, targets, chunk_tokens=chunk_tokens, temperature=0.7, transform=transform)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3])
@@ -133,9 +128,8 @@ def test_a_large_vocabulary_costs_no_precision() -> None:
     torch.testing.assert_close(found[1].double(), -(log_p.exp() * log_p).sum(-1), atol=1e-5, rtol=0.0)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("kind", ["adapter", "parametrized", "hook"])
-def test_a_head_that_is_more_than_a_linear_layer_is_called_as_it_is(kind: str, transform: LogitTransform) -> None:
+def test_a_head_that_is_more_than_a_linear_layer_is_called_as_it_is(kind: str) -> None:
     plain, hidden, targets = _case()
     head: nn.Module = plain
     if kind == "adapter":
@@ -144,7 +138,9 @@ def test_a_head_that_is_more_than_a_linear_layer_is_called_as_it_is(kind: str, t
         register_parametrization(plain, "weight", nn.Tanh())
     else:
         plain.register_forward_hook(lambda module, args, output: output * 3.0)
-    _assert_equals_full_logits(head, hidden, targets, chunk_tokens=3, temperature=0.7, transform=transform)
+    _assert_equals_full_logits(
+        head, hidden, targets, chunk_tokens=3, temperature=0.7, transform=TRANSFORMS["scaled-softcap"]
+    )
 
 
 def test_a_tied_head_gets_the_gradients_of_both_uses() -> None:
@@ -162,9 +158,9 @@ def test_a_tied_head_gets_the_gradients_of_both_uses() -> None:
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("plain", [True, False], ids=["fused", "called"])
-def test_gradients_pass_gradcheck_in_float64(plain: bool, transform: LogitTransform) -> None:
+def test_gradients_pass_gradcheck_in_float64(plain: bool) -> None:
+    transform = TRANSFORMS["scaled-softcap"]
     head, hidden, targets = _case(torch.float64, bias=True)
 
     def function(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -179,24 +175,6 @@ def test_gradients_pass_gradcheck_in_float64(plain: bool, transform: LogitTransf
 
     weight, bias = (tensor.detach().clone().requires_grad_() for tensor in (head.weight, head.bias))
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))
-
-
-def test_the_entropy_has_a_gradient_only_when_asked_for() -> None:
-    head, hidden, targets = _case()
-    settings: dict[str, Any] = {"temperature": 1.0, "chunk_tokens": 3}
-    for module in (head, _Adapted(head)):
-        assert not chunked_logprobs(hidden, targets, module, **settings)[1].requires_grad
-        assert chunked_logprobs(hidden, targets, module, **settings, entropy_gradient=True)[1].requires_grad
-
-
-def test_frozen_parameters_get_no_gradient() -> None:
-    head, hidden, targets = _case(bias=True)
-    head.weight.requires_grad_(False)
-    logprobs, _ = chunked_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=3)
-    logprobs.sum().backward()
-    assert head.weight.grad is None
-    assert head.bias.grad is not None
-    assert hidden.grad is not None
 
 
 def test_certain_and_uniform_distributions() -> None:
@@ -276,12 +254,11 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(plain: bool) -> None:
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
 def test_an_objective_that_is_made_with_the_logprobs_has_the_gradients_of_full_logits(
-    chunk_tokens: int, bias: bool, transform: LogitTransform
+    chunk_tokens: int, transform: LogitTransform
 ) -> None:
-    head, hidden, targets = _case(torch.float64, bias=bias)
+    head, hidden, targets = _case(torch.float64, bias=True)
     total_of = _some_sum(torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
     settings: dict[str, Any] = {"temperature": 0.7, "transform": transform}
     right = _full(hidden, targets, head, **settings)
@@ -319,16 +296,6 @@ def test_an_objective_gives_gradients_to_what_wants_them_only(frozen: str) -> No
     )
     (found,) = torch.autograd.grad(total, trained)
     torch.testing.assert_close(found, wanted)
-
-
-def test_an_objective_has_one_backward_pass() -> None:
-    head, hidden, targets = _case()
-    *_, total = chunked_objective(
-        hidden, targets, head, _slopes(_some_sum(torch.ones(N))), temperature=1.0, chunk_tokens=3
-    )
-    total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="one backward pass only"):
-        total.backward()
 
 
 def test_an_objective_computes_each_logit_once_and_holds_one_chunk_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,12 +132,6 @@ def test_the_steps_so_far_are_saved_before_a_push_that_fails_for_good_ends_the_r
     assert saved == [2]
 
 
-def test_a_change_without_joiners_pushes_nothing() -> None:
-    sync = FakeSync()
-    _run(sync, _Source({2: lambda: None}), steps=2)
-    assert sync.pushed == [1, 2]
-
-
 def test_the_weights_are_compared_with_the_trainers_own_scores_after_a_push() -> None:
     class Verifying(FakeSync):
         def verify(self, score: Callable[[Sequence[Sequence[int]], str], TrainerScores]) -> dict[str, float]:

@@ -76,26 +76,6 @@ def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> Non
         assert summary["other_share"] == pytest.approx(1.0 / 6)  # 0.5 + 0.5
 
 
-def test_what_happened_before_restart_is_left_out() -> None:
-    """R1.6: an evaluation or the start-up is in nobody's window."""
-    meter = PipelineMeter(_reading(0.0, 0.0, 0))
-    meter.restart(_reading(100.0, 50.0, 1000))
-    metrics = meter.step(
-        _reading(101.0, 51.0, 1010), waited_s=0.0, trained_tokens=0, staleness={}, reward=None, spent={}
-    )
-    assert metrics["step_time"] == 1.0
-    assert metrics["perf/generated_tokens_per_s"] == 10.0
-
-
-def test_totals_keep_the_first_and_last_three_rewards_however_long_the_run() -> None:
-    meter = PipelineMeter(_reading(0.0, 0.0, 0))
-    for step in range(1000):
-        now = _reading(step + 1.0, 0.0, 0)
-        meter.step(now, waited_s=0.0, trained_tokens=1, staleness={0: 1}, reward=float(step), spent={})
-    assert (meter.totals.first_rewards, meter.totals.last_rewards) == ([0.0, 1.0, 2.0], [997.0, 998.0, 999.0])
-    assert (meter.summary()["reward_first"], meter.summary()["reward_last"]) == (1.0, 998.0)
-
-
 def test_a_reading_that_falls_back_is_not_counted_twice() -> None:
     """Tokens of an evaluation are taken off when its rollout function says how many they were: late."""
     meter = PipelineMeter(_reading(0.0, 0.0, 0))

@@ -11,7 +11,6 @@ import torch
 from pydantic import TypeAdapter
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loss_sections import BaseLoss, LossSection
 from grpo_async.training.loss import Objective, ObjectiveOutput, Prepass
 from grpo_async.training.model import PolicyOutput
@@ -76,20 +75,6 @@ def test_the_needs_follow_from_the_settings(
     assert objective.needs_reference == reference
     assert objective.needs_prepass == prepass
     assert objective.needs_entropy_gradient == entropy_gradient
-
-
-def test_it_is_made_from_the_experiment() -> None:
-    config = ExperimentConfig.model_validate(
-        {
-            "run": {"name": "x"}, "model": {"path": "m", "router_aux_loss": 0.5}, "rewards": [{"function": "a:b"}],
-            "data": {"train": {"type": "jsonl", "path": "t"}}, "rollout": {"groups_per_step": 4},
-            "training": {"minibatches": 2}, "loss": {"type": "gspo", "proximal": "recomputed"},
-        }
-    )  # fmt: skip
-    objective = Objective.from_config(config)
-    assert objective.needs_prepass
-    assert objective.needs_router_loss
-    assert objective.weighs_sequences
 
 
 def test_the_proximal_policy_is_the_sampler_the_start_of_the_step_or_between() -> None:

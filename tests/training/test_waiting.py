@@ -13,7 +13,6 @@ import pytest
 from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
 from grpo_async.config import ExperimentConfig
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.training.metrics import PipelineMeter, Reading
 from grpo_async.training.ranks import Command, WaitCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored
@@ -78,30 +77,3 @@ def test_the_wait_for_samples_is_counted_from_its_beginning_over_all_its_polls()
     waited_s = metrics["pipeline/trainer_idle_ratio"] * metrics["step_time"]
     assert 0.5 <= waited_s <= metrics["step_time"]
     assert metrics["pipeline/waiting_share"] == pytest.approx(metrics["pipeline/trainer_idle_ratio"], abs=0.01)
-
-
-def test_a_step_whose_samples_were_there_has_waited_for_nothing() -> None:
-    """R1.12: the other side of it: what is not waiting does not count."""
-    source = _Source()
-    asyncio.run(source.buffer.put(make_scored()))
-    metrics, _ = _train_one_step(source)
-    assert metrics["pipeline/trainer_idle_ratio"] * metrics["step_time"] < 0.1
-
-
-def test_throughput_is_the_tokens_of_the_window_over_the_seconds_of_the_window() -> None:
-    """R1.6: 400 tokens in 4 s are 100/s; 60 more in 2 s are 30/s, not 460 / 6 = 76.7 and not 460 / 2 = 230. The whole run has
-    460 / 6 = 76.7, not the mean of the rates (65)."""
-    meter = PipelineMeter(Reading(time_s=10.0, generation_busy_s=0.0, generated_tokens=1000))
-    first = meter.step(
-        Reading(time_s=14.0, generation_busy_s=1.0, generated_tokens=1400),
-        waited_s=0.0, trained_tokens=200, staleness={0: 1}, reward=None, spent={},
-    )  # fmt: skip
-    second = meter.step(
-        Reading(time_s=16.0, generation_busy_s=2.0, generated_tokens=1460),
-        waited_s=0.0, trained_tokens=50, staleness={0: 1}, reward=None, spent={},
-    )  # fmt: skip
-    assert (first["perf/generated_tokens_per_s"], first["perf/trained_tokens_per_s"]) == (100.0, 50.0)
-    assert (second["perf/generated_tokens_per_s"], second["perf/trained_tokens_per_s"]) == (30.0, 25.0)
-    summary = meter.summary()
-    assert summary["generated_tokens_per_s"] == pytest.approx(460 / 6)
-    assert summary["trained_tokens_per_s"] == pytest.approx(250 / 6)

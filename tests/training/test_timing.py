@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import torch
 
 from grpo_async.tracking.timeline import Timeline
 from grpo_async.tracking.timeline_file import read_events
-from grpo_async.training import timing as step_clock
-from grpo_async.training.timing import StepClock
+from grpo_async.training.timing import StepClock, Stopwatch
 
 
 class _Settings:
@@ -99,41 +97,37 @@ def test_a_part_whose_end_the_gpu_has_not_passed_is_read_the_next_time(tmp_path:
     assert {event.lane for event in events} == {"gpu"}
 
 
-def test_what_cuda_refuses_stops_the_clock_with_one_warning_and_nothing_else(
-    tmp_path: Path, gpu: _Gpu, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Timeline(tmp_path / "events.jsonl", settings=_Settings()) as timeline, caplog.at_level(logging.WARNING):
-        clock = _clock(timeline)
-        clock.synchronised()
-        with clock.part("forward"):
-            gpu.is_broken = True
-        with clock.part("backward"):
-            pass
-        clock.synchronised()
-        with pytest.raises(KeyError), clock.part("optimizer"):
-            raise KeyError("the body's own error passes")
-    assert [message for message in caplog.messages if "not timed any more" in message] == [
-        "the parts of a step are not timed any more: CUDA error: out of memory"
-    ]
+def _watch() -> tuple[Stopwatch, list[float]]:
+    """A stopwatch and its clock, which the tests set."""
+    clock = [100.0]
+    return Stopwatch(lambda: clock[0]), clock
 
 
-def test_an_anchor_that_cannot_be_recorded_stops_the_clock(tmp_path: Path, gpu: _Gpu) -> None:
-    gpu.is_broken = True
-    with Timeline(tmp_path / "events.jsonl", settings=_Settings()) as timeline:
-        clock = _clock(timeline)
-        clock.synchronised()
-        clock.synchronised()
-        assert clock._pending == []
+def test_what_is_done_inside_something_else_is_not_counted_there() -> None:
+    """5 s of waiting with a push of 2 s in the middle, then 1 s of nothing, then 4 s of training."""
+    watch, clock = _watch()
+    with watch.during("waiting"):
+        clock[0] = 102.0
+        with watch.during("pushing"):
+            clock[0] = 104.0
+        clock[0] = 105.0
+    clock[0] = 106.0
+    with watch.during("training"):
+        clock[0] = 110.0
+    assert watch.take() == {"waiting": 3.0, "pushing": 2.0, "training": 4.0}
+    assert watch.take() == {}
 
 
-def test_parts_between_two_synchronisations_are_bounded(
-    tmp_path: Path, gpu: _Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_clock, "_MOST_PENDING", 3)
-    with Timeline(tmp_path / "events.jsonl", settings=_Settings()) as timeline:
-        clock = _clock(timeline)
-        clock.synchronised()
-        for _ in range(5):
-            with clock.part("forward"):
-                pass
-        assert len(clock._pending) == 3
+def test_what_ends_with_an_error_is_counted_too() -> None:
+    watch, clock = _watch()
+
+    def fails() -> None:
+        with watch.during("pushing"):
+            clock[0] = 101.0
+            raise RuntimeError("lost")
+
+    with watch.during("waiting"):
+        with pytest.raises(RuntimeError, match="lost"):
+            fails()
+        clock[0] = 103.0
+    assert watch.take() == {"pushing": 1.0, "waiting": 2.0}
