@@ -28,6 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from grpo_async.batching.pack import Continuation
 from grpo_async.errors import ConfigError
 
+_QUERY_BLOCK = 256  # queries that attend at a time in a window, soft-capped, or to earlier keys
+
 AttentionName = Literal["mask", "varlen"]
 
 _LEAST_FILLED = 0.75  # of the longest sample: as long are those that it attends together with
@@ -321,9 +323,6 @@ def _settings(
     scale = arguments.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     return layout, scale, attention_mask.window, arguments.get("softcap")
-
-
-_QUERY_BLOCK = 256  # queries that attend at a time in a window, soft-capped, or to earlier keys
 
 
 def repeated(states: torch.Tensor, heads: int) -> torch.Tensor:

@@ -53,6 +53,11 @@ from grpo_async.training.checkpoint_manifest import FORMAT, STATE, sync_folder, 
 from grpo_async.training.model import Policy
 from grpo_async.training.optimizer import give_state_to_all
 
+_PREFIX = "writing_"
+_SLICE_S = 20.0
+_MARGIN_S = 30.0
+_EVALUATIONS = "evaluations.json"
+
 logger = logging.getLogger(__name__)
 
 ROLLOUTS = "rollouts.jsonl"
@@ -248,11 +253,6 @@ def _tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-_PREFIX = "writing_"
-_SLICE_S = 20.0
-_MARGIN_S = 30.0
-
-
 class CheckpointWriter:
     """One of these on every rank. Making it is a collective.
 
@@ -442,9 +442,6 @@ def _write_whole(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-_NAME = "evaluations.json"
-
-
 def steps_to_keep(
     steps: Collection[int],
     *,
@@ -508,7 +505,7 @@ class CheckpointKeeper:
             self._evaluations[step] = dict(metrics)
             content = {str(step): found for step, found in sorted(self._evaluations.items())}
             self._rundir.checkpoints.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._rundir.checkpoints / _NAME, json.dumps(content))
+            write_atomically(self._rundir.checkpoints / _EVALUATIONS, json.dumps(content))
 
     def prune(self) -> None:
         """Remove what need not stay. The newest always stays, so the one that the run goes on from does until there is a newer one;
@@ -531,7 +528,7 @@ class CheckpointKeeper:
                 shutil.rmtree(set_aside(self._rundir.checkpoint(step), "writing_removed"), ignore_errors=True)
 
     def _read(self) -> dict[int, dict[str, float]]:
-        path = self._rundir.checkpoints / _NAME
+        path = self._rundir.checkpoints / _EVALUATIONS
         if not path.is_file():
             return {}
         try:

@@ -37,6 +37,8 @@ from grpo_async.training.checkpoint_manifest import problem_of
 from grpo_async.training.lora import gather_adapter, gather_weights, has_adapters, write_adapter
 from grpo_async.training.model import Policy
 
+_PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors")
+
 _SLICE_S = 20.0
 
 
@@ -171,9 +173,6 @@ def _replacing(folder: Path, what: str) -> Iterator[Path]:
         raise CheckpointError(
             f"cannot write the {what} to {folder}: {error}; free space, then `train --resume` exports it again"
         ) from error
-
-
-_PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors")
 
 
 def write_model_card(

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+_VOCAB_BLOCK = 8192  # rows of a 16-bit head whose gradient is computed at a time, before it is added in float32
+
 # logits that softmax, entropy and their gradients are computed of at a time
 _CACHED = 2**20  # on a CPU: they stay in its caches
 _LAUNCHED = 2**23  # on a GPU, where a kernel that does less is over before the next one is launched
@@ -341,9 +343,6 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
 
 def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return nn.functional.linear(states.to(weight.dtype), weight, bias)
-
-
-_VOCAB_BLOCK = 8192  # rows of a 16-bit head whose gradient is computed at a time, before it is added in float32
 
 
 class LinearGradients:

@@ -15,18 +15,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.loss_sections import BaseLoss, CispoLoss, ClippedLoss, CustomLoss, GspoLoss, SapoLoss
+from grpo_async.config.loss_sections import (
+    BaseLoss,
+    CispoLoss,
+    ClippedLoss,
+    CorrectionSection,
+    CustomLoss,
+    GspoLoss,
+    SapoLoss,
+)
 from grpo_async.errors import RunError
 from grpo_async.training.logprobs import TokenObjective
 from grpo_async.training.model import PolicyOutput
 from grpo_async.user_code.references import resolve_plain_function
+
+_LARGEST_LOG = 80.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +63,10 @@ class TokenLoss:
     """Loss of each token and what the metrics need; all tensors are (N,), all but `loss` without gradient."""
 
     loss: torch.Tensor
-    ratio: (
-        torch.Tensor
-    )  # importance weight as the loss uses it; clipping apart, which `clipped_low` and `clipped_high` tell
+    ratio: torch.Tensor  # importance weight as the loss uses it, before clipping (`clipped_low`, `clipped_high`)
     clipped_low: torch.Tensor | None = None  # bool; None for losses that do not clip
     clipped_high: torch.Tensor | None = None
     is_per_sequence: bool = False  # the ratio is that of the whole sample: figures count samples, not tokens
-
-
-_LARGEST_LOG = 80.0
 
 
 def sequence_sum(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:
@@ -256,18 +260,9 @@ def log_linear_logprobs(
     return sampler_logprobs + age / (age + 1.0) * (logprobs.detach() - sampler_logprobs)
 
 
-def correction_weights(
-    old_logprobs: torch.Tensor,
-    sampler_logprobs: torch.Tensor,
-    sample_index: torch.Tensor,
-    *,
-    level: Literal["token", "sequence"],
-    action: Literal["truncate", "mask", "none"],
-    cap: float,
-    floor: float | None = None,
-) -> torch.Tensor:
-    """Weight of each token, without gradient: pi_prox / pi_smp of decoupled PPO (arXiv 2505.24298), truncated (TIS) or masked
-    (MIS).
+def correction_weights(inputs: LossInputs, correction: CorrectionSection) -> torch.Tensor:
+    """Weight of each token, without gradient, for the difference between the sampler and the proximal policy: pi_prox / pi_smp of
+    decoupled PPO (arXiv 2505.24298), truncated (TIS) or masked (MIS). (N,)
 
         w = exp(old - sampler)                      level token
         w = exp(sum of (old - sampler))             level sequence, over the trained tokens of the sample
@@ -275,19 +270,15 @@ def correction_weights(
 
     Worked example, old - sampler = [0.5, 1.0 | -0.2] in two samples, cap 3: token: [1.6487, 2.7183, 0.8187], nothing changes;
     sequence: exp(1.5) = 4.4817, so truncate gives [3, 3, 0.8187] and mask [0, 0, 0.8187].
-
-    Args:
-        old_logprobs: of the proximal policy. (N,)
-        sampler_logprobs: (N,)
-        sample_index: (N,) int64
     """
-    difference = old_logprobs.detach() - sampler_logprobs
-    if level == "sequence":
-        difference = sequence_sum(difference, sample_index)
+    cap, floor = correction.cap, correction.floor
+    difference = inputs.old_logprobs.detach() - inputs.sampler_logprobs
+    if correction.level == "sequence":
+        difference = sequence_sum(difference, inputs.sample_index)
     weights = torch.exp(difference)
-    if action == "truncate":
+    if correction.action == "truncate":
         return weights.clamp(min=floor, max=cap)
-    if action == "mask":
+    if correction.action == "mask":
         outside = weights > cap
         if floor is not None:
             outside |= weights < floor
@@ -295,14 +286,7 @@ def correction_weights(
     return weights
 
 
-def is_on_policy(
-    logprobs: torch.Tensor,
-    sampler_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    sample_index: torch.Tensor,
-    *,
-    threshold: float,
-) -> torch.Tensor:
+def is_on_policy(inputs: LossInputs, *, threshold: float) -> torch.Tensor:
     """Off-policy sequence mask (OPSM, DeepSeek-V3.2): True for the tokens that are kept. (N,) bool
 
         keep = A >= 0 or mean over the sample of (sampler - logprob) <= threshold
@@ -310,8 +294,8 @@ def is_on_policy(
     Worked example, threshold 0.1: sampler - logprob = [0.3, 0.1 | 0.0, 0.1] and A = -1: means 0.2 and 0.05, so the first sample is
     left out; with A = 1 it is kept.
     """
-    divergence = sequence_mean(sampler_logprobs - logprobs.detach(), sample_index)
-    return (advantages >= 0) | (divergence <= threshold)
+    divergence = sequence_mean(inputs.sampler_logprobs - inputs.logprobs.detach(), inputs.sample_index)
+    return (inputs.advantages >= 0) | (divergence <= threshold)
 
 
 def entropy_threshold(entropy: torch.Tensor, *, share: float) -> torch.Tensor:
@@ -518,27 +502,13 @@ class Objective:
         is_corrected_away = is_off_policy = has_low_entropy = None
         if section.correction is not None:
             correction = section.correction
-            used_weights = correction_weights(
-                inputs.old_logprobs,
-                inputs.sampler_logprobs,
-                inputs.sample_index,
-                level=correction.level,
-                action=correction.action,
-                cap=correction.cap,
-                floor=correction.floor,
-            )
+            used_weights = correction_weights(inputs, correction)
             loss = loss * used_weights
             if correction.action == "mask":
                 is_corrected_away = used_weights == 0.0
                 loss = loss.masked_fill(is_corrected_away, 0.0)  # a loss that overflowed, times 0, is not 0
         if section.off_policy_mask is not None:
-            is_off_policy = ~is_on_policy(
-                inputs.logprobs,
-                inputs.sampler_logprobs,
-                inputs.advantages,
-                inputs.sample_index,
-                threshold=section.off_policy_mask,
-            )
+            is_off_policy = ~is_on_policy(inputs, threshold=section.off_policy_mask)
             loss = loss.masked_fill(is_off_policy, 0.0)
         if prepass is not None and prepass.has_high_entropy is not None:
             has_low_entropy = ~prepass.has_high_entropy

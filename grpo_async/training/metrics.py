@@ -27,6 +27,11 @@ import torch.distributed as dist
 
 from grpo_async.training.loss import Objective, ObjectiveOutput, sequence_mean, sequence_sum
 
+_NUM_REWARDS = 3  # kept of each end: totals do not grow with the run
+ACTIVITIES = ("waiting", "training", "pushing", "checkpoint")
+"""What the trainer's thread does: wait for samples, train, push weights, copy a checkpoint or wait until the last one is written.
+The rest of its time is "other"."""
+
 _SUMS = (
     "loss", "policy_loss", "router_loss", "tokens", "entropy", "kl", "difference",
     "weights", "weights_squared", "num_weights", "clipped_low", "clipped_high", "num_clips",
@@ -177,12 +182,6 @@ def step_metrics(updates: Sequence[UpdateNumbers], objective: Objective) -> dict
     if objective.needs_router_loss:
         metrics["router_loss"] = total["router_loss"] / num_updates
     return metrics
-
-
-_NUM_REWARDS = 3  # kept of each end: totals do not grow with the run
-ACTIVITIES = ("waiting", "training", "pushing", "checkpoint")
-"""What the trainer's thread does: wait for samples, train, push weights, copy a checkpoint or wait until the last one is written.
-The rest of its time is "other"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

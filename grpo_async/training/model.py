@@ -30,6 +30,22 @@ from grpo_async.training.logprobs import (
     is_plain_linear,
 )
 
+_KEPT_NAMES = (
+    ("aten", "mm"),
+    ("aten", "addmm"),
+    ("aten", "bmm"),
+    ("aten", "baddbmm"),
+    ("aten", "_grouped_mm"),
+    ("aten", "_scaled_dot_product_flash_attention"),
+    ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
+    ("aten", "_scaled_dot_product_efficient_attention"),
+    ("aten", "_scaled_dot_product_cudnn_attention"),
+    ("aten", "_flash_attention_forward"),
+    ("aten", "_efficient_attention_forward"),
+    ("torch_attn", "_varlen_attn"),
+)
+"""Operators whose results `selective` keeps: matrix products and attention, nearly all of the time of a layer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutput:
@@ -214,23 +230,6 @@ def experts_per_token(model: Any) -> int:
             "set it to 0"
         )
     return int(count)
-
-
-_KEPT_NAMES = (
-    ("aten", "mm"),
-    ("aten", "addmm"),
-    ("aten", "bmm"),
-    ("aten", "baddbmm"),
-    ("aten", "_grouped_mm"),
-    ("aten", "_scaled_dot_product_flash_attention"),
-    ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
-    ("aten", "_scaled_dot_product_efficient_attention"),
-    ("aten", "_scaled_dot_product_cudnn_attention"),
-    ("aten", "_flash_attention_forward"),
-    ("aten", "_efficient_attention_forward"),
-    ("torch_attn", "_varlen_attn"),
-)
-"""Operators whose results `selective` keeps: matrix products and attention, nearly all of the time of a layer."""
 
 
 def recompute_activations(model: Any, mode: Literal["none", "selective", "full"]) -> None:

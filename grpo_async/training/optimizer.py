@@ -25,6 +25,12 @@ from grpo_async.training.model import Policy, decoder_layers
 from grpo_async.training.nf4 import bitsandbytes_functions
 from grpo_async.training.parameters import rows_of
 
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_STEPS = 5
+_BLOCKS = (256, 128, 64)
+_SMALLEST = 4096
+"""Parameters of fewer elements keep float32 moments."""
+
 
 def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.Optimizer:
     """The optimizer that `optimizer.type` names; every group's `lr` is set anew before each step.
@@ -101,10 +107,6 @@ def _make_muon(policy: Policy, trained: Sequence[nn.Parameter], section: Optimiz
     rest = [parameter for parameter in trained if id(parameter) not in chosen]
     adamw = [{**group, "is_muon": False} for group in _decay_groups(rest, section)]
     return Muon([muon, *adamw], lr=section.lr, momentum=section.momentum, betas=section.betas, eps=section.eps)
-
-
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_STEPS = 5
 
 
 class Muon(torch.optim.Optimizer):
@@ -192,11 +194,6 @@ def orthogonalise(update: torch.Tensor) -> torch.Tensor:
         matrix = a * matrix + (b * gram + c * gram @ gram) @ matrix
     result: torch.Tensor = matrix.mT if is_tall else matrix
     return result
-
-
-_BLOCKS = (256, 128, 64)
-_SMALLEST = 4096
-"""Parameters of fewer elements keep float32 moments."""
 
 
 class AdamW8bit(torch.optim.Optimizer):

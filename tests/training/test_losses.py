@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_async.config.loss_sections import CorrectionSection
 from grpo_async.training.loss import (
     LossInputs,
     TokenLoss,
@@ -123,31 +124,27 @@ def test_the_log_linear_policy_moves_to_the_trained_one_with_age_and_has_no_grad
 def test_correction_weights_equal_the_formula(
     level: str, action: str, cap: float, floor: float | None, expected: list[float]
 ) -> None:
-    old = torch.tensor([-0.5, -1.0, -1.2], requires_grad=True)
-    sampler = torch.tensor([-1.0, -2.0, -1.0])
-    weights = correction_weights(
-        old,
-        sampler,
-        torch.tensor([0, 0, 1]),
-        level=level,
-        action=action,
-        cap=cap,
-        floor=floor,  # type: ignore[arg-type]
+    inputs = replace(
+        make_inputs([1.0] * 3, [1.0] * 3, samples=[0, 0, 1]),
+        old_logprobs=torch.tensor([-0.5, -1.0, -1.2], requires_grad=True),
+        sampler_logprobs=torch.tensor([-1.0, -2.0, -1.0]),
     )
+    section = CorrectionSection.model_validate({"level": level, "action": action, "cap": cap, "floor": floor})
+    weights = correction_weights(inputs, section)
     assert weights.tolist() == pytest.approx(expected, abs=1e-4)
     assert not weights.requires_grad
 
 
 def test_only_bad_completions_that_drifted_are_left_out() -> None:
     """sampler - logprob: means 0.2, 0.05, 0.2; the last has A > 0. At the threshold itself a sample is kept."""
-    sampler = torch.tensor([0.3, 0.1, 0.0, 0.1, 0.2])
-    index = torch.tensor([0, 0, 1, 1, 2])
-    advantages = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0])
-    logprobs = torch.zeros(5)
-    kept = is_on_policy(logprobs, sampler, advantages, index, threshold=0.1)
-    assert kept.tolist() == [False, False, True, True, True]
-    edge = is_on_policy(torch.zeros(1), torch.full((1,), 0.25), -torch.ones(1), torch.zeros(1).long(), threshold=0.25)
-    assert edge.tolist() == [True]
+    inputs = replace(
+        make_inputs([1.0] * 5, [-1.0, -1.0, -1.0, -1.0, 1.0], samples=[0, 0, 1, 1, 2]),
+        logprobs=torch.zeros(5),
+        sampler_logprobs=torch.tensor([0.3, 0.1, 0.0, 0.1, 0.2]),
+    )
+    assert is_on_policy(inputs, threshold=0.1).tolist() == [False, False, True, True, True]
+    edge = replace(inputs, sampler_logprobs=torch.full((5,), 0.25))
+    assert is_on_policy(edge, threshold=0.25).all()
 
 
 def test_the_entropy_threshold_is_the_quantile() -> None:
