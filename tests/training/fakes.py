@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from grpo_async.config import ExperimentConfig
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.metrics import PipelineMeter, Reading
+from grpo_async.training.step import StepResult
 from grpo_async.weights.verify import TrainerScores
 
 
@@ -27,6 +30,28 @@ class FakeSource:
         return {}
 
     def advance(self, version: int) -> None: ...
+
+
+def loop_config(**sections: Any) -> ExperimentConfig:
+    """One group of two samples a step, unless `sections` say otherwise."""
+    values = {
+        "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
+        "rewards": [{"function": "a:b"}], "rollout": {"groups_per_step": 1, "group_size": 2, "max_staleness": 3},
+    }  # fmt: skip
+    return ExperimentConfig.model_validate({**values, **sections})
+
+
+def fake_context(config: ExperimentConfig, commands: list[Any], **more: Any) -> Any:
+    """A trainer's context whose steps cost nothing; `commands` gets what rank 0 was sent."""
+    result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
+    default = {
+        "num_ranks": 1,
+        "obstacle_to_shared_prompts": None,
+        "channel": SimpleNamespace(send=lambda sent: commands.append(sent[0])),
+        "step": lambda micro_batches, lr, figures: result,
+        "checkpoints": SimpleNamespace(poll=lambda: None, take_metrics=dict),
+    }
+    return SimpleNamespace(config=config, **{**default, **more})
 
 
 def make_loop(

@@ -23,7 +23,7 @@ from grpo_async.training.ranks import CommandChannel, TrainerContext, follow
 from grpo_async.training.reference import Reference
 from tests.support.rank_jobs import random_samples
 from tests.support.records import make_scored
-from tests.training.fakes import FakeSync
+from tests.training.fakes import FakeSync, loop_config
 from tests.training.shard_jobs import build
 
 MODULE = "tests.training.figure_jobs"
@@ -57,14 +57,13 @@ def _with_tool_tokens(sample: RolloutSample) -> RolloutSample:
 
 
 def figure_config(loss: Mapping[str, Any], *, minibatches: int = 1, **training: Any) -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
-        {
-            "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
-            "rewards": [{"function": "a:b"}], "inference": {"max_model_len": 64},
-            "rollout": {"groups_per_step": 4, "group_size": GROUP_SIZE, "max_staleness": 4, "max_completion_tokens": 32},
-            "training": {"max_steps": 9, "minibatches": minibatches, **training}, "optimizer": {"lr": 1e-3}, "loss": loss,
-        }
-    )  # fmt: skip
+    return loop_config(
+        inference={"max_model_len": 64},
+        rollout={"groups_per_step": 4, "group_size": GROUP_SIZE, "max_staleness": 4, "max_completion_tokens": 32},
+        training={"max_steps": 9, "minibatches": minibatches, **training},
+        optimizer={"lr": 1e-3},
+        loss=loss,
+    )
 
 
 class FigureSource:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from grpo_async.buffer.resume import ResumeState
-from grpo_async.config import ExperimentConfig
 from grpo_async.errors import CheckpointError
 from grpo_async.records import ScoredGroup
 from grpo_async.rundir import RunDir
@@ -19,7 +18,7 @@ from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.ranks import SaveCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored
-from tests.training.fakes import FakeSource, make_loop
+from tests.training.fakes import FakeSource, loop_config, make_loop
 
 
 class _World(FakeSource):
@@ -29,13 +28,7 @@ class _World(FakeSource):
         self.events: list[str] = []
         self.states: list[TrainerState] = []
         self.failure: CheckpointError | None = None
-        self.config = ExperimentConfig.model_validate(
-            {
-                "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
-                "rewards": [{"function": "a:b"}], "rollout": {"groups_per_step": 1, "group_size": 2, "max_staleness": 3},
-                "training": {"max_steps": steps}, "checkpoint": {"every_steps": every},
-            }
-        )  # fmt: skip
+        self.config = loop_config(training={"max_steps": steps}, checkpoint={"every_steps": every})
         self.lines: list[dict[str, float]] = []
         self._num_taken = 0
         # a place

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from grpo_async.config import ExperimentConfig
+from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
 from grpo_async.errors import WeightPushError
-from grpo_async.records import ScoredGroup
+from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.training.loop import Evaluations, LeaderLoop
-from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand
-from grpo_async.training.step import StepResult
+from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand, WaitCommand
 from grpo_async.weights.verify import TrainerScores
 from tests.support.records import make_scored
-from tests.training.fakes import FakeSource, FakeSync, make_loop
+from tests.training.fakes import FakeSource, FakeSync, fake_context, loop_config, make_loop
 
 
 class _Source(FakeSource):
@@ -50,29 +49,17 @@ def _run(
     evaluations: Evaluations | None = None,
     on_read: Callable[[], object] = lambda: None,
 ) -> tuple[list[dict[str, float]], list[Command]]:
-    config = ExperimentConfig.model_validate(
-        {
-            "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
-            "rewards": [{"function": "a:b"}], "rollout": {"groups_per_step": 1, "group_size": 2, "max_staleness": 3},
-            "training": {"max_steps": steps, "weight_sync_steps": sync_steps},
-        }
-    )  # fmt: skip
+    config = loop_config(training={"max_steps": steps, "weight_sync_steps": sync_steps})
     commands: list[Command] = []
-    result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
-    place: Any = SimpleNamespace(
-        config=config,
-        num_ranks=1,
-        obstacle_to_shared_prompts=None,
-        channel=SimpleNamespace(send=lambda sent: commands.append(sent[0])),
-        step=lambda micro_batches, lr, figures: result,
-        checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
+    context = fake_context(
+        config,
+        commands,
         score=lambda sequences, rounding: TrainerScores(
             logprobs=[[-1.0] * (len(sequence) - 1) for sequence in sequences], rounded_anew=[]
         ),
     )
-
     lines: list[dict[str, float]] = []
-    loop = make_loop(place, source, lines, sync=sync, on_read=on_read, evaluations=evaluations)
+    loop = make_loop(context, source, lines, sync=sync, on_read=on_read, evaluations=evaluations)
     loop.run(first_step=1)
     assert loop.score([[1, 2, 3]], "float32").logprobs == [[-1.0, -1.0]]
     assert commands[-1] == ScoreCommand(sequences=[[1, 2, 3]], rounding="float32")
@@ -244,3 +231,38 @@ def test_the_seconds_of_a_step_are_told_apart_and_a_push_while_it_waits_is_no_wa
     assert spent["pushing"] >= 0.2  # that one, and the one after the step
     shares = [value for name, value in lines[1].items() if name.startswith("pipeline/") and name.endswith("_share")]
     assert sum(shares) == pytest.approx(1.0)
+
+
+class _Polled(FakeSource):
+    """A real buffer, asked again every 20 ms; everything else is nothing."""
+
+    def __init__(self) -> None:
+        self.buffer = SampleBuffer(max_groups=4, max_staleness=1, on_drop=_ignore)
+        self.on_take: Callable[[], None] = lambda: None
+
+    def take(
+        self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None], attend: Callable[[], None]
+    ) -> list[ScoredGroup]:
+        self.on_take()
+        watch = Watch(timeout_s=30.0, setting="s", progress=lambda: 0, heartbeat=heartbeat, heartbeat_s=0.02)
+        return self.buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
+
+
+def _ignore(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None: ...
+
+
+def test_the_wait_for_samples_is_counted_from_its_beginning_over_all_its_polls() -> None:
+    """R1.12: samples come after 0.5 s, in which the queue was looked at about 25 times; all of it is idle time."""
+    source = _Polled()
+    timer = threading.Timer(0.5, lambda: asyncio.run(source.buffer.put(make_scored())))
+    source.on_take = timer.start
+    commands: list[Command] = []
+    lines: list[dict[str, float]] = []
+    loop = make_loop(fake_context(loop_config(training={"max_steps": 1}), commands), source, lines)
+    assert loop.run(first_step=1) == 1
+    metrics = lines[0]
+    timer.join()
+    assert sum(isinstance(command, WaitCommand) for command in commands) >= 3, "it was one poll only"
+    waited_s = metrics["pipeline/trainer_idle_ratio"] * metrics["step_time"]
+    assert 0.5 <= waited_s <= metrics["step_time"]
+    assert metrics["pipeline/waiting_share"] == pytest.approx(metrics["pipeline/trainer_idle_ratio"], abs=0.01)

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.records import GroupStatus, ScoredGroup, TokenFigures, TokenMark
 from grpo_async.training.ranks import StepCommand
 from grpo_async.training.step import StepResult
 from grpo_async.training.token_figures import FigureOrder
 from tests.support.records import make_scored
-from tests.training.fakes import FakeSource, make_loop
+from tests.training.fakes import FakeSource, fake_context, loop_config, make_loop
 
 
 def _with_own_ids(group: ScoredGroup) -> ScoredGroup:
@@ -59,14 +58,13 @@ def _one_step(
 ) -> tuple[_Source, list[StepCommand], dict[str, float]]:
     """A step of three minibatches on two ranks, with the outcome `updates`. Both ranks have collected 1, 2, 3 ... for each figure,
     those of the second 100 more."""
-    config = ExperimentConfig.model_validate(
-        {
-            "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
-            "rewards": [{"function": "a:b"}], "rollout": {"groups_per_step": 4, "group_size": 2},
-            "training": {"max_steps": 1, "minibatches": 3}, "optimizer": {"lr": 0.5}, "loss": {"type": "grpo"},
-            "record": {"rollouts": record},
-        }
-    )  # fmt: skip
+    config = loop_config(
+        rollout={"groups_per_step": 4, "group_size": 2},
+        training={"max_steps": 1, "minibatches": 3},
+        optimizer={"lr": 0.5},
+        loss={"type": "grpo"},
+        record={"rollouts": record},
+    )
     sent: list[list[Any]] = []
     metrics = {"training/skipped_updates": float(updates.count(False))}
     result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4 * sum(updates), updates=updates, metrics=metrics)
@@ -77,19 +75,16 @@ def _one_step(
         numbers = torch.arange(1.0, order.room + 1.0).expand(5, -1)
         return [numbers, numbers + 100.0]
 
-    place: Any = SimpleNamespace(
-        config=config,
+    context = fake_context(
+        config,
+        [],
         num_ranks=2,
-        obstacle_to_shared_prompts=None,
         channel=SimpleNamespace(send=sent.append),
         step=lambda minibatches, lr, figures: replace(result, token_figures=collected(figures)),
-        checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
-        score=lambda sequences: [],
     )
-
     source = _Source(cut=cut, kept=kept)
     lines: list[dict[str, float]] = []
-    loop = make_loop(place, source, lines)
+    loop = make_loop(context, source, lines)
     assert loop.run(first_step=1) == 1
     (commands,) = [parts for parts in sent if isinstance(parts[0], StepCommand)]
     return source, commands, lines[0]
