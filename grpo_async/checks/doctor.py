@@ -383,7 +383,7 @@ def check_network() -> Iterator[Found]:
         except OSError as error:
             yield "warn", f"{name} does not resolve ({error}); {remedy}"
             continue
-        words = f"{name} is {', '.join(sorted(found))}"
+        words = f"{name} resolves to {', '.join(sorted(found))}"
         if name == "localhost" and ("127.0.0.1" not in found or found - {"127.0.0.1", "::1"}):
             yield "warn", f"{words}: {remedy}"
         else:
@@ -422,7 +422,7 @@ def _shown(name: str, value: str) -> str:
 
 
 def check_sandbox() -> Iterator[Found]:
-    """What restricts code that a model wrote: needed by the Python tool and the code reward only."""
+    """The restrictions on code that a model wrote: needed by the Python tool and the code reward only."""
     from grpo_async.sandbox import REQUIRED, SandboxError, capabilities
 
     try:
@@ -431,10 +431,10 @@ def check_sandbox() -> Iterator[Found]:
         yield "warn", f"it cannot run at all ({error}): the Python tool and the code reward do not work here"
         return
     if held := ", ".join(capability.name for capability in found if capability.is_available):
-        yield "pass", f"holds {held}"
+        yield "pass", f"has {held}"
     for lacking in (capability for capability in found if not capability.is_available):
         refused = " The Python tool and the code reward refuse to work without it." if lacking.name in REQUIRED else ""
-        yield "warn", f"does not hold {lacking.name}: {lacking.consequence} (tried: {lacking.how}).{refused}"
+        yield "warn", f"lacks {lacking.name}: {lacking.consequence} (tried: {lacking.how}).{refused}"
 
 
 _CHECKS: dict[str, Callable[[], Iterable[Found]]] = {
