@@ -50,7 +50,7 @@ def test_every_view_shows_what_models_data_and_tools_write_as_text_and_fits_its_
         shown = page.locator(".tool summary code").inner_text()
         assert shown == visible(HOSTILE)
         go(page, "#/rollouts?run=hostile")
-        search(page, '"<script>alert"')
+        search(page, "contains(text, '<script>alert')")
         page.wait_for_selector("text=2 rollouts in 1 group")
 
 

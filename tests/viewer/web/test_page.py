@@ -157,7 +157,7 @@ def test_keys_move_open_and_go_back(show: Show) -> None:
     assert page.evaluate("document.activeElement.id") == "query"
     page.keyboard.press("Escape")
     page.keyboard.press("?")
-    page.wait_for_selector("h1:has-text('Query language')")
+    page.wait_for_selector("h1:has-text('Queries and keys')")
 
 
 # -- one rollout
