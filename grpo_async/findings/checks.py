@@ -38,7 +38,7 @@ _LOST = 0.25  # of the range of rewards: what a run must have had and lost to ha
 _RATIO = "sampling/importance_sampling_ratio"
 _LATE = "In the last third of the steps"
 
-_ALL_EQUAL = re.compile(r"all rewards are (-?[\d.]+(?:e[-+]?\d+)?)")  # of rollout.no_signal
+_ALL_EQUAL = re.compile(r"all rewards are (-?[\d.]+(?:e[-+]?\d+)?)")  # of rollout.worker.why_no_signal
 _REWARD = re.compile(r"reward `[^`]+`: [^\n]+")  # of rewards.call
 
 

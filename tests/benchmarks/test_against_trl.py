@@ -20,7 +20,7 @@ from benchmarks.report import Report
 from benchmarks.trl_side import environment, meter, ours, push, train
 from benchmarks.trl_side.attention import CpuKernel
 from benchmarks.trl_side.meter import CpuUse
-from benchmarks.trl_side.push import EqualPush, ListedParameters
+from benchmarks.trl_side.push import EqualPush
 from benchmarks.trl_side.reward import share_of_low_ids
 from benchmarks.trl_side.setting import Setting, Step
 from grpo_async.config.loader import load_config
@@ -89,11 +89,6 @@ def test_the_two_configurations_ask_for_the_same_training(tmp_path: Path) -> Non
     assert not options["bf16"]
 
 
-def test_a_setting_survives_the_way_to_another_process(tmp_path: Path) -> None:
-    setting = _setting(tmp_path)
-    assert Setting.read(setting.write()) == setting
-
-
 @pytest.mark.nightly
 def test_trl_takes_our_options_and_has_what_is_replaced(tmp_path: Path) -> None:
     pytest.importorskip("trl")
@@ -117,6 +112,7 @@ def test_trl_takes_our_options_and_has_what_is_replaced(tmp_path: Path) -> None:
     assert "_flash_attn().flash_attn_varlen_func(" in source
 
 
+@pytest.mark.nightly
 def test_the_stand_in_for_the_kernel_gives_what_each_sample_gives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two samples share a prompt of 3 tokens: the tree holds [p p p | a a | b], the second segment attends to p and a."""
     packing = pytest.importorskip("trl.experimental.async_grpo.packing")
@@ -139,21 +135,6 @@ def test_the_stand_in_for_the_kernel_gives_what_each_sample_gives_alone(monkeypa
         )
         expected = alone[0].transpose(0, 1)[[sample.index(token) for token in own]]
         torch.testing.assert_close(output[0, own], expected)
-
-
-def test_the_stand_in_refuses_what_it_does_not_compute() -> None:
-    nothing, starts = torch.zeros(1, 1, 1), torch.tensor([0, 1])
-    with pytest.raises(NotImplementedError):
-        CpuKernel.flash_attn_varlen_func(
-            nothing, nothing, nothing, starts, starts, 1, 1, softmax_scale=None, causal=True, window_size=(3, 0)
-        )
-
-
-def test_listed_parameters_come_in_the_order_and_buckets_of_their_specs() -> None:
-    tensors = {"a": torch.zeros(10), "b": torch.ones(4, 5), "c": torch.full((30,), 2.0)}
-    listed = ListedParameters(iter(tensors.items()))
-    assert [(spec.name, spec.num_bytes) for spec in listed.specs] == [("a", 40), ("b", 80), ("c", 120)]
-    assert [[len(tensor.reshape(-1)) for tensor in bucket] for bucket in listed.buckets(128)] == [[10, 20], [30]]
 
 
 def test_the_steady_state_leaves_out_warm_up_and_end(tmp_path: Path) -> None:

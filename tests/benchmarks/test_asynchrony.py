@@ -60,6 +60,7 @@ def test_the_reward_counts_digits_and_those_that_follow_on(monkeypatch: pytest.M
     ]
 
 
+@pytest.mark.nightly
 def test_the_command_of_a_run_could_start_and_only_the_staleness_differs(tmp_path: Path) -> None:
     config = asynchrony.make_compute(tmp_path, asynchrony.Shape(hidden=32, layers=1), seed=0)
     options = Namespace(seed=3, staleness=2, steps=4, engine="embedded", set=["training.micro_batch_tokens=512"])

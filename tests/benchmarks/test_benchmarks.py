@@ -83,10 +83,3 @@ def test_every_module_that_is_no_part_of_another_is_listed_with_a_sentence(capsy
     listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:])
     assert set(listed) == modules
     assert all(len(about) > 20 for about in listed.values())
-
-
-def test_an_unknown_benchmark_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["speed"]) == 2
-    errors = capsys.readouterr().err
-    assert "'speed'" in errors
-    assert "against_trl" in errors

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from benchmarks import push
-from benchmarks.push_parts import server
 from benchmarks.push_parts.streams import Tokens, Window
 from tests.benchmarks.support import run_apart
 
@@ -71,12 +70,6 @@ def test_a_push_is_compared_with_the_broadcast_and_the_load_of_its_own_round(tmp
     assert values["2 requests: longest gap - usual", "ms"] == pytest.approx([480.0, 300.0])
     quiet.bare_s[:] = [0.1, 0.1, 0.1]
     assert push._report(quiet, None, Namespace(**options)) == 1
-
-
-def test_the_load_of_a_push_is_that_of_the_slowest_worker_after_it(tmp_path: Path) -> None:
-    log = tmp_path / "server.log"
-    log.write_text("".join(f"loaded 9 parameters in {seconds} s\n" for seconds in (9.0, 0.25, 0.5)))
-    assert server.wait_for_load_time(log, 1) == 0.5
 
 
 def test_the_first_round_warms_up_and_the_turns_alternate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,22 +17,6 @@ def test_a_row_has_median_quartiles_extremes_and_number() -> None:
     assert figures == {"median": 3.0, "quartile_1": 1.5, "quartile_3": 4.5, "lowest": 1.0, "highest": 5.0, "n": 5}
 
 
-def test_a_row_of_one_value_is_that_value() -> None:
-    assert Row("step", "s", (2.0,)).figures() == {
-        "median": 2.0, "quartile_1": 2.0, "quartile_3": 2.0, "lowest": 2.0, "highest": 2.0, "n": 1,
-    }  # fmt: skip
-
-
-def test_a_quantity_without_values_and_a_target_without_one_bound_are_refused() -> None:
-    report = Report("x", {})
-    with pytest.raises(ValueError, match="step: nothing was measured"):
-        report.row("step", [], "s")
-    with pytest.raises(ValueError, match="at_most or at_least"):
-        report.target("step", 1.0)
-    with pytest.raises(ValueError, match="at_most or at_least"):
-        report.target("step", 1.0, at_most=1.0, at_least=1.0)
-
-
 @pytest.mark.parametrize(
     ("value", "bound", "code"),
     [
@@ -74,18 +58,6 @@ def test_the_json_has_machine_versions_settings_and_every_value(tmp_path: Path) 
     assert {"python", "grpo-async", "torch"} <= set(written["versions"])
     assert written["load_average"].keys() == {"before", "after"}
     assert written["duration_s"] >= 0
-
-
-def test_the_table_shows_rows_notes_and_units(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("x", {})
-    report.row("push", [1.5, 2.5], "ms")
-    report.note("quiet machine")
-    assert report.finish() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "CPUs" in lines[0]
-    (row,) = [line for line in lines if line.startswith("push")]
-    assert row.split() == ["push", "2", "1.25", "-", "2.75", "1.5", "-", "2.5", "2", "ms"]
-    assert lines[-1] == "quiet machine"
 
 
 def test_variants_take_turns_and_the_order_turns_around() -> None:

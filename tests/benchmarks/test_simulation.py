@@ -115,32 +115,10 @@ def test_a_group_with_nothing_to_learn_from_costs_generation_but_no_training() -
     assert 3.0 < outcome.step_s - outcome.wait_s - SETUP.push_s < 5.5  # of 8 s of training
 
 
-def test_lengths_have_the_mean_that_was_asked_for() -> None:
-    lengths = Lengths(mean=2000, sigma=1.0, longest=10**9)
-    drawn = [lengths.draw(seed) for seed in range(10_000)]
-    assert sum(drawn) / len(drawn) == pytest.approx(2000, rel=0.06)
-    assert max(replace(lengths, longest=3000).draw(seed) for seed in range(100)) == 3000
-    assert replace(lengths, sigma=0.0).draw(1) == 2000
-
-
-def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
-    tailed = replace(SETUP, lengths=replace(SETUP.lengths, sigma=1.0), filtered=0.3)
-    first = simulate(tailed)
-    assert simulate(tailed) == first
-    assert simulate(replace(tailed, seed=1)) != first
-    assert first.staleness_max <= 1
-
-
 def _outcome(**changed: float) -> Outcome:
     figures = {"step_s": 20.0, "wait_s": 5.0, "trainer_idle": 0.25, "generator_idle": 0.7, "overlap": 0.75, "staleness": 0.0,
                "staleness_max": 0.0, "thrown": 0.0}  # fmt: skip
     return Outcome(**{**figures, **changed})
-
-
-def test_the_ideal_hides_the_shorter_of_waiting_and_work() -> None:
-    assert _outcome().ideal_speedup == pytest.approx(20 / 15)
-    assert _outcome(wait_s=12.0).ideal_speedup == pytest.approx(20 / 12)
-    assert _outcome().steps_per_hour == 180.0
 
 
 def test_the_worst_split_decides_and_the_fastest_is_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,3 @@ def test_a_conversation_is_judged_by_the_last_message_and_only_if_the_assistant_
         [],
     ]
     assert exact_answer(["p"] * 6, completions, [[1]] * 6, ["7"] * 6) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_a_number_in_the_answer_column_is_compared_as_text() -> None:
-    assert exact_answer(["p"], ["<think>1</think>7"], [[1]], [7]) == [1.0]  # type: ignore[list-item]

@@ -68,7 +68,7 @@ def test_the_refusal_of_tools_beside_a_rollout_function_names_the_file(tmp_path:
 
 def test_a_rollout_function_that_cannot_be_found_is_named(tmp_path: Path) -> None:
     config = make_config(tmp_path, rollout_function={"function": "tests.launcher.sides:nowhere"})
-    with pytest.raises(ConfigError, match=r"rollout_function\.function: tests\.launch\.sides:nowhere: .*nowhere"):
+    with pytest.raises(ConfigError, match=r"rollout_function\.function: tests\.launcher\.sides:nowhere: .*nowhere"):
         load_participants(config)
 
 
