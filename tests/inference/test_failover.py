@@ -152,7 +152,7 @@ def _assert_disturbed(
 
     with (
         _processes(model, folder, 2) as processes,
-        watched([process.url for process in processes], token=TOKEN, timeout_s=6.0) as watch,
+        watched([process.url for process in processes], token=TOKEN, timeout_s=6.0, startup_timeout_s=LIMIT_S) as watch,
     ):
         watch.serve_all(version=0)
         expected = asyncio.run(_Load().run(FixedServers([processes[0].url])))
