@@ -21,6 +21,7 @@ import yaml
 Scalar: TypeAlias = str | int | float | bool | None
 Path: TypeAlias = tuple[str, ...]
 """Keys and list indices from the root, all as text: ("rewards", "0", "weight")."""
+_MOST_VALUES = 20_000  # of a configuration, aliases unfolded
 _MOST_DIGITS = 24  # enough for 64 bits in every notation; int() refuses thousands of them in words of its own
 _LONGEST_SHOWN = 80
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")  # no file name, process or encoder takes them
@@ -231,10 +232,15 @@ class _Converter:
 
     def __init__(self, place: Place, problems: Problems, *, has_lines: bool = True) -> None:
         self.place, self.problems, self.has_lines = place, problems, has_lines
+        self._num_values = 0  # aliases unfolded: a few lines of them can stand for billions
         self._open: list[yaml.Node] = []  # containers around the current node: an alias to one of them is a circle
 
     def convert(self, node: yaml.Node, path: Path, place: Place | None) -> Node:
         place = place or self._place_of(node)
+        self._num_values += 1
+        if self._num_values > _MOST_VALUES:
+            problem = f"aliases unfold to more than {_MOST_VALUES} values; share settings by `extends`"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         if isinstance(node, yaml.ScalarNode):
             try:
                 return Node(value=_construct(node.tag, node.value), place=place, quoted=node.style is not None)

@@ -121,6 +121,10 @@ def test_a_mistake_is_explained(tmp_path: Path, added: str, expected: str) -> No
     [
         ("x: " + "[" * 2000 + "]" * 2000, "nested deeper"),
         ("x: " + "{a: " * 2000 + "}" * 2000, "nested deeper"),
+        (
+            "\n".join(["a0: &a0 [0]", *(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]" for i in range(9))]),
+            "unfold",
+        ),
         ("run: {seed: " + "9" * 5000 + "}", "run.seed: 9999"),
         ("run: {seed: 0x" + "f" * 5000 + "}", "run.seed: 0xff"),
         ("run: {seed: 99999999999}", "run.seed"),
