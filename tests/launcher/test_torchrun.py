@@ -71,15 +71,20 @@ def test_a_killed_launcher_takes_torchrun_and_its_ranks_with_it_and_nothing_list
 
 
 def test_a_folder_that_launcher_and_guardian_left_when_both_were_killed_is_removed_by_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    orphan, young = tmp_path / "grpo-async-run-orphan", tmp_path / "grpo-async-run-young"
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # short: it holds Unix sockets
+        monkeypatch.setattr("tempfile.tempdir", temporary)
+        _orphans_are_removed_and_folders_in_use_stay(Path(temporary))
+
+
+def _orphans_are_removed_and_folders_in_use_stay(temporary: Path) -> None:
+    orphan, young = temporary / "grpo-async-run-orphan", temporary / "grpo-async-run-young"
     for folder in (orphan, young):
         folder.mkdir()
     os.utime(orphan, (0, 0))
     with private_folder() as mine:
-        assert set(tmp_path.iterdir()) == {young, mine}
+        assert set(temporary.iterdir()) == {young, mine}
         os.utime(mine, (0, 0))
         with private_folder() as other:
-            assert set(tmp_path.iterdir()) == {young, mine, other}, "a folder in use was removed"
+            assert set(temporary.iterdir()) == {young, mine, other}, "a folder in use was removed"
