@@ -295,7 +295,6 @@ class RolloutSample:
 class TokenMark(IntFlag):
     """What became of a token in the objective; several may hold."""
 
-    NONE = 0
     CLIPPED_LOW = 1  # the ratio was below the clip range, and the clip took its gradient
     CLIPPED_HIGH = 2  # the ratio was above it
     CORRECTED_AWAY = 4  # masked by the off-policy correction

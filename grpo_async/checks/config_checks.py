@@ -426,5 +426,5 @@ def _fault_of(place: Path) -> str:
     if not place.is_dir():
         return "is a file, not a folder"
     if os.statvfs(place).f_flag & os.ST_RDONLY:
-        return "is on a disk that can only be read"
-    return "" if os.access(place, os.W_OK | os.X_OK) else "is not yours to write to"
+        return "is on a read-only disk"
+    return "" if os.access(place, os.W_OK | os.X_OK) else "is not writable by you"

@@ -353,7 +353,7 @@ def check_addresses(context: PreflightContext) -> Iterator[Found]:
         elif is_loopback(host):
             yield "pass", f"weights.host: {host} can be bound and is not reached from outside"
         else:
-            danger = "can be reached from other machines, and what meets there asks for no token"
+            danger = "can be reached from other machines, and the transfer of weights there needs no token"
             yield (
                 "warn",
                 f"weights.host: {host} {danger}; use 127.0.0.1 where all is on one machine, else a private network",

@@ -214,7 +214,7 @@ def _pipeline(progress: Progress) -> list[tuple[str, str, str]]:
         ("servers", _warm(idle), "" if idle is None else f"idle {idle:.0%}  generate {1 - idle:.0%}"),
         ("queue", "", _texts(progress, queue)),
         ("overlap", "", progress.text("pipeline/overlap_efficiency", "{:.0f}% efficiency", scale=100)),
-        ("lengths", "", join([progress.text("completions/mean_length", "{:.0f} tokens in the mean"), truncated])),
+        ("lengths", "", join([progress.text("completions/mean_length", "mean {:.0f} tokens"), truncated])),
         ("all equal", "", progress.text("frac_reward_zero_std", "{:.0f}% of the groups", scale=100)),
     ]
     return [(name, style, text or "") for name, style, text in rows if text or name in ("tokens/s", "trainer")]

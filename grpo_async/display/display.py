@@ -2,8 +2,8 @@
 
     supervisor -> Display (keeps Progress) -> views: LineView | QuietView | LiveView | JsonView, StatusFile, the launcher's Advisor
 
-Every view gets the same events, by name; what it knows beyond them is in the Progress that all of them share. No text can move the
-cursor: some of it quotes models and tools.
+Every view gets the same events, by name; what it knows beyond them is in the Progress that all of them share and only Display
+changes, so that status.json is the same with each of them. No text can move the cursor: some of it quotes models and tools.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from grpo_async.display.progress import Progress, evaluation_line, step_line
 from grpo_async.findings import Finding, Verdict
 from grpo_async.processes.wording import plain
 from grpo_async.rundir import RunDir
-from grpo_async.tracking.jsonl import read_metrics
 
 _INTERVAL_S = 1.0
 _LEAST_INTERVAL_S = 0.25
@@ -81,10 +80,20 @@ class Display:
         """Held-out results; `when` is before, after or "step 20"."""
         with self.progress.lock:
             self.progress.evaluations[when] = dict(metrics)
+            self.progress.add_message(evaluation_line(when, metrics))
         self._show("evaluation", when=when, metrics=dict(metrics))
 
     def preflight(self, checks: Sequence[Check]) -> None:
         """What the checks before the first step found."""
+        found = [check.status for check in checks]
+        counts = f"{found.count('pass')} passed, {found.count('warn')} warned, {found.count('fail')} failed"
+        with self.progress.lock:
+            self.progress.add_message(f"preflight: {counts}")
+            for check in checks:
+                if check.status != "pass":
+                    self.progress.add_message(
+                        f"preflight: {check.status}: {check.name}: {check.detail}", is_warning=True
+                    )
         self._show("preflight", checks=list(checks))
 
     def server(self, name: str, trouble: str | None) -> None:
@@ -182,7 +191,6 @@ class LiveView(View):
 
     Args:
         run_dir: where checkpoints are looked for; None: nowhere.
-        resume_step: the steps up to this one are read from metrics.jsonl, for the curves.
     """
 
     def __init__(
@@ -193,17 +201,12 @@ class LiveView(View):
         run_name: str,
         logs: Path,
         run_dir: RunDir | None = None,
-        resume_step: int | None = None,
     ) -> None:
         self._console = console
         self._progress = progress
         self._run_name = run_name
         self._footer = f"logs: {logs} · Ctrl-C saves and stops"
         self._run_dir = run_dir
-        if run_dir is not None and resume_step is not None and run_dir.metrics.exists():
-            for line in read_metrics(run_dir.metrics):
-                if line["step"] <= resume_step:
-                    progress.add_past_step(line)
         self._live = Live(console=console, screen=True, auto_refresh=False, transient=True)
         self._changed = threading.Event()
         self._ended = threading.Event()
@@ -230,22 +233,6 @@ class LiveView(View):
             print_line(self._console, f"advice at step {progress.advice_step}: {progress.advice.text}")
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Events that have no place of their own on the dashboard become messages."""
-        texts: list[tuple[str, bool]] = []
-        if event == "evaluation":
-            texts = [(evaluation_line(fields["when"], fields["metrics"]), False)]
-        elif event == "preflight":
-            found = [check.status for check in fields["checks"]]
-            counts = f"{found.count('pass')} passed, {found.count('warn')} warned, {found.count('fail')} failed"
-            texts = [(f"preflight: {counts}", False)]
-            texts += [
-                (f"preflight: {check.status}: {check.name}: {check.detail}", True)
-                for check in fields["checks"]
-                if check.status != "pass"
-            ]
-        with self._progress.lock:
-            for text, is_warning in texts:
-                self._progress.add_message(text, is_warning=is_warning)
         self._changed.set()
 
     def _draw(self) -> None:

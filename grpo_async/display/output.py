@@ -19,6 +19,7 @@ from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.processes.lasting_stream import LastingStream
 from grpo_async.processes.wording import plain
 from grpo_async.rundir import RunDir
+from grpo_async.tracking.jsonl import read_metrics
 from grpo_async.utils.console import stdout_console
 
 
@@ -86,12 +87,14 @@ class Output:
         resume_step: int | None = None,
         lines_only: bool = False,
     ) -> Display:
-        """For the run: on a terminal that can redraw the dashboard, else lines. `lines_only`: lines everywhere."""
-        progress, console, logs = (
-            Progress(max_steps=max_steps, step=resume_step or 0),
-            self.console,
-            run_dir.latest_logs,
-        )
+        """For the run: on a terminal that can redraw the dashboard, else lines. `lines_only`: lines everywhere. Steps up to
+        `resume_step` are read from metrics.jsonl, for curves and averages."""
+        progress = Progress(max_steps=max_steps, step=resume_step or 0)
+        if resume_step is not None and run_dir.metrics.exists():
+            for line in read_metrics(run_dir.metrics):
+                if line["step"] <= resume_step:
+                    progress.add_past_step(line)
+        console, logs = self.console, run_dir.latest_logs
         view: View
         if self.mode is OutputMode.JSON:
             view = JsonView(self._log)
@@ -100,7 +103,7 @@ class Output:
         elif lines_only or not console.is_terminal or console.is_dumb_terminal:
             view = LineView(console, progress, logs=logs)
         else:
-            view = LiveView(console, progress, run_name=run_name, logs=logs, run_dir=run_dir, resume_step=resume_step)
+            view = LiveView(console, progress, run_name=run_name, logs=logs, run_dir=run_dir)
         return Display(progress, [view])
 
     def end(

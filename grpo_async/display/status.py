@@ -178,7 +178,7 @@ def _rows(status: RunStatus, now: float) -> Iterator[tuple[str, str]]:
     yield "learning", _text_of(status.learning())
     yield "advice", _text_of(content.get("advice"))
     yield "warning", _text_of(content.get("last_warning"))
-    last = "ended" if status.state in (FINISHED, STOPPED, FAILED) else "last word"
+    last = "ended" if status.state in (FINISHED, STOPPED, FAILED) else "last update"
     yield "launcher", f"{_launcher(status)}, {last} {ago(updated, now)}"
 
 

@@ -135,7 +135,7 @@ def hardly_moves(evidence: Evidence) -> Finding | None:
     else:
         text = (
             f"Of all tokens of all steps the importance ratio stayed between {least:.6g} and {most:.6g}, although the samples "
-            f"were {figure(staleness)} steps old in the mean: an update changes next to nothing."
+            f"were {figure(staleness)} steps old on average: an update changes next to nothing."
         )
     rate = rates[-1] if rates else None
     return Finding(
@@ -419,7 +419,7 @@ def off_policy(evidence: Evidence) -> Finding | None:
     if ratio and off > _OFF_POLICY:
         said.append(f"the mean importance ratio is {figure(ratio)} (1 is on policy)")
     if difference is not None and difference > _MISMATCH:
-        said.append(f"log-probabilities of trainer and sampler differ by {figure(difference)} nats in the mean")
+        said.append(f"log-probabilities of trainer and sampler differ by {figure(difference)} nats on average")
     if ess is not None and ess < _LOW_ESS:
         said.append(f"the effective sample size is {percent(ess)}")
     if not said:

@@ -18,7 +18,7 @@ from grpo_async.display.output import Output
 from grpo_async.launcher.child import Child
 from grpo_async.launcher.guardian import private_folder
 from grpo_async.launcher.liveness import Liveness
-from grpo_async.launcher.plan import ProcessPlan, plan_processes
+from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, plan_processes
 from grpo_async.launcher.signals import GRACE_S, Signals, end_children, first_of
 from grpo_async.launcher.supervisor import Outcome
 from grpo_async.launcher.tree import ProcessTree, adopting_orphans
@@ -26,7 +26,6 @@ from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.failures import explain
 from grpo_async.rundir import RunDir
-from grpo_async.servers.engine_choice import choose_engine
 
 _KILL_TIMEOUT_S = 10.0
 _MARGIN_S = 60.0  # for node 0 to end its servers and to say how the run went
@@ -170,7 +169,7 @@ class Follower:
         )
         return plan_processes(
             self._config,
-            engine=choose_engine(self._config),
+            engine=SERVERS_ELSEWHERE,
             assignment=assignment,
             machine=machine_module.inspect(),
             token=self._token,

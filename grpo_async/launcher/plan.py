@@ -30,8 +30,10 @@ from grpo_async.processes.machine import Machine
 from grpo_async.rundir import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 
-_FOLLOWS = "node 0 looks after the servers"
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to connect to instead
+
+SERVERS_ELSEWHERE = EngineChoice(engine="external", reason="node 0 looks after the servers")
+"""On a machine that follows node 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class ProcessPlan:
         )
         if given.preflight_only:
             start = "checks only"
-        external = "" if self.servers or self.engine.reason == _FOLLOWS else " (not started by this run)"
+        external = "" if self.servers or self.engine is SERVERS_ELSEWHERE else " (not started by this run)"
         lines = [
             f"run        {self.run_name}, {start}",
             f"directory  {given.run_dir.root}",
@@ -148,6 +150,7 @@ def plan_processes(
     """Plan the processes of this machine: servers and torchrun; torchrun alone on a machine that follows node 0.
 
     Args:
+        engine: SERVERS_ELSEWHERE on a machine that follows.
         assignment: of node 0, without `server_urls` and `transport`, which are planned here; of a machine that follows, whole.
         ports: of the servers, which keep them over restarts.
         token: guards the servers; None only with servers that ask for none.
@@ -159,9 +162,11 @@ def plan_processes(
     """
     node = assignment.node
     facts = list(_nodes_facts(config, node))
-    if node.rank > 0:
-        engine = EngineChoice(engine="external", reason=_FOLLOWS)
-    elif config.inference.vllm.sleep_while_training and not (engine.engine == "vllm" and engine.on_gpu):
+    if (
+        node.rank == 0
+        and config.inference.vllm.sleep_while_training
+        and not (engine.engine == "vllm" and engine.on_gpu)
+    ):
         raise ConfigError(
             f"inference.vllm.sleep_while_training: only a vLLM that this run starts on a GPU can sleep, and the engine is "
             f"{engine.engine}{'' if engine.on_gpu else ' without a GPU'}; leave the setting out"

@@ -31,7 +31,7 @@ from grpo_async.launcher.conduct import conduct, end_with_report, report_end
 from grpo_async.launcher.follower import Follower
 from grpo_async.launcher.gpus import split_memory
 from grpo_async.launcher.guardian import private_folder
-from grpo_async.launcher.plan import ProcessPlan, dry_assignment, free_ports, plan_processes
+from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, dry_assignment, free_ports, plan_processes
 from grpo_async.launcher.prepare import Start, check_start, empty, lock, set_aside_broken, writing
 from grpo_async.launcher.signals import unwinding
 from grpo_async.launcher.supervisor import Outcome
@@ -203,7 +203,7 @@ class _Launcher:
         return self.amend(
             plan_processes(
                 self.config,
-                engine=self.engine,
+                engine=self.engine if leads else SERVERS_ELSEWHERE,
                 assignment=assignment,
                 ports=ports,
                 machine=machine,

@@ -258,7 +258,7 @@ class _Leader:
                     "an inference server to take the first weights",
                     waited_s=self._config.inference.longest_startup_s,
                     setting="inference.startup_timeout_s",
-                    hint="Why pushes failed stands in trainer.log.",
+                    hint="trainer.log says why the pushes failed.",
                 )
             if not self._await_server(loop):
                 return None

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -219,13 +218,16 @@ def square_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> tor
     rank's part travels with the figures of the update, and the host, which is told the norm anyway, decides.)
     Worked example, gradient [3, 4] sharded over two ranks: 9 and 16; held whole by both: 12.5 and 12.5.
     """
-    by_copies: dict[int, list[torch.Tensor]] = {}
+    alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}  # by ranks that hold the same
     for parameter in parameters:
         if parameter.grad is not None:
-            by_copies.setdefault(_num_copies(parameter.grad), []).append(_local(parameter.grad))
+            gradient = _local(parameter.grad)
+            alike.setdefault((_num_copies(parameter.grad), gradient.device, gradient.dtype), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, gradients in by_copies.items():
-        total += nn.utils.get_total_norm(gradients).double().square().to(device) / copies
+    for (copies, _, dtype), gradients in alike.items():
+        # of bfloat16 gradients the norms, too, would have 8 bits
+        norms = torch._foreach_norm(gradients, dtype=torch.float32 if dtype.itemsize < 4 else None)
+        total += torch.stack(norms).double().square().sum().to(device) / copies
     return total
 
 

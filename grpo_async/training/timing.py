@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 import time
@@ -13,6 +14,8 @@ import torch
 
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 
+logger = logging.getLogger(__name__)
+
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
@@ -22,6 +25,7 @@ class StepClock:
     CPU: by the wall clock. GPU: the host runs ahead of it, so a part is timed by a pair of CUDA events, in the lane "gpu". Nothing
     waits for them: they are read when the host has waited for the GPU anyway (`synchronised`), and an event that the GPU passed at
     that moment ties its clock to the host's. (torch.profiler.record_function would name the parts for a profiler alone.)
+    Nothing here ends a run: where CUDA refuses an event, the clock stops with a warning.
 
     Args:
         device: where the step runs.
@@ -47,6 +51,12 @@ class StepClock:
         """The host has just read a result of the GPU, which so has done all before it. Also before the first part."""
         if self._is_off or not self._is_on_gpu:
             return
+        try:
+            self._read()
+        except RuntimeError as error:
+            self._stop(error)
+
+    def _read(self) -> None:
         waiting = []
         for begin, end, name, details in self._pending:
             if self._anchor is None:
@@ -63,9 +73,25 @@ class StepClock:
 
     @contextmanager
     def _on_gpu(self, name: str, details: dict[str, Any]) -> Iterator[None]:
-        begin = _record()
+        begin = self._try_record()
         yield
-        self._pending.append((begin, _record(), name, details))
+        end = self._try_record()
+        if begin is not None and end is not None:
+            self._pending.append((begin, end, name, details))
+
+    def _try_record(self) -> torch.cuda.Event | None:
+        if self._is_off:
+            return None
+        try:
+            return _record()
+        except RuntimeError as error:
+            self._stop(error)
+            return None
+
+    def _stop(self, error: RuntimeError) -> None:
+        self._is_off = True
+        self._pending = []
+        logger.warning("the parts of a step are not timed any more: %s", error)
 
 
 def _record() -> torch.cuda.Event:

@@ -1,7 +1,7 @@
 """Notices that a run stands still: no step is finished and no token generated for too long.
 
 The watch is a daemon thread of rank 0, so it goes on when the main thread hangs in a collective or the rollout thread in a user's
-function. What follows from a stall is `launch.stall`'s business.
+function. What follows from a stall is `trainer.stall`'s business.
 """
 
 from __future__ import annotations

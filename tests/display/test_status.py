@@ -16,8 +16,10 @@ import psutil
 import pytest
 from rich.console import Console
 
+from grpo_async.checks.report import Check
 from grpo_async.display import status as status_module
 from grpo_async.display.display import Display
+from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Progress
 from grpo_async.display.status import MetricsTail, describe, newest_run, progress_of, read_status, watch
 from grpo_async.display.status_file import FIELDS, StatusFile
@@ -86,6 +88,28 @@ def _fill(status: Display) -> None:
     status.advice(3, advice)
     status.warning("the server was killed")
     status.note("no warning")
+
+
+@pytest.mark.parametrize("mode", [OutputMode.FULL, OutputMode.QUIET, OutputMode.JSON])
+def test_it_is_the_same_whatever_the_user_looks_at(run_dir: RunDir, mode: OutputMode) -> None:
+    """A resumed run on a terminal, with its dashboard, and anywhere else."""
+    run_dir.metrics.write_text('{"step": 1, "reward": 0.25}\n{"step": 2, "reward": 0.75}\n{"step": 3, "reward": 9.0}\n')
+    contents = []
+    for is_terminal, each in ((True, OutputMode.FULL), (False, mode)):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80, height=24, _environ={})
+        display = Output(each, console).display(run_name="x", max_steps=10, run_dir=run_dir, resume_step=2)
+        file = StatusFile(run_dir, display.progress, run_name="x", attempt="attempt_2")
+        with display:
+            display.preflight([Check("disk", "pass", "enough"), Check("memory", "warn", "little")])
+            display.evaluation("before", {"reward": 0.25})
+            content = file.content()
+        assert content["last_warning"].pop("at") > 0.0
+        contents.append({**content, "messages": [message.text for message in display.progress.messages]})
+    of_dashboard, other = ({**content, "started_at": 0, "updated_at": 0} for content in contents)
+    assert of_dashboard == other
+    assert other["reward"] == {"last": 0.75, "average": 0.5}
+    assert other["last_warning"]["text"] == "preflight: warn: memory: little"
+    assert other["messages"][-1] == "held-out before training: reward 0.250"
 
 
 def test_it_has_every_field_and_nothing_else_and_says_what_was_reported(run_dir: RunDir) -> None:
@@ -220,7 +244,7 @@ def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None
         _fill(status)
         status.file.end("finished", exit_code=0, error=None)
     text = _table(run_dir)
-    for part in ("server 0", "serving", "http://h:1", " left", "since the start", "last word"):
+    for part in ("server 0", "serving", "http://h:1", " left", "since the start", "last update"):
         assert part not in text, f"{part!r} is of a run that goes on:\n{text}"
     assert "trainer 50%  servers 2%  (in the last step)" in text
     assert "the last step 2.0 s" in text

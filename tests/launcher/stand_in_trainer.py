@@ -49,11 +49,10 @@ class ServedRun:
     """A trainer that takes every server as serving when it starts. It appends the news of servers to FOLDER/news, asks for a
     restart of server 0 on SIGUSR1, and finishes on SIGUSR2."""
 
-    def __init__(self, control: ControlClient, folder: Path, *, num_servers: int, marks_restarts: bool) -> None:
+    def __init__(self, control: ControlClient, folder: Path, *, num_servers: int) -> None:
         self._control = control
         self._num_servers = num_servers
         self._news = (folder / "news").open("a", buffering=1)
-        self._marks_restarts = marks_restarts
         self._finished = threading.Event()
 
     def run(self) -> int:
@@ -71,7 +70,7 @@ class ServedRun:
 
     def _take(self, message: Mapping[str, Any]) -> None:
         self._news.write(json.dumps(dict(message)) + "\n")
-        if message["event"] == "starting" and self._marks_restarts:
+        if message["event"] == "starting":
             self._control.send("server_serving", index=message["index"])
 
     def _ask_restart(self) -> None:
@@ -136,17 +135,10 @@ def main(mode: str, folder: Path) -> int:
         return 1
     if mode == "kill-rank-1" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if mode == "fail" and rank == assignment.world_size - 1:
-        try:
-            raise ZeroDivisionError("no samples")
-        except ZeroDivisionError as error:
-            write_failure(assignment.attempt_dir, rank, error)
-        return 1
     if mode == "silent":
         return 0
-    if mode in ("served", "served-once"):
-        num_servers = len(assignment.server_urls)
-        return ServedRun(control, folder, num_servers=num_servers, marks_restarts=mode == "served").run()
+    if mode == "served":
+        return ServedRun(control, folder, num_servers=len(assignment.server_urls)).run()
     if mode in ("preflight-pass", "preflight-fail"):
         write_atomically(folder / "preflight", str(assignment.preflight_only))
         control.send("preflight", checks=preflight_checks(mode))

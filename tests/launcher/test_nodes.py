@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,7 +23,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.errors import ConfigError, DeadlineError
 from grpo_async.launcher import plan as plan_module
-from grpo_async.launcher.plan import ProcessPlan, plan_processes
+from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, plan_processes
 from grpo_async.launcher.signals import Signals
 from grpo_async.processes import addresses
 from grpo_async.processes.addresses import interface_of, weights_host
@@ -228,6 +228,35 @@ def test_a_stranger_is_not_listened_to_beyond_a_first_line(tmp_path: Path) -> No
             await _until(lambda: bool(meeting.listener.notes))
         assert "a line of more than 4096 bytes" in meeting.listener.notes[0]
         writer.close()
+
+    _meet(meeting, script)
+
+
+def test_the_limit_of_a_line_is_that_of_the_one_who_reads_it() -> None:
+    async def run() -> None:
+        reader = asyncio.StreamReader(limit=64)  # smaller than a line: the channel has limits of its own
+        channel = NodeChannel(reader, cast("asyncio.StreamWriter", None))  # it only reads
+        line = json.dumps({"kind": "x", "text": "y" * 200}).encode() + b"\n"
+        reader.feed_data(line + b'{"kind": "beat"}\n' + line)
+        assert len((await channel.receive(limit=len(line)))["text"]) == 200
+        with pytest.raises(LostError, match=f"a line of more than {len(line) - 1} bytes"):
+            await channel.receive(limit=len(line) - 1)
+
+    asyncio.run(run())
+
+
+def test_beats_do_not_renew_the_clock_of_a_handshake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_channel, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(node_channel, "BEAT_S", 0.05)
+    meeting = _Meeting(_config(tmp_path))
+
+    async def script(hub: NodeHub) -> None:
+        stranger = await connect(*meeting.config.launch.meeting_point, WAIT_S)
+        stranger.beat()
+        async with asyncio.timeout(WAIT_S / 3):
+            await _until(lambda: bool(meeting.listener.notes))
+        assert "no message within 0 s" in meeting.listener.notes[0]
+        stranger.close()
 
     _meet(meeting, script)
 
@@ -505,7 +534,7 @@ def _plans(folder: Path, node: Node) -> ProcessPlan:
     given = Assignment(run_dir=run_dir, attempt_dir=run_dir.logs / "attempt_1", private=Path("/private"), node=node)
     return plan_processes(
         config,
-        engine=choose_engine(config),
+        engine=choose_engine(config) if node.rank == 0 else SERVERS_ELSEWHERE,
         assignment=given,
         ports=(4711,) if node.rank == 0 else (),
         machine=Machine(num_cpus=8, python="/py"),

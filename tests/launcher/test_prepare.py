@@ -262,6 +262,21 @@ def test_two_launchers_cannot_hold_one_directory(tmp_path: Path) -> None:
         pass
 
 
+def test_a_token_is_private_from_its_first_moment_and_gone_at_the_end(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    before = os.umask(0)
+    try:
+        with run_dir.new_token() as token:
+            assert run_dir.token.read_text() == token
+            assert run_dir.token.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+    assert not run_dir.token.exists()
+    with run_dir.new_token() as another:
+        assert another != token
+        run_dir.token.unlink()  # somebody was quicker
+
+
 def test_a_token_that_a_killed_launcher_left_is_no_obstacle(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     run_dir = _old_run(config, steps=(1,))

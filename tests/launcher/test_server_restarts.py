@@ -93,6 +93,20 @@ def test_a_killed_server_is_started_again_with_its_port_and_token_and_the_run_fi
     assert (_logs(tmp_path) / "server.restart_1.log").read_text() == "serving\nasked to end\n"
 
 
+def test_everything_that_a_dead_server_left_is_killed_before_it_is_started_again(tmp_path: Path) -> None:
+    with _served(tmp_path, server="children") as launcher:
+        names = ("server.child", "server.stray", "server.bare")
+        _begin(launcher, "server", *names)
+        left = [launcher.pids()[name] for name in names]
+        server = _signal(launcher, "server", signal.SIGKILL)  # only the parent, as an out-of-memory killer does
+        _await_new_pid(launcher, "server", server)
+        assert not any(psutil.pid_exists(pid) for pid in left)  # no zombies, either
+        assert is_alive(launcher.pids()["rank0"])
+        _signal(launcher, "rank0", signal.SIGUSR2)
+        assert launcher.end() == 0, launcher.output
+        assert launcher.left() == {}
+
+
 def test_a_stopped_server_that_the_trainer_wants_restarted_is_killed_with_its_helpers(tmp_path: Path) -> None:
     with _served(tmp_path, server="children") as launcher:
         names = ("server.child", "server.stray", "server.bare")
@@ -147,6 +161,18 @@ def test_with_another_server_the_run_goes_on_and_ends_only_with_the_last(tmp_pat
         assert "server_0.log" in error
     names = {"config.yaml", "server_0.log", "server_1.log", "trainer.log"}
     assert {path.name for path in _logs(tmp_path).iterdir()} == names
+
+
+@pytest.mark.nightly
+def test_a_replica_that_dies_before_it_ever_served_ends_the_run(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="ignore-stop", inference={"replicas": 2}) as launcher:
+        launcher.wait_for_line("training")
+        launcher.wait_for_processes("server0", "server1")
+        _signal(launcher, "server0", signal.SIGUSR1)
+        assert launcher.end() == 1
+        assert "error: the inference server 0 (pid " in launcher.output
+        assert "CUDA error" in launcher.output
+        assert launcher.left() == {}
 
 
 @pytest.mark.parametrize("is_twice", [False, pytest.param(True, marks=pytest.mark.nightly)])

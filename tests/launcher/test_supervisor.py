@@ -39,6 +39,12 @@ def test_a_server_that_ends_early_ends_the_trainer_and_is_named_with_its_last_li
         assert "there is no checkpoint yet" in launcher.output
 
 
+def test_a_trainer_that_ends_without_a_summary_is_a_failure(tmp_path: Path) -> None:
+    with LauncherProcess(tmp_path, trainer="silent") as launcher:
+        assert launcher.end() == 1
+        assert "the trainer ended without a summary" in launcher.output
+
+
 def test_a_signal_asks_the_trainer_to_stop_and_gives_the_shells_exit_code(tmp_path: Path) -> None:
     """SIGTERM and SIGHUP: see the test of a run whose output nobody reads."""
     with LauncherProcess(tmp_path, trainer="obey-stop") as launcher:

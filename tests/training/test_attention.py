@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,13 @@ def test_what_would_be_left_out_is_refused(arguments: dict[str, Any], message: s
         _attend(_inputs(segments), SampleLayout(segments), **arguments)
 
 
+def test_a_mask_that_is_not_ours_is_refused() -> None:
+    segments = LAYOUTS["one sample"]
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="does not apply the mask of"):
+        attention._mask_attention(nn.Module(), *_inputs(segments), mask, sample_layout=SampleLayout(segments))
+
+
 @pytest.mark.parametrize("arguments", [{"use_vmap": True}, {"allow_is_bidirectional_skip": True}])
 def test_models_that_change_the_causal_mask_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="not causal everywhere"):
@@ -187,6 +195,15 @@ def test_what_varlen_hands_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(ours, _dense(*inputs, segments, scale=0.3, window=window, softcap=None))
 
 
+def test_the_kernel_of_varlen_takes_what_it_is_handed() -> None:
+    """Its signature in the torch that is installed."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters
+    assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {"scale", "window_size", "enable_gqa"} <= set(parameters)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("window", [None, 3])
 def test_varlen_is_what_the_dense_mask_gives_on_a_gpu(window: int | None) -> None:
@@ -221,6 +238,13 @@ def test_the_choice_and_its_reason(
     choice = choose_attention(wanted, device=device, dtype=dtype)
     assert choice.name == name
     assert reason in choice.reason
+
+
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.bfloat16), (GPU, torch.float32)])
+def test_varlen_where_it_cannot_run_is_refused(device: torch.device, dtype: torch.dtype) -> None:
+    words = r"model\.attention: varlen cannot run: it needs .*; set it to mask, or to auto"
+    with pytest.raises(ConfigError, match=words):
+        choose_attention("varlen", device=device, dtype=dtype)
 
 
 @pytest.mark.parametrize(

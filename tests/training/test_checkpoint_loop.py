@@ -31,7 +31,7 @@ class _World(FakeSource):
         self.config = loop_config(training={"max_steps": steps}, checkpoint={"every_steps": every})
         self.lines: list[dict[str, float]] = []
         self._num_taken = 0
-        # a place
+        # a TrainerContext
         self.num_ranks, self.rundir, self.policy, self.optimizer = 1, None, None, None
         self.channel = self.checkpoints = self
         self.obstacle_to_shared_prompts = None

@@ -214,7 +214,7 @@ def test_what_the_backward_pass_holds_grows_with_the_completion_not_with_its_squ
     assert 0 < long < 2.2 * short
 
 
-def _workplace(policy: Policy, reference: Any = None, **training: Any) -> Any:
+def _obstacle(policy: Policy, reference: Any = None, **training: Any) -> Any:
     settings = SimpleNamespace(**{"share_prompts": True, "pack": True, **training})
     unused: Any = None
     config: Any = SimpleNamespace(training=settings)
@@ -239,14 +239,14 @@ def test_prompts_are_shared_only_where_that_changes_nothing() -> None:
         return Policy(build_family(family), temperature=1.0, chunk_tokens=16, attention=name, **settings)
 
     plain = policy()
-    assert _workplace(plain) is None
-    assert _workplace(plain, reference=Reference(plain, without_adapters=True)) is None
-    assert _workplace(policy(family="qwen3-moe")) is None
-    assert "training.share_prompts is false" in _workplace(plain, share_prompts=False)
-    assert "not packed" in _workplace(plain, pack=False)
-    assert "the attention is varlen" in _workplace(policy("varlen"))
-    assert "the attention is varlen" in _workplace(plain, reference=Reference(policy("varlen")))
-    assert "router" in _workplace(policy(family="qwen3-moe", with_router_loss=True))
+    assert _obstacle(plain) is None
+    assert _obstacle(plain, reference=Reference(plain, without_adapters=True)) is None
+    assert _obstacle(policy(family="qwen3-moe")) is None
+    assert "training.share_prompts is false" in _obstacle(plain, share_prompts=False)
+    assert "not packed" in _obstacle(plain, pack=False)
+    assert "the attention is varlen" in _obstacle(policy("varlen"))
+    assert "the attention is varlen" in _obstacle(plain, reference=Reference(policy("varlen")))
+    assert "router" in _obstacle(policy(family="qwen3-moe", with_router_loss=True))
 
 
 @pytest.mark.slow

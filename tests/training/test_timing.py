@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,28 @@ def test_a_part_whose_end_the_gpu_has_not_passed_is_read_the_next_time(tmp_path:
     assert clip.start - forward.start == pytest.approx(2.0, abs=1e-3)  # by the anchor that both were recorded after
     assert began + 1.0 <= forward.start <= time.time() + 1.0
     assert {event.lane for event in events} == {"gpu"}
+
+
+def test_what_cuda_refuses_stops_the_clock_with_one_warning_and_nothing_else(
+    tmp_path: Path, gpu: _Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A part that ends, one that begins, and what has waited to be read."""
+    with Timeline(tmp_path / "events.jsonl", settings=_Settings()) as timeline, caplog.at_level(logging.WARNING):
+        for breaks_within in (True, False):
+            clock = _clock(timeline)
+            gpu.is_broken = False
+            clock.synchronised()
+            with clock.part("forward"):
+                gpu.is_broken = breaks_within
+            gpu.is_broken = True
+            gpu.run_to(1.0)
+            for _ in range(2):
+                clock.synchronised()  # the anchor cannot be recorded
+            with pytest.raises(KeyError), clock.part("backward"):
+                raise KeyError("the body's own error passes")
+    assert [message for message in caplog.messages if "not timed any more" in message] == [
+        "the parts of a step are not timed any more: CUDA error: out of memory"
+    ] * 2
 
 
 def _watch() -> tuple[Stopwatch, list[float]]:

@@ -103,18 +103,26 @@ def _train(
     )  # fmt: skip
 
 
-def _alone(model: Path, section: BaseLoss, samples: Sequence[RolloutSample]) -> dict[str, list[list[float]]]:
-    """What the objective says of each sample, one alone in a forward. Rows of logprob, proximal logprob, weight, entropy, marks."""
-    policy, _ = _build(model)
-    objective = Objective(section)
+def _alone(
+    policy: Policy, section: BaseLoss, samples: Sequence[RolloutSample], *, now: Policy | None = None
+) -> dict[str, list[list[float]]]:
+    """What the objective says of each sample, one alone in a forward. Rows of logprob, proximal logprob, weight, entropy, marks.
+
+    Args:
+        policy: at the start of the step.
+        now: at the update; None: the same.
+    """
+    objective = Objective(section, num_minibatches=1 if now is None else 2)
     batches = [_plan_and_pack([[sample]])[1][0][0] for sample in samples]
     with torch.no_grad():
-        outputs = [policy(batch) for batch in batches]
-    threshold = entropy_threshold(torch.cat([output.entropy for output in outputs]), share=section.top_entropy_share)
+        starts = [policy(batch) for batch in batches]
+        outputs = starts if now is None else [now(batch) for batch in batches]
     rows = {}
-    for sample, batch, output in zip(samples, batches, outputs, strict=True):
-        has_high = output.entropy.double() >= threshold
-        prepass = Prepass(logprobs=output.logprobs, has_high_entropy=has_high, num_kept=has_high.sum())
+    entropies = torch.cat([output.entropy for output in starts])
+    threshold = entropy_threshold(entropies, share=section.top_entropy_share)
+    for sample, batch, start, output in zip(samples, batches, starts, outputs, strict=True):
+        has_high = start.entropy.double() >= threshold
+        prepass = Prepass(logprobs=start.logprobs, has_high_entropy=has_high, num_kept=has_high.sum())
         # a user's loss has to have a gradient
         known = replace(output, logprobs=output.logprobs.clone().requires_grad_())
         terms = objective(known, batch, prepass=prepass)
@@ -155,12 +163,27 @@ def test_the_figures_of_a_step_are_what_the_objective_says_of_each_sample_alone(
     trained = [samples[0], *samples[2:]]
     for values in LOSSES.values():
         figures, _, _ = _step(tiny_model, _section(values), [samples])
-        _assert_rows(figures, _alone(tiny_model, _section(values), trained))
+        _assert_rows(figures, _alone(_build(tiny_model)[0], _section(values), trained))
         bits |= int(np.bitwise_or.reduce(np.concatenate([row.marks for row in figures.values()])))
     for sample in trained:
         mine = figures[sample.rollout_id]
         assert len(mine.logprobs) == len(mine.marks) == sample.num_trained_tokens < sum(map(bool, sample.token_ids))
     assert {mark for mark in TokenMark if mark & bits} == set(TokenMark) - {TokenMark.SKIPPED}, "the cases say little"
+
+
+@pytest.mark.parametrize("name", ["recomputed", "log_linear", "top_entropy_share"])
+def test_the_second_update_of_a_step_has_the_policy_that_the_first_one_made(tiny_model: Path, name: str) -> None:
+    """And the proximal policy of the start of the step, or what its own forward gives."""
+    section = _section({"recomputed": {"type": "dapo", **_RECOMPUTED, "correction": _TOKENS}, **LOSSES}[name])
+    samples = _samples()
+    halves = [samples[:6], samples[6:]]
+    start, _ = _build(tiny_model)
+    later, optimizer = _build(tiny_model)
+    _train(later, optimizer, _plan_and_pack([halves[0]])[1], section, None)
+    figures, _, _ = _step(tiny_model, section, halves)
+    before, second = _alone(start, section, halves[1]), _alone(start, section, halves[1], now=later)
+    assert any(abs(rows[0][0] - before[rollout_id][0][0]) > 1e-2 for rollout_id, rows in second.items())
+    _assert_rows(figures, {**_alone(start, section, halves[0]), **second})
 
 
 def test_the_tokens_of_an_update_that_was_skipped_are_marked(tiny_model: Path) -> None:
