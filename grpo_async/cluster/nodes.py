@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.surface import TOKEN_VARIABLE, token_from_environment
-from grpo_async.processes.addresses import interface_of, own_address_towards, resolve_host
+from grpo_async.processes.addresses import interface_of, reachable_address, resolve_host
 from grpo_async.processes.assignment import Node
 from grpo_async.processes.machine import check_can_listen, free_ports
 from grpo_async.utils.loopback import is_loopback
@@ -89,7 +89,7 @@ def following_node(config: ExperimentConfig, rank: int) -> Node:
     """
     host, port = config.launch.meeting_point
     address = resolve_host(host, "launch.rdzv")
-    own_address = own_address_towards(address, port, "launch.rdzv")
+    own_address = reachable_address(address, port, "launch.rdzv")
     return Node(rank=rank, count=config.launch.nodes, address=address, own_address=own_address)
 
 

@@ -175,15 +175,15 @@ class InferenceClient:
         *,
         on_tokens: OnTokens | None = None,
         affinity: str = "",
-        begun: Generation | None = None,
+        partial: Generation | None = None,
     ) -> Generation:
         """Run one request to its end.
 
         Args:
             request: its `instance_id` is set to that of the server it goes to, its `flush_interval_s` is shortened where the
                 stream would else be silent for too long.
-            on_tokens: called as tokens arrive; not for those that are in `begun`.
-            begun: is filled and returned, so that others see the tokens as they arrive; it may hold the first of them, from before
+            on_tokens: called as tokens arrive; not for those that are in `partial`.
+            partial: is filled and returned, so that others see the tokens as they arrive; may hold the first of them, from before
                 a resume.
             affinity: what requests with a common context share, such as "group/rollout"; see `router`.
 
@@ -193,11 +193,11 @@ class InferenceClient:
             BadResponseError: an answer that cannot be used.
             DeadlineError: no server served within `wait_timeout_s`.
         """
-        if begun is not None:
-            begun.finish_reason = begun.finish_reason or _reason_to_end(request, begun)
-            if begun.finish_reason is not None:
-                return begun
-        generation = Generation() if begun is None else begun
+        if partial is not None:
+            partial.finish_reason = partial.finish_reason or _reason_to_end(request, partial)
+            if partial.finish_reason is not None:
+                return partial
+        generation = Generation() if partial is None else partial
         began = time.monotonic()
         generation.started_at = without_server_since = time.time()
         attempt = num_aborts = 0

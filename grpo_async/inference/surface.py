@@ -41,9 +41,9 @@ was sampled until then.
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 TOKEN_VARIABLE = "GRPO_ASYNC_TOKEN"
 GENERATE_PATH = "/rollout/generate"
@@ -172,17 +172,28 @@ class WeightInitInfo(Message):
     transport: TransportKind = "gloo"
     master_address: str
     """Of the trainer in the group."""
-    master_port: int = 0
+    master_port: int = Field(default=0, ge=0, le=65_535)
     """Of the trainer's TCP store."""
     store_file: str = ""
-    """Instead of a TCP store, on one machine: a file in a folder of mode 0700."""
+    """Instead of a TCP store, on one machine: a file that the trainer has made, in a folder of mode 0700."""
     rank_offset: int
     """Group rank of this server's first worker."""
     world_size: int
     """1 + number of workers of all servers in the group."""
     timeout_s: float
-    key: str
-    """Prefix in the store, new for every connect."""
+    key: str = Field(pattern=r"^weights/[0-9a-f]{1,64}$")
+    """Prefix in the store, new for every connect. A server writes it into the store, so it is no free text."""
+
+    @property
+    def where(self) -> str:
+        """For people: the store's file, or "ADDRESS:PORT"."""
+        return self.store_file or f"{self.master_address}:{self.master_port}"
+
+    @model_validator(mode="after")
+    def _one_store(self) -> Self:
+        if bool(self.store_file) == bool(self.master_port):
+            raise ValueError("name one store: either master_port or store_file")
+        return self
 
 
 class AdapterBase(Message):

@@ -10,6 +10,7 @@ import psutil
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.utils.loopback import is_loopback
+from grpo_async.utils.routes import own_address_towards
 
 _LOOPBACK = "127.0.0.1"
 
@@ -28,19 +29,16 @@ def resolve_host(host: str, setting: str) -> str:
     return str(addresses[0][4][0])
 
 
-def own_address_towards(address: str, port: int, setting: str) -> str:
+def reachable_address(address: str, port: int, setting: str) -> str:
     """The address of this machine that the machine with `address` can reach.
 
     Raises:
-        ConfigError: no route leads there.
+        ConfigError: no route leads there; `setting` is the dotted path that it stands at.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, port))  # a datagram socket only notes the address
-        except OSError as error:
-            raise ConfigError(f"{setting}: no route of this machine leads to {address} ({error})") from error
-        return str(probe.getsockname()[0])
+    try:
+        return own_address_towards(address, port)
+    except OSError as error:
+        raise ConfigError(f"{setting}: no route of this machine leads to {address} ({error})") from error
 
 
 def interface_of(address: str) -> str | None:
@@ -67,5 +65,5 @@ def weights_host(config: ExperimentConfig) -> str:
         host = parts.hostname or ""
         if not is_loopback(host):
             setting = "inference.urls"
-            return own_address_towards(resolve_host(host, setting), parts.port or 80, setting)
+            return reachable_address(resolve_host(host, setting), parts.port or 80, setting)
     return _LOOPBACK

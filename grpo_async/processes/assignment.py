@@ -45,7 +45,8 @@ class Assignment(_Record):
     attempt_dir: Path
     """Folder of this attempt's logs."""
     private: Path
-    """A folder that only this user can enter, of this machine: sockets, the files through which ranks meet."""
+    """A folder that only this user can enter, of this machine: sockets, the files through which ranks meet, and trainer and
+    servers for weights. The launcher removes it."""
     server_urls: tuple[str, ...] = ()
     """A server's index is its place in here; it keeps its URL over restarts."""
     transport: TransportKind = "gloo"

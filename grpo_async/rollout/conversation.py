@@ -49,7 +49,7 @@ class Generator(Protocol):
         *,
         on_tokens: OnTokens | None = None,
         affinity: str = "",
-        begun: Generation | None = None,
+        partial: Generation | None = None,
     ) -> Generation: ...
 
 
@@ -221,7 +221,7 @@ class Conversation:
                     generation = await self._client.generate(request, on_tokens=on_tokens, affinity=start.affinity)
                 else:
                     generation = await self._client.generate(
-                        request, on_tokens=on_tokens, affinity=start.affinity, begun=live.open
+                        request, on_tokens=on_tokens, affinity=start.affinity, partial=live.open
                     )
                 _record_turn(start.track, span, generation)
             ended = await self._after_generation(start, progress, generation)

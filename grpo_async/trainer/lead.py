@@ -188,6 +188,7 @@ class _Leader:
             timeout_s=config.weights.timeout_s,
             device=context.device,
             base=context.parameters.base,
+            private=self._assignment.private,
         )
         self._stack.callback(transport.close)
         sync = FleetSync(

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.inference.surface import TransportKind, WeightInitInfo
+from grpo_async.utils.routes import own_address_towards
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, unpack
 from grpo_async.weights.participants import NOT_ARRIVED, NOT_FORMED
-from grpo_async.weights.rendezvous import device_identity, join_rendezvous, own_address_towards
+from grpo_async.weights.rendezvous import device_identity, join_rendezvous
 
 
 class Backend(Protocol):
@@ -67,7 +68,7 @@ def join_backend(info: WeightInitInfo, *, rank: int, device: torch.device) -> Ba
             store,
             rank=rank,
             world_size=info.world_size,
-            address=own_address_towards(info),
+            address=own_address_towards(info.master_address, info.master_port or 1),
             timeout_s=info.timeout_s,
             device=device,
         )

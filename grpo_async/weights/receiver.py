@@ -22,6 +22,7 @@ from grpo_async.inference.surface import AdapterBase, WeightInitInfo, WeightUpda
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.backend import Backend, join_backend, receive_parameters
 from grpo_async.weights.buckets import ITEM_SIZES, ParameterSpec
+from grpo_async.weights.rendezvous import problem_with_store
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -69,18 +70,15 @@ class WeightReceiver:
             UpdateFailedError: the group did not form within `info.timeout_s`, or was aborted.
             UpdateSupersededError: another call came.
         """
-        if not 1 <= info.rank_offset < info.world_size:
-            raise UpdateRefusedError(f"rank_offset {info.rank_offset} is no worker's rank of {info.world_size} members")
-        _check_timeout(info.timeout_s)
+        check_membership(info)
         job, rank = self._begin(leave_group=True), info.rank_offset + self.rank
 
         def wait() -> None:
             try:
                 backend = join_backend(info, rank=rank, device=self.device)
             except (RuntimeError, OSError) as error:
-                where = info.store_file or f"{info.master_address}:{info.master_port}"
                 raise UpdateFailedError(
-                    f"could not join the weight group at {where} as rank {rank} of {info.world_size} within "
+                    f"could not join the weight group at {info.where} as rank {rank} of {info.world_size} within "
                     f"{info.timeout_s:g} s: {error}"
                 ) from error
             with self._lock:
@@ -179,6 +177,16 @@ class WeightReceiver:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return staged
+
+
+def check_membership(info: WeightInitInfo) -> None:
+    """Raises UpdateRefusedError: no such group can exist, or this process opens no such store."""
+    if not 1 <= info.rank_offset < info.world_size:
+        raise UpdateRefusedError(f"rank_offset {info.rank_offset} is no worker's rank of {info.world_size} members")
+    _check_timeout(info.timeout_s)
+    problem = problem_with_store(info)
+    if problem is not None:
+        raise UpdateRefusedError(problem)
 
 
 def parameter_specs(info: WeightUpdateInfo) -> list[ParameterSpec]:

@@ -7,8 +7,9 @@ So a group that cannot form (one server refused, two members on one GPU) is abor
 for its own deadline.
 
 A store has no password: who can reach it can read and write it, and so take a member's place. On one machine it is therefore a file
-in a folder that only this user may enter. Between machines it is a TCP store, which listens on the given address only (a plain
-TCPStore listens on every interface). Nothing in it is pickled.
+in a folder that only this user may enter; a server writes into what it opens, so it opens only what such a trainer has made.
+Between machines it is a TCP store, which listens on the given address only (a plain TCPStore listens on every interface).
+Nothing in it is pickled.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import secrets
 import shutil
 import socket
 import stat
+import struct
 import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
@@ -31,6 +33,11 @@ from grpo_async.utils.loopback import is_loopback
 from grpo_async.weights.participants import NOT_FORMED
 
 _BEGIN = "begin"
+_PREFIX = "grpo-async-weights-"
+_NAME = "store"
+_FIRST_KEY = b"refcount/"
+_MAGIC = struct.pack("=I", len(_FIRST_KEY)) + _FIRST_KEY
+"""What torch (2.11 to 2.13) writes first into the file of a FileStore, as it makes it."""
 
 
 class RendezvousAbortedError(RuntimeError):
@@ -42,9 +49,13 @@ class Rendezvous:
 
     Args:
         address: own address in the group, an IP address; the store is a file where it is a loopback address.
+        private: a folder of this user in which the store's own is made; None: the temporary folder.
+
+    Raises:
+        OSError, RuntimeError: the store cannot be made.
     """
 
-    def __init__(self, address: str, *, world_size: int, timeout_s: float) -> None:
+    def __init__(self, address: str, *, world_size: int, timeout_s: float, private: Path | None = None) -> None:
         self.address, self.port = address, 0
         self.key = f"weights/{secrets.token_hex(8)}"
         self.world_size = world_size
@@ -52,8 +63,12 @@ class Rendezvous:
         self._folder: Path | None = None
         store: dist.Store
         if is_loopback(address):
-            self._folder = Path(tempfile.mkdtemp(prefix="grpo-async-weights-"))  # mode 0700
-            store, caller = (_file_store(self.store_file, self._timeout) for _ in range(2))
+            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=private))  # mode 0700
+            try:
+                store, caller = (_file_store(self.store_file, self._timeout) for _ in range(2))  # makes the file
+            except BaseException:
+                self.close()
+                raise
         else:
             listener = _listen(address)
             self.port = listener.getsockname()[1]
@@ -75,7 +90,7 @@ class Rendezvous:
     @property
     def store_file(self) -> str:
         """For WeightInitInfo; empty when the store is reached by TCP."""
-        return str(self._folder / "store") if self._folder else ""
+        return str(self._folder / _NAME) if self._folder else ""
 
     def wait(self, own_device: str) -> list[str]:
         """Wait for every worker; returns the members' devices by rank.
@@ -117,11 +132,13 @@ def join_rendezvous(info: WeightInitInfo, *, rank: int, device: str) -> dist.Sto
         device: see `device_identity`.
 
     Raises:
-        RuntimeError: no trainer there, or no word of it within `info.timeout_s`, or it aborted, or its file is not private.
+        RuntimeError: no trainer there, or no word of it within `info.timeout_s`, or it aborted, or its file is none.
     """
+    problem = problem_with_store(info)
+    if problem is not None:
+        raise RuntimeError(problem)
     timeout = timedelta(seconds=info.timeout_s)
     if info.store_file:
-        _check_private(Path(info.store_file).parent)
         store: dist.Store = _file_store(info.store_file, timeout)
     else:
         store = dist.TCPStore(
@@ -138,11 +155,33 @@ def join_rendezvous(info: WeightInitInfo, *, rank: int, device: str) -> dist.Sto
     return store
 
 
-def own_address_towards(info: WeightInitInfo) -> str:
-    """The address of this machine that the trainer can reach; sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((info.master_address, info.master_port or 1))  # a datagram socket only notes the address
-        return str(probe.getsockname()[0])
+def problem_with_store(info: WeightInitInfo) -> str | None:
+    """Why this process does not open the file that it is to meet the trainer in, or None.
+
+    Opening creates and writes it, so only what a trainer of the same user has made is opened: ".../grpo-async-weights-*/store".
+    And FileStore's constructor takes no time limit: it waits for a folder that is missing, or for the rest of what is no store,
+    for minutes and with the interpreter held.
+    """
+    if not info.store_file:
+        return None
+    file = Path(info.store_file)
+    named = file.is_absolute() and file.name == _NAME and file.parent.name.startswith(_PREFIX)
+    if not named or "\0" in info.store_file:
+        return f"{file} is not the name of a store that a trainer makes"
+    try:
+        folder, found = file.parent.lstat(), file.lstat()
+        if not stat.S_ISDIR(folder.st_mode) or folder.st_uid != os.geteuid() or folder.st_mode & 0o777 != 0o700:
+            return f"{file.parent} is not a private folder of the user of this server; run it as the same user as the trainer"
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            return f"{file} is not a file of the user that runs this server"
+        with file.open("rb") as stream:
+            begins = stream.read(len(_MAGIC))
+    except OSError as error:
+        return (
+            f"this server cannot see the trainer's file {file} ({error.strerror}); run both as the same user on one machine, "
+            "or set weights.host to an address of this machine that is not loopback"
+        )
+    return None if begins == _MAGIC else f"{file} is not a store"
 
 
 def device_identity(device: torch.device) -> str:
@@ -176,19 +215,6 @@ def _file_store(path: str, timeout: timedelta) -> dist.Store:
     store = dist.FileStore(path, -1)  # -1: the store does not remove the file
     store.set_timeout(timeout)
     return store
-
-
-def _check_private(folder: Path) -> None:
-    """Raises RuntimeError where other users could read or write what is in `folder`."""
-    try:
-        found = folder.lstat()
-    except OSError as error:
-        raise RuntimeError(
-            f"{NOT_FORMED}: this server cannot see the trainer's folder {folder} ({error.strerror}); run both as one "
-            "user on one machine, or set weights.host to an address of this machine that is not loopback"
-        ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise RuntimeError(f"{NOT_FORMED}: {folder} is not a private folder of the user that runs this server")
 
 
 def _listen(address: str) -> socket.socket:

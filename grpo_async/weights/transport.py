@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import torch
 
@@ -33,6 +34,8 @@ class WeightTransport:
         timeout_s: deadline of joining and of each bucket.
         device: where the trainer's weights are.
         base: fields of surface.AdapterBase when only adapters are pushed.
+        private: a folder of this user on this machine, which somebody removes even if this process is killed; None: the
+            temporary folder.
 
     Raises:
         WeightPushError: `kind` is impossible on `device`.
@@ -47,6 +50,7 @@ class WeightTransport:
         timeout_s: float,
         device: torch.device,
         base: dict[str, str] | None = None,
+        private: Path | None = None,
     ) -> None:
         try:
             check_device(kind, device)
@@ -57,6 +61,7 @@ class WeightTransport:
         self._host = host
         self._timeout_s = timeout_s
         self._own_device = device
+        self._private = private
         self._base = AdapterBase.model_validate(base) if base else None
         self._backend: Backend | None = None
         self._members: tuple[str, ...] = ()
@@ -81,7 +86,8 @@ class WeightTransport:
         """Form a new group, leaving the one before. A server that fails ends it for all at once.
 
         Raises:
-            PushFailedError: phase "connect"; a server refused, or did not join within the deadline.
+            PushFailedError: phase "connect"; a server refused, or did not join within the deadline, or the trainer has no place to
+                meet them.
             WeightPushError: the servers' GPUs do not allow this transport.
         """
         self.close()
@@ -92,19 +98,23 @@ class WeightTransport:
         for target in targets:
             ranks[target.name] = range(world_size, world_size + target.num_workers)
             world_size += target.num_workers
-        rendezvous = Rendezvous(self._host, world_size=world_size, timeout_s=self._timeout_s)
+        group = f"forming the weight group of trainer and {', '.join(ranks)} at {self._host}"
         try:
-            joins = self._call_in(targets, ranks, rendezvous)
-            backend, broken = self._join(rendezvous)
-            errors = failures_of(
-                joins,
-                what="init_weight_transfer_engine",
-                # once it is aborted, every worker that is alive says so
-                deadline_s=GRACE_S if backend is None else self._timeout_s + GRACE_S,
-                setting=_SETTING,
-            )
-        finally:
-            rendezvous.close()
+            rendezvous = Rendezvous(self._host, world_size=world_size, timeout_s=self._timeout_s, private=self._private)
+            try:
+                joins = self._call_in(targets, ranks, rendezvous)
+                backend, broken = self._join(rendezvous)
+                errors = failures_of(
+                    joins,
+                    what="init_weight_transfer_engine",
+                    # once it is aborted, every worker that is alive says so
+                    deadline_s=GRACE_S if backend is None else self._timeout_s + GRACE_S,
+                    setting=_SETTING,
+                )
+            finally:
+                rendezvous.close()
+        except (OSError, RuntimeError) as error:  # of the store: no room for its file, no such address here
+            raise PushFailedError(group, phase="connect", failures={}, affected={"trainer": error}) from error
         if backend is not None and not errors:
             self._backend, self._members = backend, tuple(ranks)
             return
@@ -112,7 +122,7 @@ class WeightTransport:
             backend.close()
         failed, affected = split_failed(errors)
         raise PushFailedError(
-            f"forming the weight group of trainer and {', '.join(ranks)} at {self._host}",
+            group,
             phase="connect",
             failures=failed,
             affected=affected or ({} if failed or broken is None else {"trainer": broken}),

@@ -81,7 +81,7 @@ def _generate(
     *,
     max_retries: int = 3,
     max_tokens: int = 8,
-    begun: Generation | None = None,
+    partial: Generation | None = None,
     request_timeout_s: float = 60.0,
     progress_timeout_s: float = 60.0,
 ) -> tuple[Generation, list[tuple[int, int]]]:
@@ -101,7 +101,7 @@ def _generate(
         async with client:
             request = GenerateRequest(request_id="r", token_ids=[1, 2], max_tokens=max_tokens, temperature=1.0)
             return await client.generate(
-                request, on_tokens=lambda count, version: seen.append((count, version)), begun=begun
+                request, on_tokens=lambda count, version: seen.append((count, version)), partial=partial
             )
 
     return asyncio.run(run()), seen
@@ -119,10 +119,10 @@ def test_chunks_are_joined_and_each_token_keeps_its_version() -> None:
 
 def test_a_generation_that_was_begun_goes_on_and_only_new_tokens_are_told() -> None:
     """What a resume brings: 2 of 8 tokens are there."""
-    begun = Generation(token_ids=[5, 6], logprobs=[-0.1, -0.2], policy_versions=[3, 3])
+    partial = Generation(token_ids=[5, 6], logprobs=[-0.1, -0.2], policy_versions=[3, 3])
     server = _Server(_stream(_chunk([7], version=4, finish="stop")))
-    generation, seen = _generate(server, begun=begun)
-    assert generation is begun
+    generation, seen = _generate(server, partial=partial)
+    assert generation is partial
     assert (generation.token_ids, generation.policy_versions) == ([5, 6, 7], [3, 3, 4])
     assert generation.logprobs == [-0.1, -0.2, -0.5]
     assert seen == [(1, 4)]
@@ -133,11 +133,11 @@ def test_a_generation_that_was_begun_goes_on_and_only_new_tokens_are_told() -> N
 def test_a_generation_that_was_whole_asks_nobody(finish: FinishReason | None) -> None:
     """It has its end, or as many tokens as were asked for."""
     length = 1 if finish else 8
-    begun = Generation(
+    partial = Generation(
         token_ids=[5] * length, logprobs=[-0.1] * length, policy_versions=[3] * length, finish_reason=finish
     )
     server = _Server(_REFUSED)
-    generation, _ = _generate(server, begun=begun)
+    generation, _ = _generate(server, partial=partial)
     assert generation.finish_reason is (finish or FinishReason.LENGTH)
     assert server.requests == []
 
@@ -242,3 +242,9 @@ def test_missing_short_or_non_finite_logprobs_fail_the_request(line: str, words:
     """Design, invariant 9: never zeros in their place."""
     with pytest.raises(BadResponseError, match=words):
         _generate(_Server(_stream(line)))
+
+
+def test_an_answer_without_an_end_is_not_taken_for_a_whole_one() -> None:
+    server = _Server(_stream(_chunk([5])))
+    with pytest.raises(ServerUnavailableError, match="without a finish reason"):
+        _generate(server, max_retries=0)

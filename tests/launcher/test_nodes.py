@@ -523,7 +523,7 @@ def test_the_weight_group_meets_at_the_address_that_the_first_server_elsewhere_r
 ) -> None:
     """The routes of a machine that is in the servers' network."""
     routes = {("10.0.0.7", 8001): "10.0.0.1", ("10.9.0.7", 8002): "10.9.0.1"}
-    monkeypatch.setattr(addresses, "own_address_towards", lambda address, port, setting: routes[address, port])
+    monkeypatch.setattr(addresses, "reachable_address", lambda address, port, setting: routes[address, port])
     urls = ["http://127.0.0.1:8000", "http://10.0.0.7:8001", "http://10.9.0.7:8002"]
     assert weights_host(make_config(tmp_path, inference={"urls": urls})) == "10.0.0.1"
 

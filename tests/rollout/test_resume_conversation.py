@@ -13,7 +13,7 @@ from tests.rollout.fakes import CALL, EOS, Answer, FakeRenderer, FakeTools, Scri
 
 
 class _Client(ScriptedClient):
-    """Goes on from `begun`, as the real one; `seen` is what there was of the rollout while a turn was generated."""
+    """Goes on from `partial`, as the real one; `seen` is what there was of the rollout while a turn was generated."""
 
     def __init__(self, *turns: Answer) -> None:
         super().__init__(*turns)
@@ -27,20 +27,20 @@ class _Client(ScriptedClient):
         *,
         on_tokens: OnTokens | None = None,
         affinity: str = "",
-        begun: Generation | None = None,
+        partial: Generation | None = None,
     ) -> Generation:
-        assert begun is not None
-        self.begun.append(list(begun.token_ids))
-        if begun.finish_reason is not None:
-            return begun
+        assert partial is not None
+        self.begun.append(list(partial.token_ids))
+        if partial.finish_reason is not None:
+            return partial
         rest = await super().generate(request, on_tokens=on_tokens, affinity=affinity)
-        assert rest.token_ids[: len(begun.token_ids)] == begun.token_ids
-        begun.token_ids[:], begun.logprobs[:] = rest.token_ids, rest.logprobs
-        begun.policy_versions[:] = rest.policy_versions
+        assert rest.token_ids[: len(partial.token_ids)] == partial.token_ids
+        partial.token_ids[:], partial.logprobs[:] = rest.token_ids, rest.logprobs
+        partial.policy_versions[:] = rest.policy_versions
         if self.live is not None:
             self.seen.append(self.live.snapshot())
-        begun.finish_reason = rest.finish_reason
-        return begun
+        partial.finish_reason = rest.finish_reason
+        return partial
 
 
 def _run(client: _Client, live: LiveRollout, tools: FakeTools | None = None) -> RolloutCompletion:

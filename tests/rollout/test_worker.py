@@ -61,7 +61,7 @@ class _Client:
         *,
         on_tokens: OnTokens | None = None,
         affinity: str = "",
-        begun: Generation | None = None,
+        partial: Generation | None = None,
     ) -> Generation:
         name = request.request_id.rpartition("-")[0]
         self.names.append(name)

@@ -30,18 +30,18 @@ class _Slow(_Setup):
         generate = self.client.generate
 
         async def slowly(
-            request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = "", begun: Generation
+            request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = "", partial: Generation
         ) -> Generation:
             name = request.request_id.rpartition("-")[0]
-            self.begun[name] = list(begun.token_ids)
+            self.begun[name] = list(partial.token_ids)
             if int(name[1 : name.index("-")]) in self.held:
-                begun.token_ids.append(9)
-                begun.logprobs.append(-0.5)
-                begun.policy_versions.append(self.client.version)
+                partial.token_ids.append(9)
+                partial.logprobs.append(-0.5)
+                partial.policy_versions.append(self.client.version)
                 assert on_tokens is not None
                 on_tokens(1, self.client.version)
                 await asyncio.Event().wait()
-            return await generate(request, on_tokens=on_tokens, affinity=affinity, begun=begun)
+            return await generate(request, on_tokens=on_tokens, affinity=affinity, partial=partial)
 
         self.client.generate = slowly  # type: ignore[method-assign]
 

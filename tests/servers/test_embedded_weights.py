@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from tests.servers.embedded_support import (
     teacher_forced,
     wait_until,
     with_weights,
+    worst_error,
 )
 from tests.support.tiny_model import build_tiny_model
 from tests.support.weight_push import WeightPusher, push_state_dict
@@ -151,6 +154,8 @@ def test_a_group_that_cannot_be_is_refused_at_once(server: Live) -> None:
         ({"timeout_s": -1.0}, 400, "timeout_s"),
         ({"transport": "nccl"}, 500, "nccl"),
         ({"transport": "pigeon"}, 400, "transport"),
+        ({"key": "AAAA me@home"}, 400, "key"),
+        ({"master_port": 0, "store_file": str(Path.home() / ".ssh/authorized_keys")}, 400, "not the name of a store"),
     ]
     for change, status, words in cases:
         info = _membership(timeout_s=60.0) | change
@@ -166,7 +171,8 @@ def test_a_new_trainer_does_not_wait_for_what_an_earlier_one_left(server: Live, 
     weights = perturbed(old, seed=1)
     with ThreadPoolExecutor(2) as pool:
         silent = Rendezvous("127.0.0.1", world_size=2, timeout_s=20.0)
-        init = {"init_info": _membership(timeout_s=20.0) | {"store_file": silent.store_file, "key": silent.key}}
+        store = {"master_port": 0, "store_file": silent.store_file, "key": silent.key}
+        init = {"init_info": _membership(timeout_s=20.0) | store}
         gone = pool.submit(server.client.post, "/init_weight_transfer_engine", json=init, timeout=60.0)
         silent.wait("cpu")
         with WeightPusher(server.url, None, timeout_s=15.0) as stuck, WeightPusher(server.url, None) as pusher:
@@ -214,6 +220,89 @@ def _num_waiting() -> int:
     return sum(thread.name == "weight-update" for thread in threading.enumerate())
 
 
+def test_a_trainer_that_dies_in_an_update_leaves_the_old_weights_serving(server: Live, tiny_model: Path) -> None:
+    old = load(tiny_model)
+    weights = perturbed(old, seed=1)
+    with WeightPusher(server.url, None, timeout_s=5.0) as pusher:
+        pusher.connect()
+        pusher.post("/start_weight_update")
+        with pytest.raises(httpx.HTTPStatusError, match=r"500.*did not arrive"):
+            pusher.update(weights, bucket_bytes=50_000, stop_after=2)
+        assert serves(server, old, version=0)
+    # the trainer comes back with a new group
+    push_state_dict(server.url, None, weights, 3)
+    assert serves(server, with_weights(tiny_model, weights), version=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("pause", marks=pytest.mark.nightly),
+        pytest.param("start", marks=pytest.mark.nightly),
+        "broadcast",
+        pytest.param("update", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_trainer_that_is_killed_leaves_the_old_weights_and_the_next_one_goes_on(
+    server: Live, tiny_model: Path, moment: str
+) -> None:
+    old = load(tiny_model)
+    request = make_request(prompt(20), seed=1, max_tokens=400)
+    with ThreadPoolExecutor(1) as pool:
+        _dying_trainer(server.url, tiny_model, moment)
+        assert server.client.get("/is_paused", timeout=10.0).json() == {"is_paused": True}
+        answer = pool.submit(server.generate, request)
+        wait_until(lambda: server.info().active_requests == 1, "the request to arrive")
+        server.client.post("/resume")
+        output = answer.result(60.0)
+    assert set(output.versions) == {0}
+    assert worst_error(old, request, output) < 1e-5
+    weights = perturbed(old, seed=2)
+    push_state_dict(server.url, None, weights, 3)
+    assert serves(server, with_weights(tiny_model, weights), version=3)
+
+
+_TRAINER = """
+import signal, sys
+from pathlib import Path
+from tests.servers.embedded_support import load, perturbed
+from tests.support.weight_push import WeightPusher
+url, folder, moment = sys.argv[1:]
+def die_here(name):
+    if name == moment:
+        print("here", flush=True)
+        signal.pause()  # until killed
+with WeightPusher(url, None, timeout_s=20.0) as pusher:
+    weights = perturbed(load(Path(folder)), seed=1)
+    pusher.connect()
+    pusher.post("/pause", mode="keep")
+    die_here("pause")
+    pusher.post("/start_weight_update")
+    die_here("start")
+    broadcast, sent = pusher.group.broadcast, []
+    def counting(buffer, **kwargs):
+        broadcast(buffer, **kwargs)
+        sent.append(1)
+        if len(sent) == 3:
+            die_here("broadcast")
+    pusher.group.broadcast = counting
+    pusher.update(weights, bucket_bytes=50_000)
+    die_here("update")
+"""
+
+
+def _dying_trainer(url: str, folder: Path, moment: str) -> None:
+    """A process that pushes and is killed with SIGKILL when it has come to `moment`."""
+    command = [sys.executable, "-c", _TRAINER, url, str(folder), moment]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        try:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "here\n"  # ends at the latest with the process
+        finally:
+            trainer.kill()
+
+
 def test_received_weights_serve_only_once_the_update_is_finished(server: Live, tiny_model: Path) -> None:
     old = load(tiny_model)
     weights = perturbed(old, seed=1)
@@ -227,7 +316,31 @@ def test_received_weights_serve_only_once_the_update_is_finished(server: Live, t
         pusher.post("/finish_weight_update", {"weight_version": "4"})  # a retry after a lost answer
 
 
+def test_an_update_out_of_order_is_refused(server: Live) -> None:
+    client = server.client
+    assert "init_weight_transfer_engine" in client.post("/start_weight_update", json={}).json()["error"]
+    empty = _announcement({})
+    response = client.post("/update_weights", json={"update_info": empty})
+    assert (response.status_code, "start_weight_update" in response.json()["error"]) == (400, True)
+
+
+def test_a_start_counts_for_the_group_that_it_was_made_in(server: Live) -> None:
+    """A trainer that joins anew begins anew, also when its group does not form."""
+    update = {"update_info": _announcement({})}
+    with WeightPusher(server.url, None) as pusher:
+        pusher.connect()
+        for fails in (False, True):
+            pusher.post("/start_weight_update")
+            if fails:
+                info = {"init_info": _membership(timeout_s=5.0) | {"transport": "nccl"}}
+                assert pusher.client.post("/init_weight_transfer_engine", json=info).status_code == 500
+                assert pusher.client.post("/start_weight_update", json={}).status_code == 400
+            pusher.connect()
+            response = pusher.client.post("/update_weights", json=update)
+            assert (response.status_code, "start_weight_update" in response.json()["error"]) == (400, True)
+
+
 def _membership(*, port: int = 1, timeout_s: float) -> dict[str, Any]:
     return WeightInitInfo(
-        master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, timeout_s=timeout_s, key="k"
+        master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, timeout_s=timeout_s, key="weights/0a"
     ).model_dump()

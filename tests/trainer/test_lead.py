@@ -161,7 +161,7 @@ class _World:
         for module, name, fake in (
             (connections_module, "Fleet", lambda urls, **_: self.fleet),
             (lead_module, "build_rollout_side", lambda config, **_: side),
-            (lead_module, "WeightTransport", lambda kind, **_: self._transport()),
+            (lead_module, "WeightTransport", lambda kind, **given: self._transport(given["private"])),
             (lead_module, "FleetSync", lambda *_, **__: self.sync),
             (lead_module, "run_preflight", self._preflight),
             (lead_module, "load_state", lambda rundir, step: self._state(step)),
@@ -176,7 +176,8 @@ class _World:
         if step != saved_step:
             self.events.append(f"save {step}")
 
-    def _transport(self) -> SimpleNamespace:
+    def _transport(self, private: Path) -> SimpleNamespace:
+        self.meets_in = private
         return SimpleNamespace(close=lambda: self.closed.append("weight group"))
 
     def _state(self, step: int) -> TrainerState:
@@ -224,7 +225,9 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
 ) -> None:
     """R1.7, R5.2: restore, push, check, and only then the first rollout, whatever makes it."""
     world = _World(monkeypatch)
-    _lead(make_config(tmp_path, training={"max_steps": 9}), resume_step=3)
+    config = make_config(tmp_path, training={"max_steps": 9})
+    _lead(config, resume_step=3)
+    assert world.meets_in == config.run_path, "the launcher's folder, which it removes whoever is killed"
     assert world.events == [
         "restore 3", "set aside 3", "supersede", "look for servers", "push 3", "serve 3", "preflight", "evaluate 3",
         "start generating", "take 3",

@@ -86,11 +86,11 @@ async def share_of_repeats(how: str) -> float:
             request = GenerateRequest(
                 request_id=str(number), token_ids=[1], max_tokens=2, temperature=1.0, seed=seed_of("request", number)
             )
-            begun = None
+            partial = None
             if how == "resume":  # the trainer ended after one token, and another goes on
                 first = await client.generate(request.model_copy(update={"max_tokens": 1}))
-                begun = Generation(token_ids=first.token_ids, logprobs=first.logprobs, policy_versions=[0])
-            generation = await client.generate(request, begun=begun)
+                partial = Generation(token_ids=first.token_ids, logprobs=first.logprobs, policy_versions=[0])
+            generation = await client.generate(request, partial=partial)
             first_token, second_token = generation.token_ids
             repeats += first_token == second_token
     return repeats / NUM_REQUESTS

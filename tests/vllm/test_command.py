@@ -50,6 +50,13 @@ def test_the_cpu_command_uses_one_engine_process_and_the_configured_memory_and_t
     assert "HF_HUB_OFFLINE" not in made.env  # the model is a hub name
 
 
+def test_two_cpu_workers_need_processes_of_their_own() -> None:
+    made = vllm_command(_config(vllm={"tensor_parallel_size": 2}), 1, platform="cpu", environment={})
+    assert _value(made.argv, "--tensor-parallel-size") == "2"
+    assert "--distributed-executor-backend" not in made.argv
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in made.env
+
+
 def test_the_gpu_command_uses_the_gpu_options() -> None:
     options = {"gpu_memory_utilization": 0.4, "tensor_parallel_size": 4}
     made = vllm_command(_config(vllm=options), 1, platform="gpu", environment={})

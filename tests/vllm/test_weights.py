@@ -286,7 +286,7 @@ def test_finishing_twice_is_the_same_as_once_and_finishing_nothing_is_refused(
 def test_joining_a_group_that_nobody_hosts_ends_at_its_deadline_and_holds_nobody_up(
     vllm_server: VllmServer, model_a: Reference, version: int
 ) -> None:
-    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "key": "k"}
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "key": "weights/0a"}
     body = {"init_info": info | {"timeout_s": 3.0}}
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(vllm_server.client.post, "/init_weight_transfer_engine", json=body)
@@ -294,4 +294,7 @@ def test_joining_a_group_that_nobody_hosts_ends_at_its_deadline_and_holds_nobody
         response = joining.result(30)
     assert response.status_code == 500
     assert "worker 0" in response.json()["error"]
+    store = {"master_port": 0, "store_file": "/tmp/grpo-async-weights-gone/store", "timeout_s": 60.0}
+    response = vllm_server.client.post("/init_weight_transfer_engine", json={"init_info": info | store})
+    assert (response.status_code, "cannot see the trainer's file" in response.json()["error"]) == (400, True)
     assert vllm_server.client.get("/health").status_code == 200

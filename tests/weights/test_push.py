@@ -156,7 +156,7 @@ def test_the_next_bucket_is_gathered_and_packed_while_one_is_sent_and_never_two_
 
 @pytest.mark.parametrize("phase", ["pause", "start", "finish"])
 @pytest.mark.parametrize("error", [BROKEN, OWN_ANSWER, REFUSED], ids=["broken", "answered 500", "answered 400"])
-def test_a_server_that_fails_in_a_phase_is_to_blame_and_the_other_is_not(phase: str, error: Exception) -> None:
+def test_a_server_that_fails_in_a_phase_is_named_and_the_other_is_not(phase: str, error: Exception) -> None:
     push = _Push(a={phase: error})
     failed = push.fail()
     assert (failed.phase, failed.failures) == (phase, {"a": error})
@@ -168,17 +168,17 @@ def test_a_server_that_fails_in_a_phase_is_to_blame_and_the_other_is_not(phase: 
         assert "finish" not in [*push.events.of("a"), *push.events.of("b")]
 
 
-def test_a_server_that_cannot_be_resumed_in_the_end_is_to_blame_and_all_have_the_new_version() -> None:
+def test_a_server_that_cannot_be_resumed_in_the_end_has_failed_and_all_have_the_new_version() -> None:
     failed = _Push(b={"resume": BROKEN}).fail()
     assert (failed.phase, failed.failures, failed.finished) == ("resume", {"b": BROKEN}, ("a", "b"))
 
 
-def test_a_server_that_cannot_be_resumed_after_a_failure_stands_still_and_is_to_blame_too() -> None:
+def test_a_server_that_cannot_be_resumed_after_a_failure_stands_still_and_has_failed_too() -> None:
     failed = _Push(a={"start": BROKEN}, b={"resume": OWN_ANSWER}).fail()
     assert (failed.phase, failed.failures) == ("start", {"a": BROKEN, "b": OWN_ANSWER})
 
 
-def test_when_a_server_dies_in_the_broadcast_only_it_is_to_blame_and_all_buckets_are_gathered() -> None:
+def test_when_a_server_dies_in_the_broadcast_only_it_has_failed_and_all_buckets_are_gathered() -> None:
     push = _Push(a={"update": BROKEN}, b={"update": NOT_ARRIVED_ANSWER}, broken_at=1)
     failed = push.fail()
     assert (failed.phase, failed.failures, failed.affected) == ("update", {"a": BROKEN}, {"b": NOT_ARRIVED_ANSWER})
@@ -206,7 +206,7 @@ def _gather_after_the_answer_of_a(push: _Push, monkeypatch: pytest.MonkeyPatch) 
     push.parameters.buckets = buckets
 
 
-def test_a_server_that_refuses_the_update_is_to_blame_and_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_refuses_the_update_has_failed_and_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     push = _Push(a={"update": REFUSED}, b={"update": NOT_ARRIVED_ANSWER})
     _gather_after_the_answer_of_a(push, monkeypatch)
     failed = push.fail()
@@ -216,15 +216,15 @@ def test_a_server_that_refuses_the_update_is_to_blame_and_nothing_is_sent(monkey
     assert push.parameters.gathered == 3
 
 
-def test_a_broken_broadcast_that_no_server_is_to_blame_for_may_be_tried_again() -> None:
-    called_off = ServerUnavailableError(f"the server answered 500: {NOT_FORMED}: x", answered=True)
-    failed = _Push(a={"update": NOT_ARRIVED_ANSWER}, b={"update": called_off}, broken_at=0).fail()
+def test_a_broken_broadcast_in_which_no_server_has_failed_may_be_tried_again() -> None:
+    not_formed = ServerUnavailableError(f"the server answered 500: {NOT_FORMED}: x", answered=True)
+    failed = _Push(a={"update": NOT_ARRIVED_ANSWER}, b={"update": not_formed}, broken_at=0).fail()
     assert failed.failures == {}
     assert set(failed.affected) == {"a", "b", "trainer"}
     assert "connection reset by peer" in str(failed)
 
 
-def test_a_server_that_did_not_get_what_was_sent_is_to_blame_when_all_went_out() -> None:
+def test_a_server_that_did_not_get_what_was_sent_has_failed_when_all_went_out() -> None:
     push = _Push(a={"update": NOT_ARRIVED_ANSWER})
     failed = push.fail()
     assert push.transport.is_closed

@@ -13,7 +13,7 @@ import torch
 from grpo_async.inference.surface import WeightInitInfo, WeightUpdateInfo
 from grpo_async.weights import receiver as receiver_module
 from grpo_async.weights.adapters import BaseWeights
-from grpo_async.weights.receiver import UpdateRefusedError, UpdateSupersededError, WeightReceiver
+from grpo_async.weights.receiver import UpdateRefusedError, UpdateSupersededError, WeightReceiver, parameter_specs
 
 LIMIT_S = 20.0
 
@@ -40,13 +40,13 @@ class _Backend:
 
 
 def _receiver(monkeypatch: pytest.MonkeyPatch, joins: Callable[[str], Any]) -> WeightReceiver:
-    monkeypatch.setattr(receiver_module, "join_backend", lambda info, **_: joins(info.key))
+    monkeypatch.setattr(receiver_module, "join_backend", lambda info, **_: joins(info.key.removeprefix("weights/")))
     return WeightReceiver(device=torch.device("cpu"), base=BaseWeights("nowhere"), shapes={"a": [4]})
 
 
 def _init(key: str) -> WeightInitInfo:
     return WeightInitInfo(
-        master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=5.0, key=key
+        master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=5.0, key=f"weights/{key}"
     )
 
 
@@ -54,25 +54,25 @@ UPDATE = WeightUpdateInfo(names=["a"], dtype_names=["float32"], shapes=[[4]], bu
 
 
 def test_a_join_that_ends_late_does_not_take_the_place_of_a_newer_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    backends = {"old": _Backend(), "new": _Backend()}
+    backends = {"0": _Backend(), "1": _Backend()}
     old_joins, old_may_end = threading.Event(), threading.Event()
 
     def join(key: str) -> _Backend:
-        if key == "old":
+        if key == "0":
             old_joins.set()
             assert old_may_end.wait(LIMIT_S)
         return backends[key]
 
     receiver = _receiver(monkeypatch, join)
     with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(receiver.join(_init("old")))
+        late = pool.submit(receiver.join(_init("0")))
         assert old_joins.wait(LIMIT_S)
-        receiver.join(_init("new"))()
+        receiver.join(_init("1"))()
         old_may_end.set()
         with pytest.raises(UpdateSupersededError):
             late.result(LIMIT_S)
-    assert (backends["old"].closed.is_set(), backends["new"].closed.is_set()) == (True, False)
-    backends["new"].may_go.set()
+    assert (backends["0"].closed.is_set(), backends["1"].closed.is_set()) == (True, False)
+    backends["1"].may_go.set()
     receiver.receive(UPDATE)()
     assert receiver.take() is not None
 
@@ -117,3 +117,10 @@ def test_what_an_earlier_update_staged_is_dropped_and_the_group_stays(monkeypatc
     receiver.receive(UPDATE)()
     assert not backend.closed.is_set()
     assert receiver.take() is not None
+
+
+@pytest.mark.parametrize("fault", [{"dtype_names": ["complex64"]}, {"shapes": []}, {"dtype_names": []}])
+def test_an_unknown_dtype_or_missing_shape_is_refused(fault: dict[str, Any]) -> None:
+    with pytest.raises(UpdateRefusedError, match=r"an update needs a dtype of .* and a shape per name"):
+        parameter_specs(UPDATE.model_copy(update=fault))
+    assert [spec.shape for spec in parameter_specs(UPDATE)] == [(4,)]

@@ -1,18 +1,23 @@
-"""Where a weight group forms: other users of the machine can neither read nor write it."""
+"""Where a weight group forms: other users of the machine can neither read nor write it, and servers open nothing else."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import ValidationError
 
 from grpo_async.inference.surface import WeightInitInfo
 from grpo_async.weights import rendezvous as rendezvous_module
-from grpo_async.weights.participants import NOT_FORMED
-from grpo_async.weights.rendezvous import Rendezvous, RendezvousAbortedError, join_rendezvous
+from grpo_async.weights.participants import NOT_FORMED, PushFailedError
+from grpo_async.weights.receiver import UpdateRefusedError, check_membership
+from grpo_async.weights.rendezvous import Rendezvous, RendezvousAbortedError, join_rendezvous, problem_with_store
 from tests.weights.servers import Workers
 from tests.weights.test_transport import _Parameters, _push, _transport
 
@@ -53,22 +58,36 @@ def _try_as_another_user(folder: str, file: str) -> dict[str, str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_another_user_can_neither_read_nor_write_what_a_group_forms_over() -> None:
-    before = _listening()
     seen: list[dict[str, str]] = []
+
+    class Looks(Workers):
+        def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None:
+            seen.append(_try_as_another_user(str(Path(info.store_file).parent), info.store_file))
+            super().init_weight_transfer(info, timeout_s=timeout_s)
+
+    transport = _transport()
+    try:
+        transport.connect([Looks("a")])
+    finally:
+        transport.close()
+    assert seen == [dict.fromkeys(("list", "read", "write", "replace"), "PermissionError")]
+
+
+def test_a_group_on_one_machine_listens_on_loopback_only_and_leaves_no_file(tmp_path: Path) -> None:
+    before = _listening()
     folders: list[Path] = []
 
     class Looks(Workers):
         def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None:
             assert _listening() == before  # no store listens while the trainer waits in its own
             folders.append(Path(info.store_file).parent)
-            seen.append(_try_as_another_user(str(folders[0]), info.store_file))
             super().init_weight_transfer(info, timeout_s=timeout_s)
 
-    transport, server = _transport(), Looks("a")
+    transport, server = _transport(private=tmp_path), Looks("a")
     try:
         transport.connect([server])
-        assert seen == [dict.fromkeys(("list", "read", "write", "replace"), "PermissionError")]
-        assert not folders[0].exists()  # nobody needs it any more
+        assert folders[0].parent == tmp_path  # which the launcher removes, whoever is killed
+        assert list(tmp_path.iterdir()) == []  # nobody needs it any more
         _push(transport, [server], _Parameters())
         assert {address for address, _ in _listening() - before} == {"127.0.0.1"}  # gloo's own, for the pairs
     finally:
@@ -76,24 +95,111 @@ def test_another_user_can_neither_read_nor_write_what_a_group_forms_over() -> No
     assert server.version == 1
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770])
-def test_a_worker_takes_no_file_from_a_folder_that_others_can_enter(tmp_path: Path, mode: int) -> None:
-    folder = tmp_path / "open"
-    folder.mkdir()
-    folder.chmod(mode)
-    info = WeightInitInfo(
-        master_address="127.0.0.1",
-        store_file=str(folder / "store"),
-        rank_offset=1,
-        world_size=2,
-        timeout_s=5.0,
-        key="k",
+@pytest.fixture
+def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
+    """Of a trainer that waits for one worker."""
+    rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=LIMIT_S, private=tmp_path)
+    yield rendezvous
+    rendezvous.close()
+
+
+def _info(store_file: Path | str, key: str = "weights/0a") -> WeightInitInfo:
+    return WeightInitInfo(
+        master_address="127.0.0.1", store_file=str(store_file), rank_offset=1, world_size=2, timeout_s=5.0, key=key
     )
-    with pytest.raises(RuntimeError, match=f"{NOT_FORMED}: .* is not a private folder"):
-        join_rendezvous(info, rank=1, device="cpu")
-    gone = info.model_copy(update={"store_file": str(tmp_path / "gone" / "store")})
-    with pytest.raises(RuntimeError, match=r"cannot see the trainer's folder .*weights\.host"):
-        join_rendezvous(gone, rank=1, device="cpu")
+
+
+def _refusal(file: Path) -> str:
+    """Why a server does not open `file`; it writes nothing, makes nothing, and does not wait."""
+    before = file.read_bytes() if file.is_file() else file.exists()
+    with pytest.raises(UpdateRefusedError) as refused:
+        check_membership(_info(file))
+    with pytest.raises(RuntimeError, match=re.escape(str(refused.value))):
+        join_rendezvous(_info(file), rank=1, device="cpu")
+    assert NOT_FORMED not in str(refused.value)  # it is this server that cannot join, and not others whom it waits for
+    assert (file.read_bytes() if file.is_file() else file.exists()) == before
+    return str(refused.value)
+
+
+def test_a_server_opens_no_file_but_a_store_that_its_own_user_has_made(rendezvous: Rendezvous, tmp_path: Path) -> None:
+    store = Path(rendezvous.store_file)
+    check_membership(_info(store))
+    bytes_of_it = store.read_bytes()
+    ssh = tmp_path / ".ssh"
+    ssh.mkdir(mode=0o700)
+    assert "not the name of a store" in _refusal(ssh / "authorized_keys")
+    assert "not the name of a store" in _refusal(ssh / "store")
+    assert "not the name of a store" in _refusal(store.parent / "other")
+    assert "not the name of a store" in str(problem_with_store(_info(f"/\0/{store.parent.name}/store")))
+    shutil.copy(store, ssh / "store")
+    (tmp_path / "grpo-async-weights-link").symlink_to(ssh)
+    assert "not a private folder" in _refusal(tmp_path / "grpo-async-weights-link" / "store")
+    for mode in (0o755, 0o770):
+        store.parent.chmod(mode)
+        assert "not a private folder" in _refusal(store)
+    store.parent.chmod(0o700)
+    store.write_bytes(b"ssh-ed25519 of somebody")
+    assert "is not a store" in _refusal(store)
+    store.unlink()
+    assert re.search(r"cannot see the trainer's file .*the same user .*weights\.host", _refusal(store))
+    store.symlink_to(ssh / "store")
+    assert "is not a file of the user" in _refusal(store)
+    store.unlink()
+    os.mkfifo(store)
+    assert "is not a file of the user" in _refusal(store)
+    assert (ssh / "store").read_bytes() == bytes_of_it
+    assert "cannot see" in _refusal(tmp_path / "grpo-async-weights-gone" / "store")
+
+
+def test_a_server_of_another_user_refuses_and_opens_nothing(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+    assert "not a private folder of the user of this server" in _refusal(Path(rendezvous.store_file))
+
+
+def test_one_store_is_named_and_a_key_that_is_no_text_of_the_callers() -> None:
+    for key in ("k", "weights/", "weights/0G", "weights/0\n", "x\nssh-ed25519 AAAA\n", "weights/0/0"):
+        with pytest.raises(ValidationError, match="key"):
+            _info("/tmp/grpo-async-weights-0/store", key)
+    good = _info("/tmp/grpo-async-weights-0/store").model_dump()
+    for wrong in ({"store_file": ""}, {"master_port": 1}):
+        with pytest.raises(ValidationError, match="either master_port or store_file"):
+            WeightInitInfo.model_validate(good | wrong)
+    assert WeightInitInfo.model_validate(good | {"store_file": "", "master_port": 7}).where == "127.0.0.1:7"
+
+
+def test_a_store_that_cannot_be_made_is_the_trainers_own_failure_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rendezvous_module, "_file_store", fail)
+        with pytest.raises(PushFailedError, match="no space left") as full:
+            _transport(private=tmp_path).connect([Workers("a")])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(PushFailedError, match="FileNotFoundError") as missing:
+        _transport(private=tmp_path / "gone").connect([Workers("a")])
+    for caught in (full, missing):
+        assert (caught.value.phase, caught.value.failures, list(caught.value.affected)) == ("connect", {}, ["trainer"])
+
+
+def test_a_store_that_fails_while_a_group_forms_is_the_trainers_own_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no space left on device")
+
+    class Idle(Workers):
+        def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None: ...
+
+    monkeypatch.setattr(Rendezvous, "wait", fail)
+    monkeypatch.setattr(Rendezvous, "abort", fail)
+    with pytest.raises(PushFailedError, match="no space left"):
+        _transport(private=tmp_path).connect([Idle("a")])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("between_machines", [False, True])

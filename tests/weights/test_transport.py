@@ -1,4 +1,4 @@
-"""Real gloo groups over the workers of several servers: what arrives, and who is to blame when a group does not form or breaks."""
+"""Real gloo groups over the workers of several servers: what arrives, and who has failed when a group does not form or breaks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,9 +56,14 @@ def transport() -> Iterator[WeightTransport]:
     transport.close()
 
 
-def _transport(timeout_s: float = LONG_S) -> WeightTransport:
+def _transport(timeout_s: float = LONG_S, private: Path | None = None) -> WeightTransport:
     return WeightTransport(
-        "gloo", host="127.0.0.1", bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s, device=torch.device("cpu")
+        "gloo",
+        host="127.0.0.1",
+        bucket_bytes=BUCKET_BYTES,
+        timeout_s=timeout_s,
+        device=torch.device("cpu"),
+        private=private,
     )
 
 
@@ -118,14 +124,14 @@ def test_a_server_that_does_not_join_ends_the_wait_of_all_at_once(
     assert time.monotonic() - began < LONG_S / 4
     assert (caught.value.phase, caught.value.failures) == ("connect", {"bad": error})
     assert set(caught.value.affected) == {other.name for other in others}
-    assert all(NOT_FORMED in str(witness) for witness in caught.value.affected.values())
+    assert all(NOT_FORMED in str(affected) for affected in caught.value.affected.values())
     assert _members(transport) == []
     if others:
         transport.connect(others)  # they are well
         assert _members(transport) == ["good 0", "good 1"]
 
 
-def test_a_server_that_never_comes_is_to_blame_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_comes_has_failed_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_async.weights.transport.GRACE_S", 1.0)
     never = threading.Event()
 
@@ -192,7 +198,7 @@ def _processes(*names: str) -> list[ServerProcess]:
 
 
 @pytest.mark.slow
-def test_a_server_killed_in_the_broadcast_is_to_blame_and_the_others_take_the_next_push() -> None:
+def test_a_server_killed_in_the_broadcast_has_failed_and_the_others_take_the_next_push() -> None:
     (dying,) = _processes("a")
     servers: list[Any] = [dying, Workers("b"), Workers("c")]
     transport, parameters = _transport(), _Parameters(num_layers=40)
@@ -222,7 +228,7 @@ def test_a_server_killed_in_the_broadcast_is_to_blame_and_the_others_take_the_ne
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_server_that_hangs_in_the_broadcast_is_to_blame_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_hangs_in_the_broadcast_has_failed_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("push", "sender", "transport"):
         monkeypatch.setattr(f"grpo_async.weights.{module}.GRACE_S", 3.0)
     servers = _processes("a", "b")

@@ -237,11 +237,13 @@ class EmbeddedService:
 
     async def _init_weight_transfer(self, request: Request) -> Response:
         info = (await _read(InitBody, request)).init_info
+        self._update_started = False
         join = self._receiver.join(info)
         await _in_thread(join, timeout_s=info.timeout_s + _ANSWER_MARGIN_S, what="the weight group to form")
         return JSONResponse({})
 
     async def _start_update(self, _: Request) -> Response:
+        self._update_started = False
         self._receiver.drop()
         self._receiver.check_group()
         self._update_started = True

@@ -5,7 +5,7 @@ In the launcher and the exec that becomes vLLM:
 In all of vLLM's processes:
     plugin.py      what vLLM loads into each of them
     patches.py     everything that is changed in vLLM, torch and uvicorn while they run
-    compat.py      every import and call that depends on vLLM's version; the methods of the workers
+    compat.py      what we import from and call in vLLM; the methods of the workers
 In the API server:
     middleware.py  token guard, /rollout routes and control routes, in front of vLLM's own app
     generation.py  /rollout/generate and /rollout/score, and the first requests of a server

@@ -1,6 +1,6 @@
-"""The one module that depends on vLLM's version: written for those of `command`. Imported inside vLLM's processes only.
+"""What we import from and call in vLLM, written for the versions of `command`. Imported inside vLLM's processes only.
 
-Every function says which behaviour of vLLM it relies on; a new vLLM version is supported when this file fits it.
+Every function says which behaviour of vLLM it relies on; a new vLLM version is supported when this file and patches.py fit it.
 """
 
 from __future__ import annotations

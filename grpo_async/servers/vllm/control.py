@@ -28,7 +28,13 @@ from grpo_async.servers.vllm.reports import WorkerReports, collect_reports
 from grpo_async.servers.vllm.state import ServerState
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import ParameterSpec, check_names
-from grpo_async.weights.receiver import UpdateRefusedError, UpdateSupersededError, listed, parameter_specs
+from grpo_async.weights.receiver import (
+    UpdateRefusedError,
+    UpdateSupersededError,
+    check_membership,
+    listed,
+    parameter_specs,
+)
 
 _SETTING = "weights.timeout_s"
 _REPORT_MARGIN_S = 30.0  # the workers have the trainer's deadline; this is for their answer
@@ -72,14 +78,16 @@ class Updates:
         """Every worker meets the trainer's group.
 
         Raises:
-            WorkerFailedError, DeadlineError: the group did not form. UpdateSupersededError: somebody else began to join.
+            UpdateRefusedError: no such group can exist, or no server opens such a store. WorkerFailedError, DeadlineError: the
+                group did not form. UpdateSupersededError: somebody else began to join.
         """
+        check_membership(info)  # the workers do so too, but what they raise is no answer
         self._forget()
         await self._wait_for_workers(
             engine,
             lambda address: compat.join_weight_group(engine, info, address),
             timeout_s=info.timeout_s,
-            what=f"the workers to join the weight group at {info.master_address}:{info.master_port}",
+            what=f"the workers to join the weight group at {info.where}",
         )
 
     async def start(self, engine: Any) -> None:
