@@ -290,7 +290,7 @@ class TellingBuffer(SampleBuffer):
 
 
 class SimulatedSource:
-    """training.protocols.RolloutSource over the real worker, buffer, ledger and admission, in virtual time."""
+    """training.loop.RolloutSource over the real worker, buffer, ledger and admission, in virtual time."""
 
     def __init__(
         self, loop: VirtualLoop, worker: RolloutWorker, buffer: SampleBuffer, ledger: Ledger, admission: Admission
@@ -346,7 +346,7 @@ class SimulatedSource:
 
 
 class SimulatedSync:
-    """training.protocols.WeightSync: pause every server, take `push_s` seconds, resume."""
+    """training.loop.WeightSync: pause every server, take `push_s` seconds, resume."""
 
     has_joiners = False
     has_serving = True

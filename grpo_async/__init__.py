@@ -3,7 +3,7 @@
 The way of the data; the record on each arrow, the package in each box:
 
     prompts.jsonl                                                              grpo-async train CONFIG
-        | rows                                                                      |  launch (supervisor)
+        | rows                                                                      |  launcher
         v            Prompt                RolloutGroup            ScoredGroup      |
     [ data ] ------------------> [ rollout ] ----------> [ scoring ] ----------> [ buffer ]     rank 0, rollout thread
                  chat tools envs   ^     |                 rewards                  |

@@ -24,8 +24,8 @@ from grpo_async.checks.doctor import machine_memory
 from grpo_async.checks.memory import estimate_trainer, format_bytes
 from grpo_async.checks.report import Check, Found, as_json, run_check
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.errors import BadResponseError, ConfigError, GrpoAsyncError
-from grpo_async.inference.connect import authorization, trusted_certificates
+from grpo_async.errors import BadResponseError, ConfigError, GrpoAsyncError, InferenceError
+from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
 from grpo_async.inference.fleet import Server
 from grpo_async.inference.surface import (
     GENERATE_PATH,
@@ -233,7 +233,7 @@ def _generate(
         answer = client.post(
             GENERATE_PATH, content=request.model_dump_json(), headers={"content-type": "application/json"}
         )
-        answer.raise_for_status()
+    _check_status(server, answer)
     chunks = [GenerateChunk.model_validate_json(line) for line in answer.content.splitlines()]
     for chunk in chunks:
         if chunk.error is not None:
@@ -259,8 +259,10 @@ def check_tokenizer(context: PreflightContext) -> Iterator[Found]:
         else:
             try:
                 with context.client(server) as client:
-                    problem = next(filter(None, (_differing_ids(tokenizer, client, text) for text in texts)), None)
-            except httpx.HTTPStatusError as error:
+                    problem = next(
+                        filter(None, (_differing_ids(tokenizer, server, client, text) for text in texts)), None
+                    )
+            except (InferenceError, ValueError, KeyError, TypeError) as error:  # an answer that is none
                 yield "warn", f"{server.name}: {sizes}; its own tokenizer could not be asked ({error})"
                 continue
             if problem:
@@ -272,10 +274,17 @@ def check_tokenizer(context: PreflightContext) -> Iterator[Found]:
                 yield "pass", f"{server.name}: {sizes}; {len(texts)} texts have the same ids on both sides"
 
 
-def _differing_ids(tokenizer: Any, client: httpx.Client, text: str) -> str:
+def _check_status(server: Server, answer: httpx.Response) -> None:
+    """Raises: InferenceError: the server refused, with its name and its own message."""
+    if answer.is_error:
+        error = error_for_status(answer.status_code, answer.content)
+        raise BadResponseError(f"{server.name}: {error}") from error
+
+
+def _differing_ids(tokenizer: Any, server: Server, client: httpx.Client, text: str) -> str:
     ours = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
     answer = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
-    answer.raise_for_status()
+    _check_status(server, answer)
     theirs = answer.json()["tokens"]
     return "" if ours == theirs else f"{text[:60]!r} is {ours[:12]} here and {theirs[:12]} there"
 

@@ -225,7 +225,7 @@ class LiveView(View):
         self._thread.join(_END_S)
         self._live.stop()
         progress = self._progress
-        for message in progress.messages:  # the screen that had them is gone
+        for message in list(progress.messages):  # the screen that had them is gone; an output lost here adds one
             print_line(self._console, f"warning: {message.text}" if message.is_warning else message.text)
         if progress.verdict is not None:
             print_line(self._console, f"learning: {progress.verdict.text}")

@@ -67,7 +67,8 @@ def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]
         parts = [f"{groups[state]} {state.replace('_', ' ')}" for state in LEDGER_STATES if groups.get(state)]
         closed = "closed" if summary.get("ledger_closed") else "NOT CLOSED: groups are missing, please report this"
         yield "groups", f"{groups.get('started', '?')} started = {' + '.join(parts) or '0'} ({closed})"
-    if memory := summary.get("memory"):
+    memory = summary.get("memory") or {}
+    if memory.get("peaks"):
         peak = describe_peak(memory["peaks"], memory.get("estimated", math.nan), on_gpu=bool(summary.get("on_gpu")))
         yield "memory", f"after its first step a rank had taken {peak}"
     yield "servers", _server_failures(summary.get("server_failures") or ())

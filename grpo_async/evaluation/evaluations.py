@@ -70,7 +70,7 @@ class _Running:
 
 
 class RunEvaluations:
-    """See the module's docstring; implements training.protocols.Evaluations. Used from the trainer's main thread.
+    """See the module's docstring; implements training.loop.Evaluations. Used from the trainer's main thread.
 
     Args:
         side: None: the run has no evaluation, and every method does nothing.
@@ -137,7 +137,7 @@ class RunEvaluations:
             self._begin(self._start, due=due, when="step", max_in_flight=self._config.evaluation_in_flight)
 
     def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
-        """See training.protocols.Evaluations."""
+        """See training.loop.Evaluations."""
         if self._evaluator is None or self._section is None:
             return
         if self._running is not None and self._running.future.done():

@@ -70,7 +70,12 @@ def conduct(
         on_gpu=on_gpu,
         num_gpus=plan.num_gpus,
     )
-    output.on_lost = lambda text: display.progress.add_message(text, is_warning=True)  # prints nothing
+
+    def on_lost(text: str) -> None:  # prints nothing
+        with display.progress.lock:
+            display.progress.add_message(text, is_warning=True)
+
+    output.on_lost = on_lost
     advisor = Advisor(
         display,
         setup=setup_of(config, engine=plan.engine.engine, on_gpu=on_gpu, num_gpus=plan.num_gpus),

@@ -123,7 +123,7 @@ def dry_assignment(config: ExperimentConfig, *, node_rank: int, resume_step: int
     return Assignment(
         run_dir=run_dir,
         attempt_dir=run_dir.logs / "attempt_N",
-        private=Path(tempfile.gettempdir()) / "grpo-async-RANDOM",
+        private=Path(tempfile.gettempdir()) / "grpo-async-run-RANDOM",
         resume_step=resume_step,
         node=node,
     )

@@ -37,7 +37,7 @@ Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
 
 
 class FleetSync:
-    """Implements training.protocols.WeightSync; used from the trainer's main thread.
+    """Implements training.loop.WeightSync; used from the trainer's main thread.
 
     Args:
         parameters: of the policy; gathered on every rank.

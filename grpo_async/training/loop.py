@@ -154,7 +154,7 @@ class LeaderLoop:
             self.push(self._version)
 
     def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
-        """Log-probabilities of token sequences under the current weights, on all ranks; see training.score."""
+        """Log-probabilities of token sequences under the current weights, on all ranks; see training.reference."""
         self._command_all(ScoreCommand(sequences=sequences, rounding=rounding))
         return self._context.score(sequences, rounding)
 

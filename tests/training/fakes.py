@@ -16,7 +16,7 @@ from grpo_async.weights.verify import TrainerScores
 
 
 class FakeSource:
-    """training.protocols.RolloutSource without `take`: it stores every group and has nothing to tell."""
+    """training.loop.RolloutSource without `take`: it stores every group and has nothing to tell."""
 
     def stores(self, group_id: int) -> bool:
         return True

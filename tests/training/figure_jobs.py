@@ -67,7 +67,7 @@ def figure_config(loss: Mapping[str, Any], *, minibatches: int = 1, **training: 
 
 
 class FigureSource:
-    """training.protocols.RolloutSource of a store that keeps some groups only."""
+    """training.loop.RolloutSource of a store that keeps some groups only."""
 
     def __init__(self, kept: set[int] | None = None) -> None:
         self.kept = kept
