@@ -29,12 +29,21 @@ SHARED = {"vllm_server", "golden_run", "chromium"}
 """Fixtures that are too dear to make once for each process."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long folders first. Tests of the one vLLM server, or of the one golden run, share a process of pytest-xdist."""
     items.sort(key=lambda item: next((i for i, folder in enumerate(LONG) if item.nodeid.startswith(folder)), len(LONG)))
     for item in items:
         for shared in SHARED & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group(shared))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if getattr(session.config.option, "loadgroup", False):
+        split = [
+            item.nodeid for item in session.items if any(item.iter_markers("xdist_group")) and "@" not in item.nodeid
+        ]
+        assert not split, f"pytest-xdist does not group with this version of pytest, for instance {split[0]}"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadGroupScheduling:
