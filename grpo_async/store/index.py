@@ -4,13 +4,14 @@
     a query that names texts --condition--> match_N, the rollouts that it holds for
 
 A `refresh` reads new blocks, and of a block that grew the new lines. Rows are never changed but for `superseded`, so nothing is
-read twice; a search in the texts is remembered until the store grows. A block that is sealed between the listing and
+read or searched twice. A block that is sealed between the listing and
 the reading is found under its other name by listing again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import tempfile
 import threading
@@ -24,7 +25,7 @@ import orjson
 
 from grpo_async.errors import RunError
 from grpo_async.store.blocks import Block, find_blocks, has_writer, open_name, read_branches, sql_path
-from grpo_async.store.query import Query
+from grpo_async.store.query import Query, QueryError
 from grpo_async.store.query_names import BLOCK_SQL
 from grpo_async.store.rows import from_json
 from grpo_async.store.schema import COLUMN_NAMES
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _LISTINGS = 5  # a block changes its name once, and blocks are sealed seconds apart
 _CHUNK_BYTES = 32 * 1024 * 1024  # of lines that are read at once
 _MOST_SEARCHES = 32  # that are remembered
+_CHANGING = re.compile(r"last_step|superseded", re.I)  # what holds for rows that are there already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,14 @@ class _Block:
     offset: int = 0
     num_lines: int = 0
     last_seq: int = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """`table` holds what was found; what was written up to `until_seq` was searched."""
+
+    table: str
+    until_seq: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +98,8 @@ class Index:
         self._blocks: dict[int, _Block] = {}
         self._problems: dict[str, str] = {}  # damaged blocks and lines
         self._failed: dict[Path, tuple[int, int]] = {}  # damaged file -> (size, mtime): tried again when it changed
-        self._searches: dict[tuple[str, int], str] = {}  # (SQL, generation) -> table
+        self._num_late = 0  # refreshes that found a block before others that were known: what was searched lacks it
+        self._searches: dict[tuple[str, int], _Search] = {}  # by the SQL and what else it depends on
         self._num_searches = 0
         self.generation = 0
         self._scratch = Path(tempfile.mkdtemp(prefix="grpo-async-rollouts-"))
@@ -111,9 +122,9 @@ class Index:
         with self._cursor() as cursor:
             return cursor.execute(sql.text, sql.parameters).fetchall()
 
-    def stream(self, sql: Sql, rows_at_once: int) -> Iterator[tuple[Any, ...]]:
-        """As `fetch`, a few rows at a time."""
-        with self._cursor() as cursor, reading(self.folder):
+    def stream(self, sql: Sql, rows_at_once: int, query: Query) -> Iterator[tuple[Any, ...]]:
+        """As `fetch`, a few rows at a time. `query` is in the SQL."""
+        with self._cursor() as cursor, reading(self.folder), of_query(query):
             cursor.execute(sql.text, sql.parameters)
             while rows := cursor.fetchmany(rows_at_once):
                 yield from rows
@@ -128,10 +139,11 @@ class Index:
             places = {bisect_right(firsts, seq) - 1 for seq in seqs}
             return [sealed[place].path for place in sorted(places) if place >= 0]
 
-    def sealed_blocks(self) -> list[Path]:
-        """Sealed blocks, oldest first."""
+    def sealed_blocks(self, after_seq: int = -1) -> list[Path]:
+        """Sealed blocks with rows behind `after_seq`, oldest first."""
         with self._lock:
-            return [block.path for _, block in sorted(self._blocks.items()) if block.is_sealed]
+            blocks = [block for _, block in sorted(self._blocks.items())]
+            return [block.path for block in blocks if block.is_sealed and block.last_seq > after_seq]
 
     def parts(self) -> list[Sql]:
         """The whole store in the order of writing, as relations with all columns, each small enough for the memory."""
@@ -169,31 +181,56 @@ class Index:
         return Sql(f"(SELECT {names} FROM read_parquet(?) UNION ALL {unsealed})", ([sql_path(path) for path in files],))
 
     def condition(self, query: Query) -> Sql:
-        """What a query says, over the view `rollouts`. One that names texts is searched for in the blocks now, where that was not
-        done since the store grew; other questions and `refresh` go on meanwhile."""
+        """What a query says, over the view `rollouts`. One that names texts is searched for in the blocks now, where they were not
+        searched before; other questions and `refresh` go on meanwhile.
+
+        Raises:
+            QueryError: a value of the store does not allow it.
+        """
+        if query.parts and query.reads_blocks:
+            first, second = (self.condition(part) for part in query.parts)
+            return Sql("(") + first + " AND " + second + ")"
         if not query.reads_blocks:
             return Sql(f"({query.sql}\n)")
+        changes = _CHANGING.search(query.sql) is not None
+        key = (query.sql, self.generation if changes else -1 - self._num_late)
         with self._search_lock:
-            while (table := self._searches.get((query.sql, self.generation))) is None:
-                self._search(query.sql)
-            return Sql(f"row_key IN (SELECT row_key FROM {table})")
-
-    def _search(self, sql: str) -> None:
-        """Make the table of what is found. Nothing is remembered where the store grew meanwhile, or where a block moved from the
-        lines to a file, which each does once: its rows may have been missed."""
-        self._num_searches += 1
-        table = f"match_{self._num_searches}"
-        with self._lock:
-            generation, moves, files = self.generation, self._moves, self.sealed_blocks()
-        texts = Sql(f"(SELECT {ROW_KEY} AS row_key, {BLOCK_SQL} FROM ") + self.source(files) + ")"
-        found = Sql("SELECT row_key FROM rollouts JOIN ") + texts + f" USING (row_key) WHERE ({sql}\n)"
-        with self._cursor() as cursor, reading(self.folder):
-            cursor.execute(f"CREATE TABLE {table} AS {found.text}", found.parameters)
-        with self._lock:
-            if (generation, moves) == (self.generation, self._moves):
-                self._searches[sql, generation] = table
+            search = self._searches.pop(key, None) or self._new_search()
+            self._searches[key] = search  # the one used last stands last
+            while not self._search(search, query):
+                pass  # a block moved meanwhile, which each does once
             while len(self._searches) > _MOST_SEARCHES:
-                self._tables.execute(f"DROP TABLE {self._searches.pop(next(iter(self._searches)))}")
+                with self._lock:
+                    self._tables.execute(f"DROP TABLE {self._searches.pop(next(iter(self._searches))).table}")
+            return Sql(f"row_key IN (SELECT row_key FROM {search.table})")
+
+    def _new_search(self) -> _Search:
+        self._num_searches += 1
+        search = _Search(table=f"match_{self._num_searches}")
+        with self._lock:
+            self._tables.execute(f"CREATE TABLE {search.table} (row_key BIGINT)")
+        return search
+
+    def _search(self, search: _Search, query: Query) -> bool:
+        """Search what is new; False where a block moved from the lines to a file meanwhile: its rows may have been missed."""
+        with self._lock:
+            until, moves = self._last_seq(), self._moves
+            files = self.sealed_blocks(after_seq=search.until_seq)
+        if search.until_seq >= until:
+            return True
+        texts = Sql(f"(SELECT {ROW_KEY} AS row_key, {BLOCK_SQL} FROM ") + self.source(files)
+        texts += Sql(" WHERE seq > ? AND seq <= ?)", (search.until_seq, until))
+        found = Sql(f"INSERT INTO {search.table} SELECT row_key FROM rollouts JOIN ") + texts
+        found += f" USING (row_key) WHERE ({query.sql}\n)"
+        with self._cursor() as cursor, reading(self.folder), of_query(query):
+            cursor.execute(found.text, found.parameters)
+        with self._lock:
+            if moves == self._moves:
+                search.until_seq = until
+            return moves == self._moves
+
+    def _last_seq(self) -> int:
+        return max((block.last_seq for block in self._blocks.values()), default=-1)
 
     @contextlib.contextmanager
     def _cursor(self) -> Iterator[DuckDBPyConnection]:
@@ -215,7 +252,7 @@ class Index:
             RunError: the folder cannot be read, or was written by a version with another format.
         """
         with self._lock:
-            before = self.generation
+            before, known, last = self.generation, set(self._blocks), self._last_seq()
             for attempt in range(1, _LISTINGS + 1):
                 try:
                     self._ingest(self._list())
@@ -225,6 +262,7 @@ class Index:
                         raise RunError(f"the blocks in {self.folder} change faster than they can be read") from None
             if self._tables.supersede(read_branches(self.folder)):
                 self.generation += 1
+            self._num_late += any(first < last for first in self._blocks.keys() - known)
             return self.generation != before
 
     def damage(self) -> list[str]:
@@ -395,3 +433,20 @@ def _problem_of(line: bytes) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+@contextlib.contextmanager
+def of_query(query: Query) -> Iterator[None]:
+    """What a value of the store makes of a query that is right in itself (a text that is no number) is an error of the query; what
+    is wrong with a file is not."""
+    import duckdb
+
+    try:
+        yield
+    except (duckdb.InterruptException, duckdb.IOException, duckdb.PermissionException):
+        raise
+    except duckdb.Error as error:
+        problem = str(error).split("\n", 1)[0]
+        if query.is_everything or re.search("parquet|decompress", problem, re.I):
+            raise
+        raise QueryError(query.text, 0, len(query.text), problem) from error

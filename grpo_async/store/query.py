@@ -13,7 +13,7 @@ import json
 import re
 import threading
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,25 @@ MOST_CHARACTERS = 4000
 _MOST_DEPTH = 100
 _SELECT = "SELECT 1 FROM everything WHERE ("
 _NUM_SUGGESTIONS = 3
+_CLASSES = frozenset(
+    ("COMPARISON", "CONJUNCTION", "OPERATOR", "CONSTANT", "COLUMN_REF", "FUNCTION", "BETWEEN", "CAST", "CASE", "TYPE")
+)
+_FUNCTIONS = """
+last_step lower upper trim length len left right substring strip_accents contains starts_with ends_with prefix suffix regexp_matches
+regexp_full_match concat abs sign round floor ceil ceiling trunc sqrt ln log2 log10 least greatest isnan isfinite isinf coalesce
+ifnull nullif if list_value row list_contains list_has list_has_any list_has_all array_extract list_extract element_at map_extract
+map_contains map_keys map_values cardinality to_timestamp
+"""
+FUNCTIONS = frozenset(_FUNCTIONS.split())
+"""What a query may call. The cost is bounded by the length of the query: DuckDB works constants out while it checks a query, with
+no limit of time."""
+_CALLED_OPERATORS = "+ - * / // % ** ^ || ~~ !~~ ~~* !~~* like_escape not_like_escape ilike_escape not_ilike_escape"
+_OPERATORS = frozenset(_CALLED_OPERATORS.split())
+_MADE = """
+VARCHAR TEXT STRING TINYINT SMALLINT INTEGER INT BIGINT HUGEINT FLOAT REAL DOUBLE DECIMAL NUMERIC BOOLEAN BOOL DATE TIMESTAMP
+"""
+TYPES = frozenset(_MADE.split())
+"""What a query may cast to."""
 
 
 class QueryError(ConfigError):
@@ -66,11 +85,13 @@ class QueryError(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """A checked query. `text` as it was written; "" holds for everything. `reads_blocks`: it names texts or maps."""
+    """A checked query. `text` as it was written; "" holds for everything. `reads_blocks`: it names texts or maps. `parts`: what
+    `both` joined."""
 
     text: str
     sql: str
     reads_blocks: bool = False
+    parts: tuple[Query, ...] = ()
 
     @property
     def is_everything(self) -> bool:
@@ -93,8 +114,7 @@ def parse_query(text: str) -> Query:
     if len(text) > MOST_CHARACTERS:
         problem = f"the query has {len(text)} characters, at most {MOST_CHARACTERS} are read"
         raise QueryError(text[:60] + "...", 60, 3, problem)
-    if (place := _too_deep(text)) is not None:  # DuckDB's parser takes minutes for thousands of open brackets
-        raise QueryError(text, place, 1, f"the query is nested more than {_MOST_DEPTH} deep")
+    _check_characters(text)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -107,7 +127,7 @@ def parse_query(text: str) -> Query:
                 _checked(meant)
             except QueryError:
                 raise error from None
-            problem = f"{error.problem.split('; did you mean')[0]}; in SQL this is: {meant}"
+            problem = f"{re.split('; (?:did you mean|they have)', error.problem)[0]}; in SQL this is: {meant}"
             raise QueryError(text, error.position, error.length, problem) from None
         raise
 
@@ -120,6 +140,7 @@ def both(first: Query, second: Query) -> Query:
         text=f"({first.text}) and ({second.text})",
         sql=f"({first.sql}\n) AND ({second.sql}\n)",
         reads_blocks=first.reads_blocks or second.reads_blocks,
+        parts=(first, second),
     )
 
 
@@ -211,8 +232,10 @@ def _database() -> DuckDBPyConnection:
 def _parse(cursor: DuckDBPyConnection, text: str, sql: str, statement: str) -> dict[str, Any]:
     """The tree of the condition, from DuckDB's own parser."""
     whole = _tree(cursor, statement)
-    if whole["error"]:
-        raise _error_at(text, sql, whole["error_message"], whole.get("location"))
+    alone = _tree(cursor, f"{_SELECT[:-1]} {sql}\n")  # "reward > 0) or (true" must not close our bracket
+    for tree in (whole, alone):
+        if tree["error"]:
+            raise _error_at(text, sql, tree["error_message"], tree.get("location"))
     shape = [_without_condition(each["node"]) for each in whole["statements"]]
     empty = _tree(cursor, f"{_SELECT}TRUE\n)")["statements"]
     if shape != [_without_condition(each["node"]) for each in empty]:
@@ -243,27 +266,34 @@ def _check_nodes(condition: dict[str, Any], text: str, sql: str) -> set[str]:
     """The names of columns in the tree.
 
     Raises:
-        QueryError: it holds a subquery or a parameter, or a column that there is not.
+        QueryError: it holds a subquery, a parameter, a function or a type that queries do not have, or a column or a value of one
+            that there is not.
     """
     names = set()
     known = {*BY_NAME, *INDEXED}
-    local: set[str] = set()  # parameters of lambdas, which look like columns
     for node in _nodes(condition):
-        if node.get("class") == "LAMBDA":
-            local |= {name for each in _nodes(node["lhs"]) for name in each.get("column_names", ())}
-    for node in _nodes(condition):
-        kind = node.get("class")
-        if kind in ("SUBQUERY", "PARAMETER"):
+        kind = node.get("class", "OPERATOR")
+        if kind not in _CLASSES:
             raise _error_at(text, sql, f"a query cannot hold a {kind.lower()}", node)
+        if kind == "FUNCTION" and (called := str(node["function_name"]).lower()) not in FUNCTIONS | _OPERATORS:
+            near = _near(called, sorted(FUNCTIONS))
+            raise _error_at(text, sql, f"queries have no function {called}; they have {_and(FUNCTIONS)}", node, near)
+        if kind == "CAST":
+            made = (node.get("type_expr") or {}).get("type_name") or (node.get("cast_type") or {}).get("id", "")
+            if made.upper() not in TYPES:
+                raise _error_at(text, sql, f"a query cannot cast to {made.lower()}, but to {_and(TYPES)}", node)
         if kind == "COLUMN_REF":
             name = str(node["column_names"][0]).lower()
             names.add(name)
-            if name not in known | local:
-                near = _near(name, sorted(known))
-                raise _error_at(text, sql, f"there is no column {name}", node, near)
-        kinds = {BY_NAME[name].kind: each for each, name in _compared(node) if name in BY_NAME}
+            if name not in known:
+                raise _error_at(text, sql, f"there is no column {name}", node, _near(name, sorted(known)))
+        compared = _compared(node)
+        kinds = {BY_NAME[name].kind: each for each, name in compared if name in BY_NAME}
         if {TEXT, FLAG} <= kinds.keys():  # status = finished
             raise _error_at(text, sql, "a text stands in single quotes", kinds[FLAG])
+        if node.get("type") in ("COMPARE_EQUAL", "COMPARE_NOTEQUAL", "COMPARE_IN", "COMPARE_NOT_IN"):
+            for _, name in compared:
+                _check_values(name, node, text, sql)
     return names
 
 
@@ -271,8 +301,26 @@ def _compared(node: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """The columns that a comparison or an IN has as its sides."""
     if node.get("class") not in ("COMPARISON", "OPERATOR"):
         return []
-    sides = [node.get("left"), node.get("right"), *node.get("children", ())]
-    return [(each, str(each["column_names"][0]).lower()) for each in sides if each and each["class"] == "COLUMN_REF"]
+    return [(each, str(each["column_names"][0]).lower()) for each in _sides(node) if each["class"] == "COLUMN_REF"]
+
+
+def _sides(node: dict[str, Any]) -> list[dict[str, Any]]:
+    return [each for each in (node.get("left"), node.get("right"), *node.get("children", ())) if each]
+
+
+def _check_values(name: str, node: dict[str, Any], text: str, sql: str) -> None:
+    """A status that there is not finds nothing, which looks like an answer."""
+    values = BY_NAME[name].values if name in BY_NAME else ()
+    for each in _sides(node) if values else ():
+        literal = each.get("literal") or each.get("value")  # the second: DuckDB 1
+        said = literal and literal.get("text", literal.get("value"))
+        if each["class"] == "CONSTANT" and isinstance(said, str) and said and said not in values:
+            near = [quote(value) for value in get_close_matches(said.lower(), values, n=_NUM_SUGGESTIONS)]
+            raise _error_at(text, sql, f"{name} is never {quote(said)}, but one of {', '.join(values)}", each, near)
+
+
+def _and(names: Collection[str]) -> str:
+    return ", ".join(sorted(name.lower() for name in names))
 
 
 def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
@@ -327,8 +375,8 @@ def _error_at(text: str, sql: str, problem: str, place: object, suggestions: Seq
     forms before it."""
     if isinstance(place, str):
         first, length = json.loads(place)
-    elif isinstance(place, dict) and "query_location" in place:
-        first, length = place["query_location"], place["query_location_length"]
+    elif isinstance(place, dict) and place.get("query_location", 1 << 63) < 1 << 63:  # what has no place says 2^64 - 1
+        first, length = place["query_location"], place.get("query_location_length", 1)  # DuckDB 1 has no length
     else:
         first, length = len(_SELECT), len(sql.encode()) + 1
     behind = sql.encode()[max(first - len(_SELECT), 0) :]
@@ -359,8 +407,23 @@ _SHORT_FORMS = (
     (re.compile(r"(?:=|\bin\b)\s*\.\.(-?\d+(?:\.\d+)?)", re.I), r"<= \1"),
 )
 """Forms of earlier versions that are still read: step=last, step=10..20, group.std, reward.NAME, columns.NAME."""
+_AS_NUMBER = re.compile(
+    r"\b((?:columns|extra)\['(?:[^']|'')*'\])(?=\s*(?:[=<>!]=?|<>|(?:not\s+)?between\b|(?:not\s+)?in\s*\()\s*[-+]?\.?\d)"
+    r"|'(?:[^']|'')*'|\"[^\"]*\"",
+    re.I,
+)
+"""A column of the data is text, and is compared with a number as a number where it is one. Or what is quoted."""
 
-_OLD_FORMS = (
+_OLD_FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (
+        re.compile(r"(\"[^\"]*\")|\s*(?:(&&?)|\|\|?)\s*"),
+        lambda found: found[1] or (" and " if found[2] else " or "),
+    ),
+    (re.compile(r"\bversion\b(?=\s*[=<>!])"), "version_min"),
+    (re.compile(r"\btokens\b(?=\s*[=<>!])"), "length"),
+    (re.compile(r"\bhash\s*=\s*\"?(\w+)\"?"), r"prompt_hash = '\1'"),
+    (re.compile(r"\bgroup\b(?=\s*[=<>!])"), "group_id"),
+    (re.compile(r"\bgroup\.(seq|step|prompt_id|prompt_hash|written_at)\b"), r"\1"),
     (re.compile(r"\b(?:tool|tools|tool_names)\s*(?:=|~)\s*\"?([\w-]+)\"?"), r"'\1' IN tools"),
     (re.compile(r"([\w.\[\]']+)\s*!~\s*(?:\"([^\"]*)\"|([\w.-]+))"), r"\1 NOT ILIKE '%\2\3%'"),
     (re.compile(r"([\w.\[\]']+)\s*~\s*(?:\"([^\"]*)\"|([\w.-]+))"), r"\1 ILIKE '%\2\3%'"),
@@ -370,12 +433,12 @@ _OLD_FORMS = (
     (re.compile(r"\b(columns|extra)\.\"([^\"]*)\""), r"\1['\2']"),
     (re.compile(r"\breward\.\"([^\"]*)\""), r"rewards['\1']"),
     (re.compile(r"(?<![\w'%])\"([^\"]*)\""), r"text ILIKE '%\1%'"),
-    (re.compile(r"=\s*([A-Za-z][\w-]*(?:,[\w-]+)+)"), lambda found: f" IN ({_listed(found[1])})"),
-    (re.compile(r"=\s*(?!last_step|last\b|true\b|false\b|null\b)([A-Za-z][\w-]*)(?!\w|\s*[\[(])", re.I), r"= '\1'"),
-    (re.compile(r"(\d+)k\b", re.I), r"\g<1>000"),
+    (re.compile(r"=\s*([\w-]+(?:,\s*[\w-]+)+)(?!\s*\()"), lambda found: f" IN ({_listed(found[1].replace(' ', ''))})"),
+    (re.compile(r"=\s*(?!last_step|last\b|true\b|false\b|null\b)([A-Za-z][\w-]*)(?!\w|\s*[\[(])", re.I),
+     lambda found: f"= {quote(_known(found[1]))}"),
+    (re.compile(r"\b(\d+(?:\.\d+)?)k\b", re.I), lambda found: _thousands(found[1])),
     (re.compile(r"\b(\d+(?:\.\d+)?)%"), lambda found: f"{float(found[1]) / 100:g}"),
-    (re.compile(r"(columns\.\w+|columns\['[^']*'\])\s*=\s*(-?[\d.]+)\b"), r"\1 = '\2'"),
-)
+)  # fmt: skip
 """Forms of earlier versions that are shown as SQL in the error: tool=python, prompt~word, reward=none, "words", 1k, 5%."""
 
 
@@ -385,29 +448,57 @@ def _without_short_forms(text: str) -> str:
     for place in range(0, len(parts), 2):
         for pattern, replacement in _SHORT_FORMS:
             parts[place] = pattern.sub(replacement, parts[place])
-    return "".join(parts)
+    return _AS_NUMBER.sub(lambda found: f"try_cast({found[1]} AS DOUBLE)" if found[1] else found[0], "".join(parts))
 
 
-def _too_deep(text: str) -> int | None:
-    """Where brackets and arrows are nested too deep."""
+def _check_characters(text: str) -> None:
+    """Quotes are plain ones, so that brackets can be counted: DuckDB's parser takes minutes for thousands of open ones. Raises
+    QueryError."""
     depth = 0
-    for found in re.finditer(r"'(?:[^']|'')*'|[(\[{]|[)\]}]|->", text):
-        depth += found[0] in "([{" or found[0] == "->"
-        depth -= found[0] in ")]}"
+    for found in re.finditer(r"'(?:[^']|'')*'|\"[^\"]*\"|[(\[{]|[)\]}]|->|--|/\*|\$|\be'", text, re.I):
+        if found[0] in ("--", "/*"):
+            raise QueryError(text, found.start(), 2, "a query has no comments")
+        if found[0] in ("$", "e'", "E'"):
+            raise QueryError(text, found.start(), 1, "a text stands in single quotes, and a query has no parameters")
+        depth += (found[0] in ("(", "[", "{", "->")) - (found[0] in (")", "]", "}"))
         if depth > _MOST_DEPTH:
-            return found.start()
-    return None
+            raise QueryError(text, found.start(), 1, f"the query is nested more than {_MOST_DEPTH} deep")
+        if depth < 0:
+            raise QueryError(text, found.start(), 1, "this bracket closes none")
 
 
 def _in_sql(text: str) -> str:
     """What a query of an earlier version says, as SQL where that is known."""
+    quoted: list[str] = []
+
+    def put_away(found: re.Match[str]) -> str:
+        if not found[0].startswith("'"):
+            return found[0]
+        quoted.append(found[0][1:-1])
+        return f"'\u01c1{len(quoted) - 1}\u01c1'"  # a letter, as the patterns expect
+
+    text = _QUOTED.sub(put_away, text)
     for pattern, replacement in _OLD_FORMS:
         text = pattern.sub(replacement, text)
-    return text
+    return re.sub("\u01c1(\\d+)\u01c1", lambda found: quoted[int(found[1])], text)
 
 
 def _listed(words: str) -> str:
-    return ", ".join(quote(word) for word in words.split(","))
+    return ", ".join(
+        "last_step()" if word == "last" else word if re.fullmatch(r"-?\d+(\.\d+)?", word) else quote(_known(word))
+        for word in words.split(",")
+    )
+
+
+def _known(word: str) -> str:
+    """A status in any case of letters, as it is written."""
+    return word.lower() if any(word.lower() in name.values for name in BY_NAME.values()) else word
+
+
+def _thousands(number: str) -> str:
+    """1.5 -> 1500."""
+    value = round(float(number) * 1000, 6)
+    return str(int(value)) if value.is_integer() else repr(value)
 
 
 def _one_line(text: str) -> str:

@@ -220,9 +220,9 @@ _SHORT_FORMS = (
     HelpRow(syntax="step=10..20", meaning="step BETWEEN 10 AND 20; 10.. and ..20 have no end", example="step=10..20"),
     HelpRow(syntax="group.NAME", meaning="group_NAME", example="group.std=0"),
     HelpRow(
-        syntax="reward.NAME, columns.NAME, extra.NAME",
-        meaning="rewards['NAME'], columns['NAME'], extra['NAME']",
-        example="reward.format<1",
+        syntax="rewards['NAME'], columns['NAME'], extra['NAME']",
+        meaning="where NAME is one word, also reward.NAME, columns.NAME, extra.NAME",
+        example="rewards['format'] < 1",
     ),
 )
 

@@ -2,7 +2,7 @@
 
 The last line of an open block may be torn (a kill) or being written: it is skipped. Any other line that cannot be read is a damaged
 file and an error. One block of Parquet or one line is in memory at a time. What a run wrote after the checkpoint that it later went
-on from is left out, unless it is asked for: those groups were not trained in the run as it now is (`branches`).
+on from is left out, unless it is asked for: those groups were not trained in the run as it now is (`blocks`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ resume) the one that counts is given, and without one that counts the newest.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from typing import Any, Self, TypeVar
 
 from grpo_async.errors import RunError
 from grpo_async.store import table_sql
-from grpo_async.store.index import Index, Sql
+from grpo_async.store.index import Index, Sql, of_query
 from grpo_async.store.metadata import StoreMetadata, read_metadata
 from grpo_async.store.query import EVERYTHING, Query, QueryError, find_value, parse_query, quote
 from grpo_async.store.query_names import BLOCK_SQL, LIST, NUMBER
@@ -370,14 +369,16 @@ class RolloutTable:
             f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROWS_PER_GROUP}, "
             f"KV_METADATA {{grpo_async_schema: '{SCHEMA}'}}"
         )
-        for _ in self._index.stream(Sql("COPY (") + whole + f") TO {quote(str(path.absolute()))} ({options})", 1):
+        for _ in self._index.stream(
+            Sql("COPY (") + whole + f") TO {quote(str(path.absolute()))} ({options})", 1, query
+        ):
             pass  # the number of rows
 
     # ------------------------------------------------------------------------------------------------ below
 
     def _dumped(self, query: Query, columns: str, with_superseded: bool) -> Iterator[tuple[Any, ...]]:
         for select in self._dumps(query, columns, with_superseded):
-            yield from self._index.stream(select + " ORDER BY seq, rollout_index", _ROWS_AT_ONCE)
+            yield from self._index.stream(select + " ORDER BY seq, rollout_index", _ROWS_AT_ONCE, query)
 
     def _dumps(self, query: Query, columns: str, with_superseded: bool) -> list[Sql]:
         """One SELECT for each block, in the order of writing."""
@@ -387,12 +388,11 @@ class RolloutTable:
 
     def _where(self, query: Query, with_superseded: bool) -> Sql:
         self._check_rewards(query)
-        with _of_query(query):
-            condition = self._reading(lambda: self._index.condition(query))
+        condition = self._reading(lambda: self._index.condition(query))
         return condition if with_superseded else Sql("NOT superseded AND ") + condition
 
     def _fetch(self, query: Query, sql: Sql) -> list[tuple[Any, ...]]:
-        with _of_query(query):
+        with of_query(query):
             return self._index.fetch(sql)
 
     def _check_rewards(self, query: Query) -> None:
@@ -520,14 +520,3 @@ class RolloutTable:
         )
         there = f"did you mean {' or '.join(name for (name,) in near)}?" if near else "it holds none"
         return f"there is no rollout {rollout_id} in {index.folder}; {there}"
-
-
-@contextlib.contextmanager
-def _of_query(query: Query) -> Iterator[None]:
-    """What a value of the store makes of a query that is right in itself (a text that is no number) is an error of the query."""
-    import duckdb
-
-    try:
-        yield
-    except (duckdb.DataError, duckdb.OutOfMemoryException) as error:
-        raise QueryError(query.text, 0, len(query.text), str(error).split("\n", 1)[0]) from error

@@ -16,8 +16,8 @@ import pytest
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus
 from grpo_async.store import RolloutStore
-from grpo_async.store.index import Index
-from grpo_async.store.query import parse_query
+from grpo_async.store.index import Index, Sql
+from grpo_async.store.query import both, parse_query
 from grpo_async.store.seal import seal_block
 from grpo_async.store.table import RolloutTable
 from grpo_async.store.tables import Tables
@@ -349,6 +349,70 @@ def test_a_folder_may_have_any_name(open_store: OpenStore, tmp_path: Path, name:
             table.refresh()
             assert table.group(1).group_id == 1
             assert table.count(parse_query("text ilike '%what%'")).groups == 2
+
+
+@pytest.mark.parametrize("pattern", ["a[1]", "a?"])
+def test_a_folder_that_looks_like_a_pattern_is_no_pattern(open_store: OpenStore, tmp_path: Path, pattern: str) -> None:
+    """It would be read from `a1`, which holds something else."""
+    for name, group_id in (("a1", 7), (pattern, 0)):
+        append_simple(open_store(tmp_path / name), group_id)
+        _seal_all(tmp_path / name)
+    with RolloutTable.open(tmp_path / pattern) as table:
+        assert (table.damage, [each.group_id for each in table.group_page()]) == ([], [0])
+        assert table.count(parse_query("text ilike '%what%'")).rollouts == 2
+        assert table.group(0).group_id == 0
+
+
+def test_a_search_reads_only_what_is_new(
+    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the viewer adds what it has shown so far, `seq <= N`; and tables that nothing asks for are dropped."""
+    with open_store(tmp_path) as store:
+        append_simple(store, 0)
+    _seal_all(tmp_path)
+    store = open_store(tmp_path)
+    read: list[int] = []
+    original = Index.source
+
+    def noted(self: Index, files: Sequence[Path]) -> Any:
+        read.append(len(files))
+        return original(self, files)
+
+    monkeypatch.setattr(Index, "source", noted)
+    query = parse_query("text ilike '%what is%'")
+    newest = parse_query("text ilike '%what is%' and step = last_step()")
+    with RolloutTable.open(tmp_path) as table:
+        for number in range(1, 4):
+            append_simple(store, number, step=number)
+            table.refresh()
+            shown = both(query, parse_query(f"seq<={number}"))
+            assert table.count(shown).groups == table.count(query).groups == number + 1
+        assert read == [1, 0, 0]
+        append_simple(store, 4, step=4)
+        assert table.count(newest).groups == 1
+        table.refresh()
+        assert [each.group_id for each in table.group_page(newest)] == [4], "the newest step is another one"
+        for number in range(40):
+            table.count(parse_query(f"text ilike '%{number}%'"))
+        ((tables,),) = table._index.fetch(Sql("SELECT count(*) FROM duckdb_tables() WHERE table_name LIKE 'match%'"))
+        assert tables == len(table._index._searches) < 40
+
+
+def test_a_block_that_comes_late_is_searched_too(open_store: OpenStore, tmp_path: Path) -> None:
+    """It was damaged, and is restored after later ones were searched."""
+    for group_id in range(2):
+        with open_store(tmp_path) as store:
+            append_simple(store, group_id)
+        _seal_all(tmp_path)
+    path = min(tmp_path.glob("*.parquet"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:2000])
+    query = parse_query("text ilike '%what is%'")
+    with RolloutTable.open(tmp_path) as table:
+        assert table.count(query).groups == 1
+        path.write_bytes(whole)
+        table.refresh()
+        assert table.count(query).groups == 2
 
 
 def test_a_table_leaves_nothing_behind(open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

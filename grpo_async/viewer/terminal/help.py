@@ -1,4 +1,4 @@
-"""Keys of the screen that was open, keys of all screens, and the query language."""
+"""Keys of the screen that was open, keys of all screens, and what queries may say."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the page asks: one GET per view, each answered in a thread.
 
-Every answer over rollouts takes `run` (a name of /api/runs; left out: the first), `q` (the query language), `superseded=1` (also
+Every answer over rollouts takes `run` (a name of /api/runs; left out: the first), `q` (a query), `superseded=1` (also
 what a resume left behind) and `until` (rows up to this seq only). A page that has begun to read names its `until`, so what a run
 writes meanwhile moves nothing; /api/pulse says how much there is by now.
 """
@@ -79,7 +79,7 @@ class Api:
         ]
 
     async def _runs(self, _: Request) -> Response:
-        """All runs and their evaluations, and the query language."""
+        """All runs and their evaluations, and what queries may say."""
 
         def work() -> list[dict[str, Any]]:
             found = []

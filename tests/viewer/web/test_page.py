@@ -89,7 +89,7 @@ def test_fields_are_suggested_while_one_writes(show: Show) -> None:
     page.click("#query")
     page.keyboard.type("trained and rewa")
     page.wait_for_selector("#suggestions li")
-    assert {"reward", "reward.exact"} <= set(page.locator("#suggestions code").all_inner_texts())
+    assert {"reward", "rewards['exact']"} <= set(page.locator("#suggestions code").all_inner_texts())
     page.keyboard.press("Tab")
     page.keyboard.type(">0")
     page.keyboard.press("Enter")

@@ -5,7 +5,7 @@ import { bars } from "./bars.js";
 import { columnsOf } from "./columns.js";
 import { append, empty, fill, h, number, plural } from "./dom.js";
 import { Grid } from "./grid.js";
-import { QueryBox, withTerm } from "./query_box.js";
+import { QueryBox, mapEntry, withTerm } from "./query_box.js";
 import { address, go, note } from "./routes.js";
 
 const QUICK = {
@@ -47,8 +47,8 @@ class Explorer {
     const rows = get(this.kind, this.question({ sort: this.sort, offset: 0, limit: 100, count: 1 }), this.signal).catch((error) => error);
     this.summary = await get("summary", { run }, this.signal);
     const names = [
-      ...this.summary.reward_names.map((name) => ({ name: `reward.${name}`, help: "a part of the reward" })),
-      ...this.summary.column_names.map((name) => ({ name: `columns.${name}`, help: "a column of the data" })),
+      ...this.summary.reward_names.map((name) => ({ name: mapEntry("rewards", name), help: "a part of the reward" })),
+      ...this.summary.column_names.map((name) => ({ name: mapEntry("columns", name), help: "a column of the data" })),
     ];
     this.box = new QueryBox({
       app: this.app,

@@ -161,7 +161,7 @@ function drawBar(name, parameters) {
     document.getElementById("bar"),
     h("div", { class: "bar-run" }, h("label", { for: "run", class: "visually-hidden" }, "Run"), select, app.pulse.element),
     h("nav", { "aria-label": "Views" }, tabs),
-    h("a", { class: "bar-help", href: address("help", { run: app.run }), title: "Query language and keys (?)" }, "Help"),
+    h("a", { class: "bar-help", href: address("help", { run: app.run }), title: "Queries and keys (?)" }, "Help"),
   );
 }
 

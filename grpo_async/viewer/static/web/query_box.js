@@ -170,11 +170,10 @@ export class QueryBox {
 }
 
 function entries(app, names) {
-  const fields = app.fields.filter((field) => !field.name.endsWith(".NAME"));
-  const values = fields.flatMap((field) =>
-    field.values.map((value) => ({ name: `${field.name} = ${value}`, help: field.help })),
+  const values = app.fields.flatMap((field) =>
+    field.values.map((value) => ({ name: `${field.name} = '${value}'`, help: field.help })),
   );
-  return [...names, ...fields, ...app.words, ...values];
+  return [...names, ...app.fields, ...app.words, ...values];
 }
 
 /** `query` and one more term. Terms of the same field that stand alone at the end are replaced: a second click moves the range. */
@@ -202,3 +201,6 @@ function isJoinedByOr(query) {
   }
   return false;
 }
+
+/** What a query calls an entry of a map: rewards['format']. */
+export const mapEntry = (map, name) => `${map}['${name.replaceAll("'", "''")}']`;
