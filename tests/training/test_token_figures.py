@@ -184,6 +184,9 @@ def test_the_second_update_of_a_step_has_the_policy_that_the_first_one_made(tiny
     before, second = _alone(start, section, halves[1]), _alone(start, section, halves[1], now=later)
     assert any(abs(rows[0][0] - before[rollout_id][0][0]) > 1e-2 for rollout_id, rows in second.items())
     _assert_rows(figures, {**_alone(start, section, halves[0]), **second})
+    if section.proximal == "recomputed":
+        for rollout_id, rows in before.items():
+            assert _rows(figures[rollout_id])[1] == pytest.approx(rows[0], rel=1e-4, abs=2e-5)
 
 
 def test_the_tokens_of_an_update_that_was_skipped_are_marked(tiny_model: Path) -> None:
