@@ -100,6 +100,7 @@ def test_a_killed_launcher_leaves_nobody_and_no_temporary_folder(tmp_path: Path)
         assert eventually(lambda: not list(Path(launcher.temporary).iterdir()), 10.0)
 
 
+@pytest.mark.clock  # heartbeats of seconds
 def test_a_trainer_whose_interpreter_is_held_is_named_with_the_place_in_the_code(tmp_path: Path) -> None:
     """A regular expression that backtracks, in a thread: nothing within the process can say anything any more."""
     with LauncherProcess(tmp_path, trainer="hold", launch={"heartbeat_timeout_s": 4.0}) as launcher:
