@@ -257,17 +257,18 @@ def test_a_start_that_takes_too_long_is_asked_for_again() -> None:
         assert len(watch.fleet.failures) == 1  # until it serves it is one
 
 
-@pytest.mark.clock  # on a busy machine a heartbeat that is under way may find the server stopped before the launcher says so
 def test_a_restart_that_the_launcher_makes_by_itself_is_not_asked_for() -> None:
     with fake_server() as server, watched([server.url], interval_s=600.0) as watch:
         watch.serve_all()
-        server.stop()
+        server.hangs.add("/is_paused")  # no heartbeat ends before the launcher has spoken
         watch.tell("exited", "exit code -9; the last lines of its log")
+        server.stop()
         watch.wait_state(DOWN)
         assert "the last lines of its log" in watch.fleet.failures[0].reason
         watch.tell("starting")
         watch.wait_state(STARTING)
         server.instance_id = "second"
+        server.hangs.clear()
         server.start()
         watch.wait_state(READY)
         assert watch.restarts == []
