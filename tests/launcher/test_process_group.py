@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _place(config: ExperimentConfig, folder: Path) -> Assignment:
     rundir = RunDir(config.run_path)
     rundir.create()
-    return Assignment(run_dir=rundir, attempt_dir=rundir.latest_logs, private=folder, server_urls=("http://server",))
+    # a path that no test before had: the store of one before, which is collected late, would remove the file of this one
+    private = Path(tempfile.mkdtemp(dir=folder))
+    return Assignment(run_dir=rundir, attempt_dir=rundir.latest_logs, private=private, server_urls=("http://server",))
 
 
 def _run(config: ExperimentConfig, folder: Path) -> None:
