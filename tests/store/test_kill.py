@@ -18,6 +18,7 @@ from grpo_async.store import GroupRow, RolloutStore, read_groups, scan_groups
 from grpo_async.store.blocks import find_blocks
 from grpo_async.store.metadata import read_metadata
 from tests.store.builders import build_group, build_rollout, small_blocks
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +78,10 @@ def _kill_after(folder: Path, resume: int, seconds: float, *, wants_sealed: bool
     return int(next(line for line in reversed(said) if line.strip()))
 
 
+def _says_killed(folder: Path) -> bool:
+    return any("was killed: groups that it had not written yet" in note for note in read_metadata(folder).notes())
+
+
 def _is_whole(row: GroupRow) -> bool:
     first = row.group_id
     return all(rollout.completion_ids == list(range(first, first + 400)) for rollout in row.rollouts)
@@ -94,7 +99,8 @@ def test_a_killed_writer_leaves_what_was_flushed_and_a_resume_goes_on_from_its_c
     for attempt in range(5):
         first_seq = last_seq + 1
         position = _kill_after(tmp_path, resume, moments.uniform(0.05, 1.5), wants_sealed=attempt == 2)
-        assert any("was killed: groups that it had not written yet" in note for note in read_metadata(tmp_path).notes())
+        # eventually: a sealing process that was just being started has the writer's lock until it becomes another program
+        assert eventually(lambda: _says_killed(tmp_path), 10.0)
         stored = list(scan_groups(tmp_path, with_superseded=True))
         rows = [each.row for each in stored if not each.superseded]
         assert all(_is_whole(row) for row in rows), attempt
