@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -20,8 +21,32 @@ from grpo_async.utils.run_state import judge
 
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 3, 50
 
-Row = dict[str, float]
+Row = Mapping[str, float]
 """One line of metrics.jsonl: values that are numbers and finite; "step" is always there."""
+
+
+class PackedRow(Row):
+    """A row in 8 bytes a value: a dict takes twenty times as much, and a long run has many."""
+
+    __slots__ = ("_places", "_values")
+
+    def __init__(self, row: Row, known: dict[tuple[str, ...], dict[str, int]]) -> None:
+        """`known`: the names of rows that were packed before, which this one shares where it has the same."""
+        names = tuple(row)
+        self._places = known.setdefault(names, {name: place for place, name in enumerate(names)})
+        self._values = array("d", row.values())
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[self._places[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +84,13 @@ class Evidence:
     error: str | None = None
 
     @classmethod
-    def read(cls, run_dir: RunDir) -> Self:
-        """Without the rollout store."""
+    def read(cls, run_dir: RunDir, metrics: Sequence[Row] | None = None) -> Self:
+        """Without the rollout store. `metrics`: where they are known already; reading them takes as long as the run is."""
         problems: list[str] = []
         status = json_object(run_dir.status, problems)
         error = status.get("error")
         return cls(
-            metrics=read_metrics(run_dir, problems),
+            metrics=read_metrics(run_dir, problems) if metrics is None else metrics,
             evaluations=read_evaluations(run_dir, problems),
             config=_config(run_dir.config),
             status=judge(status).state if status else "unfinished",
@@ -146,7 +171,9 @@ class Evidence:
 
 
 def read_metrics(run_dir: RunDir, problems: list[str]) -> list[Row]:
-    rows = [numbers(line) for line in json_lines(run_dir.metrics, problems) if _is_number(line.get("step"))]
+    known: dict[tuple[str, ...], dict[str, int]] = {}
+    lines = _objects(run_dir.metrics, problems)
+    rows: list[Row] = [PackedRow(numbers(line), known) for line in lines if _is_number(line.get("step"))]
     return sorted(rows, key=lambda row: row["step"])
 
 
@@ -206,9 +233,12 @@ def json_object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 def json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """The objects of a JSON Lines file; lines that are none are counted, a torn last line is left out."""
+    return list(_objects(path, problems))
+
+
+def _objects(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     if not path.is_file():
-        return []
-    found: list[dict[str, Any]] = []
+        return
     num_bad = 0
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -219,9 +249,8 @@ def json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
                     num_bad += line.endswith("\n")
                     continue
                 if isinstance(content, dict):
-                    found.append(content)
+                    yield content
     except OSError as error:
         problems.append(f"{path.name} cannot be read: {error}")
     if num_bad:
         problems.append(f"{path.name}: {num_bad} line(s) are not JSON and were left out.")
-    return found

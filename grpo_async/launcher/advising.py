@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_async.display.display import Display, View
 from grpo_async.findings import Evidence, Verdict, judge
+from grpo_async.findings.evidence import PackedRow, numbers, read_metrics
 from grpo_async.findings.pipeline_figures import PipelineSetup, figures_of
 from grpo_async.findings.speed import advise
 from grpo_async.rundir import RunDir, write_atomically
@@ -45,6 +46,9 @@ class Advisor(View):
         self._steps: deque[Mapping[str, float]] = deque(maxlen=max(_LEAST_STEPS, every_steps))
         self._warned = False
         self._verdict: Verdict | None = None
+        # of all steps: to read the file again at each judgement would take longer and longer
+        self._metrics = [row for row in read_metrics(run_dir, []) if row["step"] <= (resume_step or 0)]
+        self._names: dict[tuple[str, ...], dict[str, int]] = {}
         if log.exists():
             with self._warning():
                 _drop_later(log, resume_step or 0)
@@ -57,6 +61,7 @@ class Advisor(View):
 
     def _after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._steps.append(metrics)
+        self._metrics.append(PackedRow({"step": step, **numbers(metrics)}, self._names))
         if not self._every_steps or step % self._every_steps:
             return
         self._judge()
@@ -69,7 +74,7 @@ class Advisor(View):
 
     def _judge(self) -> None:
         """Say it when it is another than before."""
-        verdict = judge(Evidence.read(self._run_dir))
+        verdict = judge(Evidence.read(self._run_dir, self._metrics))
         if verdict != self._verdict:
             self._verdict = verdict
             self._display.learning(verdict)

@@ -258,7 +258,11 @@ def test_every_surface_gives_the_same_verdict(tmp_path: Path, name: str) -> None
     assert f'data-verdict="{verdict.key}"' in page
     assert verdict.text in html.unescape(page)
     told: list[Verdict] = []
-    advisor = Advisor(Mock(learning=told.append), setup=Mock(), every_steps=0, run_dir=run_dir)
+    resume_step = 30  # it reads what came before, and hears of what follows
+    advisor = Advisor(Mock(learning=told.append), setup=Mock(), every_steps=0, run_dir=run_dir, resume_step=resume_step)
+    for row in Evidence.read(run_dir).metrics:
+        if row["step"] > resume_step:
+            advisor.show("step", {"step": row["step"], "metrics": dict(row)})
     advisor.show("evaluation", {})
     assert told == [verdict]
     console = Console(file=io.StringIO(), width=10_000)
