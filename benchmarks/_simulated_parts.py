@@ -290,7 +290,7 @@ class TellingBuffer(SampleBuffer):
 
 
 class SimulatedSource:
-    """training.loop.RolloutSource over the real worker, buffer, ledger and admission, in virtual time."""
+    """rollout.source.AsyncRolloutSource over the real worker, buffer, ledger and admission, in virtual time."""
 
     def __init__(
         self, loop: VirtualLoop, worker: RolloutWorker, buffer: SampleBuffer, ledger: Ledger, admission: Admission
@@ -309,7 +309,7 @@ class SimulatedSource:
         heartbeat: Callable[[], None],
         attend: Callable[[], None],
     ) -> list[ScoredGroup] | None:
-        """See RolloutSource."""
+        """See AsyncRolloutSource."""
         began = self._loop.time()
         watch = Watch(
             timeout_s=_FAR,
@@ -346,7 +346,7 @@ class SimulatedSource:
 
 
 class SimulatedSync:
-    """training.loop.WeightSync: pause every server, take `push_s` seconds, resume."""
+    """trainer.weight_sync.FleetSync: pause every server, take `push_s` seconds, resume."""
 
     has_joiners = False
     has_serving = True
@@ -355,7 +355,7 @@ class SimulatedSync:
         self._loop, self._servers, self._push_s = loop, servers, push_s
 
     def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float]:
-        """See WeightSync."""
+        """See FleetSync."""
         before_gather()
         for server in self._servers:
             server.pause()
@@ -367,4 +367,4 @@ class SimulatedSync:
     def verify(self, score: Callable[[Sequence[Sequence[int]]], list[list[float]]]) -> Mapping[str, float]:
         return {}
 
-    def rest(self) -> None: ...
+    def sleep_servers(self) -> None: ...

@@ -189,7 +189,7 @@ def _logprob_step(
     import torch
     from torch import nn
 
-    from grpo_async.training.logprobs import chunked_logprobs, chunked_objective
+    from grpo_async.training.logprobs import chunked_logprobs
 
     tokens, vocab = (16, 1000) if small else (options.tokens, options.vocab)
     dtype = getattr(torch, options.dtype)
@@ -213,13 +213,13 @@ def _logprob_step(
             temperature=0.9,
             chunk_tokens=options.chunk,
             entropy_gradient=options.entropy_gradient,
-        )
+        )[:2]
 
     def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
         loss = (logprobs * weights[rows]).sum()
         return loss + 0.01 * entropy.sum() / tokens if options.entropy_gradient else loss
 
-    def slopes(
+    def gradients(
         logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         of_entropy = torch.full_like(entropy, 0.01 / tokens) if options.entropy_gradient else None
@@ -227,7 +227,11 @@ def _logprob_step(
 
     def step() -> tuple[float, float]:
         if variant == "chunked" and not options.any_loss:
-            loss = chunked_objective(hidden, targets, head, slopes, temperature=0.9, chunk_tokens=options.chunk)[2]
+            made = chunked_logprobs(
+                hidden, targets, head, temperature=0.9, chunk_tokens=options.chunk, objective=gradients
+            ).objective
+            assert made is not None
+            loss = made
         else:
             loss = loss_of(*(chunked() if variant == "chunked" else full()), slice(None))
         loss.backward()  # type: ignore[no-untyped-call]

@@ -100,7 +100,7 @@ def simulate(setup: Setup) -> Outcome:
         StandstillError: worker and trainer wait for each other for ever.
         AssertionError: the ledger does not add up, or something staler than allowed was trained.
     """
-    from grpo_async.training.loop import LeaderLoop  # here: torch is not loaded for --help
+    from grpo_async.trainer.loop import LeaderLoop  # here: torch is not loaded for --help
     from grpo_async.training.metrics import PipelineMeter, Reading
     from grpo_async.training.step import StepResult
 
@@ -135,7 +135,7 @@ def simulate(setup: Setup) -> Outcome:
     meter = PipelineMeter(Reading(time_s=0.0, generation_busy_s=0.0, generated_tokens=0))
     trainer = LeaderLoop(
         place,
-        source=source,
+        source=source,  # type: ignore[arg-type]
         sync=SimulatedSync(loop, servers, setup.push_s),  # type: ignore[arg-type]
         read=lambda: Reading(time_s=loop.time(), generation_busy_s=busy_s(), generated_tokens=0),
         on_step=on_step,

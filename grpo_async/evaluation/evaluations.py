@@ -20,20 +20,17 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.evaluation.evaluator import EvaluationSide, EvaluationTask
 from grpo_async.evaluation.log import EvaluationLog, EvaluationRecord, When
 from grpo_async.evaluation.metrics import EvaluationResult
+from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.rundir import RunDir
 from grpo_async.store.rollout_store import RolloutStore, all_groups
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-
-if TYPE_CHECKING:
-    from grpo_async.rollout.source import AsyncRolloutSource
-    from grpo_async.training.loop import LeaderLoop
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +40,20 @@ _SEAL_AT_END_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listeners:
-    """Who hears of evaluations.
+    """Who hears of evaluations, and what the main thread does while it waits for one.
 
     tell: ("before", "step 20" or "after", metrics), for the display.
     track: (step, metrics) of a result that no step reports any more.
-    note: (step, metrics) of a policy that may have a checkpoint.
     phase: what rank 0 does.
-    expect: the step that is being evaluated; None afterwards, when its result has been noted.
+    heartbeat: called now and then.
+    attend: called when the servers have changed.
     """
 
     tell: Callable[[str, Mapping[str, float]], None]
     track: Callable[[int, Mapping[str, float]], None]
-    note: Callable[[int, Mapping[str, float]], None]
     phase: Callable[[str], None]
-    expect: Callable[[int | None], None] = lambda step: None
+    heartbeat: Callable[[], None]
+    attend: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +67,7 @@ class _Running:
 
 
 class RunEvaluations:
-    """See the module's docstring; implements training.loop.Evaluations. Used from the trainer's main thread.
+    """See the module's docstring. Used from the trainer's main thread; `scores` and `running_step` from any.
 
     Args:
         side: None: the run has no evaluation, and every method does nothing.
@@ -81,7 +78,7 @@ class RunEvaluations:
     def __init__(
         self,
         config: ExperimentConfig,
-        rundir: RunDir,
+        run_dir: RunDir,
         *,
         source: AsyncRolloutSource,
         side: EvaluationSide | None,
@@ -92,20 +89,20 @@ class RunEvaluations:
         self._timeline = timeline
         self._config = config
         self._section = config.evaluation
-        self._rundir = rundir
+        self._run_dir = run_dir
         self._source = source
         self._evaluator = None if side is None else side.evaluator
         self._baseline = None if side is None else side.majority_baseline
         self._start = start
         self._listeners = listeners
-        self._log = EvaluationLog(rundir.evaluation_log, start=start)
+        self._log = EvaluationLog(run_dir.evaluation_log, start=start)
         self._running: _Running | None = None
         self._unsealed: RolloutStore | None = None  # of the evaluation before
         self._unreported: dict[str, float] = {}
         self._num_skipped = 0
         self._num_failed = 0
         if side is not None:
-            _drop_later(rundir, start)
+            _drop_later(run_dir, start)
 
     @property
     def num_tokens(self) -> int:
@@ -113,12 +110,24 @@ class RunEvaluations:
         return 0 if self._evaluator is None else self._evaluator.num_tokens
 
     @property
+    def running_step(self) -> int | None:
+        """The step whose policy is being evaluated."""
+        running = self._running
+        return None if running is None else running.step
+
+    def scores(self, metric: str) -> dict[int, float]:
+        """A metric of every policy after step 0 that was evaluated, by step."""
+        results = {record.step: record.result for record in list(self._log.records) if record.result is not None}
+        return {step: found.metrics[metric] for step, found in results.items() if step > 0 and metric in found.metrics}
+
+    @property
     def holds_push(self) -> bool:
+        """Whether one is running that wants one policy version only: the servers keep theirs until it is over."""
         running = self._running
         is_pinned = self._section is not None and self._section.pin_version
         return is_pinned and running is not None and not running.future.done()
 
-    def before_training(self, loop: LeaderLoop) -> None:
+    def before_training(self) -> None:
         """Evaluate the policy that training begins with, or what a run that was killed left undone.
 
         Raises:
@@ -131,13 +140,14 @@ class RunEvaluations:
         if due == 0:
             self._listeners.phase("evaluating")
             self._begin(self._start, due=0, when="start", max_in_flight=self._all_slots)
-            self._await(loop)
+            self._await()
         elif due is not None and self._start < self._config.training.max_steps:
             logger.info("the evaluation of step %d had not ended: it is made again, on step %d", due, self._start)
             self._begin(self._start, due=due, when="step", max_in_flight=self._config.evaluation_in_flight)
 
     def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
-        """See training.loop.Evaluations."""
+        """`step` is done: add the result of an evaluation that has ended to its metrics, and start the one that is due, if the
+        weights of this step are served (`is_served`). Never waits."""
         if self._evaluator is None or self._section is None:
             return
         if self._running is not None and self._running.future.done():
@@ -154,20 +164,20 @@ class RunEvaluations:
         metrics.update(self._unreported)
         self._unreported = {}
 
-    def end_running(self, loop: LeaderLoop) -> None:
+    def end_running(self) -> None:
         """The last step is done: wait for the evaluation that still runs, if any."""
         if self._running is not None:
             self._listeners.phase("waiting for an evaluation to end")
-            self._await_last(loop)
+            self._await_last()
 
-    def after_training(self, step: int, loop: LeaderLoop) -> None:
+    def after_training(self, step: int) -> None:
         """Evaluate the final policy, which is served, after `step` steps. A failure is told and recorded, no more: the model is
         trained, saved and exported."""
         if self._evaluator is None:
             return
         self._listeners.phase("evaluating")
         self._begin(step, due=step, when="end", max_in_flight=self._all_slots)
-        self._await_last(loop)
+        self._await_last()
 
     def summary(self) -> dict[str, Any] | None:
         """For summary.json; None without evaluation."""
@@ -208,7 +218,7 @@ class RunEvaluations:
     def _begin(self, step: int, *, due: int, when: When, max_in_flight: int) -> None:
         evaluator = self._evaluator
         assert evaluator is not None
-        folder = self._rundir.evaluation(step)
+        folder = self._run_dir.evaluation(step)
         self._seal(wait_s=_SEAL_AT_END_S if folder.exists() else 0.0)  # nothing may seal what is written anew
         shutil.rmtree(folder, ignore_errors=True)  # of one that was broken off
         # not sealed when it is closed, which the trainer's thread would wait for, but when the next begins
@@ -219,7 +229,6 @@ class RunEvaluations:
             return evaluator.run(task)
 
         future = self._source.begin_evaluation(run, num_tokens=lambda: evaluator.num_tokens)
-        self._listeners.expect(step)
         self._running = _Running(step=step, due=due, when=when, future=future, store=store, began=time.time())
         logger.info("an evaluation begins after step %d, with at most %d rollouts in flight", step, max_in_flight)
 
@@ -229,11 +238,13 @@ class RunEvaluations:
         self._num_skipped += 1
         self._unreported["eval/num_skipped"] = float(self._num_skipped)
 
-    def _await(self, loop: LeaderLoop) -> None:
+    def _await(self) -> None:
         running = self._running
         assert running is not None
         try:
-            result = self._source.await_evaluation(running.future, heartbeat=loop.heartbeat, attend=loop.attend)
+            result = self._source.await_evaluation(
+                running.future, heartbeat=self._listeners.heartbeat, attend=self._listeners.attend
+            )
         except GrpoAsyncError as error:
             if running.future.done():
                 self._fail(running, error)
@@ -254,27 +265,24 @@ class RunEvaluations:
     def _fail(self, running: _Running, error: GrpoAsyncError) -> None:
         logger.exception("the evaluation of step %d failed", running.step, exc_info=error)
         self._listeners.phase(f"the evaluation of step {running.step} failed: {error}")
-        self._release(running)
         self._log.add(EvaluationRecord(step=running.step, due=running.due, when=running.when, error=str(error)))
+        self._release(running)
         self._num_failed += 1
         self._unreported["eval/num_errors"] = float(self._num_failed)
-        self._listeners.expect(None)
 
     def _end(self, running: _Running, result: EvaluationResult | None) -> None:
         """None: it was cancelled because the run stops. It is not recorded, so a resume makes it again."""
-        self._release(running)
         if result is None:
+            self._release(running)
             return
         if self._baseline is not None:
             result = replace(result, metrics={**result.metrics, "majority_baseline": self._baseline})
         self._log.add(EvaluationRecord(step=running.step, due=running.due, when=running.when, result=result))
+        self._release(running)  # not before: without a score, a checkpoint that is not evaluated may be removed
         self._unreported |= {f"eval/{name}": value for name, value in result.flat().items()}
         self._unreported["eval/step"] = float(running.step)
         shown = {"start": "before", "end": "after"}.get(running.when, f"step {running.step}")
         self._listeners.tell(shown, result.flat())
-        if running.step > 0:
-            self._listeners.note(running.step, result.metrics)
-        self._listeners.expect(None)  # not before: what expects nothing may be removed
 
     def _release(self, running: _Running) -> None:
         self._running = None
@@ -287,11 +295,11 @@ class RunEvaluations:
         if store is not None:
             store.seal_rest(wait_s=wait_s)
 
-    def _await_last(self, loop: LeaderLoop) -> None:
+    def _await_last(self) -> None:
         """Training is over: a failure does not matter to it, and no step reports the result any more."""
         running = self._running
         try:
-            self._await(loop)
+            self._await()
         except GrpoAsyncError:
             if running is None or not self._log.has_failed(running.step):
                 raise  # it is no failure of the evaluation; those are recorded and told
@@ -300,9 +308,9 @@ class RunEvaluations:
             self._unreported = {}
 
 
-def _drop_later(rundir: RunDir, start: int) -> None:
+def _drop_later(run_dir: RunDir, start: int) -> None:
     """Rollouts of evaluations of steps after `start`, which will run again."""
-    for folder in rundir.evaluations.glob("step_*"):
+    for folder in run_dir.evaluations.glob("step_*"):
         number = folder.name.removeprefix("step_")
         if number.isdecimal() and int(number) > start:
             shutil.rmtree(folder, ignore_errors=True)

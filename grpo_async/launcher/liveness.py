@@ -5,7 +5,7 @@
     at the limit   `launch.heartbeat_timeout_s`: its stacks are written, `frozen` is set, and the supervisor ends the run
 
 A step that takes long, a compile, a slow disk or an evaluation hold no interpreter for so long; what stands still with a free
-interpreter is the business of `training.watchdog`.
+interpreter is the business of `trainer.stall`.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ lets go of it at each of hundreds of operations a step, and waits that long wher
 
 
 class AsyncRolloutSource:
-    """See the module's docstring; implements training.loop.RolloutSource."""
+    """See the module's docstring."""
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ def build_context(
     )
     context = TrainerContext(
         config=config,
-        rundir=assignment.run_dir,
+        run_dir=assignment.run_dir,
         policy=policy,
         optimizer=make_optimizer(policy, config.optimizer),
         objective=objective,

@@ -77,33 +77,18 @@ def _run(
 ) -> dict[str, Any] | None:
     """The result; None when it was stopped."""
     from grpo_async.chat.renderer import load_renderer
-    from grpo_async.checks.config_checks import reward_problems
-    from grpo_async.data import load_data
     from grpo_async.evaluation.evaluator import EvaluationTask, build_evaluation_side
-    from grpo_async.rewards import load_rewards
     from grpo_async.rollout.error_log import ErrorLog
-    from grpo_async.rollout.participants import ProducerParts, load_participants, token_counter
-    from grpo_async.scoring.scorer import Scorer
+    from grpo_async.rollout.participants import ProducerParts
     from grpo_async.trainer.connections import make_client
+    from grpo_async.trainer.rollout_side import load_rollout_inputs
 
     section = config.evaluation
     assert section is not None  # checked by the launcher
     renderer = load_renderer(config)
-    participants = load_participants(config)
-    data = load_data(config.data, section, count_tokens=token_counter(renderer, participants))
-    rewards = load_rewards(config.rewards)
-    for reward in rewards:
+    inputs = load_rollout_inputs(config, renderer)
+    for reward in inputs.rewards:
         stack.callback(reward.close)
-    problems = reward_problems(config, rewards, data.train[0])
-    if problems:
-        raise ConfigError("\n".join(problems))
-    scorer = Scorer(
-        rewards,
-        advantage=config.advantage,
-        train_zero_variance=False,
-        environment_weights=participants.environments.reward_weights if participants.environments else {},
-        max_steps=config.training.max_steps,
-    )
     client = make_client(config, fleet)
 
     def served_version() -> int:
@@ -111,15 +96,15 @@ def _run(
 
     parts = ProducerParts(
         config=config,
-        participants=participants,
+        participants=inputs.participants,
         client=client,
         renderer=renderer,
         errors=ErrorLog(),
         served_version=served_version,
     )
-    side = build_evaluation_side(config, data, parts, scorer)
+    side = build_evaluation_side(config, inputs.data, parts, inputs.scorer)
     assert side is not None
-    count = min(section.num_prompts, len(data.evaluation or ()))
+    count = min(section.num_prompts, len(inputs.data.evaluation or ()))
     control.send("phase", name=f"evaluating {count} prompts, {section.samples} completion(s) each")
     task = EvaluationTask(
         step=0,
@@ -136,7 +121,7 @@ def _run(
         except asyncio.CancelledError:
             return None
         finally:
-            await participants.aclose()
+            await inputs.participants.aclose()
             await client.aclose()
         baseline = {} if side.majority_baseline is None else {"majority_baseline": side.majority_baseline}
         return {"metrics": result.metrics, "by_group": result.by_group, "group_by": section.group_by, **baseline}

@@ -33,13 +33,13 @@ from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, Trackers, open_trackers
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.trainer.connections import is_lost, open_fleet, watch_servers
+from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.trainer.run_timeline import RunPhases
 from grpo_async.trainer.stall import StallGuard
 from grpo_async.trainer.weight_sync import FleetSync
-from grpo_async.training.checkpoint import CheckpointKeeper, load_state, load_tensors, set_aside_later_checkpoints
+from grpo_async.training.checkpoint import load_state, load_tensors, prune, set_aside_later_checkpoints
 from grpo_async.training.export import write_model_card
-from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.metrics import PipelineMeter, Reading, Totals
 from grpo_async.training.ranks import StopCommand, TrainerContext
 from grpo_async.user_code.threads import call_when_set
@@ -91,11 +91,11 @@ class _Leader:
             load_state(assignment.run_dir, assignment.resume_step) if assignment.resume_step is not None else None
         )
         self._progress: dict[str, Any] = dict(self._state.progress) if self._state else {}
-        self._keeper = CheckpointKeeper(assignment.run_dir, config.checkpoint, resumed_step=assignment.resume_step)
         self._fleet = open_fleet(config, assignment.server_urls, control, stack)
         stack.callback(watch_servers(self._fleet, timeline).close)
         self._engine = "unknown"
         self._evaluations: RunEvaluations  # from `run` on
+        self._loop: LeaderLoop
         self._guard: StallGuard
 
     def run(self) -> None:
@@ -126,7 +126,7 @@ class _Leader:
         self._evaluations = self._build_evaluations(side, start)
         totals = self._progress.pop("totals", None)
         meter = PipelineMeter(self._read(), Totals(**totals) if totals else None)
-        loop = self._build_loop(side, meter, start)
+        loop = self._loop = self._build_loop(side, meter, start)
         self._phases.begin("pushing the first weights")
         first_push = self._push_first(loop, start)  # also proves the transport before anything is generated
         if first_push is None:
@@ -139,7 +139,7 @@ class _Leader:
             return
         call_when_set(control.stop_requested, side.source.interrupt)
         self._watch_for_stalls(side, loop)
-        self._evaluations.before_training(loop)
+        self._evaluations.before_training()
         finished = self._train(side, loop, meter, start)
         self._write_summary(side, meter, finished)
         self._guard.check()
@@ -169,9 +169,9 @@ class _Leader:
             listeners=Listeners(
                 tell=lambda when, metrics: self._control.send("evaluation", when=when, metrics=dict(metrics)),
                 track=lambda step, metrics: self._trackers.log(step, metrics),
-                note=self._keeper.note_evaluation,
-                expect=self._keeper.expect_evaluation,
                 phase=lambda name: self._control.send("phase", name=name),
+                heartbeat=lambda: self._loop.heartbeat(),
+                attend=lambda: self._loop.push_if_needed(),
             ),
             timeline=self._timeline,
         )
@@ -210,9 +210,9 @@ class _Leader:
             trackers.log(step, metrics)
             self._control.send("step", step=step, max_steps=config.training.max_steps, metrics=metrics)
             if step == start + 1:
-                words = f"memory of the trainer's ranks after step {step}: {describe_peak(**self._memory())}"
-                logger.info(words)
-                self._control.send("note", text=words)
+                memory = f"memory of the trainer's ranks after step {step}: {describe_peak(**self._memory())}"
+                logger.info(memory)
+                self._control.send("note", text=memory)
 
         return LeaderLoop(
             context,
@@ -225,9 +225,17 @@ class _Leader:
             evaluations=self._evaluations,
             saved_step=self._assignment.resume_step,
             counters=self._state.counters if self._state else None,
-            on_saved=self._keeper.prune,
+            on_saved=self._prune,
             timeline=self._timeline,
         )
+
+    def _prune(self) -> None:
+        """Called by the thread that writes checkpoints."""
+        # first the step: what is evaluated no more has its score
+        evaluated_now = self._evaluations.running_step
+        section = self._config.checkpoint
+        scores = self._evaluations.scores(section.best_metric)
+        prune(self._assignment.run_dir, section, scores=scores, evaluated_now=evaluated_now)
 
     def _probes(self, side: RolloutSide) -> list[list[int]]:
         """Token sequences on which trainer and servers are compared: prompts of this run, and noise."""
@@ -347,7 +355,7 @@ class _Leader:
             loop.save(finished, wait=True)  # before generation is stopped: a resume goes on with what is in flight
             source.stop_generating()
         else:
-            self._evaluations.end_running(loop)
+            self._evaluations.end_running()
             source.stop_generating()
             try:
                 self._await_server(loop)
@@ -356,7 +364,7 @@ class _Leader:
             loop.finish(finished)
             self._phases.end()
             loop.activity.begin("evaluating after training")
-            self._evaluations.after_training(finished, loop)
+            self._evaluations.after_training(finished)
             self._complete_model_card(finished)
         loop.stop_followers()
         return finished

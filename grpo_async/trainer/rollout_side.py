@@ -13,15 +13,15 @@ from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.config_checks import reward_problems
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.data import PromptStream, load_data, make_prompt
+from grpo_async.data import LoadedData, PromptStream, load_data, make_prompt
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.evaluator import EvaluationSide, build_evaluation_side
 from grpo_async.inference.fleet import Fleet
 from grpo_async.inference.router import FixedServers
 from grpo_async.records import Prompt
-from grpo_async.rewards import load_rewards
+from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.participants import ProducerParts, load_participants, token_counter
+from grpo_async.rollout.participants import Participants, ProducerParts, load_participants, token_counter
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
@@ -49,6 +49,42 @@ class RolloutSide:
     supersede: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInputs:
+    """What rollouts are made and scored with, in training and in an evaluation alone."""
+
+    participants: Participants
+    data: LoadedData
+    rewards: Sequence[RewardFunction]
+    scorer: Scorer
+
+
+def load_rollout_inputs(
+    config: ExperimentConfig, renderer: ChatRenderer, timeline: Timeline = NO_TIMELINE
+) -> RolloutInputs:
+    """Import and read what the configuration names, and check one against the other.
+
+    Raises:
+        ConfigError: data or reward functions cannot be used.
+    """
+    participants = load_participants(config)
+    data = load_data(config.data, config.evaluation, count_tokens=token_counter(renderer, participants))
+    rewards = load_rewards(config.rewards)
+    problems = reward_problems(config, rewards, data.train[0])
+    if problems:
+        raise ConfigError("\n".join(problems))
+    scorer = Scorer(
+        rewards,
+        advantage=config.advantage,
+        train_zero_variance=config.rollout.zero_variance == "train",
+        train_truncated=config.rollout.overlong == "train",
+        environment_weights=participants.environments.reward_weights if participants.environments else {},
+        max_steps=config.training.max_steps,
+        timeline=timeline,
+    )
+    return RolloutInputs(participants=participants, data=data, rewards=rewards, scorer=scorer)
+
+
 def build_rollout_side(
     config: ExperimentConfig,
     *,
@@ -65,8 +101,8 @@ def build_rollout_side(
     """
     rollout = config.rollout
     start = state.step if state else 0
-    participants = load_participants(config)
-    data = load_data(config.data, config.evaluation, count_tokens=token_counter(renderer, participants))
+    inputs = load_rollout_inputs(config, renderer, timeline)
+    participants, data, scorer = inputs.participants, inputs.data, inputs.scorer
     for note in data.notes:
         logger.info("%s", note)
     stream = PromptStream(
@@ -77,19 +113,6 @@ def build_rollout_side(
         state=state.rollouts["data"] if state else None,
     )
     resume = state.resume_state(stream.prompt) if state else None
-    rewards = load_rewards(config.rewards)
-    problems = reward_problems(config, rewards, data.train[0])
-    if problems:
-        raise ConfigError("\n".join(problems))
-    scorer = Scorer(
-        rewards,
-        advantage=config.advantage,
-        train_zero_variance=rollout.zero_variance == "train",
-        train_truncated=rollout.overlong == "train",
-        environment_weights=participants.environments.reward_weights if participants.environments else {},
-        max_steps=config.training.max_steps,
-        timeline=timeline,
-    )
     ledger = Ledger(resume.ledger if resume else None)
     admission = Admission(
         groups_per_step=rollout.groups_per_step,
@@ -157,7 +180,7 @@ def build_rollout_side(
         advantages=scorer.advantages,
         # servers that others run may come and go for ever
         server_events=(lambda: 0) if config.inference.urls else (lambda: fleet.num_events),
-        closing=[reward.close for reward in rewards],
+        closing=[reward.close for reward in inputs.rewards],
         closing_on_loop=[participants.aclose],
     )
     first = [

@@ -1,11 +1,13 @@
 """What happens when a run stands still (`training.stall_timeout_s`): say what waits for what, save if that is possible, end.
 
-    the watchdog notices -> words and the stacks of all threads into the log
-                         -> whoever waits for samples gets a RunError: the main thread saves what it has and ends the process
-                         -> it has launch.stop_timeout_s for each thing that it does then; one that hangs has the process ended
-                            over its head
+    no step finished, no token generated -> message and stacks of all threads into the log
+                                         -> whoever waits for samples gets a RunError: the main thread saves what it has and ends
+                                            the process
+                                         -> it has launch.stop_timeout_s for each thing that it does then; if it hangs, the
+                                            process is ended from here
 
-Either way the exit code is 1, and the words are left for the launcher.
+Either way the exit code is 1, and the message is left for the launcher. A process that is stopped, or whose interpreter is held,
+cannot notice that itself: launcher.liveness does.
 """
 
 from __future__ import annotations
@@ -25,19 +27,21 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.failures import words_of, write_failure
 from grpo_async.rollout.source import AsyncRolloutSource
-from grpo_async.training.loop import LeaderLoop
-from grpo_async.training.watchdog import StallWatchdog
+from grpo_async.trainer.loop import LeaderLoop
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_INTERVAL_S = 5.0
+_CHECKS_PER_TIMEOUT = 10
 _REPORT_S = 10.0
-"""For the last words to be written before the process is ended, should the disk or the launcher hang, too."""
+"""For the last message to be written before the process is ended, should the disk or the launcher hang, too."""
 _RESTART_DELAY_S = 60.0
 """The longest between the death of a server and its start, see inference.restart_delay_s."""
 
 
 class StallGuard:
-    """Watches a run from rank 0, from `start` to `stop`.
+    """Watches a run from rank 0, from `start` to `stop`. Its thread goes on when the main thread hangs in a collective or the
+    rollout thread in a user's function.
 
     Args:
         assignment: where to leave the failure.
@@ -63,20 +67,31 @@ class StallGuard:
         self._loop = loop
         self._fleet = fleet
         self._error: RunError | None = None
-        self._watchdog = StallWatchdog(
-            timeout_s=config.training.stall_timeout_s,
-            progress=self._progress,
-            is_excused=self._is_excused,
-            on_stall=self._on_stall,
-        )
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stall-guard", daemon=True)
 
     def start(self) -> None:
         """Begin to watch; the servers serve."""
-        self._watchdog.start()
+        self._thread.start()
 
     def stop(self) -> None:
-        """The run is over."""
-        self._watchdog.stop()
+        """The run is over. Without effect on a stall that was noticed before: what was begun then is carried out."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        timeout_s = self._config.training.stall_timeout_s
+        interval_s = min(_LONGEST_INTERVAL_S, timeout_s / _CHECKS_PER_TIMEOUT)
+        seen: object = None
+        changed_at = slept_at = time.monotonic()
+        while not self._ended.wait(timeout=interval_s):  # until `stop`; a daemon thread
+            was_frozen = time.monotonic() - slept_at > interval_s + timeout_s / 2  # SIGSTOP: it is no stall
+            progress = self._progress()
+            now = slept_at = time.monotonic()
+            if progress != seen or was_frozen or self._is_excused():
+                seen, changed_at = progress, now
+            elif now - changed_at >= timeout_s:
+                self._on_stall(now - changed_at)
+                return
 
     def check(self) -> None:
         """Call it when everything is written.
@@ -88,6 +103,7 @@ class StallGuard:
             raise self._error
 
     def _progress(self) -> object:
+        """Changes while the run goes on."""
         tokens = self._source.ledger_snapshot()["tokens"]["started"]
         # those of evaluations are known to the servers only, and the end of a run (save, export) shows in what is begun
         return self._loop.version, tokens, self._fleet.read().generated_tokens, self._loop.activity.num_begun
@@ -119,15 +135,15 @@ class StallGuard:
         grace_s = self._config.launch.stop_timeout_s
         main = threading.main_thread()
         saved_by = time.monotonic() + self._loop.longest_save_s
-        begun = -1
+        num_begun = -1
         while main.is_alive():  # ends when the main thread begins nothing
             saves = self._loop.is_saving and time.monotonic() < saved_by
-            if begun == self._loop.activity.num_begun and not saves:
+            if num_begun == self._loop.activity.num_begun and not saves:
                 break
-            begun = self._loop.activity.num_begun
+            num_begun = self._loop.activity.num_begun
             main.join(timeout=grace_s)
-        words = f"{error} Its main thread did not end the process within launch.stop_timeout_s = {grace_s:g} s, so it was ended."
-        _within(_REPORT_S, lambda: self._report(RunError(words)))
+        message = f"{error} Its main thread did not end the process within launch.stop_timeout_s = {grace_s:g} s, so it was ended."
+        _within(_REPORT_S, lambda: self._report(RunError(message)))
         os._exit(1)
 
     def _report(self, error: RunError) -> None:

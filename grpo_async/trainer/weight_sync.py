@@ -8,7 +8,7 @@ To follow a push: FleetSync.push here, weights.push.push_weights, weights.transp
             '------- fence the servers that failed <--------'
 
 A server that fails is fenced, and the push is made again with the others. With no server left the push is skipped: training
-goes on with what is queued, and the weights follow when a server is back (LeaderLoop.attend).
+goes on with what is queued, and the weights follow when a server is back (LeaderLoop.push_if_needed).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
 
 
 class FleetSync:
-    """Implements training.loop.WeightSync; used from the trainer's main thread.
+    """The weights of the trainer to the servers of the fleet; used from the trainer's main thread.
 
     Args:
         parameters: of the policy; gathered on every rank.
@@ -78,14 +78,19 @@ class FleetSync:
 
     @property
     def has_joiners(self) -> bool:
+        """Whether some server could serve if it had the weights."""
         return self._fleet.has_joiners
 
     @property
     def has_serving(self) -> bool:
+        """Whether some server serves."""
         return bool(self._fleet.serving())
 
     def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
-        """See WeightSync.
+        """Push the current weights as `version` to every server that is up, and return metrics; None when no server is.
+
+        Args:
+            before_gather: called before each pass over the parameters: the other ranks have to take part in it.
 
         Raises:
             ConfigError: the first server cannot serve this run.
@@ -231,7 +236,12 @@ class FleetSync:
         return True
 
     def verify(self, score: Score) -> dict[str, float]:
-        """See WeightSync. A server that is gone meanwhile is left to the fleet."""
+        """Where it is due, compare the servers with `score`, which gives the trainer's own log-probabilities of sequences at the
+        rounding of a dtype; returns metrics. A server that is gone meanwhile is left to the fleet.
+
+        Raises:
+            RunError: a server serves other weights than the trainer has.
+        """
         if not self._verify_now or not self._probes:
             return {}
         self._verify_now = False
@@ -270,8 +280,8 @@ class FleetSync:
             "sync/verify_rounding": expected.rounding.mean
         }
 
-    def rest(self) -> None:
-        """See WeightSync: with `inference.vllm.sleep_while_training` the servers sleep until the next push."""
+    def sleep_servers(self) -> None:
+        """A step begins to train: with `inference.vllm.sleep_while_training` the servers sleep until the next push."""
         if not self._config.inference.vllm.sleep_while_training:
             return
         for server in self._fleet.serving():

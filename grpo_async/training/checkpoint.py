@@ -1,26 +1,23 @@
 """Checkpoints: what they hold, writing them while training and generation go on, loading them, and which ones stay.
 
     checkpoints/step_N/
-    |- *.distcp, .metadata   model and optimizer, by torch's distributed checkpoint (DCP)
-    |- rank_K.json           random number generators of rank K
+    |- *.distcp, .metadata   model, optimizer and every rank's random number generators, by torch's distributed checkpoint (DCP)
     |- state.json            step, counters, ledger, data cursor, prompts to issue again
     |- rollouts.jsonl        finished groups that were not trained, and rollouts in progress (buffer.resume)
     `- manifest.json         sizes and checksums of the others, written last (checkpoint_manifest)
 
     training thread   begin = wait for the last one -> copy this rank's tensors to the CPU -> start the writer, go on
-    writer thread     generators of this rank -> DCP, all ranks together, in a gloo group of its own
+    writer thread     DCP, all ranks together, in a gloo group of its own
                       rank 0 then: state -> manifest with checksums -> rename to step_N -> remove old ones
 
 Invariant: a directory named step_N is whole. It is written under another name and renamed, so a crash or a full disk leaves the
-last good checkpoint untouched. DCP's save returns on rank 0 only after every rank has written its tensors, and rank 0 looks for
-every other file before it renames; so nobody waits for anybody but within DCP, whose group has a deadline. (dcp.async_save would
-give the writer thread, but neither what stands before and after DCP in it nor its deadline.) A checkpoint loads on another number
-of ranks.
+last good checkpoint untouched. DCP's save returns on rank 0 only after every rank has written its part; so nobody waits for
+anybody but within DCP, whose group has a deadline. (dcp.async_save would give the writer thread, but neither what stands after DCP
+in it nor its deadline.) A checkpoint loads on another number of ranks.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import logging
@@ -28,7 +25,6 @@ import math
 import os
 import random
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,6 +33,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -47,16 +44,22 @@ from grpo_async.buffer.resume import ResumeState, read_resume_state
 from grpo_async.config.sections import CheckpointSection
 from grpo_async.errors import CheckpointError, DeadlineError
 from grpo_async.records import Prompt
-from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.rundir import RunDir
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.training.checkpoint_manifest import FORMAT, STATE, sync_folder, write_manifest
+from grpo_async.training.checkpoint_manifest import (
+    FORMAT,
+    STATE,
+    read_manifest,
+    sync_folder,
+    write_manifest,
+    write_synced,
+)
 from grpo_async.training.model import Policy
 from grpo_async.training.optimizer import give_state_to_all
 
 _PREFIX = "writing_"
 _SLICE_S = 20.0
 _MARGIN_S = 30.0
-_EVALUATIONS = "evaluations.json"
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +75,7 @@ class TrainerState:
     Attributes:
         rollouts: ResumeState.small() of the rollout side.
         lines: its groups; made one by one while they are written.
-        progress: of the run as a whole: totals of the meter, evaluations.
+        progress: of the run as a whole: totals of the meter.
         counters: of the main loop, such as steps in a row that were not finite.
     """
 
@@ -116,27 +119,17 @@ def write_state(folder: Path, state: TrainerState) -> None:
         "progress": state.progress,
         "counters": state.counters,
     }
-    with (folder / ROLLOUTS).open("w", encoding="utf-8") as file:
-        for line in state.lines:
-            file.write(line + "\n")
-        _to_disk(file.fileno(), file.flush)
-    with (folder / STATE).open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        _to_disk(file.fileno(), file.flush)
+    write_synced(folder / ROLLOUTS, (line + "\n" for line in state.lines))
+    write_synced(folder / STATE, [json.dumps(content)])
 
 
-def _to_disk(descriptor: int, flush: Callable[[], None]) -> None:
-    flush()
-    os.fsync(descriptor)
-
-
-def load_state(rundir: RunDir, step: int) -> TrainerState:
+def load_state(run_dir: RunDir, step: int) -> TrainerState:
     """The part of a checkpoint that is no tensor.
 
     Raises:
         CheckpointError: missing, broken or of another format.
     """
-    folder = rundir.checkpoint(step)
+    folder = run_dir.checkpoint(step)
     path = folder / STATE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -148,7 +141,9 @@ def load_state(rundir: RunDir, step: int) -> TrainerState:
         raise CheckpointError(f"cannot read {path}: {error}; resume from another one with --resume N") from error
 
 
-def load_tensors(rundir: RunDir, step: int, policy: Policy, optimizer: torch.optim.Optimizer, *, seed: int = 0) -> None:
+def load_tensors(
+    run_dir: RunDir, step: int, policy: Policy, optimizer: torch.optim.Optimizer, *, seed: int = 0
+) -> None:
     """Load model and optimizer of a checkpoint into this rank's shards, and its random number generators. Every rank calls it.
 
     A checkpoint of step 0 holds the model as it was loaded and an optimizer that has not begun: there is no tensor to load. A rank
@@ -157,44 +152,32 @@ def load_tensors(rundir: RunDir, step: int, policy: Policy, optimizer: torch.opt
     Raises:
         CheckpointError: files are missing or do not fit the model.
     """
-    folder = rundir.checkpoint(step)
+    folder, rank = run_dir.checkpoint(step), dist.get_rank()
+    is_known = rank < int(read_manifest(folder)["world_size"])
+    state: dict[str, Any] = {"rng": {f"rank_{rank}": ()} if is_known else {}}
     if step > 0:
-        model_state, optimizer_state = get_state_dict(policy, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        try:
-            dcp.load(state, checkpoint_id=str(folder))
-        except DCP_ERRORS as error:
-            raise CheckpointError(f"cannot load {folder}: {error}; resume from another one with --resume N") from error
-        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    _load_rng(folder, step, seed)
-
-
-def _load_rng(folder: Path, step: int, seed: int) -> None:
-    rank = dist.get_rank()
-    path = folder / rank_file(rank)
-    if not path.exists():
-        logger.info("%s knows no rank %d: its random number generators begin anew, from run.seed", folder, rank)
-        digest = hashlib.blake2b(f"seed {seed}, step {step}, rank {rank}".encode(), digest_size=4).digest()
-        seed_rng(int.from_bytes(digest, "big"))
-        return
+        state["model"], state["optimizer"] = get_state_dict(policy, optimizer)
     try:
-        restore_rng(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; resume from another one with --resume N") from error
+        dcp.load(state, checkpoint_id=str(folder))
+    except DCP_ERRORS as error:
+        raise CheckpointError(f"cannot load {folder}: {error}; resume from another one with --resume N") from error
+    if step > 0:
+        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if is_known:
+        restore_rng(state["rng"][f"rank_{rank}"])
+        return
+    logger.info("%s knows no rank %d: its random number generators begin anew, from run.seed", folder, rank)
+    digest = hashlib.blake2b(f"seed {seed}, step {step}, rank {rank}".encode(), digest_size=4).digest()
+    seed_rng(int.from_bytes(digest, "big"))
 
 
-def rank_file(rank: int) -> str:
-    """Name of the file with the generators of a rank."""
-    return f"rank_{rank}.json"
-
-
-def set_aside_later_checkpoints(rundir: RunDir, step: int) -> None:
+def set_aside_later_checkpoints(run_dir: RunDir, step: int) -> None:
     """A run that goes on from `step` writes its own later steps: what stands there is renamed to replaced_step_N, so that
     neither `--resume` nor pruning takes it for a part of this run. Newest first: whenever this ends, `--resume auto` goes on from
     `step` or a step that nothing has gone on behind."""
-    for later in reversed(rundir.checkpoint_steps()):
+    for later in reversed(run_dir.checkpoint_steps()):
         if later > step:
-            set_aside(rundir.checkpoint(later), "replaced")
+            set_aside(run_dir.checkpoint(later), "replaced")
 
 
 def set_aside(checkpoint: Path, reason: str) -> Path:
@@ -205,52 +188,27 @@ def set_aside(checkpoint: Path, reason: str) -> Path:
     return target
 
 
-def rng_state() -> dict[str, Any]:
-    """The state of every generator of this process."""
-    version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "torch": _text(torch.get_rng_state()),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = _text(torch.cuda.get_rng_state())
-    if "numpy" in sys.modules:
-        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
-    return state
+def rng_state() -> tuple[Any, ...]:
+    """The state of every generator of this process: Python's, numpy's, torch's, and that of the GPU or None."""
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu
 
 
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set every generator that `state` knows and this process has.
-
-    Raises:
-        ValueError, KeyError, TypeError, RuntimeError: this is not what `rng_state` returned.
-    """
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(_tensor(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
-    if "numpy" in state and "numpy" in sys.modules:
-        numpy = sys.modules["numpy"]
-        name, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+def restore_rng(state: tuple[Any, ...]) -> None:
+    """Set every generator to what `rng_state` returned, that of the GPU where there is one."""
+    of_python, of_numpy, of_torch, of_gpu = state
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.set_rng_state(of_torch)
+    if of_gpu is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(of_gpu)
 
 
 def seed_rng(seed: int) -> None:
     """Begin every generator at a seed, for a rank that a checkpoint knows nothing of."""
     random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed)  # those of all GPUs too
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
-
-
-def _text(tensor: torch.Tensor) -> str:
-    return base64.b64encode(tensor.numpy().tobytes()).decode()
-
-
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 class CheckpointWriter:
@@ -261,9 +219,9 @@ class CheckpointWriter:
         timeline: takes what the writer's thread does.
     """
 
-    def __init__(self, rundir: RunDir, *, timeout_s: float, timeline: Timeline = NO_TIMELINE) -> None:
+    def __init__(self, run_dir: RunDir, *, timeout_s: float, timeline: Timeline = NO_TIMELINE) -> None:
         self._timeline = timeline
-        self._rundir = rundir
+        self._run_dir = run_dir
         self._timeout_s = timeout_s
         # of its own: the writer's collectives must not mix with those of the training thread
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -277,11 +235,6 @@ class CheckpointWriter:
         self._writing: int | None = None
         self._error: BaseException | None = None
         self._metrics: dict[str, float] = {}
-
-    @property
-    def writing(self) -> int | None:
-        """The step whose checkpoint is being written, or was and nobody has waited for it yet."""
-        return self._writing
 
     @property
     def is_writing(self) -> bool:
@@ -302,7 +255,7 @@ class CheckpointWriter:
             DeadlineError: it takes too long.
         """
         self.wait(heartbeat)
-        for leftover in self._rundir.checkpoints.glob(f"{_PREFIX}*"):
+        for leftover in self._run_dir.checkpoints.glob(f"{_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def begin(
@@ -327,15 +280,15 @@ class CheckpointWriter:
         began = time.monotonic()
         give_state_to_all(optimizer)  # loading expects it of every trained parameter
         model_state, optimizer_state = get_state_dict(policy, optimizer)
-        staged = self._stager.stage({"model": model_state, "optimizer": optimizer_state})
-        generators = rng_state()
+        staged: dict[str, Any] = dict(self._stager.stage({"model": model_state, "optimizer": optimizer_state}))
+        staged["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
         self._metrics["checkpoint/staged_s"] = time.monotonic() - began
         self._writing = step
 
         def write() -> None:
             try:
                 with self._timeline.span("write checkpoint", "checkpoint", step=step):
-                    self._write(step, staged, generators, state)
+                    self._write(step, staged, state)
                 with self._timeline.span("remove old checkpoints", "checkpoint", step=step):
                     on_written()
             except BaseException as error:  # noqa: BLE001 - handed to the training thread; DCP's is no Exception
@@ -382,7 +335,7 @@ class CheckpointWriter:
         error, self._error = self._error, None
         if error is not None:
             raise CheckpointError(
-                f"cannot write checkpoint {self._rundir.checkpoint(step or 0)}: {error}; free space or set run.dir to another "
+                f"cannot write checkpoint {self._run_dir.checkpoint(step or 0)}: {error}; free space or set run.dir to another "
                 "disk, then `train --resume`"
             ) from error
 
@@ -393,20 +346,12 @@ class CheckpointWriter:
         return metrics
 
     def _partial(self, step: int) -> Path:
-        return self._rundir.checkpoints / f"{_PREFIX}step_{step}"
+        return self._run_dir.checkpoints / f"{_PREFIX}step_{step}"
 
-    def _write(self, step: int, staged: dict[str, Any], generators: dict[str, Any], state: TrainerState | None) -> None:
+    def _write(self, step: int, staged: dict[str, Any], state: TrainerState | None) -> None:
         began = time.monotonic()
         partial = self._partial(step)
-        failed: OSError | None = None
-        try:
-            partial.mkdir(parents=True, exist_ok=True)
-            _write_whole(partial / rank_file(dist.get_rank()), json.dumps(generators))
-        except OSError as error:
-            failed = error  # the others are on their way into DCP and would wait there: said when that is over
         dcp.save(staged, checkpoint_id=str(partial), process_group=self._group)
-        if failed is not None:
-            raise failed
         if state is not None:
             num_bytes = self._complete(step, partial, state)
             self._metrics |= {
@@ -416,13 +361,9 @@ class CheckpointWriter:
 
     def _complete(self, step: int, partial: Path, state: TrainerState) -> int:
         """Rank 0, when every rank has written: the rest, and the name."""
-        world_size = dist.get_world_size()
-        missing = [rank for rank in range(world_size) if not (partial / rank_file(rank)).is_file()]
-        if missing:
-            raise OSError(f"no file of rank {', '.join(map(str, missing))} in {partial}")
         write_state(partial, state)
-        num_bytes = write_manifest(partial, step=step, world_size=world_size)
-        final = self._rundir.checkpoint(step)
+        num_bytes = write_manifest(partial, step=step, world_size=dist.get_world_size())
+        final = self._run_dir.checkpoint(step)
         replaced = final.with_name(f"{_PREFIX}replaced_{final.name}")
         if final.exists():
             os.replace(final, replaced)
@@ -430,16 +371,6 @@ class CheckpointWriter:
         sync_folder(final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
         return num_bytes
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Rank 0 takes a file of this name for whole: it gets the name when it is on the disk."""
-    temporary = path.with_name(f"{_PREFIX}{path.name}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def steps_to_keep(
@@ -464,74 +395,22 @@ def steps_to_keep(
     return kept
 
 
-class CheckpointKeeper:
-    """Removes checkpoints that need not stay. `note_evaluation` and `prune` may be called from different threads.
+def prune(
+    run_dir: RunDir, section: CheckpointSection, *, scores: Mapping[int, float], evaluated_now: int | None = None
+) -> None:
+    """Remove what need not stay; call it after a checkpoint has been written. The newest always stays, so the one that the run goes
+    on from does until there is a newer one; what is being written has no such name yet.
 
     Args:
-        resumed_step: the checkpoint that the run goes on from; evaluations of later steps are forgotten: those steps come again.
-
-    Raises:
-        CheckpointError: evaluations.json is damaged.
+        scores: `checkpoint.best_metric` of every policy that was evaluated, by step.
+        evaluated_now: the step whose policy is being evaluated: with `keep_best` its checkpoint stays until the result is known.
     """
-
-    def __init__(self, rundir: RunDir, section: CheckpointSection, *, resumed_step: int | None = None) -> None:
-        self._rundir = rundir
-        self._section = section
-        self._lock = threading.Lock()
-        self._evaluated_now: int | None = None
-        self._evaluations = self._read()
-        if resumed_step is not None:
-            self._evaluations = {step: found for step, found in self._evaluations.items() if step <= resumed_step}
-
-    @property
-    def evaluations(self) -> Mapping[int, Mapping[str, float]]:
-        """Metrics of every evaluation, by step."""
-        with self._lock:
-            return dict(self._evaluations)
-
-    def expect_evaluation(self, step: int | None) -> None:
-        """The policy of `step` is being evaluated: with `keep_best`, its checkpoint stays until the result is known. None: no
-        policy is."""
-        with self._lock:
-            self._evaluated_now = step
-
-    def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The policy of `step` was evaluated. Its checkpoint need not exist, or not yet.
-
-        Raises:
-            OSError: it cannot be written down.
-        """
-        with self._lock:
-            self._evaluations[step] = dict(metrics)
-            content = {str(step): found for step, found in sorted(self._evaluations.items())}
-            self._rundir.checkpoints.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._rundir.checkpoints / _EVALUATIONS, json.dumps(content))
-
-    def prune(self) -> None:
-        """Remove what need not stay. The newest always stays, so the one that the run goes on from does until there is a newer one;
-        what is being written has no such name yet. Call it after a checkpoint has been written."""
-        section = self._section
-        with self._lock:
-            steps = self._rundir.checkpoint_steps()
-            metric = section.best_metric
-            kept = steps_to_keep(
-                steps,
-                keep_last=section.keep_last,
-                keep_every=section.keep_every,
-                keep_best=section.keep_best,
-                scores={step: found[metric] for step, found in self._evaluations.items() if metric in found},
-            )
-            if section.keep_best and self._evaluated_now is not None:
-                kept.add(self._evaluated_now)
-            for step in set(steps) - kept:
-                # renamed first: a kill in the middle must not leave a part of it under the name of a whole one
-                shutil.rmtree(set_aside(self._rundir.checkpoint(step), "writing_removed"), ignore_errors=True)
-
-    def _read(self) -> dict[int, dict[str, float]]:
-        path = self._rundir.checkpoints / _EVALUATIONS
-        if not path.is_file():
-            return {}
-        try:
-            return {int(step): dict(found) for step, found in json.loads(path.read_text(encoding="utf-8")).items()}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}; remove it to go on without the evaluations") from error
+    steps = run_dir.checkpoint_steps()
+    kept = steps_to_keep(
+        steps, keep_last=section.keep_last, keep_every=section.keep_every, keep_best=section.keep_best, scores=scores
+    )
+    if section.keep_best and evaluated_now is not None:
+        kept.add(evaluated_now)
+    for step in set(steps) - kept:
+        # renamed first: a kill in the middle must not leave a part of it under the name of a whole one
+        shutil.rmtree(set_aside(run_dir.checkpoint(step), "writing_removed"), ignore_errors=True)

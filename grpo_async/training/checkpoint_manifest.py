@@ -1,6 +1,6 @@
 """Whether a checkpoint is whole: manifest.json lists its files with sizes and checksums, and is written last.
 
-    {"format": 2, "step": 40, "world_size": 2, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
+    {"format": 3, "step": 40, "world_size": 2, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
 
 Loads no torch: the launcher asks before anything is started.
 """
@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from grpo_async.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 STATE = "state.json"
 
@@ -31,36 +33,51 @@ def write_manifest(folder: Path, *, step: int, world_size: int) -> int:
         if path.is_file()
     }
     content = {"format": FORMAT, "step": step, "world_size": world_size, "files": files}
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(folder / MANIFEST, [json.dumps(content)])
     sync_folder(folder)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def read_manifest(folder: Path) -> dict[str, object]:
+def write_synced(path: Path, parts: Iterable[str]) -> None:
+    """Write a file and put it on the disk.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
     """The list.
 
     Raises:
         CheckpointError: it is missing, unreadable or of another format.
     """
     path = folder / MANIFEST
+    if not path.exists():
+        _refuse_format_1(folder)
+        raise CheckpointError(f"{path} is missing")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = content["format"]
-    except FileNotFoundError:
-        _refuse_format_1(folder)
-        raise CheckpointError(f"{path} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if found != FORMAT:
-        raise OtherFormatError(f"{folder} has format {found!r}; this version reads format {FORMAT}")
+        raise OtherFormatError(folder, found)
     return dict(content)
 
 
 class OtherFormatError(CheckpointError):
     """A checkpoint that another version of this package wrote: whole, but nothing to go on from."""
+
+    def __init__(self, folder: Path, found: object) -> None:
+        super().__init__(
+            f"{folder} has format {found!r}, of another version of this package ({FORMAT} is read); finish that run with that "
+            "version, or begin a new one (`model/` of a finished run can be its model.path)"
+        )
 
 
 def problem_of(folder: Path) -> str | None:
@@ -108,10 +125,7 @@ def _refuse_format_1(folder: Path) -> None:
     except (OSError, ValueError):
         return
     if isinstance(content, dict) and content.get("format") == 1:
-        raise OtherFormatError(
-            f"{folder} has format 1, of an older version of this package; finish that run with that version, or begin a new one "
-            "(`model/` of a finished run can be its model.path)"
-        )
+        raise OtherFormatError(folder, 1)
 
 
 def _checksum(path: Path) -> str:

@@ -84,7 +84,7 @@ def export_model(
     _in_thread(write, heartbeat)
 
 
-def export_checkpoint(rundir: RunDir, step: int, config: ExperimentConfig, folder: Path) -> None:
+def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, folder: Path) -> None:
     """Turn the checkpoint of a step into a Hugging Face folder, in this process alone and on the CPU.
 
     Args:
@@ -98,11 +98,11 @@ def export_checkpoint(rundir: RunDir, step: int, config: ExperimentConfig, folde
     from grpo_async.chat.renderer import ChatRenderer
     from grpo_async.training.load import load_policy
 
-    checkpoint = rundir.checkpoint(step)
+    checkpoint = run_dir.checkpoint(step)
     if not checkpoint.is_dir():
-        known = ", ".join(map(str, rundir.checkpoint_steps())) or "none"
+        known = ", ".join(map(str, run_dir.checkpoint_steps())) or "none"
         raise CheckpointError(
-            f"there is no checkpoint of step {step} in {rundir.checkpoints}; the steps there: {known}"
+            f"there is no checkpoint of step {step} in {run_dir.checkpoints}; the steps there: {known}"
         )
     if (problem := problem_of(checkpoint)) is not None:
         raise CheckpointError(f"the checkpoint of step {step} cannot be used: {problem}")
@@ -144,7 +144,7 @@ def _in_thread(work: Callable[[], None], heartbeat: Callable[[], None]) -> None:
             done.set_exception(error)
 
     threading.Thread(target=run, name="export", daemon=True).start()
-    while not wait([done], timeout=_SLICE_S).done:  # the stall watchdog ends it if the disk hangs
+    while not wait([done], timeout=_SLICE_S).done:  # the stall guard ends it if the disk hangs
         heartbeat()
     done.result(timeout=0.0)
 

@@ -1,10 +1,9 @@
 """Log-probabilities and entropies of chosen tokens, in chunks: full logits (N, vocab) are never held.
 
-Logits live for one chunk only. Where the objective is a sum over tokens (`chunked_objective`), its slope is known as soon as
-the logprobs of a chunk are, and the gradients of states and head are made from the chunk's logits at once: three matrix products,
-as with full logits. Else (`chunked_logprobs`) the slope comes with the backward pass, which computes the logits again. Gradients
-are exact either way (`head_gradients` adds them up). A plain linear head goes through one fused function; any other head
-(adapters, quantized weights) is called as it is.
+Logits live for one chunk only. Where the objective is a sum over tokens, its gradient with respect to the logprobs is known as
+soon as the logprobs of a chunk are, and the gradients of states and head are made from the chunk's logits at once: three matrix
+products, as with full logits. Else that gradient comes with the backward pass, which computes the logits again. Gradients are
+exact either way. A plain linear head goes through one fused function; any other head (adapters) is called as it is.
 
     products, N tokens in C chunks:   logits N, states' gradient N, head's gradient N   [+ logits again, all chunks but the last]
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -42,6 +41,11 @@ class LogitTransform:
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(scale=scale, softcap=float(softcap) if softcap else None)
 
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """In float32; float64 stays."""
+        x = (logits if logits.dtype == torch.float64 else logits.float()) * self.scale
+        return x if self.softcap is None else torch.tanh(x / self.softcap) * self.softcap
+
 
 _IDENTITY = LogitTransform()
 
@@ -50,30 +54,14 @@ TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice], tuple[torch.Tenso
 respect to both, (n,) each; None: it does not depend on the entropies."""
 
 
-def chunked_objective(
-    hidden: torch.Tensor,
-    target_ids: torch.Tensor,
-    head: nn.Linear,
-    objective: TokenObjective,
-    *,
-    temperature: float,
-    chunk_tokens: int,
-    transform: LogitTransform = _IDENTITY,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `chunked_logprobs`, with the objective of these tokens, which has the gradient: once, by one backward pass.
+class TokenLogprobs(NamedTuple):
+    """Of N tokens."""
 
-    Args:
-        head: one that `is_plain_linear`.
-
-    Returns:
-        logprobs (N,) and entropies (N,), both without gradient; objective () float32.
-    """
-    arguments = (hidden, head.weight, head.bias, target_ids, temperature, transform, chunk_tokens, objective)
-    logprobs, entropy, total = cast(
-        tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        _LinearObjective.apply(*arguments),  # type: ignore[no-untyped-call]
+    logprobs: torch.Tensor  # (N,); without gradient where `objective` has it
+    entropy: torch.Tensor  # (N,), nats; likewise
+    objective: torch.Tensor | None = (
+        None  # () float32, with gradient; None where none was given or the head is no plain one
     )
-    return logprobs, entropy, total
 
 
 def chunked_logprobs(
@@ -85,7 +73,8 @@ def chunked_logprobs(
     chunk_tokens: int,
     transform: LogitTransform = _IDENTITY,
     entropy_gradient: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    objective: TokenObjective | None = None,
+) -> TokenLogprobs:
     """log softmax(x) at the targets and the entropy of softmax(x), where x = transform(head(hidden)) / temperature.
 
     The head computes in its own dtype, everything after it in float32 (float64 for a float64 head).
@@ -96,14 +85,11 @@ def chunked_logprobs(
         head: maps (n, H) to (n, vocab).
         chunk_tokens: logits are computed for this many tokens at a time.
         entropy_gradient: whether the entropies carry a gradient.
-
-    Returns:
-        logprobs (N,) and entropies (N,).
+        objective: a sum over tokens. A plain linear head computes it, and the gradients of hidden states and head, in the forward
+            pass; it allows one backward pass.
     """
     if is_plain_linear(head):
-        logprobs, entropy = _apply(
-            _LinearLogprobs,
-            hidden,
+        arguments = (
             head.weight,
             head.bias,
             target_ids,
@@ -111,24 +97,27 @@ def chunked_logprobs(
             transform,
             chunk_tokens,
             entropy_gradient,
+            objective,
         )
-        return logprobs, entropy if entropy_gradient else entropy.detach()
+        logprobs, entropy, total = _LinearLogprobs.apply(hidden, *arguments)  # type: ignore[no-untyped-call]
+        if objective is not None:
+            return TokenLogprobs(logprobs, entropy, total)
+        return TokenLogprobs(logprobs, entropy if entropy_gradient else entropy.detach())
 
     def one_chunk(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _apply(_LogitLogprobs, head(states), targets, temperature, transform, entropy_gradient)
+        # as `_statistics`, for autograd. (torch's logsumexp and softmax add up in another order, which costs two digits here)
+        x = transform(head(states)) / temperature
+        largest = x.detach().amax(-1)
+        weights = torch.exp(x - largest[:, None])
+        total = weights.sum(-1)
+        normalizer = largest + total.log()
+        expected = (weights * x).sum(-1) / total
+        return x.gather(-1, targets[:, None])[:, 0] - normalizer, normalizer - expected
 
-    parts = [
-        checkpoint(one_chunk, states, targets, use_reentrant=False)
-        for states, targets in zip(
-            torch.split(hidden, chunk_tokens), torch.split(target_ids, chunk_tokens), strict=True
-        )
-    ]
-    entropy = torch.cat([part[1] for part in parts])
-    return torch.cat([part[0] for part in parts]), entropy if entropy_gradient else entropy.detach()
-
-
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return cast(tuple[torch.Tensor, torch.Tensor], function.apply(*arguments))  # type: ignore[no-untyped-call]
+    chunks = zip(torch.split(hidden, chunk_tokens), torch.split(target_ids, chunk_tokens), strict=True)
+    parts = [checkpoint(one_chunk, states, targets, use_reentrant=False) for states, targets in chunks]
+    logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+    return TokenLogprobs(logprobs, entropy if entropy_gradient else entropy.detach())
 
 
 def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
@@ -138,7 +127,7 @@ def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _to_scaled_logits(logits: torch.Tensor, temperature: float, transform: LogitTransform) -> torch.Tensor:
-    """x in float32 (float64 stays), in the memory of `logits` where the dtype allows. (n, vocab)"""
+    """transform(logits) / temperature, in the memory of `logits` where the dtype allows. (n, vocab)"""
     x = logits if logits.dtype == torch.float64 else logits.float()
     if transform.softcap is None:
         return x.mul_(transform.scale / temperature)
@@ -190,9 +179,9 @@ def _logit_gradient_(
     size = _block_rows(x)
     splits = zip(*(torch.split(column, size) for column in columns), strict=True)
     for block, (ids, norm, block_entropy, g, *e) in zip(torch.split(x, size), splits, strict=True):
-        slope = None
+        derivative = None
         if transform.softcap is not None:
-            slope = (block * (temperature / transform.softcap)).square_().neg_().add_(1.0)
+            derivative = (block * (temperature / transform.softcap)).square_().neg_().add_(1.0)
         block.sub_(norm[:, None])  # log p
         if e:
             outer = (block + block_entropy[:, None]).mul_(-e[0][:, None]).sub_(g[:, None])
@@ -200,45 +189,18 @@ def _logit_gradient_(
         else:
             block.exp_().mul_(-g[:, None])
         block.scatter_add_(-1, ids[:, None], g[:, None])
-        if slope is not None:
-            block.mul_(slope)
+        if derivative is not None:
+            block.mul_(derivative)
     return x
 
 
-class _LogitLogprobs(torch.autograd.Function):
-    """From the logits of one chunk: what a head that is called as it is goes through."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float,
-        transform: LogitTransform,
-        with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        own = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits
-        logprobs, entropy, normalizer = _statistics(_to_scaled_logits(own, temperature, transform), targets)
-        ctx.save_for_backward(logits, targets, normalizer, entropy)
-        ctx.settings = (temperature, transform, with_entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        logits, targets, normalizer, entropy = ctx.saved_tensors
-        temperature, transform, with_entropy = ctx.settings
-        own = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits
-        x = _to_scaled_logits(own, temperature, transform)
-        entropy_gradient = gradients[1] if with_entropy else None
-        gradient = _logit_gradient_(
-            x, targets, normalizer, entropy, gradients[0], entropy_gradient, temperature, transform
-        )
-        return gradient.to(logits.dtype), None, None, None, None
-
-
 class _LinearLogprobs(torch.autograd.Function):
-    """A linear head and what follows it. Saves hidden and weight, both held anyway, two numbers a token, and the scaled logits of
-    the last chunk: the backward pass begins with that one, and needs the memory of one chunk at any time, too."""
+    """A linear head and what follows it.
+
+    With an objective the gradients are made in the forward pass, saved in place of everything else, and only scaled in the backward
+    pass. Without one it saves hidden and weight, both held anyway, two numbers a token, and the scaled logits of the last chunk:
+    the backward pass begins with that one, and needs the memory of one chunk at any time, too.
+    """
 
     @staticmethod
     def forward(
@@ -251,86 +213,54 @@ class _LinearLogprobs(torch.autograd.Function):
         transform: LogitTransform,
         chunk_tokens: int,
         with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        objective: TokenObjective | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        gradients = None if objective is None else _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         chunks = []
         x = None
         for rows in _chunks(hidden.shape[0], chunk_tokens):
-            states, ids = hidden[rows], targets[rows]
+            ids = targets[rows]
             x = None  # before the next chunk's logits are made: one chunk at a time
-            x = _to_scaled_logits(_linear(states, weight, bias), temperature, transform)
-            chunks.append(_statistics(x, ids))
-        logprobs, entropy, normalizer = (torch.cat(column) for column in zip(*chunks, strict=True))
-        ctx.last_chunk = x  # without a gradient ctx, and so this, ends with the call
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.settings = (temperature, transform, chunk_tokens, with_entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        temperature, transform, chunk_tokens, with_entropy = ctx.settings
-        gradients_of = LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-        for rows in reversed(_chunks(hidden.shape[0], chunk_tokens)):
-            states = hidden[rows].to(weight.dtype)
-            x, ctx.last_chunk = ctx.last_chunk, None  # a second backward pass computes it anew
-            if x is None:
-                x = _to_scaled_logits(_linear(states, weight, bias), temperature, transform)
-            x = _logit_gradient_(
-                x,
-                targets[rows],
-                normalizer[rows],
-                entropy[rows],
-                gradients[0][rows],
-                gradients[1][rows] if with_entropy else None,
-                temperature,
-                transform,
-            ).to(weight.dtype)
-            gradients_of.add(rows, states, x)
-            del x  # before the next chunk's logits are made: one chunk at a time
-        return *gradients_of.result(), None, None, None, None, None
-
-
-class _LinearObjective(torch.autograd.Function):
-    """A linear head and an objective that is a sum over tokens: gradients are made in the forward pass, and only scaled in the
-    backward pass. Saves them and nothing else."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        temperature: float,
-        transform: LogitTransform,
-        chunk_tokens: int,
-        objective: TokenObjective,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        gradients = LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-        known = []
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for rows in _chunks(hidden.shape[0], chunk_tokens):
-            states, ids = hidden[rows].to(weight.dtype), targets[rows]
-            x = _to_scaled_logits(_linear(states, weight, bias), temperature, transform)
+            x = _to_scaled_logits(_linear(hidden[rows], weight, bias), temperature, transform)
             logprobs, entropy, normalizer = _statistics(x, ids)
-            value, slope, entropy_slope = objective(logprobs, entropy, rows)
-            total += value
-            x = _logit_gradient_(x, ids, normalizer, entropy, slope, entropy_slope, temperature, transform)
-            x = x.to(weight.dtype)
-            gradients.add(rows, states, x)
-            del x  # before the next chunk's logits are made: one chunk at a time
-            known.append((logprobs, entropy))
-        ctx.gradients = gradients
-        all_logprobs, all_entropies = (torch.cat(column) for column in zip(*known, strict=True))
-        ctx.mark_non_differentiable(all_logprobs, all_entropies)
+            if objective is not None and gradients is not None:
+                value, of_logprobs, of_entropy = objective(logprobs, entropy, rows)
+                total += value
+                _logit_gradient_(x, ids, normalizer, entropy, of_logprobs, of_entropy, temperature, transform)
+                gradients.add(rows, hidden[rows], x)
+            chunks.append((logprobs, entropy, normalizer))
+        all_logprobs, all_entropies, normalizers = (torch.cat(column) for column in zip(*chunks, strict=True))
+        ctx.has_objective, ctx.gradients = objective is not None, gradients
+        if objective is not None:
+            ctx.mark_non_differentiable(all_logprobs, all_entropies)
+        else:
+            ctx.mark_non_differentiable(total)
+            ctx.last_chunk = x  # without a gradient ctx, and so this, ends with the call
+            ctx.save_for_backward(hidden, weight, bias, targets, normalizers, all_entropies)
+            ctx.settings = (temperature, transform, chunk_tokens, with_entropy)
         return all_logprobs, all_entropies, total
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError("an objective that is computed in chunks has one backward pass only")
-        return *gradients.result(upstream[2]), None, None, None, None, None
+        nothing = (None,) * 6
+        if ctx.has_objective:
+            gradients, ctx.gradients = ctx.gradients, None
+            if gradients is None:
+                raise RuntimeError("an objective that is computed in chunks has one backward pass only")
+            return *gradients.result(upstream[2]), *nothing
+        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
+        temperature, transform, chunk_tokens, with_entropy = ctx.settings
+        gradients = _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        for rows in reversed(_chunks(hidden.shape[0], chunk_tokens)):
+            x, ctx.last_chunk = ctx.last_chunk, None  # a second backward pass computes it anew
+            if x is None:
+                x = _to_scaled_logits(_linear(hidden[rows], weight, bias), temperature, transform)
+            of_entropy = upstream[1][rows] if with_entropy else None
+            per_token = targets[rows], normalizer[rows], entropy[rows], upstream[0][rows], of_entropy
+            gradients.add(rows, hidden[rows], _logit_gradient_(x, *per_token, temperature, transform))
+            del x  # before the next chunk's logits are made: one chunk at a time
+        return *gradients.result(), *nothing
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
@@ -345,16 +275,12 @@ def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return nn.functional.linear(states.to(weight.dtype), weight, bias)
 
 
-class LinearGradients:
+class _LinearGradients:
     """Those of states (N, H), weight (vocab, H) and bias (vocab,) of a linear head, as far as they are wanted, added up chunk by
     chunk; of weight and bias in at least float32."""
 
     def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        wanted: tuple[bool, bool, bool],
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: tuple[bool, bool, bool]
     ) -> None:
         self._head, self._head_bias = weight, bias
         dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -363,7 +289,8 @@ class LinearGradients:
         self._bias = torch.zeros_like(bias, dtype=dtype) if wanted[2] and bias is not None else None
 
     def add(self, rows: slice, states: torch.Tensor, logit_gradient: torch.Tensor) -> None:
-        """Those of one chunk, from its states (n, H) and the gradient of its logits (n, vocab), both in the weight's dtype."""
+        """Those of one chunk, from its states (n, H) and the gradient of its logits (n, vocab)."""
+        states, logit_gradient = states.to(self._head.dtype), logit_gradient.to(self._head.dtype)
         if self._hidden is not None:
             self._hidden[rows] = logit_gradient @ self._head
         if self._bias is not None:

@@ -20,10 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_async.config.model_sections import LoraSection
 from grpo_async.errors import ConfigError
-from grpo_async.training.parameters import list_sources
-
-ADAPTER = "default"
-"""peft's name of the one adapter."""
+from grpo_async.training.parameters import ADAPTER, list_sources, rows_of
 
 
 def add_adapters(model: Any, section: LoraSection) -> None:
@@ -57,13 +54,13 @@ def add_adapters(model: Any, section: LoraSection) -> None:
 
 def has_adapters(model: Any) -> bool:
     """Whether adapters were added."""
-    return any(True for _ in _adapter_layers(model))
+    return bool(_adapter_layers(model))
 
 
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
     """The model as it was without adapters, inside the context. Nothing moves: the layers leave their product out."""
-    layers = list(_adapter_layers(model))
+    layers = _adapter_layers(model).values()
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
         layer._disable_adapters = True  # peft's enable_adapters() would also switch requires_grad, which FSDP has read
@@ -77,15 +74,18 @@ def adapters_off(model: Any) -> Iterator[None]:
 def initialise_adapters(model: Any, *, seed: int) -> None:
     """peft's first values: A uniform in +-1/sqrt(columns) (Kaiming, a = sqrt 5), B zero; of an embedding A zero and B normal. Each
     tensor has a generator of its own, so they are the same on any number of ranks."""
-    for name, layer in model.named_modules():
-        if not hasattr(layer, "lora_A") or ADAPTER not in {**layer.lora_A, **layer.lora_embedding_A}:
-            continue
+    for name, layer in _adapter_layers(model).items():
         if ADAPTER in layer.lora_A:
-            _fill_uniform(layer.lora_A[ADAPTER].weight, f"{seed} {name}")
-            _fill(layer.lora_B[ADAPTER].weight, None)
+            drawn, zero = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            values = torch.empty(drawn.shape)
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=_generator(f"{seed} {name}"))
         else:
-            _fill(layer.lora_embedding_A[ADAPTER], None)
-            _fill_normal(layer.lora_embedding_B[ADAPTER], f"{seed} {name}")
+            zero, drawn = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
+            values = torch.empty(drawn.shape).normal_(generator=_generator(f"{seed} {name}"))
+        rows, offset = rows_of(drawn)
+        with torch.no_grad():
+            rows.copy_(values[offset : offset + rows.shape[0]])
+            rows_of(zero)[0].zero_()
 
 
 def gather_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -103,15 +103,13 @@ def gather_weights(model: Any) -> dict[str, torch.Tensor]:
 def gather_adapter(model: Any) -> dict[str, torch.Tensor]:
     """The adapter under the names of peft's files. A collective; {} without adapters."""
     state = {}
-    for name, layer in model.named_modules():
-        if not hasattr(layer, "lora_A"):
-            continue
-        for key in ("lora_A", "lora_B"):
-            if ADAPTER in getattr(layer, key):
-                state[f"base_model.model.{name}.{key}.weight"] = _whole(getattr(layer, key)[ADAPTER].weight)
-        for key in ("lora_embedding_A", "lora_embedding_B"):
-            if ADAPTER in getattr(layer, key):
-                state[f"base_model.model.{name}.{key}"] = _whole(getattr(layer, key)[ADAPTER])
+    for name, layer in _adapter_layers(model).items():
+        if ADAPTER in layer.lora_A:
+            state[f"base_model.model.{name}.lora_A.weight"] = _whole(layer.lora_A[ADAPTER].weight)
+            state[f"base_model.model.{name}.lora_B.weight"] = _whole(layer.lora_B[ADAPTER].weight)
+        else:
+            state[f"base_model.model.{name}.lora_embedding_A"] = _whole(layer.lora_embedding_A[ADAPTER])
+            state[f"base_model.model.{name}.lora_embedding_B"] = _whole(layer.lora_embedding_B[ADAPTER])
     return state
 
 
@@ -150,35 +148,13 @@ def _target_names(model: Any, section: LoraSection) -> list[str]:
     return chosen
 
 
-def _adapter_layers(model: Any) -> Iterator[Any]:
-    return (module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "_disable_adapters"))
-
-
-def _fill_uniform(parameter: torch.Tensor, key: str) -> None:
-    whole = torch.empty(parameter.shape)
-    nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=_generator(key))
-    _fill(parameter, whole)
-
-
-def _fill_normal(parameter: torch.Tensor, key: str) -> None:
-    _fill(parameter, torch.empty(parameter.shape).normal_(generator=_generator(key)))
+def _adapter_layers(model: Any) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 def _generator(key: str) -> torch.Generator:
     digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def _fill(parameter: torch.Tensor, whole: torch.Tensor | None) -> None:
-    """Give this rank's rows of `parameter` the values of `whole`; None: zeros."""
-    from grpo_async.training.parameters import rows_of
-
-    rows, offset = rows_of(parameter)
-    with torch.no_grad():
-        if whole is None:
-            rows.zero_()
-        else:
-            rows.copy_(whole[offset : offset + rows.shape[0]])
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

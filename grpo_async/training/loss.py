@@ -1,9 +1,9 @@
 """The loss: what a training step minimises. See `Objective` for the whole, the functions above it for its terms.
 
-    policy loss of each token (clipped, gspo, cispo, sapo, your own)  x  correction weight, 0 where a mask leaves the token out
+    policy loss of each token (clipped, gspo, cispo, sapo, your own)  x  importance weight, 0 where a mask leaves the token out
         + beta x KL                                             weighed by the reduction (batching.weights), summed
         - entropy_bonus x mean entropy of the kept tokens       over the minibatch
-        + router_aux_loss x load balancing                      by the micro-batch's share of the minibatch's tokens
+        + router_aux_loss x load balancing                      by the micro-batch's fraction of the minibatch's tokens
 
 Every term is a sum over tokens with weights known before the first forward, so it does not depend on how samples are packed,
 cut into micro-batches or spread over ranks (bnpo excepted, by definition; and the router's loss, which is not a sum over tokens).
@@ -66,7 +66,7 @@ class TokenLoss:
     ratio: torch.Tensor  # importance weight as the loss uses it, before clipping (`clipped_low`, `clipped_high`)
     clipped_low: torch.Tensor | None = None  # bool; None for losses that do not clip
     clipped_high: torch.Tensor | None = None
-    is_per_sequence: bool = False  # the ratio is that of the whole sample: figures count samples, not tokens
+    is_per_sequence: bool = False  # the ratio is that of the whole sample: metrics count samples, not tokens
 
 
 def sequence_sum(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ def reinforce(inputs: LossInputs, *, scale: float) -> torch.Tensor:
 
 class UserLoss:
     """f(inputs: LossInputs, **arguments) -> loss of each token, (N,), with gradient. The reduction, and where they are set the
-    correction, the masks, the KL and the entropy bonus, are put on top of it as on any other loss.
+    importance weights, the masks, the KL and the entropy bonus, are put on top of it as on any other loss.
 
     Args:
         section: with `type: custom`.
@@ -260,7 +260,7 @@ def log_linear_logprobs(
     return sampler_logprobs + age / (age + 1.0) * (logprobs.detach() - sampler_logprobs)
 
 
-def correction_weights(inputs: LossInputs, correction: CorrectionSection) -> torch.Tensor:
+def importance_weights(inputs: LossInputs, correction: CorrectionSection) -> torch.Tensor:
     """Weight of each token, without gradient, for the difference between the sampler and the proximal policy: pi_prox / pi_smp of
     decoupled PPO (arXiv 2505.24298), truncated (TIS) or masked (MIS). (N,)
 
@@ -298,21 +298,21 @@ def is_on_policy(inputs: LossInputs, *, threshold: float) -> torch.Tensor:
     return (inputs.advantages >= 0) | (divergence <= threshold)
 
 
-def entropy_threshold(entropy: torch.Tensor, *, share: float) -> torch.Tensor:
-    """The entropy that a token must have to be among the `share` with the highest (arXiv 2506.01939). () float64
+def entropy_threshold(entropy: torch.Tensor, *, fraction: float) -> torch.Tensor:
+    """The entropy that a token must have to be among the `fraction` with the highest (arXiv 2506.01939). () float64
 
-    It is the (1 - share) quantile, between two values by linear interpolation, as numpy's and TRL's.
-    Worked example: entropies [0.1, 0.5, 0.2, 0.9, 0.4], share 0.4: place 0.6 x 4 = 2.4 of [.1, .2, .4, .5, .9] -> 0.44: 0.5 and
+    It is the (1 - fraction) quantile, between two values by linear interpolation, as numpy's and TRL's.
+    Worked example: entropies [0.1, 0.5, 0.2, 0.9, 0.4], fraction 0.4: place 0.6 x 4 = 2.4 of [.1, .2, .4, .5, .9] -> 0.44: 0.5 and
     0.9 stay.
 
     Args:
         entropy: of all trained tokens of the minibatch, of all ranks; may be empty. (n,)
-        share: 0 < share <= 1.
+        fraction: 0 < fraction <= 1.
     """
     if entropy.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=entropy.device)
     values = torch.sort(entropy.detach().double()).values
-    place = (1.0 - share) * (values.numel() - 1)
+    place = (1.0 - fraction) * (values.numel() - 1)
     below = int(place)
     above = min(below + 1, values.numel() - 1)
     return values[below] + (place - below) * (values[above] - values[below])
@@ -351,14 +351,14 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepass:
-    """What a forward before the first update of the step says of one micro-batch's N tokens."""
+class OldPolicy:
+    """What the policy at the start of the step says of one micro-batch's N tokens (the old log-probabilities pass)."""
 
     logprobs: torch.Tensor  # (N,) of the policy at the start of the step
     has_high_entropy: torch.Tensor | None  # (N,) bool, the tokens that top_entropy_share keeps; None = all
     num_kept: torch.Tensor | None  # () how many those are in the whole minibatch, on all ranks; None = all
 
-    def of_tokens(self, rows: slice) -> Prepass:
+    def of_tokens(self, rows: slice) -> OldPolicy:
         """What it says of these tokens."""
         mask = self.has_high_entropy
         return replace(self, logprobs=self.logprobs[rows], has_high_entropy=None if mask is None else mask[rows])
@@ -368,13 +368,13 @@ class Prepass:
 class ObjectiveOutput:
     """What one micro-batch adds to the objective. `total` has the gradient; the rest is for metrics, (N,) and without."""
 
-    total: torch.Tensor  # () share of this micro-batch in the loss of the minibatch
+    total: torch.Tensor  # () what this micro-batch adds to the loss of the minibatch
     policy_loss: torch.Tensor  # () of that, what comes from policy loss and KL
     inputs: LossInputs
     token_loss: TokenLoss
-    used_weights: torch.Tensor  # importance weights: the correction's where there is one, else the ratios of the loss
+    importance_weights: torch.Tensor  # those of `loss.correction` where it is set, else the ratios of the loss
     kl: torch.Tensor | None
-    is_corrected_away: torch.Tensor | None  # bool, weight 0 by the correction
+    is_importance_masked: torch.Tensor | None  # bool, left out by the mask of `loss.correction`
     is_off_policy: torch.Tensor | None  # bool, left out by off_policy_mask
     has_low_entropy: torch.Tensor | None  # bool, left out by top_entropy_share
     router_loss: torch.Tensor | None  # ()
@@ -407,7 +407,7 @@ class Objective:
         return self.section.beta != 0.0
 
     @property
-    def needs_prepass(self) -> bool:
+    def needs_old_policy(self) -> bool:
         """Whether a step begins with a forward without gradient over all its micro-batches."""
         recomputes = self.section.proximal == "recomputed" and self._num_minibatches > 1
         return recomputes or self.section.top_entropy_share < 1.0
@@ -422,12 +422,12 @@ class Objective:
 
     @property
     def clips(self) -> bool:
-        """Whether the loss has a clip whose figures mean something."""
+        """Whether the loss has a clip whose metrics mean something."""
         return not isinstance(self.section, SapoLoss | CustomLoss)
 
     @property
     def weighs_sequences(self) -> bool:
-        """Whether the importance weights in use belong to whole samples: figures then count each sample once."""
+        """Whether the importance weights in use belong to whole samples: metrics then count each sample once."""
         correction = self.section.correction
         return isinstance(self.section, GspoLoss) if correction is None else correction.level == "sequence"
 
@@ -438,17 +438,17 @@ class Objective:
         is_by_token = section.correction is None or section.correction.level == "token"
         return is_by_token and section.off_policy_mask is None and not isinstance(section, GspoLoss | CustomLoss)
 
-    def of_tokens(
+    def token_objective(
         self,
         batch: MicroBatch,
         *,
         ref_logprobs: torch.Tensor | None = None,
-        prepass: Prepass | None = None,
+        old: OldPolicy | None = None,
     ) -> TokenObjective | None:
-        """For `Policy.forward`: what some of the trained tokens add, with its slopes; None where it is no sum over tokens.
+        """For `Policy.forward`: what some of the trained tokens add, with its gradients; None where it is no sum over tokens.
 
         Args:
-            ref_logprobs, prepass: as those of the call.
+            ref_logprobs, old: as those of the call.
         """
         if not self.is_sum_over_tokens:
             return None
@@ -463,11 +463,11 @@ class Objective:
                     PolicyOutput(logprobs=logprobs, entropy=entropy),
                     batch.of_tokens(rows),
                     ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
-                    prepass=None if prepass is None else prepass.of_tokens(rows),
+                    old=None if old is None else old.of_tokens(rows),
                 ).total
                 wanted = [logprobs, entropy] if self.needs_entropy_gradient else [logprobs]
-                slopes = torch.autograd.grad(total, wanted)
-            return total.detach(), slopes[0], slopes[1] if self.needs_entropy_gradient else None
+                gradients = torch.autograd.grad(total, wanted)
+            return total.detach(), gradients[0], gradients[1] if self.needs_entropy_gradient else None
 
         return of
 
@@ -477,18 +477,18 @@ class Objective:
         batch: MicroBatch,
         *,
         ref_logprobs: torch.Tensor | None = None,
-        prepass: Prepass | None = None,
+        old: OldPolicy | None = None,
     ) -> ObjectiveOutput:
         """What a micro-batch with at least one trained token adds.
 
         Args:
             ref_logprobs: of the reference. (N,); needed where `needs_reference`
-            prepass: needed where `needs_prepass`.
+            old: needed where `needs_old_policy`.
         """
         section = self.section
         inputs = LossInputs(
             logprobs=output.logprobs,
-            old_logprobs=self._proximal_logprobs(output.logprobs, batch, prepass),
+            old_logprobs=self._proximal_logprobs(output.logprobs, batch, old),
             sampler_logprobs=batch.sampler_logprobs,
             ref_logprobs=ref_logprobs,
             entropy=output.entropy,
@@ -498,20 +498,20 @@ class Objective:
             staleness=batch.staleness,
         )
         token_loss = self._policy_loss(inputs)
-        loss, used_weights = token_loss.loss, token_loss.ratio
-        is_corrected_away = is_off_policy = has_low_entropy = None
+        loss, weights = token_loss.loss, token_loss.ratio
+        is_importance_masked = is_off_policy = has_low_entropy = None
         if section.correction is not None:
             correction = section.correction
-            used_weights = correction_weights(inputs, correction)
-            loss = loss * used_weights
+            weights = importance_weights(inputs, correction)
+            loss = loss * weights
             if correction.action == "mask":
-                is_corrected_away = used_weights == 0.0
-                loss = loss.masked_fill(is_corrected_away, 0.0)  # a loss that overflowed, times 0, is not 0
+                is_importance_masked = weights == 0.0
+                loss = loss.masked_fill(is_importance_masked, 0.0)  # a loss that overflowed, times 0, is not 0
         if section.off_policy_mask is not None:
             is_off_policy = ~is_on_policy(inputs, threshold=section.off_policy_mask)
             loss = loss.masked_fill(is_off_policy, 0.0)
-        if prepass is not None and prepass.has_high_entropy is not None:
-            has_low_entropy = ~prepass.has_high_entropy
+        if old is not None and old.has_high_entropy is not None:
+            has_low_entropy = ~old.has_high_entropy
             loss = loss.masked_fill(has_low_entropy, 0.0)
         kl = None
         if section.beta != 0.0:
@@ -521,7 +521,7 @@ class Objective:
         policy_loss = (loss * inputs.weights).sum()
         total = policy_loss
         if section.entropy_bonus != 0.0:
-            total = total - section.entropy_bonus * _share_of_mean_entropy(output.entropy, batch, prepass)
+            total = total - section.entropy_bonus * _part_of_mean_entropy(output.entropy, batch, old)
         if output.objective is not None:
             total = output.objective  # the same number, with the gradient
         router_loss = None
@@ -533,15 +533,15 @@ class Objective:
             policy_loss=policy_loss.detach(),
             inputs=inputs,
             token_loss=token_loss,
-            used_weights=used_weights,
+            importance_weights=weights,
             kl=None if kl is None else kl.detach(),
-            is_corrected_away=is_corrected_away,
+            is_importance_masked=is_importance_masked,
             is_off_policy=is_off_policy,
             has_low_entropy=has_low_entropy,
             router_loss=None if router_loss is None else router_loss.detach(),
         )
 
-    def _proximal_logprobs(self, logprobs: torch.Tensor, batch: MicroBatch, prepass: Prepass | None) -> torch.Tensor:
+    def _proximal_logprobs(self, logprobs: torch.Tensor, batch: MicroBatch, old: OldPolicy | None) -> torch.Tensor:
         """sampler: its own. recomputed: the policy at the start of the step, which with one update is the one of this forward.
         log_linear: between them."""
         match self.section.proximal:
@@ -552,16 +552,16 @@ class Objective:
             case "recomputed":
                 if self._num_minibatches == 1:
                     return logprobs.detach()
-                assert prepass is not None
-                return prepass.logprobs
+                assert old is not None
+                return old.logprobs
 
 
-def _share_of_mean_entropy(entropy: torch.Tensor, batch: MicroBatch, prepass: Prepass | None) -> torch.Tensor:
+def _part_of_mean_entropy(entropy: torch.Tensor, batch: MicroBatch, old: OldPolicy | None) -> torch.Tensor:
     """Sum of this micro-batch's kept entropies / number of kept tokens of the minibatch; as in TRL the mean is over the tokens that
     the entropy mask keeps, whatever the reduction of the policy loss. ()"""
-    if prepass is None or prepass.has_high_entropy is None or prepass.num_kept is None:
+    if old is None or old.has_high_entropy is None or old.num_kept is None:
         return entropy.sum() / batch.minibatch_tokens
-    return entropy.masked_fill(~prepass.has_high_entropy, 0.0).sum() / prepass.num_kept
+    return entropy.masked_fill(~old.has_high_entropy, 0.0).sum() / old.num_kept
 
 
 def _policy_loss(section: BaseLoss) -> Callable[[LossInputs], TokenLoss]:

@@ -1,18 +1,18 @@
 """Metrics of a training step, and of the pipeline around it.
 
-    UpdateFigures     what an optimizer update computed, gathered on the device and brought to the host in one transfer
+    UpdateSums        what an optimizer update computed, gathered on the device and brought to the host in one transfer
     PipelineMeter     who waited for whom, tokens per second, over each step and over the run; arithmetic on readings
 
-Names and definitions are TRL's where it has the figure: `policy_loss` (with the KL, without entropy bonus and router loss), `kl`,
+Names and definitions are TRL's where it has the metric: `policy_loss` (with the KL, without entropy bonus and router loss), `kl`,
 `entropy`, `clip_ratio/*`, `sampling/*`. Weights and clips that belong to whole samples (gspo, sequence corrections) are averaged
 over samples, those of tokens over tokens.
 
     trainer idle    = seconds blocked on samples / wall            generator idle = 1 - seconds generating / wall
     overlap         = max(generation, training) / wall             1.0 is perfect overlap
     tokens/s        = tokens of the window / seconds of the window
-    shares          of the trainer's wall time, which add up to 1: waiting for samples, training, pushing, checkpoint, other
+    *_share         fractions of the trainer's wall time: waiting for samples, training, pushing, checkpoint, other; together 1
 
-Idle and the share of waiting differ by the pushes to servers that came back while the trainer waited: those are pushing.
+Idle and the fraction of waiting differ by the pushes to servers that came back while the trainer waited: those are pushing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ The rest of its time is "other"."""
 _SUMS = (
     "loss", "policy_loss", "router_loss", "tokens", "entropy", "kl", "difference",
     "weights", "weights_squared", "num_weights", "clipped_low", "clipped_high", "num_clips",
-    "corrected_away", "off_policy", "low_entropy",
+    "importance_masked", "off_policy", "low_entropy",
 )  # fmt: skip
 _MAXIMA = ("weight_max", "minus_weight_min", "difference_max", "minus_low_min", "high_max")
 
 
-class UpdateFigures:
+class UpdateSums:
     """Sums and maxima over the micro-batches of one update. Float64, on the device."""
 
     def __init__(self, objective: Objective, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class UpdateFigures:
         per_weight = of_sample if self._objective.weighs_sequences else ones
         per_clip = of_sample if token_loss.is_per_sequence else ones
         difference = (logprobs - inputs.sampler_logprobs).abs()
-        used = output.used_weights.double()
+        weights = output.importance_weights.double()
         low = zeros if token_loss.clipped_low is None else token_loss.clipped_low.to(logprobs.dtype)
         high = zeros if token_loss.clipped_high is None else token_loss.clipped_high.to(logprobs.dtype)
         # in the order of _SUMS
@@ -73,29 +73,29 @@ class UpdateFigures:
                 inputs.entropy.detach().sum().double(),
                 (zeros if output.kl is None else output.kl).sum().double(),
                 difference.sum().double(),
-                (per_weight * used).sum(),
-                (per_weight * used**2).sum(),
+                (per_weight * weights).sum(),
+                (per_weight * weights**2).sum(),
                 per_weight.sum().double(),
                 (per_clip * low).sum().double(),
                 (per_clip * high).sum().double(),
                 per_clip.sum().double(),
-                _count(output.is_corrected_away, nothing),
+                _count(output.is_importance_masked, nothing),
                 _count(output.is_off_policy, nothing),
                 _count(output.has_low_entropy, nothing),
             ]
         )
         # in the order of _MAXIMA
         new = [
-            used.max(),
-            -used.min(),
+            weights.max(),
+            -weights.min(),
             difference.max(),
             -sequence_mean(low, inputs.sample_index).min(),
             sequence_mean(high, inputs.sample_index).max(),
         ]
         torch.maximum(self._maxima, torch.stack([value.double() for value in new]), out=self._maxima)
 
-    def gather(self, square_norm: torch.Tensor) -> UpdateNumbers:
-        """The figures of all ranks on the host: the one collective for them (176 bytes a rank) and the one transfer of an update.
+    def gather(self, square_norm: torch.Tensor) -> UpdateMetrics:
+        """The sums of all ranks on the host: the one collective for them (176 bytes a rank) and the one transfer of an update.
 
         Args:
             square_norm: this rank's part of the squared norm of the gradients. ()
@@ -108,7 +108,7 @@ class UpdateFigures:
             of_ranks = torch.stack(parts)
         columns = list(zip(*of_ranks.tolist(), strict=True))
         split = len(_SUMS)
-        return UpdateNumbers(
+        return UpdateMetrics(
             sums={name: sum(column) for name, column in zip(_SUMS, columns[:split], strict=True)},
             maxima={name: max(column) for name, column in zip(_MAXIMA, columns[split:-1], strict=True)},
             grad_norm=math.sqrt(sum(columns[-1])),
@@ -120,7 +120,7 @@ def _count(mask: torch.Tensor | None, nothing: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateNumbers:
+class UpdateMetrics:
     """One update on the host, over all ranks; names as in `_SUMS` and `_MAXIMA`."""
 
     sums: dict[str, float]
@@ -140,7 +140,7 @@ class UpdateNumbers:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def step_metrics(updates: Sequence[UpdateNumbers], objective: Objective) -> dict[str, float]:
+def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict[str, float]:
     """Metrics of a step from those of its updates (at least one): means over their tokens; of losses and norms over updates."""
     total = {name: sum(update.sums[name] for update in updates) for name in _SUMS}
     largest = {name: max(update.maxima[name] for update in updates) for name in _MAXIMA}
@@ -159,7 +159,7 @@ def step_metrics(updates: Sequence[UpdateNumbers], objective: Objective) -> dict
         "sampling/importance_sampling_ratio/mean": total["weights"] / num_weights,
         "sampling/importance_sampling_ratio/min": -largest["minus_weight_min"],
         "sampling/importance_sampling_ratio/max": largest["weight_max"],
-        # effective sample size as a share of the count: (sum w)^2 / (n sum w^2)
+        # effective sample size as a fraction of the count: (sum w)^2 / (n sum w^2)
         "sampling/ess": (total["weights"] / num_weights) ** 2 / mean_square if mean_square > 0 else 0.0,
         "sampling/chi_squared": mean_square - 1.0,
     }
@@ -174,7 +174,7 @@ def step_metrics(updates: Sequence[UpdateNumbers], objective: Objective) -> dict
     if section.beta != 0.0:
         metrics["kl"] = total["kl"] / num_tokens
     if section.correction is not None and section.correction.action == "mask":
-        metrics["masked/correction"] = total["corrected_away"] / num_tokens
+        metrics["masked/correction"] = total["importance_masked"] / num_tokens
     if section.off_policy_mask is not None:
         metrics["masked/off_policy"] = total["off_policy"] / num_tokens
     if section.top_entropy_share < 1.0:
@@ -272,18 +272,18 @@ class PipelineMeter:
             "pipeline/overlap_efficiency": max(busy, wall - waited_s) / wall,
             "perf/trained_tokens_per_s": trained_tokens / wall,
             "perf/generated_tokens_per_s": generated / wall,
-            **{f"pipeline/{what}_share": share for what, share in _shares(spent, wall).items()},
+            **{f"pipeline/{what}_share": part for what, part in _fractions(spent, wall).items()},
         }
         num_tokens = sum(staleness.values())
         if num_tokens:
             metrics["async/staleness_mean"] = sum(age * count for age, count in staleness.items()) / num_tokens
             metrics["async/staleness_max"] = float(max(staleness))
-            for age in range(int(totals.staleness_max) + 1):  # those of earlier steps too: a share of 0 is a share
+            for age in range(int(totals.staleness_max) + 1):  # those of earlier steps too, as 0
                 metrics[f"async/staleness/{age}"] = staleness.get(age, 0) / num_tokens
         return metrics
 
     def summary(self) -> dict[str, float]:
-        """The same figures over the whole run, and the mean reward of its first and last three steps."""
+        """The same over the whole run, and the mean reward of its first and last three steps."""
         totals = self.totals
         wall = max(totals.wall_s, 1e-9)
         summary = {
@@ -295,7 +295,7 @@ class PipelineMeter:
             "overlap_efficiency": max(totals.generation_busy_s, wall - totals.waited_s) / wall,
             "staleness_mean": totals.staleness_sum / max(totals.trained_tokens, 1),
             "staleness_max": totals.staleness_max,
-            **{f"{what}_share": share for what, share in _shares(totals.spent_s, wall).items()},
+            **{f"{what}_share": part for what, part in _fractions(totals.spent_s, wall).items()},
         }
         if totals.first_rewards:
             summary["reward_first"] = fmean(totals.first_rewards)
@@ -303,12 +303,10 @@ class PipelineMeter:
         return summary
 
 
-def _shares(spent: Mapping[str, float], wall: float) -> dict[str, float]:
-    """Shares of `wall` that add up to 1. Worked example: {"training": 2.0, "pushing": 1.0} of 4 s -> training 0.5, pushing 0.25,
-    other 0.25, the rest 0.0.
-    """
-    whole = max(
-        wall, sum(spent.get(what, 0.0) for what in ACTIVITIES)
-    )  # the two are read from the clock one after the other
-    shares = {what: spent.get(what, 0.0) / whole for what in ACTIVITIES}
-    return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
+def _fractions(spent: Mapping[str, float], wall: float) -> dict[str, float]:
+    """Of `wall`, which add up to 1. Worked example: {"training": 2.0, "pushing": 1.0} of 4 s -> training 0.5, pushing 0.25,
+    other 0.25, the rest 0.0."""
+    # the two are read from the clock one after the other
+    whole = max(wall, sum(spent.get(what, 0.0) for what in ACTIVITIES))
+    fractions = {what: spent.get(what, 0.0) / whole for what in ACTIVITIES}
+    return {**fractions, "other": max(0.0, 1.0 - sum(fractions.values()))}

@@ -26,8 +26,6 @@ from grpo_async.training.logprobs import (
     LogitTransform,
     TokenObjective,
     chunked_logprobs,
-    chunked_objective,
-    is_plain_linear,
 )
 
 _KEPT_NAMES = (
@@ -134,28 +132,16 @@ class Policy(nn.Module):
             # because FSDP reduces the same parameters on every rank
             nothing = states.sum(-1).float()
             return PolicyOutput(logprobs=nothing, entropy=nothing.detach(), anchor=head(flat[:1]).float().sum() * 0.0)
-        temperature = self._temperature if temperature is None else temperature
-        objective = None
-        if token_objective is not None and is_plain_linear(head):
-            logprobs, entropy, objective = chunked_objective(
-                states,
-                batch.target_ids,
-                head,
-                token_objective,
-                temperature=temperature,
-                chunk_tokens=self._chunk_tokens,
-                transform=self._transform,
-            )
-        else:
-            logprobs, entropy = chunked_logprobs(
-                states,
-                batch.target_ids,
-                head,
-                temperature=temperature,
-                chunk_tokens=self._chunk_tokens,
-                transform=self._transform,
-                entropy_gradient=entropy_gradient,
-            )
+        logprobs, entropy, objective = chunked_logprobs(
+            states,
+            batch.target_ids,
+            head,
+            temperature=self._temperature if temperature is None else temperature,
+            chunk_tokens=self._chunk_tokens,
+            transform=self._transform,
+            entropy_gradient=entropy_gradient,
+            objective=token_objective,
+        )
         router_loss = None
         if self._experts_per_token is not None:
             is_real = batch.segment_ids >= 0

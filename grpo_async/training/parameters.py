@@ -7,21 +7,19 @@
 
 Worked example, 2 experts: layers.0.mlp.experts.gate_up_proj (2, 2 x 8, 16)
 -> experts.0.gate_proj.weight, experts.0.up_proj.weight, experts.1.gate_proj.weight, experts.1.up_proj.weight, each (8, 16).
-LoRA (arXiv 2106.09685): W' = W + sum over active adapters of scaling x B A, in float32, also where W is kept in bfloat16 (peft
-rounds each product to the dtype of the weights).
+LoRA (arXiv 2106.09685): W' = W + scaling x B A, in float32, also where W is kept in bfloat16 (peft rounds the product to the dtype
+of the weights).
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -32,36 +30,33 @@ from grpo_async.training.nf4 import Nf4Linear, dequantize_rows, quantize_rows
 from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights, problems_with_base
 from grpo_async.weights.buckets import ITEM_SIZES, ParameterSpec, check_names, cut_into_buckets
 
+ADAPTER = "default"
+"""peft's name of the one adapter."""
 _ROWS = 16_384  # of a tensor that are copied or quantized at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """scaling x B A of one adapter, B of shape (M, r) and A of shape (r, N), or its transpose (N, M)."""
+    """scaling x B A of an adapter, B of shape (M, r) and A of shape (r, N); of an embedding its transpose, (N, M)."""
 
     a: torch.Tensor
     b: torch.Tensor
     scaling: float
-    is_transposed: bool
+    is_transposed: bool = False
+
+    @classmethod
+    def of_layer(cls, layer: Any) -> Product:
+        """Of one of peft's layers."""
+        scaling = layer.scaling[ADAPTER]
+        if ADAPTER in layer.lora_A:
+            return cls(a=layer.lora_A[ADAPTER].weight, b=layer.lora_B[ADAPTER].weight, scaling=scaling)
+        a, b = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]  # (r, vocabulary), (width, r)
+        return cls(a=a, b=b, scaling=scaling, is_transposed=True)
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(left, right), float32, whole, with scaling x B A (or its transpose) = left @ right. A collective."""
         a, b = _whole(self.a).float(), _whole(self.b).float() * self.scaling
         return (a.T, b.T) if self.is_transposed else (b, a)
-
-    def add_to(self, weight: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(weight, *self.factors())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summand:
-    """scaling x b: the bias of an adapter."""
-
-    b: torch.Tensor
-    scaling: float
-
-    def add_to(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight + self.scaling * _whole(self.b).float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +66,8 @@ class Source:
     name: str
     tensor: torch.Tensor
     is_buffer: bool = False
-    changes: list[Product | Summand] = field(default_factory=list)
+    product: Product | None = None
+    """Of its adapter."""
     packed_columns: int | None = None
     """in_features of a weight that `tensor` holds in 4 bits."""
 
@@ -103,34 +99,28 @@ class Source:
             rows[start:stop].copy_(values)
 
     def gather(self) -> torch.Tensor:
-        """The whole tensor with its adapters, on the device of the shards. A collective: call it on every rank."""
+        """The whole tensor with its adapter, on the device of the shards. A collective: call it on every rank."""
         full = _whole(self.tensor)
         if self.packed_columns is not None:
             full = dequantize_rows(full, self.packed_columns, torch.float32)
-        if not self.changes:
-            return full
-        merged = full.float()
-        for change in self.changes:
-            merged = change.add_to(merged)
-        return merged
+        return full if self.product is None else torch.addmm(full.float(), *self.product.factors())
 
 
 def list_sources(model: Any) -> list[Source]:
-    """Every tensor of the checkpoint of `model`, a Hugging Face model or a peft model around one.
+    """Every tensor of the checkpoint of a Hugging Face model.
 
     Raises:
-        ConfigError: adapters of a kind that cannot be merged one weight at a time.
+        ConfigError: an adapter on one of two tied weights.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    ignored = set(getattr(base, "_keys_to_ignore_on_save", None) or ())
-    tied = set(getattr(base, "all_tied_weights_keys", None) or ())  # names that a checkpoint leaves out
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())  # names that a checkpoint leaves out
     by_tensor: dict[int, list[Source]] = {}
-    for source in _walk(base, ""):
+    for source in _walk(model, ""):
         if source.name not in ignored:
             by_tensor.setdefault(id(source.tensor), []).append(source)
     sources = []
     for shared in by_tensor.values():
-        if len(shared) > 1 and any(source.changes for source in shared):
+        if len(shared) > 1 and any(source.product is not None for source in shared):
             names = " and ".join(source.name for source in shared)
             raise ConfigError(
                 f"LoRA: {names} are one tied weight, an adapter on one of them would untie it; take it from the targets"
@@ -139,27 +129,13 @@ def list_sources(model: Any) -> list[Source]:
     return sources
 
 
-def _walk(module: nn.Module, prefix: str) -> Iterator[Source]:
-    """Own tensors, then those of the children, without the wrappers that peft puts in between."""
-    if "peft" in sys.modules:
-        from peft.tuners.lora import LoraLayer
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
-
-        if isinstance(module, LoraLayer):
-            yield from _walk_lora(module, prefix)
-            return
-        if isinstance(module, ModulesToSaveWrapper):
-            active = [name for name in module.active_adapters if name in module.modules_to_save]
-            used = (
-                module.modules_to_save[active[0]] if active and not module.disable_adapters else module.original_module
-            )
-            yield from _walk(used, prefix)
-            return
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            raise ConfigError(
-                f"adapters of the kind {type(module).__name__} ({prefix}) cannot be sent to a server; use LoRA"
-            )
+def _walk(module: Any, prefix: str) -> Iterator[Source]:
+    """Own tensors, then those of the children; of an adapted layer those of the layer below, with the adapter's product."""
+    if hasattr(module, "lora_A"):
+        for source in _walk(module.get_base_layer(), prefix):
+            is_weight = source.name == f"{prefix}.weight"
+            yield replace(source, product=Product.of_layer(module)) if is_weight else source
+        return
     dot = f"{prefix}." if prefix else ""
     if isinstance(module, Nf4Linear):
         yield Source(name=f"{dot}weight", tensor=module.qweight, packed_columns=module.in_features)
@@ -171,36 +147,6 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[Source]:
             yield Source(name=f"{dot}{name}", tensor=buffer, is_buffer=True)
     for name, child in module.named_children():
         yield from _walk(child, f"{dot}{name}")
-
-
-def _walk_lora(layer: nn.Module, prefix: str) -> Iterator[Source]:
-    """The base layer's tensors with the products of the adapters that are active and not merged yet."""
-    from peft.tuners.lora import Embedding, Linear
-
-    module: Any = layer
-    changes: dict[str, list[Product | Summand]] = {"weight": [], "bias": []}
-    for adapter in [] if module.disable_adapters else module.active_adapters:
-        if adapter in module.merged_adapters:
-            continue
-        if adapter in module.lora_variant:
-            kind = type(module.lora_variant[adapter]).__name__
-            raise ConfigError(f"LoRA: {prefix} is of the variant {kind}; only plain LoRA can be sent to a server")
-        if not isinstance(layer, Linear | Embedding):
-            raise ConfigError(
-                f"LoRA: {prefix} is a {type(module).__name__}; only linear layers and embeddings can be sent to a server"
-            )
-        if adapter in module.lora_A:
-            a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight  # (r, in), (out, r)
-            product = Product(a=a, b=b, scaling=module.scaling[adapter], is_transposed=bool(module.fan_in_fan_out))
-            changes["weight"].append(product)
-            if module.lora_bias[adapter]:
-                changes["bias"].append(Summand(b=module.lora_B[adapter].bias, scaling=module.scaling[adapter]))
-        elif adapter in module.lora_embedding_A:
-            a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]  # (r, vocabulary), (width, r)
-            changes["weight"].append(Product(a=a, b=b, scaling=module.scaling[adapter], is_transposed=True))
-    for source in _walk(module.get_base_layer(), prefix):
-        own = changes.get(source.name.removeprefix(f"{prefix}."), [])
-        yield replace(source, changes=own)
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -377,18 +323,18 @@ class ShardedParameters:
     fused ones taken apart, and the buffers that a checkpoint holds.
 
     Args:
-        model: the Hugging Face model inside the policy, or a peft model around one.
+        model: the Hugging Face model inside the policy.
         wire_dtype: dtype in which parameters are sent, as the server serves them. Buffers keep their own.
         device: where buckets are wanted (WeightTransport.device).
 
     Raises:
-        ConfigError: adapters that cannot be merged, or fused parameters that cannot be taken apart.
+        ConfigError: fused parameters that cannot be taken apart.
     """
 
     def __init__(self, model: Any, *, wire_dtype: torch.dtype, device: torch.device | None = None) -> None:
         self._wire_dtype = wire_dtype
         self._device = device or torch.device("cpu")
-        self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._model = model
         self._sources = {source.name: source for source in list_sources(model)}
         metas = {
             name: torch.empty(
@@ -464,9 +410,10 @@ class AdapterParameters:
         metas = {name: torch.empty(source.shape, device="meta") for name, source in sources.items()}
         for group in checkpoint_groups(model, metas):
             for name in group.sources:
-                if sources[name].changes:
-                    target = next(iter(group.outputs))
-                    self._products[target] = _only_product(sources[name], group, base)
+                product = sources[name].product
+                if product is not None:
+                    _check_adapted(sources[name], group, base)
+                    self._products[next(iter(group.outputs))] = product
         if not self._products:
             raise ConfigError("model.lora.push: adapter needs adapters, and the model has none; set model.lora")
         self._specs = [spec for name, product in self._products.items() for spec in _factor_specs(name, product)]
@@ -498,22 +445,17 @@ def choose_parameters(
     return ShardedParameters(model, wire_dtype=served_dtype, device=device)
 
 
-def _only_product(source: Source, group: Group, base: BaseWeights) -> Product:
+def _check_adapted(source: Source, group: Group, base: BaseWeights) -> None:
+    """Raises ConfigError when a server cannot add the adapter to what the files of the base hold."""
     target = next(iter(group.outputs))
-    product = source.changes[0]
-    if len(source.changes) != 1 or not isinstance(product, Product) or not group.is_renamed_only:
-        raise ConfigError(
-            f"model.lora.push: adapter needs one plain adapter at each weight, {source.name} has other ones; set merged"
-        )
     spec = base.files.specs.get(target)
-    if spec is None:
+    if spec is None or not group.is_renamed_only:
         raise ConfigError(f"model.lora.push: the files of model.path have no {target} to add an adapter to; set merged")
     if source.packed_columns is not None or source.tensor.dtype.itemsize < ITEM_SIZES[spec.dtype_name]:
         raise ConfigError(
             f"model.lora.push: adapter: servers add to {target} as the files hold it ({spec.dtype_name}), the trainer has it "
             "rounded; set merged"
         )
-    return product
 
 
 def _factor_specs(name: str, product: Product) -> Iterator[ParameterSpec]:

@@ -1,6 +1,6 @@
 """Keeps the trainer's ranks in lockstep: rank 0 decides, the others follow its commands.
 
-    rank 0     LeaderLoop (training.loop) sends a command and does its own part of it
+    rank 0     LeaderLoop (trainer.loop) sends a command and does its own part of it
     others     follow: receive a command -> do the same, until StopCommand
 
 A command travels on a gloo group of its own, whose deadline is long: the other ranks wait there while rank 0 waits for samples.
@@ -30,7 +30,7 @@ from grpo_async.training.parameters import AdapterParameters, ShardedParameters
 from grpo_async.training.reference import Reference, score_twice
 from grpo_async.training.step import StepResult, train_step
 from grpo_async.training.timing import NO_CLOCK, StepClock, peak_bytes
-from grpo_async.training.token_figures import FigureOrder, TokenCollector
+from grpo_async.training.token_statistics import TokenCollector
 from grpo_async.weights.verify import TrainerScores
 
 
@@ -40,8 +40,8 @@ class StepCommand:
 
     minibatches: Sequence[Sequence[MicroBatch]]
     lr: float
-    figures: FigureOrder | None = None
-    """Of its tokens, to be brought to rank 0; the same on all ranks whether there is one."""
+    token_room: int = 0
+    """The statistics of its tokens are brought to rank 0: the most tokens that one rank has (0: nobody stores them)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class CommandChannel:
         if self._group is None:
             return [numbers]
         parts = [torch.empty_like(numbers) for _ in range(self._world_size)] if self.is_leader else None
-        with self._waiting(f"the figures of the tokens of all ranks, on rank {self._rank}", peer="another rank"):
+        with self._waiting(f"the statistics of the tokens of all ranks, on rank {self._rank}", peer="another rank"):
             dist.gather(numbers, parts, dst=0, group=self._group)
         return parts
 
@@ -163,7 +163,7 @@ class TrainerContext:
     """What every rank has: its shard of the policy and how it talks to the others."""
 
     config: ExperimentConfig
-    rundir: RunDir
+    run_dir: RunDir
     policy: Policy
     optimizer: torch.optim.Optimizer
     objective: Objective
@@ -192,12 +192,9 @@ class TrainerContext:
             obstacle = self.reference.obstacle_to_shared_prompts
         return obstacle
 
-    def step(
-        self, minibatches: Sequence[Sequence[MicroBatch]], lr: float, figures: FigureOrder | None = None
-    ) -> StepResult:
-        """This rank's part of one training step, an update for each minibatch; `figures` of its tokens go to rank 0. A
-        collective."""
-        tokens = None if figures is None else TokenCollector(figures, self.device)
+    def step(self, minibatches: Sequence[Sequence[MicroBatch]], lr: float, token_room: int = 0) -> StepResult:
+        """This rank's part of one training step, an update for each minibatch (see StepCommand). A collective."""
+        tokens = TokenCollector(token_room, self.device) if token_room else None
         result = train_step(
             self.policy,
             self.optimizer,
@@ -213,7 +210,7 @@ class TrainerContext:
         if self.peaks is None:
             peaks = self.channel.gather(torch.tensor([peak_bytes(self.device)]))
             self.peaks = [int(peak) for peak in peaks or ()]
-        return result if tokens is None else replace(result, token_figures=self.channel.gather(tokens.on_host()))
+        return result if tokens is None else replace(result, token_statistics=self.channel.gather(tokens.on_host()))
 
     def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
         """See score_twice; `rounding` is the name of a dtype. A collective."""
@@ -235,7 +232,7 @@ def follow(context: TrainerContext) -> None:
             case WaitCommand():
                 continue
             case StepCommand():
-                context.step(command.minibatches, command.lr, command.figures)
+                context.step(command.minibatches, command.lr, command.token_room)
             case GatherCommand():
                 for _ in context.parameters.buckets(command.bucket_bytes):
                     pass  # only rank 0 sends
@@ -244,7 +241,7 @@ def follow(context: TrainerContext) -> None:
             case SaveCommand():
                 context.checkpoints.begin(command.step, context.policy, context.optimizer, None)
             case ExportCommand():
-                export_model(context.rundir.model, context.policy, context.tokenizer, adapter=context.rundir.adapter)
+                export_model(context.run_dir.model, context.policy, context.tokenizer, adapter=context.run_dir.adapter)
             case StopCommand():
                 context.checkpoints.wait()
                 return

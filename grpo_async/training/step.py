@@ -1,6 +1,6 @@
 """One training step: for each minibatch forward and backward over the micro-batches of this rank, one clip, one update.
 
-    [pre-pass over everything, where the objective needs one]
+    [old log-probabilities of everything, where the objective needs them]
       -> for each minibatch: (reference, forward, backward) for each micro-batch -> clip -> update
 
 Gradients are summed, not averaged: the weights of the tokens already hold the one denominator of the minibatch. FSDP averages
@@ -20,12 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.training.loss import Objective, Prepass, all_entropies, entropy_threshold
-from grpo_async.training.metrics import UpdateFigures, UpdateNumbers, step_metrics
+from grpo_async.training.loss import Objective, OldPolicy, all_entropies, entropy_threshold
+from grpo_async.training.metrics import UpdateMetrics, UpdateSums, step_metrics
 from grpo_async.training.model import Policy, PolicyOutput, reshard
 from grpo_async.training.reference import Reference
 from grpo_async.training.timing import NO_CLOCK, StepClock
-from grpo_async.training.token_figures import TokenCollector
+from grpo_async.training.token_statistics import TokenCollector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class StepResult:
     num_tokens: int  # trained: those of the updates made
     updates: tuple[bool, ...]  # for each minibatch, whether its update was made or skipped as not finite
     metrics: dict[str, float]
-    token_figures: Sequence[torch.Tensor] | None = None
-    """What each rank collected of its tokens (training.token_figures), where that was asked for; on rank 0 only. [num_ranks]"""
+    token_statistics: Sequence[torch.Tensor] | None = None
+    """What each rank collected of its tokens (training.token_statistics), where that was asked for; on rank 0 only. [num_ranks]"""
 
     @property
     def is_finite(self) -> bool:
@@ -70,24 +70,24 @@ def train_step(
         reference: of the KL divergence; needed where `objective.needs_reference`.
         lr: learning rate of all updates of this step.
         max_grad_norm: total norm over all ranks that gradients are clipped to.
-        tokens: collects the figures of this rank's tokens, where they are stored.
+        tokens: collects the statistics of this rank's tokens, where they are stored.
         clock: times forward, backward, optimizer.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    if objective.needs_prepass:
-        with clock.part("pre-pass"):
-            prepasses = _run_prepass(policy, minibatches, objective, device)
+    if objective.needs_old_policy:
+        with clock.part("old log-probabilities"):
+            old = _ask_old_policy(policy, minibatches, objective, device)
     else:
-        prepasses = [[None] * len(micro_batches) for micro_batches in minibatches]
-    updates: list[UpdateNumbers] = []
-    for micro_batches, known in zip(minibatches, prepasses, strict=True):
-        figures = UpdateFigures(objective, device)
+        old = [[None] * len(micro_batches) for micro_batches in minibatches]
+    updates: list[UpdateMetrics] = []
+    for micro_batches, old_of_batches in zip(minibatches, old, strict=True):
+        sums = UpdateSums(objective, device)
         _backward(
             policy,
             micro_batches,
-            known,
-            figures,
+            old_of_batches,
+            sums,
             tokens,
             clock,
             objective=objective,
@@ -97,22 +97,22 @@ def train_step(
         if tokens is not None and len(updates) == len(minibatches) - 1:
             tokens.begin_copy()  # before the transfer of the last update, which so waits for both
         with clock.part("clip gradients"):
-            numbers = figures.gather(square_norm(policy.parameters(), device))
+            metrics = sums.gather(square_norm(policy.parameters(), device))
         clock.synchronised()
         with clock.part("optimizer"):
-            if numbers.is_finite:
-                clip_(policy.parameters(), norm=numbers.grad_norm, max_norm=max_grad_norm)
+            if metrics.is_finite:
+                clip_(policy.parameters(), norm=metrics.grad_norm, max_norm=max_grad_norm)
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        updates.append(numbers)
+        updates.append(metrics)
     return _result(updates, objective, lr=lr)
 
 
 def _backward(
     policy: Policy,
     micro_batches: Sequence[MicroBatch],
-    prepasses: Sequence[Prepass | None],
-    figures: UpdateFigures,
+    old_policy: Sequence[OldPolicy | None],
+    sums: UpdateSums,
     tokens: TokenCollector | None,
     clock: StepClock,
     *,
@@ -122,7 +122,7 @@ def _backward(
 ) -> None:
     """Add up the gradients of one update."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    for number, (cpu_batch, prepass) in enumerate(zip(micro_batches, prepasses, strict=True)):
+    for number, (cpu_batch, old) in enumerate(zip(micro_batches, old_policy, strict=True)):
         batch = cpu_batch.to(device)
         _set_gradient_sync(policy, device, is_last=number == len(micro_batches) - 1)
         ref_logprobs = None
@@ -136,16 +136,16 @@ def _backward(
             output: PolicyOutput = policy(
                 batch,
                 entropy_gradient=objective.needs_entropy_gradient,
-                token_objective=objective.of_tokens(batch, ref_logprobs=ref_logprobs, prepass=prepass),
+                token_objective=objective.token_objective(batch, ref_logprobs=ref_logprobs, old=old),
             )
         if output.anchor is not None:
             with clock.part("backward", micro_batch=number):
                 torch.autograd.backward(output.anchor)
             continue
-        terms = objective(output, batch, ref_logprobs=ref_logprobs, prepass=prepass)
+        terms = objective(output, batch, ref_logprobs=ref_logprobs, old=old)
         with clock.part("backward", micro_batch=number):
             torch.autograd.backward(terms.total * world_size)
-        figures.add(terms)
+        sums.add(terms)
         if tokens is not None:
             tokens.add(terms)
 
@@ -167,29 +167,29 @@ def _set_gradient_sync(policy: Policy, device: torch.device, *, is_last: bool) -
         policy.set_requires_all_reduce(is_last)
 
 
-def _run_prepass(
+def _ask_old_policy(
     policy: Policy, minibatches: Sequence[Sequence[MicroBatch]], objective: Objective, device: torch.device
-) -> list[list[Prepass | None]]:
+) -> list[list[OldPolicy | None]]:
     """Log-probabilities, and which tokens have a high entropy, under the policy at the start of the step; as `minibatches`."""
-    share = objective.section.top_entropy_share
-    results: list[list[Prepass | None]] = []
+    fraction = objective.section.top_entropy_share
+    results: list[list[OldPolicy | None]] = []
     with torch.no_grad():
         for micro_batches in minibatches:
             outputs: list[PolicyOutput] = [policy(batch.to(device)) for batch in micro_batches]
-            if share == 1.0:
-                results.append([Prepass(logprobs=o.logprobs, has_high_entropy=None, num_kept=None) for o in outputs])
+            if fraction == 1.0:
+                results.append([OldPolicy(logprobs=o.logprobs, has_high_entropy=None, num_kept=None) for o in outputs])
                 continue
             entropies = all_entropies(
                 torch.cat([output.entropy for output in outputs]),
                 num_tokens=micro_batches[0].minibatch_tokens,
                 most_rank_tokens=micro_batches[0].most_rank_tokens,
             )
-            threshold = entropy_threshold(entropies, share=share)
+            threshold = entropy_threshold(entropies, fraction=fraction)
             kept = [output.entropy.double() >= threshold for output in outputs]
             num_kept = (entropies >= threshold).sum()
             results.append(
                 [
-                    Prepass(logprobs=output.logprobs, has_high_entropy=mask, num_kept=num_kept)
+                    OldPolicy(logprobs=output.logprobs, has_high_entropy=mask, num_kept=num_kept)
                     for output, mask in zip(outputs, kept, strict=True)
                 ]
             )
@@ -197,7 +197,7 @@ def _run_prepass(
     return results
 
 
-def _result(updates: Sequence[UpdateNumbers], objective: Objective, *, lr: float) -> StepResult:
+def _result(updates: Sequence[UpdateMetrics], objective: Objective, *, lr: float) -> StepResult:
     made = [update for update in updates if update.is_finite]
     metrics = step_metrics(made or updates, objective)
     metrics |= {"lr": lr, "training/skipped_updates": float(len(updates) - len(made))}
@@ -215,7 +215,7 @@ def square_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> tor
     """This rank's part of the squared norm of all gradients: the sum over ranks is the whole. () float64 on `device`
 
     (torch's clip_grad_norm_ reduces the norm in a collective of its own and multiplies every gradient, clipped or not. Here a
-    rank's part travels with the figures of the update, and the host, which is told the norm anyway, decides.)
+    rank's part travels with the metrics of the update, and the host, which is told the norm anyway, decides.)
     Worked example, gradient [3, 4] sharded over two ranks: 9 and 16; held whole by both: 12.5 and 12.5.
     """
     alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}  # by ranks that hold the same

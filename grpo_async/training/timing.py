@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import sys
 import time
@@ -14,18 +13,15 @@ import torch
 
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 
-logger = logging.getLogger(__name__)
-
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 class StepClock:
     """Times the parts of a step for the timeline. Used by the training thread.
 
-    CPU: by the wall clock. GPU: the host runs ahead of it, so a part is timed by a pair of CUDA events, in the lane "gpu". Nothing
+    CPU: by the wall clock. GPU: the host runs ahead of it, so a part is timed by a pair of CUDA events, in the track "gpu". Nothing
     waits for them: they are read when the host has waited for the GPU anyway (`synchronised`), and an event that the GPU passed at
     that moment ties its clock to the host's. (torch.profiler.record_function would name the parts for a profiler alone.)
-    Nothing here ends a run: where CUDA refuses an event, the clock stops with a warning.
 
     Args:
         device: where the step runs.
@@ -33,8 +29,8 @@ class StepClock:
 
     def __init__(self, timeline: Timeline, device: torch.device) -> None:
         self._timeline = timeline
-        self._is_on_gpu = device.type == "cuda"
         self._is_off = timeline is NO_TIMELINE
+        self._is_on_gpu = device.type == "cuda" and not self._is_off
         # an event, and the host's time when it was recorded: the GPU had nothing to do then, and passed it at once
         self._anchor: tuple[torch.cuda.Event, float] | None = None
         self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event, str, dict[str, Any]]] = []  # begin, end
@@ -49,14 +45,8 @@ class StepClock:
 
     def synchronised(self) -> None:
         """The host has just read a result of the GPU, which so has done all before it. Also before the first part."""
-        if self._is_off or not self._is_on_gpu:
+        if not self._is_on_gpu:
             return
-        try:
-            self._read()
-        except RuntimeError as error:
-            self._stop(error)
-
-    def _read(self) -> None:
         waiting = []
         for begin, end, name, details in self._pending:
             if self._anchor is None:
@@ -73,25 +63,9 @@ class StepClock:
 
     @contextmanager
     def _on_gpu(self, name: str, details: dict[str, Any]) -> Iterator[None]:
-        begin = self._try_record()
+        begin = _record()
         yield
-        end = self._try_record()
-        if begin is not None and end is not None:
-            self._pending.append((begin, end, name, details))
-
-    def _try_record(self) -> torch.cuda.Event | None:
-        if self._is_off:
-            return None
-        try:
-            return _record()
-        except RuntimeError as error:
-            self._stop(error)
-            return None
-
-    def _stop(self, error: RuntimeError) -> None:
-        self._is_off = True
-        self._pending = []
-        logger.warning("the parts of a step are not timed any more: %s", error)
+        self._pending.append((begin, _record(), name, details))
 
 
 def _record() -> torch.cuda.Event:

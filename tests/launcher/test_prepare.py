@@ -37,7 +37,7 @@ def _old_run(config: ExperimentConfig, *, steps: tuple[int, ...] = ()) -> RunDir
 def _make_checkpoint(run_dir: RunDir, step: int) -> None:
     folder = run_dir.checkpoint(step)
     folder.mkdir()
-    (folder / "state.json").write_text('{"format": 2}')
+    (folder / "state.json").write_text('{"format": 3}')
     (folder / "__0_0.distcp").write_bytes(bytes(range(256)))
     write_manifest(folder, step=step, world_size=1)
 
@@ -108,7 +108,7 @@ def _flip_a_bit(folder: Path) -> None:
         (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
-        (lambda folder: (folder / "manifest.json").write_text('{"format": 2, "files": {}}'), "lists no state.json"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format": 3, "files": {}}'), "lists no state.json"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken(
@@ -154,8 +154,8 @@ def test_a_checkpoint_of_the_first_format_is_refused_and_not_taken_for_damaged(t
     old = run_dir.checkpoint(2)
     old.mkdir()
     (old / "state.json").write_text('{"format": 1, "step": 2}')
-    _refused(config, "has format 1, of an older version", resume="auto")
-    _refused(config, "has format 1, of an older version", resume="2")
+    _refused(config, "has format 1, of another version", resume="auto")
+    _refused(config, "has format 1, of another version", resume="2")
 
 
 def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from tests.support.rank_jobs import build, fingerprint, one_step, random_samples
 
 
 def _writer(run: str) -> tuple[RunDir, CheckpointWriter]:
-    rundir = RunDir(Path(run))
+    run_dir = RunDir(Path(run))
     if dist.get_rank() == 0:
-        rundir.create()
+        run_dir.create()
     dist.barrier()
-    return rundir, CheckpointWriter(rundir, timeout_s=60.0)
+    return run_dir, CheckpointWriter(run_dir, timeout_s=60.0)
 
 
 def _state(step: int) -> checkpoint.TrainerState | None:
@@ -79,21 +79,21 @@ def save_and_load_with_a_parameter_without_gradient(model: str, run: str) -> dic
     one_step(policy, optimizer, random_samples())
     optimizer.step = step  # type: ignore[method-assign]
     had_state = left_out in optimizer.state
-    rundir, writer = _writer(run)
+    run_dir, writer = _writer(run)
     writer.begin(1, policy, optimizer, _state(1))
     writer.wait()
     dist.barrier()  # rank 0 has given it its name
     saved, (policy, optimizer) = fingerprint(policy), build(model)
-    checkpoint.load_tensors(rundir, 1, policy, optimizer)
+    checkpoint.load_tensors(run_dir, 1, policy, optimizer)
     return {"had_state": had_state, "saved": saved, "loaded": fingerprint(policy)}
 
 
 def load_and_go_on(model: str, run: str) -> dict[str, Any]:
     policy, optimizer = build(model)
     one_step(policy, optimizer, random_samples(seed=9))  # somewhere else, so that loading has to change everything
-    rundir = RunDir(Path(run))
-    checkpoint.load_tensors(rundir, 1, policy, optimizer)
-    state = checkpoint.load_state(rundir, 1)
+    run_dir = RunDir(Path(run))
+    checkpoint.load_tensors(run_dir, 1, policy, optimizer)
+    state = checkpoint.load_state(run_dir, 1)
     drawn = _gathered(_draws())
     result = one_step(policy, optimizer, random_samples(seed=1))
     return {
@@ -109,7 +109,7 @@ def load_and_go_on(model: str, run: str) -> dict[str, Any]:
 def save_on_a_full_disk(model: str, run: str) -> dict[str, Any]:
     """Checkpoint 1 is written; while 2 is, no file of any rank may grow beyond 1000 bytes."""
     policy, optimizer = build(model)
-    rundir, writer = _writer(run)
+    run_dir, writer = _writer(run)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     one_step(policy, optimizer, random_samples())
@@ -125,33 +125,18 @@ def save_on_a_full_disk(model: str, run: str) -> dict[str, Any]:
         error = str(raised)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     dist.barrier()
-    found = sorted(path.name for path in rundir.checkpoints.iterdir())
+    found = sorted(path.name for path in run_dir.checkpoints.iterdir())
     dist.barrier()
     writer.begin(3, policy, optimizer, _state(3))  # it goes on after a failure
     writer.wait()
     dist.barrier()
-    return {"error": error, "found": found, "after": rundir.checkpoint_steps()}
-
-
-def save_while_a_rank_cannot(model: str, run: str) -> dict[str, Any]:
-    """The last rank cannot write its own file; rank 0 must not give the checkpoint its name."""
-    policy, optimizer = build(model)
-    rundir, writer = _writer(run)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        checkpoint.rank_file = lambda rank: "missing/folder.json"
-    writer.begin(1, policy, optimizer, _state(1))
-    error = None
-    try:
-        writer.wait()
-    except CheckpointError as raised:
-        error = str(raised)
-    return {"error": error, "steps": rundir.checkpoint_steps()}
+    return {"error": error, "found": found, "after": run_dir.checkpoint_steps()}
 
 
 def save_slowly(model: str, run: str) -> dict[str, Any]:
     """What happens, in order: two writes that take a while each, a step while each goes on, and looks without waiting."""
     policy, optimizer = build(model)
-    rundir, writer = _writer(run)
+    run_dir, writer = _writer(run)
     events: list[str] = []
     save = checkpoint.dcp.save
 
@@ -168,15 +153,18 @@ def save_slowly(model: str, run: str) -> dict[str, Any]:
         writer.begin(step, policy, optimizer, _state(step), on_written=lambda step=step: note(f"written {step}"))
         note(f"begun {step}")
         writer.poll()
-        note(f"goes on, writing {writer.writing}")
+        note("goes on" if writer.is_writing else "waited")
     writer.wait()
-    return {"events": events, "steps": rundir.checkpoint_steps()}
+    return {"events": events, "steps": run_dir.checkpoint_steps()}
 
 
-def export(model: str, target: str) -> dict[str, Any]:
+def save_and_export(model: str, run: str) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     policy, optimizer = build(model)
     one_step(policy, optimizer, random_samples())
-    export_model(Path(target), policy, AutoTokenizer.from_pretrained(model))
-    return {"weights": fingerprint(policy)}
+    run_dir, writer = _writer(run)
+    writer.begin(1, policy, optimizer, _state(1))
+    export_model(run_dir.model, policy, AutoTokenizer.from_pretrained(model))
+    writer.wait()
+    return {"saved": fingerprint(policy)}

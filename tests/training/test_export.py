@@ -50,19 +50,14 @@ def _assert_holds(folder: Path, expected: dict[str, float]) -> None:
 
 
 @pytest.mark.slow
-def test_the_exported_model_is_the_trained_one(tiny_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    result = run_on_ranks("export", 2, tmp_path / "job", module=MODULE, model=tiny_model, target=folder)
-    _assert_holds(folder, result["weights"])
-    assert not list(tmp_path.glob("writing_*"))
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_becomes_a_folder_in_one_process(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_ranks_export_what_they_trained_and_their_checkpoint_becomes_the_same_folder(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     from grpo_async.training.export import export_checkpoint
 
     run = tmp_path / "run"
-    saved = run_on_ranks("save_after_one_step", 2, tmp_path / "job", module=MODULE, model=tiny_model, run=run)
+    saved = run_on_ranks("save_and_export", 2, tmp_path / "job", module=MODULE, model=tiny_model, run=run)
+    _assert_holds(run / "model", saved["saved"])
     folder = tmp_path / "out"
     config = _config(tiny_model)
     export_checkpoint(RunDir(run), 1, config, folder)
@@ -86,17 +81,6 @@ def stub_of_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SimpleNames
         return SimpleNamespace(model=None)
 
     return make
-
-
-def test_other_ranks_do_not_wait_for_the_one_that_writes(
-    tmp_path: Path, stub_of_rank: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wait_for_all() -> None:
-        raise AssertionError("its deadline is that of a collective")
-
-    monkeypatch.setattr(export.dist, "barrier", wait_for_all)
-    export_model(tmp_path / "model", stub_of_rank(1), None)
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_rank_that_writes_tells_the_others_meanwhile(

@@ -14,9 +14,9 @@ from grpo_async.training.loss import (
     TokenLoss,
     cispo_loss,
     clipped_loss,
-    correction_weights,
     entropy_threshold,
     gspo_loss,
+    importance_weights,
     is_on_policy,
     kl_k3,
     log_linear_logprobs,
@@ -130,7 +130,7 @@ def test_correction_weights_equal_the_formula(
         sampler_logprobs=torch.tensor([-1.0, -2.0, -1.0]),
     )
     section = CorrectionSection.model_validate({"level": level, "action": action, "cap": cap, "floor": floor})
-    weights = correction_weights(inputs, section)
+    weights = importance_weights(inputs, section)
     assert weights.tolist() == pytest.approx(expected, abs=1e-4)
     assert not weights.requires_grad
 
@@ -150,9 +150,9 @@ def test_only_bad_completions_that_drifted_are_left_out() -> None:
 def test_the_entropy_threshold_is_the_quantile() -> None:
     """[.1, .2, .4, .5, .9], place 0.6 x 4 = 2.4: 0.4 + 0.4 x 0.1 = 0.44."""
     entropy = torch.tensor([0.1, 0.5, 0.2, 0.9, 0.4])
-    assert entropy_threshold(entropy, share=0.4).item() == pytest.approx(0.44)
+    assert entropy_threshold(entropy, fraction=0.4).item() == pytest.approx(0.44)
     many = torch.rand(1001)
-    assert entropy_threshold(many, share=0.2).item() == pytest.approx(torch.quantile(many, 0.8).item(), rel=1e-5)
+    assert entropy_threshold(many, fraction=0.2).item() == pytest.approx(torch.quantile(many, 0.8).item(), rel=1e-5)
 
 
 def test_k3_and_its_gradient() -> None:

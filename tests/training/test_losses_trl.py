@@ -19,8 +19,8 @@ from grpo_async.config.loss_sections import (
     SapoLoss,
 )
 from grpo_async.records import RolloutSample
-from grpo_async.training.loss import Objective, ObjectiveOutput, Prepass, entropy_threshold
-from grpo_async.training.metrics import UpdateFigures, step_metrics
+from grpo_async.training.loss import Objective, ObjectiveOutput, OldPolicy, entropy_threshold
+from grpo_async.training.metrics import UpdateSums, step_metrics
 from grpo_async.training.model import PolicyOutput
 from tests.support.trl_losses import TrlBatch, trl_loss
 
@@ -90,8 +90,8 @@ def _ours(batch: TrlBatch, section: BaseLoss) -> tuple[ObjectiveOutput, dict[str
     (micro_batch,) = pack_rank(samples, weights, plan, 0, trainer_version=0)
     kept = batch.mask.bool()
     entropy = batch.entropy[kept]
-    has_high = entropy.detach().double() >= entropy_threshold(entropy, share=section.top_entropy_share)
-    prepass = Prepass(
+    has_high = entropy.detach().double() >= entropy_threshold(entropy, fraction=section.top_entropy_share)
+    old = OldPolicy(
         logprobs=batch.old[kept],
         has_high_entropy=has_high if section.top_entropy_share < 1.0 else None,
         num_kept=has_high.sum(),
@@ -102,9 +102,9 @@ def _ours(batch: TrlBatch, section: BaseLoss) -> tuple[ObjectiveOutput, dict[str
         PolicyOutput(logprobs=batch.logprobs[kept], entropy=entropy),
         micro_batch,
         ref_logprobs=batch.ref[kept],
-        prepass=prepass,
+        old=old,
     )
-    figures = UpdateFigures(objective, torch.device("cpu"))
+    figures = UpdateSums(objective, torch.device("cpu"))
     figures.add(output)
     return output, step_metrics([figures.gather(torch.zeros(()))], objective)
 

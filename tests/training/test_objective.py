@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.loss_sections import BaseLoss, LossSection
-from grpo_async.training.loss import Objective, ObjectiveOutput, Prepass
+from grpo_async.training.loss import Objective, ObjectiveOutput, OldPolicy
 from grpo_async.training.model import PolicyOutput
 
 
@@ -56,7 +56,7 @@ def _gradient(output: ObjectiveOutput, tensor: torch.Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("values", "num_minibatches", "reference", "prepass", "entropy_gradient"),
+    ("values", "num_minibatches", "reference", "old", "entropy_gradient"),
     [
         ({}, 1, False, False, False),
         ({"beta": 0.1}, 1, True, False, False),
@@ -69,27 +69,27 @@ def _gradient(output: ObjectiveOutput, tensor: torch.Tensor) -> list[float]:
     ],
 )
 def test_the_needs_follow_from_the_settings(
-    values: dict[str, Any], num_minibatches: int, reference: bool, prepass: bool, entropy_gradient: bool
+    values: dict[str, Any], num_minibatches: int, reference: bool, old: bool, entropy_gradient: bool
 ) -> None:
     objective = Objective(_section(**values), num_minibatches=num_minibatches)
     assert objective.needs_reference == reference
-    assert objective.needs_prepass == prepass
+    assert objective.needs_old_policy == old
     assert objective.needs_entropy_gradient == entropy_gradient
 
 
 def test_the_proximal_policy_is_the_sampler_the_start_of_the_step_or_between() -> None:
     """pi = -1, sampler -2, d = 1; at the start of the step it was -1.25. The ratio is e^1, e^0, e^0.25, e^0.5 (a = 1/2)."""
-    start = Prepass(logprobs=torch.tensor([-1.25]), has_high_entropy=None, num_kept=None)
-    cases: list[tuple[dict[str, Any], int, Prepass | None, float]] = [
+    start = OldPolicy(logprobs=torch.tensor([-1.25]), has_high_entropy=None, num_kept=None)
+    cases: list[tuple[dict[str, Any], int, OldPolicy | None, float]] = [
         ({"proximal": "sampler"}, 1, None, 1.0),
         ({"proximal": "recomputed"}, 1, None, 0.0),
         ({"proximal": "recomputed"}, 2, start, 0.25),
         ({"proximal": "log_linear"}, 1, None, 0.5),
     ]
-    for values, num_minibatches, prepass, log_ratio in cases:
+    for values, num_minibatches, old, log_ratio in cases:
         policy = _policy([-1.0])
         objective = Objective(_section(epsilon_high=9.0, **values), num_minibatches=num_minibatches)
-        output = objective(policy, _batch([-2.0], [2.0]), prepass=prepass)
+        output = objective(policy, _batch([-2.0], [2.0]), old=old)
         expected = -2.0 * math.exp(log_ratio) / 4  # -rho A x weight 1/4
         assert output.total.item() == pytest.approx(expected)
         # the proximal policy is a constant: the gradient is that of rho alone
@@ -104,8 +104,8 @@ def test_a_correction_multiplies_the_policy_loss_without_gradient() -> None:
     output = Objective(section)(policy, _batch([-1.5, -0.5, -3.0], [2.0, 2.0, 2.0]))
     assert output.total.item() == pytest.approx(-1.1276, abs=1e-4)
     assert _gradient(output, policy.logprobs) == pytest.approx([-0.82436, -0.30327, 0.0], abs=1e-4)
-    assert output.is_corrected_away is not None
-    assert output.is_corrected_away.tolist() == [False, False, True]
+    assert output.is_importance_masked is not None
+    assert output.is_importance_masked.tolist() == [False, False, True]
 
 
 def test_a_loss_that_overflowed_counts_nothing_where_it_is_masked() -> None:
@@ -121,10 +121,10 @@ def test_masks_take_the_policy_loss_of_a_token_and_leave_its_kl() -> None:
     section = _section(beta=0.1, off_policy_mask=0.2, top_entropy_share=0.75)
     policy = _policy([-1.0] * 4)
     batch = _batch([-0.5, -0.5, -1.0, -1.0], [-1.0, -1.0, 2.0, 2.0], samples=[0, 0, 1, 1])
-    prepass = Prepass(
+    old = OldPolicy(
         logprobs=torch.zeros(4), has_high_entropy=torch.tensor([True, True, True, False]), num_kept=torch.tensor(3)
     )
-    output = Objective(section)(policy, batch, ref_logprobs=torch.full((4,), -0.5), prepass=prepass)
+    output = Objective(section)(policy, batch, ref_logprobs=torch.full((4,), -0.5), old=old)
     assert output.total.item() == pytest.approx(-0.485128, abs=1e-5)
     assert output.is_off_policy is not None
     assert output.is_off_policy.tolist() == [True, True, False, False]
@@ -142,8 +142,8 @@ def test_the_entropy_bonus_is_the_mean_over_the_minibatch_whatever_the_reduction
     assert output.total.item() == pytest.approx(-0.25)
     assert output.policy_loss.item() == 0.0
     assert _gradient(output, policy.entropy) == pytest.approx([-0.0625, -0.0625])
-    kept = Prepass(logprobs=torch.zeros(2), has_high_entropy=torch.tensor([True, False]), num_kept=torch.tensor(4))
-    masked = Objective(_section(entropy_bonus=0.5, top_entropy_share=0.5))(policy, batch, prepass=kept)
+    kept = OldPolicy(logprobs=torch.zeros(2), has_high_entropy=torch.tensor([True, False]), num_kept=torch.tensor(4))
+    masked = Objective(_section(entropy_bonus=0.5, top_entropy_share=0.5))(policy, batch, old=kept)
     assert masked.total.item() == pytest.approx(-0.125)
     assert _gradient(masked, policy.entropy) == pytest.approx([-0.125, 0.0])
 
@@ -180,12 +180,12 @@ def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_slopes(values:
     )
     policy = _policy([-1.3, -1.0, -0.2, -3.0], entropy=[0.5, 1.0, 1.5, 2.0])
     references = torch.tensor([-1.1, -1.2, -1.3, -1.4])
-    prepass = Prepass(
+    old = OldPolicy(
         logprobs=torch.tensor([-1.2, -1.1, -0.3, -2.5]),
         has_high_entropy=torch.tensor([False, True, False, True]),
         num_kept=torch.tensor(2),
     )
-    known: dict[str, Any] = {"ref_logprobs": references, "prepass": prepass}
+    known: dict[str, Any] = {"ref_logprobs": references, "old": old}
     total = objective(policy, batch, **known).total
     wanted = torch.autograd.grad(total, [policy.logprobs, policy.entropy], allow_unused=True)
     of = objective.of_tokens(batch, **known)

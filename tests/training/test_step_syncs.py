@@ -1,112 +1,127 @@
-"""What a training step makes the host wait for: at most two reads of the device and two collectives for figures an update, whatever
-the number of micro-batches. Here it is one of each. On a CPU; sync_counter.py says how."""
+"""What a training step makes the host wait for: one read of the device and one collective for metrics an update, whatever the
+number of micro-batches.
+
+On a CPU nothing tells a tensor of the "device" from one of the host, so every read (item, tolist, cpu, numpy, a truth value, an
+index by a mask) that a function of ours makes while a step runs is counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from grpo_async.batching.minibatch import split_groups
 from grpo_async.batching.pack import MicroBatch, pack_rank
-from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
-from grpo_async.training.metrics import UpdateFigures
+from grpo_async.batching.plan import plan_batch
+from grpo_async.training.ranks import follow
 from tests.support.rank_jobs import random_samples
 from tests.support.ranks import run_on_ranks
-from tests.training.sync_counter import FSDP, count_syncs
-from tests.training.sync_jobs import LONGEST, MODULE
+from tests.training.statistics_jobs import make_config, make_context, make_groups, make_step_loop, stores
 
-MAX_READS = MAX_COLLECTIVES = 2  # an update
-
-EVERYTHING = {
-    "type": "grpo", "beta": 0.1, "proximal": "recomputed", "entropy_bonus": 0.01, "off_policy_mask": 0.01,
-    "correction": {"level": "sequence", "action": "mask", "cap": 1.5, "floor": 0.8},
-}  # fmt: skip
-LOSSES = {
+LOSSES: dict[str, dict[str, Any]] = {
     "plain": {"type": "dapo"},
-    "everything": EVERYTHING,
+    "everything": {
+        "type": "grpo", "beta": 0.1, "proximal": "recomputed", "entropy_bonus": 0.01, "off_policy_mask": 0.01,
+        "correction": {"level": "sequence", "action": "mask", "cap": 1.5, "floor": 0.8},
+    },
     "entropy mask": {"type": "dapo", "top_entropy_share": 0.5},
-}
-READ = "metrics.gather: tolist"
-FIGURES = "metrics.gather: allgather_"
-ENTROPIES = "loss.all_entropies: allgather_"
+}  # fmt: skip
+CUTS = {"whole": {}, "many micro-batches": {"micro_batch_tokens": 64}, "two updates": {"minibatches": 2}}
 
 
-CASES = {"plain": ("1", "4", "8", "2x4"), "everything": ("1", "2x4"), "entropy mask": ("4", "8")}
-"""Micro-batches of a step; 2x4: of each of two updates."""
+@contextmanager
+def counted(owner: Any, names: tuple[str, ...], counts: Counter[str]) -> Iterator[None]:
+    """Calls of these functions by a function of grpo_async, by that function."""
+
+    def noting(name: str) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            is_mask = name != "__getitem__" or (isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool)
+            if "/grpo_async/" in frame.f_code.co_filename and is_mask:
+                counts[f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}: {name}"] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(owner, name, noting(name)))
+        yield
 
 
-def _settings(case: str) -> dict[str, Any]:
-    """Of `training`, for 8 samples on each rank, each in a row of its own."""
-    updates, _, count = case.rpartition("x")
-    return {"micro_batch_tokens": 8 // int(updates or 1) // int(count) * LONGEST, "minibatches": int(updates or 1)}
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "nonzero", "__getitem__")
+COLLECTIVES = ("all_gather", "all_reduce", "broadcast", "gather", "scatter_object_list", "barrier")
+
+
+def count(model: str, losses: dict[str, dict[str, Any]], cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A step with each loss in each cut; what the step on rank 0 read, and the collectives that it asked for."""
+    found = {}
+    for loss, values in losses.items():
+        for cut, training in cuts.items():
+            config = make_config(values, **training)
+            context = make_context(model, config, reference=model if config.loss.beta else None)
+            if dist.get_rank() > 0:
+                follow(context)
+                continue
+            loop = make_step_loop(context, stores(loss == "everything"))
+            reads, collectives = Counter[str](), Counter[str]()
+            with counted(torch.Tensor, READS, reads), counted(dist, COLLECTIVES, collectives):
+                result, statistics = loop._train(split_groups(make_groups(6), config.training.minibatches), 4)
+            loop.stop_followers()
+            found[f"{loss}, {cut}"] = {
+                "reads": {
+                    name: number for name, number in reads.items() if name.startswith(("step.", "metrics.", "loss."))
+                },
+                "collectives": dict(collectives),
+                "updates": len(result.updates),
+                "samples": len(statistics),
+            }
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2])
-def test_an_update_reads_the_device_once_and_shares_its_figures_in_one_collective(
-    tiny_model: Path, tmp_path: Path, num_ranks: int
+def test_an_update_reads_the_device_once_and_shares_its_metrics_in_one_collective(
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The step of the real loop, its commands to the other ranks and the figures of tokens included. The entropy mask has one more
+    """The step of the real loop, its command to the other rank and the statistics of tokens included. The entropy mask has one more
     collective, which shares the entropies, and no read."""
-    results = run_on_ranks(
-        "count", num_ranks, tmp_path, module=MODULE, model=tiny_model, losses=LOSSES,
-        cases={loss: {case: _settings(case) for case in cases} for loss, cases in CASES.items()},
-        num_groups=4 * num_ranks,
-    )  # fmt: skip
-    for loss, name in [(loss, case) for loss, cases in CASES.items() for case in cases]:
-        found, updates = results[loss][name], 2 if name == "2x4" else 1
-        assert (found["forwards"], found["updates"]) == (8 if name == "2x4" else int(name), updates)
-        assert found["samples_with_figures"] == (8 * num_ranks if loss == "everything" else 0)
-        assert found["norm"] > 0.0
-        assert found["num_reads"] <= MAX_READS * updates
-        assert found["reads"] == {READ: updates}
-        own = {what: count for what, count in found["collectives"].items() if not what.startswith(FSDP)}
-        # once a step, between hosts: the command to the ranks (the longest, each size, its bytes), and the tokens' figures
-        command = [own.pop(what) for what in list(own) if what.startswith("ranks.send")]
-        brought = own.pop("ranks.gather: gather_", 0)
-        assert sum(command) == (0 if num_ranks == 1 else 3)
-        assert brought == int(loss == "everything" and num_ranks > 1)
-        assert sum(own.values()) <= MAX_COLLECTIVES * updates
-        wanted = {FIGURES} | ({ENTROPIES} if loss == "entropy mask" else set())
-        assert own == ({} if num_ranks == 1 else dict.fromkeys(wanted, updates))
+    results = run_on_ranks("count", 2, tmp_path, module=__name__, model=tiny_model, losses=LOSSES, cuts=CUTS)
+    assert len(results) == len(LOSSES) * len(CUTS)
+    for name, found in results.items():
+        updates = 2 if "two updates" in name else 1
+        assert found["updates"] == updates
+        assert found["reads"] == {"metrics.gather: tolist": updates}, name
+        own = found["collectives"]
+        assert own.pop("ranks.send: scatter_object_list") == 1, "the command"
+        # once a step: the statistics of tokens where they are stored, and after the first step the peaks of memory
+        assert own.pop("ranks.gather: gather") == 1 + name.startswith("everything")
+        assert found["samples"] == (12 if name.startswith("everything") else 0)
+        wanted = {"metrics.gather: all_gather": updates}
+        if name.startswith("entropy mask"):
+            wanted["loss.all_entropies: all_gather"] = updates
+        assert own == wanted, name
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda values: values.sum().item(),
-        lambda values: bool((values > 0).any()),
-        lambda values: values.detach().cpu(),
-        lambda values: values[values > 0],
-    ],
-    ids=["item", "bool", "cpu", "mask"],
-)
-def test_a_read_in_a_micro_batch_is_counted_for_each_of_them(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[torch.Tensor], object]
-) -> None:
-    """So the counter would see it."""
-    from tests.training.test_step import _build, _section, _step
-
-    samples = random_samples(4)
-    plan = BatchPlan(ranks=[[MicroBatchPlan(rows=[[i]], row_tokens=len(s.token_ids)) for i, s in enumerate(samples)]])
-    batches = pack_rank(samples, [0.1] * 4, plan, 0, trainer_version=0)
-    policy, optimizer = _build(tiny_model)
-    add = UpdateFigures.add
-
-    def add_and_read(figures: Any, output: Any) -> None:
-        read(output.inputs.logprobs)
-        add(figures, output)
-
-    _step(policy, optimizer, [batches], _section())
-    for patched, expected in ((False, 1), (True, 5)):
-        if patched:
-            monkeypatch.setattr(UpdateFigures, "add", add_and_read)
-        with count_syncs(policy, optimizer) as counter:
-            _step(policy, optimizer, [batches], _section())
-        assert counter.num_reads == expected, counter.reads
+@pytest.mark.parametrize("read", ["values.sum().item()", "bool((values > 0).any())", "values[values > 0]"])
+def test_a_read_is_counted_where_it_is_made(read: str) -> None:
+    """So the test above would see it."""
+    namespace: dict[str, Any] = {}
+    exec(compile(f"def reads(values): return {read}", "/grpo_async/step.py", "exec"), namespace)  # a function of ours
+    reads = Counter[str]()
+    with counted(torch.Tensor, READS, reads):
+        namespace["reads"](torch.ones(3))
+    assert reads.total() == 1
 
 
 def test_a_micro_batch_goes_to_a_gpu_from_pinned_memory_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
 from grpo_async.errors import WeightPushError
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.training.loop import Evaluations, LeaderLoop
+from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand, WaitCommand
 from grpo_async.weights.verify import TrainerScores
 from tests.support.records import make_scored
-from tests.training.fakes import FakeSource, FakeSync, fake_context, loop_config, make_loop
+from tests.trainer.fakes import FakeSource, FakeSync, fake_context, loop_config, make_loop
 
 
 class _Source(FakeSource):
@@ -27,9 +28,7 @@ class _Source(FakeSource):
         self.versions: list[int] = []
         self.num_taken = 0
 
-    def take(
-        self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None], attend: Callable[[], None]
-    ) -> list[ScoredGroup]:
+    def take(self, num_groups: int, *, attend: Callable[[], None], **_: Any) -> list[ScoredGroup]:
         self.num_taken += 1
         if self.num_taken in self.before:
             self.before[self.num_taken]()
@@ -46,7 +45,7 @@ def _run(
     *,
     steps: int,
     sync_steps: int = 1,
-    evaluations: Evaluations | None = None,
+    evaluations: Any = None,
     on_read: Callable[[], object] = lambda: None,
 ) -> tuple[list[dict[str, float]], list[Command]]:
     config = loop_config(training={"max_steps": steps, "weight_sync_steps": sync_steps})
@@ -69,7 +68,7 @@ def _run(
 def test_training_goes_on_without_a_server_and_nothing_counts_as_served() -> None:
     sync, source = FakeSync(up=False), _Source({})
     lines, commands = _run(sync, source, steps=3)
-    assert sync.events == ["rest", "skip 1", "rest", "skip 2", "rest", "skip 3"]
+    assert sync.events == ["sleep", "skip 1", "sleep", "skip 2", "sleep", "skip 3"]
     assert source.versions == []
     assert [line["sync/skipped"] for line in lines] == [1.0, 1.0, 1.0]
     assert not [command for command in commands if isinstance(command, GatherCommand)]
@@ -83,7 +82,7 @@ def test_a_server_that_is_back_while_the_trainer_waits_gets_the_weights_of_the_l
 
     source = _Source({3: comes_back})
     lines, commands = _run(sync, source, steps=3)
-    assert sync.events == ["rest", "skip 1", "rest", "skip 2", "push 2", "rest", "push 3"]
+    assert sync.events == ["sleep", "skip 1", "sleep", "skip 2", "push 2", "sleep", "push 3"]
     assert source.versions == [2, 3]
     assert "sync/skipped" not in lines[2]
     assert sum(isinstance(command, GatherCommand) for command in commands) == 2
@@ -119,19 +118,6 @@ def test_the_steps_so_far_are_saved_before_a_push_that_fails_for_good_ends_the_r
     assert saved == [2]
 
 
-def test_the_weights_are_compared_with_the_trainers_own_scores_after_a_push() -> None:
-    class Verifying(FakeSync):
-        def verify(self, score: Callable[[Sequence[Sequence[int]], str], TrainerScores]) -> dict[str, float]:
-            return {"sync/verify_mean": sum(score([[4, 5]], "float32").logprobs[0])}
-
-    lines, commands = _run(Verifying(), _Source({}), steps=1)
-    assert lines[0]["sync/verify_mean"] == pytest.approx(-1.0)
-    gather, scored = (
-        next(i for i, c in enumerate(commands) if isinstance(c, kind)) for kind in (GatherCommand, ScoreCommand)
-    )
-    assert gather < scored
-
-
 class _Evaluations:
     """Holds pushes from the end of step `begins` on, until `ends` is called."""
 
@@ -154,7 +140,7 @@ def test_an_evaluation_that_is_pinned_holds_pushes_and_the_last_one_follows_whil
     of step 3 are sent."""
     sync, evaluations = FakeSync(), _Evaluations(1)
     lines, _ = _run(sync, _Source({4: evaluations.ends}), steps=4, evaluations=evaluations)
-    assert sync.events == ["rest", "push 1", "rest", "rest", "push 3", "rest", "push 4"]
+    assert sync.events == ["sleep", "push 1", "sleep", "sleep", "push 3", "sleep", "push 4"]
     assert ["sync/held" in line for line in lines] == [False, True, True, False]
     assert [line["eval/step"] for line in lines] == [1.0, 2.0, 3.0, 4.0]
 
@@ -164,7 +150,7 @@ def test_a_push_that_was_held_follows_at_the_next_step_also_where_none_is_due() 
     evaluations = _Evaluations(2)
 
     class EndsIt(FakeSync):
-        def rest(self) -> None:
+        def sleep_servers(self) -> None:
             if source.num_taken == 5:
                 evaluations.ends()
 
@@ -181,7 +167,7 @@ def test_a_push_follows_at_once_when_the_evaluation_that_held_it_ends_within_the
     evaluations = _Evaluations(1)
 
     class ReadEndsIt(FakeSync):
-        def rest(self) -> None:
+        def sleep_servers(self) -> None:
             if source.num_taken == 3:
                 reads.append(evaluations.ends)
 

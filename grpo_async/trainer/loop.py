@@ -1,8 +1,8 @@
 """The trainer's main loop on rank 0; the other ranks follow its commands (training.ranks).
 
-    take groups -> plan -> pack -> step -> settle -> push weights -> log -> checkpoint
+    take groups -> plan -> pack -> step -> close groups -> push weights -> log -> checkpoint
 
-Version = finished optimizer steps. The loop knows its sources and sinks as small protocols; `trainer.lead` connects them.
+Version = finished optimizer steps. `trainer.lead` makes the loop and what it talks to.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from grpo_async.batching.minibatch import Minibatch, split_groups
 from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
-from grpo_async.buffer.resume import ResumeState
 from grpo_async.errors import RunError
+from grpo_async.evaluation.evaluations import RunEvaluations
 from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenFigures
+from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.tracking.timeline import NO_TIMELINE, Span, Timeline
+from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import TrainerState
 from grpo_async.training.export import Provenance, export_model
 from grpo_async.training.metrics import PipelineMeter, Reading
@@ -39,11 +42,38 @@ from grpo_async.training.ranks import (
 )
 from grpo_async.training.step import StepResult
 from grpo_async.training.timing import Stopwatch
-from grpo_async.training.token_figures import FigurePlan
-from grpo_async.training.watchdog import Activity
+from grpo_async.training.token_statistics import TokenPlan
 from grpo_async.weights.verify import TrainerScores
 
 logger = logging.getLogger(__name__)
+
+
+class Activity:
+    """What the main thread is doing, for whoever watches it. Written by that thread, read by any."""
+
+    def __init__(self) -> None:
+        self._now = "starting", time.monotonic()
+        self.num_begun = 0
+        """Grows with every `begin`."""
+
+    def begin(self, what: str) -> None:
+        """From now on the main thread is `what` ("training step 3")."""
+        self._now = what, time.monotonic()
+        self.num_begun += 1
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Something in between; afterwards it is again what it was before, for as long as it was."""
+        before = self._now
+        self._now = what, time.monotonic()
+        try:
+            yield
+        finally:
+            self._now = before
+
+    def __str__(self) -> str:
+        what, since = self._now
+        return f"{what}, for {time.monotonic() - since:.0f} s"
 
 
 class LeaderLoop:
@@ -52,10 +82,10 @@ class LeaderLoop:
     Args:
         context: this rank's shard.
         source: samples.
-        sync: the way of the weights to the servers.
+        sync: pushes the weights to the servers.
         read: reads clock and server counters.
         on_step: gets (step, metrics) after each step.
-        meter: figures of the run.
+        meter: metrics of the pipeline.
         progress: further state to keep in checkpoints.
         counters: of the checkpoint that this run goes on from.
         on_saved: called by the writing thread when a checkpoint stands; removes old ones.
@@ -68,13 +98,13 @@ class LeaderLoop:
         self,
         context: TrainerContext,
         *,
-        source: RolloutSource,
-        sync: WeightSync,
+        source: AsyncRolloutSource,
+        sync: FleetSync,
         read: Callable[[], Reading],
         on_step: Callable[[int, dict[str, float]], None],
         meter: PipelineMeter,
         progress: dict[str, Any],
-        evaluations: Evaluations | None = None,
+        evaluations: RunEvaluations | None = None,
         saved_step: int | None = None,
         counters: Mapping[str, int] | None = None,
         on_saved: Callable[[], None] = lambda: None,
@@ -90,7 +120,7 @@ class LeaderLoop:
         self._on_step = on_step
         self._meter = meter
         self._progress = progress
-        self._evaluations: Evaluations = evaluations or NoEvaluations()
+        self._evaluations = evaluations
         self._push_is_held = False  # by an evaluation: it follows as soon as that is over
         bad_steps = (counters or {}).get("bad_steps", 0)
         # at its limit it ended the run before: the next step that is not finite would be the end again
@@ -100,7 +130,7 @@ class LeaderLoop:
         self._version = 0  # of the weights in this process
         self._stopwatch = Stopwatch()
         self.activity = Activity()
-        """What this thread is doing, for the stall watchdog."""
+        """What this thread is doing, for the stall guard."""
 
     @property
     def version(self) -> int:
@@ -119,7 +149,7 @@ class LeaderLoop:
 
     def push(self, version: int) -> dict[str, float]:
         """Push the current weights as `version`, on all ranks. With no server up, training goes on with what is queued: the
-        weights follow as soon as one is (`attend`)."""
+        weights follow as soon as one is (`push_if_needed`)."""
         gather = GatherCommand(bucket_bytes=self._config.weights.bucket_mb << 20)
         self._version = version
         self._push_is_held = False
@@ -141,17 +171,21 @@ class LeaderLoop:
         try:
             return self.push(step)
         except RunError:
-            self._save_in_need(step)
+            self._save_before_error(step)
             raise
 
-    def attend(self) -> None:
+    def push_if_needed(self) -> None:
         """Something has changed while this thread waited: give the weights to servers that can serve again, and make the push that
         an evaluation held back until now. While one holds it and another server serves, those that come back wait, too: a push goes
         to all."""
-        is_held = self._evaluations.holds_push and self._version != self._pushed_version
+        is_held = self._evaluation_holds_push and self._version != self._pushed_version
         joins = self._sync.has_joiners and not (is_held and self._sync.has_serving)
-        if joins or (self._push_is_held and not self._evaluations.holds_push):
+        if joins or (self._push_is_held and not self._evaluation_holds_push):
             self.push(self._version)
+
+    @property
+    def _evaluation_holds_push(self) -> bool:
+        return self._evaluations is not None and self._evaluations.holds_push
 
     def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
         """Log-probabilities of token sequences under the current weights, on all ranks; see training.reference."""
@@ -176,17 +210,16 @@ class LeaderLoop:
             waited_s = time.monotonic() - wait_began
             metrics = self._source.group_metrics(groups)
             minibatches = split_groups(groups, config.training.minibatches)
-            self._sync.rest()
+            self._sync.sleep_servers()
             with self._stopwatch.during("training"), self._span("train", step=step):
-                result, figures = self._train(minibatches, step)
+                result, statistics = self._train(minibatches, step)
             self._version = step
-            with self._span("settle", step=step):
-                self._source.settle_step(
-                    [group for group in groups if not group.samples], GroupStatus.FILTERED, step=step
-                )
-                trained = self._settle(minibatches, result, figures, step)
+            with self._span("close groups", step=step):
+                empty = [group for group in groups if not group.samples]
+                self._source.settle_step(empty, GroupStatus.FILTERED, step=step)
+                trained = self._close_groups(minibatches, result, statistics, step)
             is_due = step % config.training.weight_sync_steps == 0 or step == config.training.max_steps
-            if (is_due or self._push_is_held) and self._evaluations.holds_push:
+            if (is_due or self._push_is_held) and self._evaluation_holds_push:
                 self._push_is_held = True
                 metrics["sync/held"] = 1.0
             elif is_due or self._push_is_held:
@@ -204,10 +237,11 @@ class LeaderLoop:
             )
             metrics.update(self._source.gauges())
             metrics.update(self._context.checkpoints.take_metrics())
-            if self._push_is_held and not self._evaluations.holds_push:  # it has ended since
+            if self._push_is_held and not self._evaluation_holds_push:  # it has ended since
                 metrics.pop("sync/held", None)
                 metrics.update(self._push_or_save(step))
-            self._evaluations.after_step(step, metrics, is_served=self._pushed_version == step)
+            if self._evaluations is not None:
+                self._evaluations.after_step(step, metrics, is_served=self._pushed_version == step)
             with self._span("log", step=step):
                 self._on_step(step, metrics)
             self._timeline.add("step", "trainer", began, time.time(), step=step, tokens=result.num_tokens)
@@ -226,28 +260,27 @@ class LeaderLoop:
                     self._config.rollout.groups_per_step,
                     trainer_version=step - 1,
                     heartbeat=self.heartbeat,
-                    attend=self.attend,
+                    attend=self.push_if_needed,
                 )
         except RunError:
-            self._save_in_need(step - 1)
+            self._save_before_error(step - 1)
             raise
 
-    def _save_in_need(self, step: int) -> None:
+    def _save_before_error(self, step: int) -> None:
         try:
             self.save(step, wait=True)
         except RunError:
             logger.exception("the steps since the last checkpoint could not be saved")  # the cause goes on
 
     def _train(self, minibatches: Sequence[Minibatch], step: int) -> tuple[StepResult, Mapping[str, TokenFigures]]:
-        """One step on all ranks, and the figures of the tokens that are stored, by rollout id."""
+        """One step on all ranks, and the statistics of the tokens that are stored, by rollout id."""
         self.activity.begin(f"training step {step}")
         config, context = self._config, self._context
         lr = config.optimizer.lr * config.lr_factor(step - 1)
         parts: list[list[list[MicroBatch]]] = [[] for _ in range(context.num_ranks)]  # [num_ranks][num_minibatches]
-        stored = self._stored(minibatches)
-        figures = FigurePlan(context.num_ranks)
+        tokens = TokenPlan(context.num_ranks)
         began = time.time()
-        num_tokens = num_computed = num_shared = 0
+        num_tokens = num_computed = num_shared = num_rows = 0
         shares_prompts = context.obstacle_to_shared_prompts is None
         for minibatch in minibatches:
             samples = minibatch.samples
@@ -267,31 +300,23 @@ class LeaderLoop:
             )
             for rank, part in enumerate(parts):
                 part.append(pack_rank(samples, weights, plan, rank, trainer_version=step - 1))
+            num_rows += len(samples)
             num_tokens += sum(len(sample.token_ids) for sample in samples)
             num_computed += plan.num_computed_tokens
             num_shared += plan.num_shared_tokens
-            figures.add(samples, plan, is_wanted=[sample.group_id in stored for sample in samples])
-        orders = figures.orders()
-        context.channel.send(
-            [StepCommand(minibatches=part, lr=lr, figures=order) for part, order in zip(parts, orders, strict=True)]
-        )
-        num_rows = sum(len(minibatch.samples) for minibatch in minibatches)
+            ids = {sample.group_id for sample in samples} if config.record.rollouts.token_figures else set()
+            stored = {group_id for group_id in ids if self._source.stores(group_id)}
+            tokens.add(samples, plan, is_stored=[sample.group_id in stored for sample in samples])
+        context.channel.send([StepCommand(minibatches=part, lr=lr, token_room=tokens.room) for part in parts])
         self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
-        result = context.step(parts[0], lr, orders[0])
+        result = context.step(parts[0], lr, tokens.room)
         result.metrics["training/padding_share"] = 1.0 - (num_tokens - num_shared) / num_computed
         result.metrics["training/shared_share"] = num_shared / num_tokens
-        collected = result.token_figures
-        return result, {} if collected is None else figures.by_rollout(collected, result.updates)
+        collected = result.token_statistics
+        return result, {} if collected is None else tokens.by_rollout(collected, result.updates)
 
-    def _stored(self, minibatches: Sequence[Minibatch]) -> set[int]:
-        """The groups whose tokens' figures are stored."""
-        if not self._config.record.rollouts.token_figures:
-            return set()
-        ids = [group.group.group_id for minibatch in minibatches for group in minibatch.groups]
-        return {group_id for group_id in ids if self._source.stores(group_id)}
-
-    def _settle(
-        self, minibatches: Sequence[Minibatch], result: StepResult, figures: Mapping[str, TokenFigures], step: int
+    def _close_groups(
+        self, minibatches: Sequence[Minibatch], result: StepResult, statistics: Mapping[str, TokenFigures], step: int
     ) -> list[RolloutSample]:
         """Say what became of each group; returns the samples that were trained. Those of a skipped update were not."""
         made = [minibatch for minibatch, is_made in zip(minibatches, result.updates, strict=True) if is_made]
@@ -299,7 +324,7 @@ class LeaderLoop:
         for parts, status in ((made, GroupStatus.TRAINED), (skipped, GroupStatus.FAILED)):
             if parts:
                 groups = [group for part in parts for group in part.groups]
-                self._source.settle_step(groups, status, step=step, figures=figures)
+                self._source.settle_step(groups, status, step=step, figures=statistics)
         if made and skipped:
             logger.warning("step %d: %d of %d updates were skipped: not finite", step, len(skipped), len(minibatches))
         return [sample for minibatch in made for sample in minibatch.samples]
@@ -317,7 +342,7 @@ class LeaderLoop:
             self._bad_steps,
         )
         if self._bad_steps >= self._config.training.max_bad_steps:
-            self._save_in_need(step)  # the weights are those of the last finite step
+            self._save_before_error(step)  # the weights are those of the last finite step
             raise RunError(
                 f"{self._bad_steps} steps in a row were not finite; step {step} had loss {result.loss} and gradient norm "
                 f"{result.grad_norm}. Lower optimizer.lr, or look at sampling/importance_sampling_ratio/max in metrics.jsonl"
@@ -359,10 +384,10 @@ class LeaderLoop:
         context = self._context
         with self._span("export the model"):
             export_model(
-                context.rundir.model,
+                context.run_dir.model,
                 context.policy,
                 context.tokenizer,
-                adapter=context.rundir.adapter,
+                adapter=context.run_dir.adapter,
                 provenance=Provenance(config=self._config, step=step),
                 heartbeat=self.heartbeat,
             )
@@ -390,92 +415,3 @@ def _staleness(samples: Sequence[RolloutSample], trainer_version: int) -> Counte
     for sample in samples:
         versions.update(sample.policy_versions)
     return Counter({trainer_version - version: count for version, count in versions.items() if version >= 0})
-
-
-class RolloutSource(Protocol):
-    """Where samples come from: the rollout thread with its buffer and ledger."""
-
-    def take(
-        self,
-        num_groups: int,
-        *,
-        trainer_version: int,
-        heartbeat: Callable[[], None],
-        attend: Callable[[], None],
-    ) -> list[ScoredGroup] | None:
-        """Block until there are groups, calling `heartbeat` now and then and `attend` whenever the servers change; None when the
-        run is to stop."""
-
-    def stores(self, group_id: int) -> bool:
-        """Whether the rollout store keeps this group should it be trained. (What fails or gets stale is kept in any case.)"""
-
-    def settle_step(
-        self,
-        groups: Sequence[ScoredGroup],
-        status: GroupStatus,
-        *,
-        step: int,
-        figures: Mapping[str, TokenFigures] = ...,
-    ) -> None:
-        """The trainer is done with these groups. `figures`: of their trained tokens, by rollout id, where there are some."""
-
-    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]: ...
-
-    def advance(self, version: int) -> None:
-        """The servers serve `version` from now on."""
-
-    def resume_state(self) -> ResumeState:
-        """Everything that a resume needs of this side, of one instant; call it between two steps."""
-
-    def gauges(self) -> dict[str, float]:
-        """Queue length and ledger."""
-
-
-class WeightSync(Protocol):
-    """The way of the weights to the inference servers."""
-
-    @property
-    def has_joiners(self) -> bool:
-        """Whether some server could serve if it had the weights."""
-
-    @property
-    def has_serving(self) -> bool:
-        """Whether some server serves."""
-
-    def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
-        """Push the current weights as `version` to every server that is up, and return metrics; None when no server is.
-
-        Calls `before_gather` before each pass over the parameters: the other ranks have to take part in it.
-        """
-
-    def verify(self, score: Callable[[Sequence[Sequence[int]], str], TrainerScores]) -> dict[str, float]:
-        """Where it is due, compare the servers with `score`, which gives the trainer's own log-probabilities of sequences at the
-        rounding of a dtype; returns metrics.
-
-        Raises:
-            RunError: a server serves other weights than the trainer has.
-        """
-
-    def rest(self) -> None:
-        """A step begins to train. What the servers hold of a shared GPU may be given back until the next push."""
-
-
-class Evaluations(Protocol):
-    """Evaluations beside training. Neither member ever blocks."""
-
-    @property
-    def holds_push(self) -> bool:
-        """Whether one is running that wants one policy version only: the servers keep theirs until it is over."""
-
-    def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
-        """`step` is done: add the results of an evaluation that has ended to its metrics, and start the one that is due, if the
-        weights of this step are served."""
-
-
-class NoEvaluations:
-    """A run without evaluations."""
-
-    holds_push = False
-
-    def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
-        """There is nothing to do."""

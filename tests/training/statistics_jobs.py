@@ -1,4 +1,4 @@
-"""What the ranks of the tests of token figures do: the real loop's step on rank 0, the real followers; run by `run_on_ranks`."""
+"""What the ranks of the tests of token statistics and of host syncs do: the real loop's step on rank 0, the real followers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.records import RolloutSample, ScoredGroup, TokenFigures
 from grpo_async.rundir import RunDir
-from grpo_async.training.loop import LeaderLoop
+from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.training.loss import Objective
-from grpo_async.training.metrics import PipelineMeter, Reading
 from grpo_async.training.ranks import CommandChannel, TrainerContext, follow
 from grpo_async.training.reference import Reference
 from tests.support.rank_jobs import random_samples
 from tests.support.records import make_scored
-from tests.training.fakes import FakeSync, loop_config
+from tests.trainer.fakes import loop_config, make_loop
 from tests.training.shard_jobs import build
 
-MODULE = "tests.training.figure_jobs"
+MODULE = "tests.training.statistics_jobs"
 TRAINER_VERSION = 3
 GROUP_SIZE = 2
 
 
-def figure_groups(count: int, *, seed: int = 0) -> list[ScoredGroup]:
+def make_groups(count: int, *, seed: int = 0) -> list[ScoredGroup]:
     """Groups of two ragged samples, those of `random_samples`; each has an id of its own, and some tool tokens."""
     samples = [_with_tool_tokens(sample) for sample in random_samples(count * GROUP_SIZE, seed=seed, spread=0.2)]
     groups = []
@@ -56,7 +55,7 @@ def _with_tool_tokens(sample: RolloutSample) -> RolloutSample:
     )
 
 
-def figure_config(loss: Mapping[str, Any], *, minibatches: int = 1, **training: Any) -> ExperimentConfig:
+def make_config(loss: Mapping[str, Any], *, minibatches: int = 1, **training: Any) -> ExperimentConfig:
     return loop_config(
         inference={"max_model_len": 64},
         rollout={"groups_per_step": 4, "group_size": GROUP_SIZE, "max_staleness": 4, "max_completion_tokens": 32},
@@ -66,35 +65,21 @@ def figure_config(loss: Mapping[str, Any], *, minibatches: int = 1, **training: 
     )
 
 
-class FigureSource:
-    """training.loop.RolloutSource of a store that keeps some groups only."""
-
-    def __init__(self, kept: set[int] | None = None) -> None:
-        self.kept = kept
-
-    def stores(self, group_id: int) -> bool:
-        return self.kept is None or group_id in self.kept
+def stores(everything: bool, *, kept: Sequence[int] = ()) -> Any:
+    """The loop's source with a store that keeps everything, or only some groups."""
+    return SimpleNamespace(stores=lambda group_id: everything or group_id in kept)
 
 
-def figure_loop(place: TrainerContext, source: FigureSource) -> LeaderLoop:
-    reading = Reading(time_s=0.0, generation_busy_s=0.0, generated_tokens=0)
-    return LeaderLoop(
-        place,
-        source=source,  # type: ignore[arg-type]
-        sync=FakeSync(),
-        read=lambda: reading,
-        on_step=lambda step, metrics: None,
-        meter=PipelineMeter(reading),
-        progress={},
-    )
+def make_step_loop(context: TrainerContext, source: Any) -> LeaderLoop:
+    return make_loop(context, source, [])
 
 
-def figure_place(model: str, config: ExperimentConfig, *, reference: str | None, num_nodes: int = 1) -> TrainerContext:
+def make_context(model: str, config: ExperimentConfig, *, reference: str | None, num_nodes: int = 1) -> TrainerContext:
     policy, optimizer = build(model, num_nodes=num_nodes)
     unused: Any = None
     return TrainerContext(
         config=config,
-        rundir=RunDir(Path("unused")),
+        run_dir=RunDir(Path("unused")),
         policy=policy,
         optimizer=optimizer,
         objective=Objective.from_config(config),
@@ -108,19 +93,9 @@ def figure_place(model: str, config: ExperimentConfig, *, reference: str | None,
     )
 
 
-def as_lists(figures: Mapping[str, TokenFigures]) -> dict[str, dict[str, list[float]]]:
+def as_lists(statistics: Mapping[str, TokenFigures]) -> dict[str, dict[str, list[float]]]:
     names = ("logprobs", "proximal_logprobs", "weights", "entropies", "marks")
-    return {key: {name: [float(v) for v in getattr(row, name)] for name in names} for key, row in figures.items()}
-
-
-def poison(groups: Sequence[ScoredGroup], *ids: int) -> list[ScoredGroup]:
-    """The advantages of these groups are not a number."""
-    return [
-        replace(group, samples=[replace(sample, advantage=float("nan")) for sample in group.samples])
-        if group.group.group_id in ids
-        else group
-        for group in groups
-    ]
+    return {key: {name: [float(v) for v in getattr(row, name)] for name in names} for key, row in statistics.items()}
 
 
 def train(
@@ -135,23 +110,26 @@ def train(
     kept: Sequence[int] | None = None,
     **training: Any,
 ) -> dict[str, Any]:
-    """A step with each loss from the same weights; the figures of its tokens by rollout id, and its metrics."""
+    """A step with each loss from the same weights; the statistics of its tokens by rollout id, and its metrics. The advantages of
+    the groups `poisoned` are not a number."""
     results: dict[str, Any] = {}
     for name, loss in losses.items():
-        config = figure_config(loss, minibatches=minibatches, **training)
-        place = figure_place(model, config, reference=reference, num_nodes=num_nodes)
+        config = make_config(loss, minibatches=minibatches, **training)
+        context = make_context(model, config, reference=reference, num_nodes=num_nodes)
         if dist.get_rank() > 0:
-            follow(place)
+            follow(context)
             continue
-        loop = figure_loop(place, FigureSource(None if kept is None else set(kept)))
-        groups = poison(figure_groups(num_groups), *poisoned)
-        parts = split_groups(groups, minibatches)
-        result, figures = loop._train(parts, TRAINER_VERSION + 1)
+        loop = make_step_loop(context, stores(kept is None, kept=kept or ()))
+        groups = make_groups(num_groups)
+        for index in poisoned:
+            samples = [replace(sample, advantage=float("nan")) for sample in groups[index].samples]
+            groups[index] = replace(groups[index], samples=samples)
+        result, statistics = loop._train(split_groups(groups, minibatches), TRAINER_VERSION + 1)
         loop.stop_followers()
-        assert place.peaks is not None
-        assert len(place.peaks) == dist.get_world_size()
-        assert min(place.peaks) > 50 << 20, "a process with torch takes more"
-        results[name] = {"figures": as_lists(figures), "metrics": result.metrics, "updates": result.updates}
+        assert context.peaks is not None
+        assert len(context.peaks) == dist.get_world_size()
+        assert min(context.peaks) > 50 << 20, "a process with torch takes more"
+        results[name] = {"statistics": as_lists(statistics), "metrics": result.metrics, "updates": result.updates}
     return results
 
 

@@ -1,4 +1,4 @@
-"""Figures of each trained token: what a step collects, against the formulas; how they come to their rollouts; what it costs."""
+"""Statistics of each trained token: what a step collects, against the formulas; how they come to their rollouts; what it costs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from grpo_async.config.loss_sections import BaseLoss, LossSection
 from grpo_async.config.model_sections import ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample, TokenFigures, TokenMark
 from grpo_async.training.load import load_policy
-from grpo_async.training.loss import Objective, Prepass, entropy_threshold
-from grpo_async.training.metrics import UpdateFigures
+from grpo_async.training.loss import Objective, OldPolicy, entropy_threshold
+from grpo_async.training.metrics import UpdateSums
 from grpo_async.training.model import Policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.step import StepResult, train_step
-from grpo_async.training.token_figures import FigureOrder, FigurePlan, TokenCollector
+from grpo_async.training.token_statistics import TokenCollector, TokenPlan
 from tests.support.ranks import run_on_ranks
 from tests.support.records import make_sample
-from tests.training.figure_jobs import MODULE, TRAINER_VERSION, figure_groups
+from tests.training.statistics_jobs import MODULE, TRAINER_VERSION, make_groups
 
 CPU = torch.device("cpu")
 
@@ -59,35 +59,31 @@ def _section(values: Mapping[str, Any]) -> BaseLoss:
 
 
 def _samples(num_groups: int = 6) -> list[RolloutSample]:
-    return [sample for group in figure_groups(num_groups) for sample in group.samples]
+    return [sample for group in make_groups(num_groups) for sample in group.samples]
 
 
 def _plan_and_pack(
-    minibatches: Sequence[Sequence[RolloutSample]],
-    *,
-    kept: Callable[[RolloutSample], bool] = lambda sample: True,
-    micro_batch_tokens: int = 64,
-) -> tuple[FigurePlan, list[list[MicroBatch]]]:
-    figures, packed = FigurePlan(1), []
+    minibatches: Sequence[Sequence[RolloutSample]], *, stored: Callable[[RolloutSample], bool] = lambda sample: True
+) -> tuple[TokenPlan, list[list[MicroBatch]]]:
+    tokens, packed = TokenPlan(1), []
     for samples in minibatches:
         lengths = [len(sample.token_ids) for sample in samples]
-        plan = plan_batch(lengths, num_ranks=1, micro_batch_tokens=micro_batch_tokens, pack=True)
+        plan = plan_batch(lengths, num_ranks=1, micro_batch_tokens=64, pack=True)
         weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=32)
         packed.append(pack_rank(samples, weights, plan, 0, trainer_version=TRAINER_VERSION))
-        figures.add(samples, plan, is_wanted=[kept(sample) for sample in samples])
-    return figures, packed
+        tokens.add(samples, plan, is_stored=[stored(sample) for sample in samples])
+    return tokens, packed
 
 
 def _step(
     model: Path, section: BaseLoss, minibatches: Sequence[Sequence[RolloutSample]], **settings: Any
 ) -> tuple[dict[str, TokenFigures], StepResult, Policy]:
-    """One step on one rank without a process group; the figures of the samples that are kept."""
+    """One step on one rank without a process group; the statistics of the samples that are stored."""
     policy, optimizer = _build(model)
-    figures, packed = _plan_and_pack(minibatches, **settings)
-    (order,) = figures.orders()
-    tokens = None if order is None else TokenCollector(order, CPU)
+    plan, packed = _plan_and_pack(minibatches, **settings)
+    tokens = TokenCollector(plan.room, CPU) if plan.room else None
     result = _train(policy, optimizer, packed, section, tokens)
-    return ({} if tokens is None else figures.by_rollout([tokens.on_host()], result.updates)), result, policy
+    return ({} if tokens is None else plan.by_rollout([tokens.on_host()], result.updates)), result, policy
 
 
 def _train(
@@ -119,23 +115,23 @@ def _alone(
         outputs = starts if now is None else [now(batch) for batch in batches]
     rows = {}
     entropies = torch.cat([output.entropy for output in starts])
-    threshold = entropy_threshold(entropies, share=section.top_entropy_share)
+    threshold = entropy_threshold(entropies, fraction=section.top_entropy_share)
     for sample, batch, start, output in zip(samples, batches, starts, outputs, strict=True):
         has_high = start.entropy.double() >= threshold
-        prepass = Prepass(logprobs=start.logprobs, has_high_entropy=has_high, num_kept=has_high.sum())
+        old = OldPolicy(logprobs=start.logprobs, has_high_entropy=has_high, num_kept=has_high.sum())
         # a user's loss has to have a gradient
         known = replace(output, logprobs=output.logprobs.clone().requires_grad_())
-        terms = objective(known, batch, prepass=prepass)
+        terms = objective(known, batch, old=old)
         marks = torch.zeros_like(output.logprobs)
         for mark, holds in (
             (TokenMark.CLIPPED_LOW, terms.token_loss.clipped_low),
             (TokenMark.CLIPPED_HIGH, terms.token_loss.clipped_high),
-            (TokenMark.CORRECTED_AWAY, terms.is_corrected_away),
+            (TokenMark.CORRECTED_AWAY, terms.is_importance_masked),
             (TokenMark.OFF_POLICY, terms.is_off_policy),
             (TokenMark.LOW_ENTROPY, ~has_high),
         ):
             marks += 0.0 if holds is None else float(mark) * holds
-        columns = (output.logprobs, terms.inputs.old_logprobs, terms.used_weights, output.entropy, marks)
+        columns = (output.logprobs, terms.inputs.old_logprobs, terms.importance_weights, output.entropy, marks)
         rows[sample.rollout_id] = [column.tolist() for column in columns]
     return rows
 
@@ -154,12 +150,12 @@ def _assert_rows(found: Mapping[str, TokenFigures], expected: Mapping[str, list[
         assert mine[4] == rows[4], rollout_id
 
 
-def test_the_figures_of_a_step_are_what_the_objective_says_of_each_sample_alone(tiny_model: Path) -> None:
+def test_the_statistics_of_a_step_are_what_the_objective_says_of_each_sample_alone(tiny_model: Path) -> None:
     """Twelve samples with tool tokens between sampled ones, in several packed micro-batches. (The objective itself is compared with
     TRL's and with numbers by hand: test_losses_trl, test_objective.)"""
     bits = 0
     samples = _samples()
-    samples[1] = replace(samples[1], loss_mask=[0] * len(samples[1].loss_mask))  # has no figures
+    samples[1] = replace(samples[1], loss_mask=[0] * len(samples[1].loss_mask))  # has no statistics
     trained = [samples[0], *samples[2:]]
     for values in LOSSES.values():
         figures, _, _ = _step(tiny_model, _section(values), [samples])
@@ -189,27 +185,13 @@ def test_the_second_update_of_a_step_has_the_policy_that_the_first_one_made(tiny
             assert _rows(figures[rollout_id])[1] == pytest.approx(rows[0], rel=1e-4, abs=2e-5)
 
 
-def test_the_tokens_of_an_update_that_was_skipped_are_marked(tiny_model: Path) -> None:
-    bad = 0
-    samples = _samples()
-    halves = [samples[:6], samples[6:]]
-    halves[bad] = [replace(halves[bad][0], advantage=float("nan")), *halves[bad][1:]]
-    figures, result, _ = _step(tiny_model, _section({"type": "dapo"}), halves)
-    assert result.updates == (bad != 0, bad != 1)
-    for half, is_made in zip(halves, result.updates, strict=True):
-        for sample in half:
-            marks = [TokenMark(int(mark)) for mark in figures[sample.rollout_id].marks]
-            assert all((TokenMark.SKIPPED in mark) != is_made for mark in marks)
-    assert sum(len(row.marks) for row in figures.values()) == sum(sample.num_trained_tokens for sample in samples)
-
-
 def test_collecting_changes_nothing_of_the_step(tiny_model: Path) -> None:
     """To the last bit: a synchronous run is the same whether it stores figures or not."""
     section = _section({"type": "dapo", **_RECOMPUTED, "correction": _TOKENS, "top_entropy_share": 0.7})
     samples = _samples()
     halves = [samples[:6], samples[6:]]
     with_figures, without = (
-        _step(tiny_model, section, halves, kept=lambda sample, kept=kept: kept) for kept in (True, False)
+        _step(tiny_model, section, halves, stored=lambda sample, stored=stored: stored) for stored in (True, False)
     )
     assert without[0] == {}
     assert with_figures[1].metrics == without[1].metrics
@@ -217,38 +199,15 @@ def test_collecting_changes_nothing_of_the_step(tiny_model: Path) -> None:
         assert torch.equal(one, other)
 
 
-def test_only_micro_batches_with_a_token_that_is_stored_are_collected(tiny_model: Path) -> None:
-    """Ten of twelve samples are not stored: what is collected is the whole of the micro-batches of the two."""
-    samples = [replace(sample, group_id=index) for index, sample in enumerate(_samples())]
-    chosen = {samples[2].rollout_id, samples[7].rollout_id}
-    figures, packed = _plan_and_pack([samples], kept=lambda sample: sample.rollout_id in chosen)
-    (order,) = figures.orders()
-    assert order is not None
-    assert len(order.is_wanted) == len(packed[0]) > sum(order.is_wanted) > 0
-    wanted = [batch for batch, is_wanted in zip(packed[0], order.is_wanted, strict=True) if is_wanted]
-    assert order.room == sum(batch.num_trained_tokens for batch in wanted)
-    assert order.room < sum(sample.num_trained_tokens for sample in samples)
-    section = _section({"type": "dapo"})
-    some, _, _ = _step(tiny_model, section, [samples], kept=lambda sample: sample.rollout_id in chosen)
-    everything, _, _ = _step(tiny_model, section, [samples])
-    assert some.keys() == chosen
-    for rollout_id in chosen:
-        assert _rows(some[rollout_id]) == _rows(everything[rollout_id])
-
-
-def test_all_ranks_make_the_same_room_also_the_one_without_samples() -> None:
+def test_the_room_is_that_of_the_rank_with_most_tokens_and_none_where_nothing_is_stored() -> None:
     """Two ranks and one sample of three trained tokens; then a minibatch of two samples, a rank for each."""
-    figures = FigurePlan(2)
+    tokens = TokenPlan(2)
     one = make_sample(completion=(5, 6, 7))
     cut: dict[str, Any] = {"num_ranks": 2, "micro_batch_tokens": 8, "pack": True}
-    figures.add([one], plan_batch([5], **cut), is_wanted=[True])
-    assert figures.orders() == [FigureOrder(is_wanted=[True], room=3), FigureOrder(is_wanted=[], room=3)]
-    figures.add([one, one], plan_batch([5, 5], **cut), is_wanted=[False, True])
-    first, second = figures.orders()
-    assert first is not None
-    assert second is not None
-    assert (first.room, second.room) == (3, 3)
-    assert (first.is_wanted, second.is_wanted) == ([True, False], [True])
+    tokens.add([one], plan_batch([5], **cut), is_stored=[False])
+    assert tokens.room == 0
+    tokens.add([one, one], plan_batch([5, 5], **cut), is_stored=[False, True])
+    assert tokens.room == 6
 
 
 def test_the_copy_to_the_host_is_begun_before_the_transfer_of_the_last_update(
@@ -257,7 +216,7 @@ def test_the_copy_to_the_host_is_begun_before_the_transfer_of_the_last_update(
     """On a GPU it is then over when that transfer is, and nothing waits for the optimizer's update."""
     events: list[str] = []
     policy, optimizer = _build(tiny_model)
-    for owner, name in ((TokenCollector, "begin_copy"), (UpdateFigures, "gather"), (optimizer, "step")):
+    for owner, name in ((TokenCollector, "begin_copy"), (UpdateSums, "gather"), (optimizer, "step")):
         original: Any = getattr(owner, name)
 
         def noted(*arguments: Any, _name: str = name, _original: Any = original) -> Any:
@@ -266,10 +225,8 @@ def test_the_copy_to_the_host_is_begun_before_the_transfer_of_the_last_update(
 
         monkeypatch.setattr(owner, name, noted)
     samples = _samples()
-    figures, packed = _plan_and_pack([samples[:6], samples[6:]])
-    (order,) = figures.orders()
-    assert order is not None
-    _train(policy, optimizer, packed, _section({"type": "dapo"}), TokenCollector(order, CPU))
+    plan, packed = _plan_and_pack([samples[:6], samples[6:]])
+    _train(policy, optimizer, packed, _section({"type": "dapo"}), TokenCollector(plan.room, CPU))
     assert events == ["gather", "step", "begin_copy", "gather", "step"]
 
 
@@ -295,10 +252,10 @@ def plain(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return run_on_ranks("train", 1, folder, module=MODULE, **models, losses=ON_RANKS, minibatches=2, pack=False)
 
 
-def _assert_same_figures(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["figures"].keys() == other["figures"].keys()
-    for rollout_id, rows in one["figures"].items():
-        mine = other["figures"][rollout_id]
+def _assert_same_statistics(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["statistics"].keys() == other["statistics"].keys()
+    for rollout_id, rows in one["statistics"].items():
+        mine = other["statistics"][rollout_id]
         for name in ("logprobs", "proximal_logprobs", "weights", "entropies"):
             assert mine[name] == pytest.approx(rows[name], rel=2e-4, abs=1e-4), (rollout_id, name)
         assert mine["marks"] == rows["marks"], rollout_id
@@ -313,7 +270,7 @@ def _assert_same_figures(one: dict[str, Any], other: dict[str, Any]) -> None:
     ],
     ids=["two-ranks", "hybrid"],
 )
-def test_every_rollout_has_the_same_figures_however_a_step_is_cut(
+def test_every_rollout_has_the_same_statistics_however_a_step_is_cut(
     models: dict[str, Path], tmp_path: Path, plain: dict[str, Any], num_ranks: int, settings: dict[str, Any]
 ) -> None:
     """Two updates, by the loop of rank 0 and its followers."""
@@ -321,9 +278,11 @@ def test_every_rollout_has_the_same_figures_however_a_step_is_cut(
         "train", num_ranks, tmp_path, module=MODULE, **models, losses=ON_RANKS, minibatches=2, **settings
     )
     for name in ON_RANKS:
-        assert len(plain[name]["figures"]) == 12
-        assert {mark for row in plain[name]["figures"].values() for mark in row["marks"]} - {0.0}, "no token is marked"
-        _assert_same_figures(plain[name], found[name])
+        assert len(plain[name]["statistics"]) == 12
+        assert {mark for row in plain[name]["statistics"].values() for mark in row["marks"]} - {0.0}, (
+            "no token is marked"
+        )
+        _assert_same_statistics(plain[name], found[name])
 
 
 @pytest.mark.slow
@@ -336,19 +295,19 @@ def test_a_rank_without_samples_and_groups_that_are_not_stored_do_no_harm(
     every = run_on_ranks("train", 3, tmp_path / "three", module=MODULE, **models, poisoned=[1], **settings)["grpo"]
     alone = run_on_ranks("train", 1, tmp_path / "one", module=MODULE, **models, kept=[0], **settings)["grpo"]
     assert every["updates"] == [True, False]
-    assert sorted(every["figures"]) == ["g0-r0", "g0-r1", "g1-r0", "g1-r1"]
-    assert sorted(alone["figures"]) == ["g0-r0", "g0-r1"]
-    for rollout_id, rows in every["figures"].items():
+    assert sorted(every["statistics"]) == ["g0-r0", "g0-r1", "g1-r0", "g1-r1"]
+    assert sorted(alone["statistics"]) == ["g0-r0", "g0-r1"]
+    for rollout_id, rows in every["statistics"].items():
         assert {int(mark) & TokenMark.SKIPPED for mark in rows["marks"]} == {
             TokenMark.SKIPPED if rollout_id.startswith("g1") else 0
         }
-    kept = {"figures": {key: rows for key, rows in every["figures"].items() if key.startswith("g0")}}
-    _assert_same_figures(alone, kept)
+    kept = {"statistics": {key: rows for key, rows in every["statistics"].items() if key.startswith("g0")}}
+    _assert_same_statistics(alone, kept)
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_bring_its_figures_ends_the_wait_at_its_deadline(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_bring_its_statistics_ends_the_wait_at_its_deadline(tmp_path: Path) -> None:
     error = run_on_ranks("wait_for_a_rank", 2, tmp_path, module=MODULE, timeout_s=5.0)
     assert error["type"] == "DeadlineError"
-    assert "the figures of the tokens" in error["text"]
+    assert "the statistics of the tokens" in error["text"]
     assert "training.queue_timeout_s" in error["text"]

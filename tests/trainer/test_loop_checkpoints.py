@@ -12,16 +12,16 @@ from grpo_async.buffer.resume import ResumeState
 from grpo_async.errors import CheckpointError
 from grpo_async.records import ScoredGroup
 from grpo_async.rundir import RunDir
-from grpo_async.training import loop as loop_module
+from grpo_async.trainer import loop as loop_module
+from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.training.checkpoint import TrainerState
-from grpo_async.training.loop import LeaderLoop
 from grpo_async.training.ranks import SaveCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored
-from tests.training.fakes import FakeSource, loop_config, make_loop
+from tests.trainer.fakes import FakeSource, loop_config, make_loop
 
 
-class _World(FakeSource):
+class _Stub(FakeSource):
     """Source, writer and channel in one; `events` says who was asked for what, in order."""
 
     def __init__(self, *, steps: int = 4, every: int = 2) -> None:
@@ -32,7 +32,7 @@ class _World(FakeSource):
         self.lines: list[dict[str, float]] = []
         self._num_taken = 0
         # a TrainerContext
-        self.num_ranks, self.rundir, self.policy, self.optimizer = 1, None, None, None
+        self.num_ranks, self.run_dir, self.policy, self.optimizer = 1, None, None, None
         self.channel = self.checkpoints = self
         self.obstacle_to_shared_prompts = None
 
@@ -74,54 +74,49 @@ class _World(FakeSource):
         return {"checkpoint/staged_s": 0.5} if self.states else {}
 
 
-def test_the_last_write_is_over_before_the_state_is_taken_and_the_ranks_are_told_before_the_tensors_are_copied() -> (
-    None
-):
-    world = _World(steps=5)
-    world.loop(counters={"bad_steps": 2}).run(first_step=1)
-    assert world.events == ["prepare", "state", "tell 2", "begin 2", "prepare", "state", "tell 4", "begin 4"]
-    assert [(state.step, state.rollouts["data"]) for state in world.states] == [(2, {"next": 2}), (4, {"next": 4})]
-    assert world.states[0].counters == {"bad_steps": 0}  # a step was finite
-    assert world.states[0].progress["mine"] == {"a": 1}
-    assert world.states[0].progress["totals"]["trained_tokens"] == 8
-    assert ["checkpoint/staged_s" in line for line in world.lines] == [False, False, True, True, True]
+def test_the_last_write_ends_before_the_state_is_taken_and_the_ranks_are_told_before_the_copy() -> None:
+    stub = _Stub(steps=5)
+    stub.loop(counters={"bad_steps": 2}).run(first_step=1)
+    assert stub.events == ["prepare", "state", "tell 2", "begin 2", "prepare", "state", "tell 4", "begin 4"]
+    assert [(state.step, state.rollouts["data"]) for state in stub.states] == [(2, {"next": 2}), (4, {"next": 4})]
+    assert stub.states[0].counters == {"bad_steps": 0}  # a step was finite
+    assert stub.states[0].progress["mine"] == {"a": 1}
+    assert stub.states[0].progress["totals"]["trained_tokens"] == 8
+    assert ["checkpoint/staged_s" in line for line in stub.lines] == [False, False, True, True, True]
 
 
 def test_a_count_of_bad_steps_that_ended_the_run_begins_anew_and_a_lower_one_goes_on() -> None:
     for restored, kept in ((3, 0), (4, 0), (2, 2)):
-        world = _World()
-        assert world.config.training.max_bad_steps == 3
-        world.loop(counters={"bad_steps": restored}).save(1)
-        assert world.states[0].counters == {"bad_steps": kept}
+        stub = _Stub()
+        assert stub.config.training.max_bad_steps == 3
+        stub.loop(counters={"bad_steps": restored}).save(1)
+        assert stub.states[0].counters == {"bad_steps": kept}
 
 
 def test_the_other_ranks_are_told_to_wait_while_the_model_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = _World()
-    world.rundir, world.tokenizer = RunDir(Path("run")), None  # type: ignore[assignment]
+    stub = _Stub()
+    stub.run_dir, stub.tokenizer = RunDir(Path("run")), None  # type: ignore[assignment]
     sent: list[str] = []
-    world.send = lambda commands: sent.append(type(commands[0]).__name__)  # type: ignore[method-assign]
+    stub.send = lambda commands: sent.append(type(commands[0]).__name__)  # type: ignore[method-assign]
     monkeypatch.setattr(loop_module, "export_model", lambda *_, heartbeat, **__: heartbeat())
-    world.loop(saved_step=3).finish(3)
+    stub.loop(saved_step=3).finish(3)
     assert sent[:2] == ["ExportCommand", "WaitCommand"]
 
 
 def test_a_write_that_failed_ends_the_run_at_the_next_step() -> None:
-    world = _World()
-    world.failure = CheckpointError("the disk is full")
+    stub = _Stub()
+    stub.failure = CheckpointError("the disk is full")
     with pytest.raises(CheckpointError, match="the disk is full"):
-        world.loop().run(first_step=1)
-    assert len(world.lines) == 2
+        stub.loop().run(first_step=1)
+    assert len(stub.lines) == 2
 
 
 def test_a_step_is_saved_once_and_whoever_wants_it_written_waits_in_any_case() -> None:
-    world = _World()
-    loop = world.loop()
+    stub = _Stub()
+    loop = stub.loop()
     loop.save(3)
     loop.save(3, wait=True)
-    assert world.events == ["prepare", "state", "tell 3", "begin 3", "wait"]
-
-
-def test_what_the_run_goes_on_from_is_not_written_again() -> None:
-    world = _World()
-    world.loop(saved_step=3).save(3)
-    assert world.events == []
+    assert stub.events == ["prepare", "state", "tell 3", "begin 3", "wait"]
+    resumed = _Stub()
+    resumed.loop(saved_step=3).save(3)
+    assert resumed.events == [], "the run goes on from it"

@@ -8,20 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.training.loop import LeaderLoop
+from grpo_async.records import ScoredGroup
+from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.training.metrics import PipelineMeter, Reading
 from grpo_async.training.step import StepResult
-from grpo_async.weights.verify import TrainerScores
 
 
 class FakeSource:
-    """training.loop.RolloutSource without `take`: it stores every group and has nothing to tell."""
+    """The loop's source without `take`: it stores every group and has nothing to tell."""
 
     def stores(self, group_id: int) -> bool:
         return True
 
-    def settle_step(self, groups: Sequence[ScoredGroup], status: GroupStatus, **_: Any) -> None: ...
+    def settle_step(self, *_: Any, **__: Any) -> None: ...
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         return {}
@@ -32,56 +31,8 @@ class FakeSource:
     def advance(self, version: int) -> None: ...
 
 
-def loop_config(**sections: Any) -> ExperimentConfig:
-    """One group of two samples a step, unless `sections` say otherwise."""
-    values = {
-        "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
-        "rewards": [{"function": "a:b"}], "rollout": {"groups_per_step": 1, "group_size": 2, "max_staleness": 3},
-    }  # fmt: skip
-    return ExperimentConfig.model_validate({**values, **sections})
-
-
-def fake_context(config: ExperimentConfig, commands: list[Any], **more: Any) -> Any:
-    """A trainer's context whose steps cost nothing; `commands` gets what rank 0 was sent."""
-    result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
-    default = {
-        "num_ranks": 1,
-        "obstacle_to_shared_prompts": None,
-        "channel": SimpleNamespace(send=lambda sent: commands.append(sent[0])),
-        "step": lambda micro_batches, lr, figures: result,
-        "checkpoints": SimpleNamespace(poll=lambda: None, take_metrics=dict),
-    }
-    return SimpleNamespace(config=config, **{**default, **more})
-
-
-def make_loop(
-    place: Any,
-    source: Any,
-    lines: list[dict[str, float]],
-    *,
-    sync: FakeSync | None = None,
-    on_read: Callable[[], object] = lambda: None,
-    **more: Any,
-) -> LeaderLoop:
-    """A loop whose metrics go to `lines`, beside a generation that does nothing; `on_read` runs whenever that is looked at."""
-
-    def read() -> Reading:
-        on_read()
-        return Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
-
-    return LeaderLoop(
-        place,
-        source=source,
-        sync=sync or FakeSync(),
-        read=read,
-        on_step=lambda step, metrics: lines.append(metrics),
-        meter=PipelineMeter(read()),
-        **{"progress": {}, **more},
-    )
-
-
 class FakeSync:
-    """training.loop.WeightSync without servers. `up`: whether a server is there; `pushed`: the versions that reached it."""
+    """FleetSync without servers. `up`: whether a server is there; `pushed`: the versions that reached it."""
 
     def __init__(self, *, up: bool = True) -> None:
         self.up = up
@@ -100,8 +51,55 @@ class FakeSync:
         self.events.append(f"push {version}")
         return {"sync/total_s": 0.1}
 
-    def verify(self, score: Callable[[Sequence[Sequence[int]], str], TrainerScores]) -> dict[str, float]:
+    def verify(self, score: Any) -> dict[str, float]:
         return {}
 
-    def rest(self) -> None:
-        self.events.append("rest")
+    def sleep_servers(self) -> None:
+        self.events.append("sleep")
+
+
+def loop_config(**sections: Any) -> ExperimentConfig:
+    """One group of two samples a step, unless `sections` say otherwise."""
+    values = {
+        "run": {"name": "test"}, "model": {"path": "m"}, "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
+        "rewards": [{"function": "a:b"}], "rollout": {"groups_per_step": 1, "group_size": 2, "max_staleness": 3},
+    }  # fmt: skip
+    return ExperimentConfig.model_validate({**values, **sections})
+
+
+def fake_context(config: ExperimentConfig, commands: list[Any], **more: Any) -> Any:
+    """A trainer's context whose steps cost nothing; `commands` gets what rank 0 was sent."""
+    default = {
+        "num_ranks": 1,
+        "obstacle_to_shared_prompts": None,
+        "channel": SimpleNamespace(send=lambda sent: commands.append(sent[0])),
+        "step": lambda *_: StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={}),
+        "checkpoints": SimpleNamespace(poll=lambda: None, take_metrics=dict),
+    }
+    return SimpleNamespace(config=config, **{**default, **more})
+
+
+def make_loop(
+    context: Any,
+    source: Any,
+    lines: list[dict[str, float]],
+    *,
+    sync: Any = None,
+    on_read: Callable[[], object] = lambda: None,
+    **more: Any,
+) -> LeaderLoop:
+    """A loop whose metrics go to `lines`, beside a generation that does nothing; `on_read` runs whenever that is looked at."""
+
+    def read() -> Reading:
+        on_read()
+        return Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
+
+    return LeaderLoop(
+        context,
+        source=source,
+        sync=sync or FakeSync(),
+        read=read,
+        on_step=lambda step, metrics: lines.append(metrics),
+        meter=PipelineMeter(read()),
+        **{"progress": {}, **more},
+    )

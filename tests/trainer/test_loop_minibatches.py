@@ -13,9 +13,8 @@ import torch
 from grpo_async.records import GroupStatus, ScoredGroup, TokenFigures, TokenMark
 from grpo_async.training.ranks import StepCommand
 from grpo_async.training.step import StepResult
-from grpo_async.training.token_figures import FigureOrder
 from tests.support.records import make_scored
-from tests.training.fakes import FakeSource, fake_context, loop_config, make_loop
+from tests.trainer.fakes import FakeSource, fake_context, loop_config, make_loop
 
 
 def _with_own_ids(group: ScoredGroup) -> ScoredGroup:
@@ -30,7 +29,7 @@ class _Source(FakeSource):
         self._cut = cut
         self._kept = kept
         self.settled: list[tuple[list[int], GroupStatus]] = []
-        self.figures: list[Mapping[str, TokenFigures]] = []
+        self.statistics: list[Mapping[str, TokenFigures]] = []
 
     def take(self, num_groups: int, **_: Any) -> list[ScoredGroup]:
         groups = [_with_own_ids(make_scored(index, has_samples=index != 1)) for index in range(num_groups)]
@@ -40,23 +39,18 @@ class _Source(FakeSource):
         return group_id in self._kept
 
     def settle_step(
-        self,
-        groups: Sequence[ScoredGroup],
-        status: GroupStatus,
-        *,
-        step: int,
-        figures: Mapping[str, TokenFigures] | None = None,
+        self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int, figures: Any = None
     ) -> None:
         assert step == 1
         self.settled.append(([group.group.group_id for group in groups], status))
         if figures is not None:
-            self.figures.append(figures)
+            self.statistics.append(figures)
 
 
 def _one_step(
     updates: tuple[bool, ...], *, cut: bool = False, kept: Container[int] = range(4), **record: Any
 ) -> tuple[_Source, list[StepCommand], dict[str, float]]:
-    """A step of three minibatches on two ranks, with the outcome `updates`. Both ranks have collected 1, 2, 3 ... for each figure,
+    """A step of three minibatches on two ranks, with the outcome `updates`. Both ranks have collected 1, 2, 3 ... in each row,
     those of the second 100 more."""
     config = loop_config(
         rollout={"groups_per_step": 4, "group_size": 2},
@@ -69,18 +63,16 @@ def _one_step(
     metrics = {"training/skipped_updates": float(updates.count(False))}
     result = StepResult(loss=0.0, grad_norm=1.0, num_tokens=4 * sum(updates), updates=updates, metrics=metrics)
 
-    def collected(order: FigureOrder | None) -> list[torch.Tensor] | None:
-        if order is None:
-            return None
-        numbers = torch.arange(1.0, order.room + 1.0).expand(5, -1)
-        return [numbers, numbers + 100.0]
+    def collected(room: int) -> list[torch.Tensor] | None:
+        numbers = torch.arange(1.0, room + 1.0).expand(5, -1)
+        return [numbers, numbers + 100.0] if room else None
 
     context = fake_context(
         config,
         [],
         num_ranks=2,
         channel=SimpleNamespace(send=sent.append),
-        step=lambda minibatches, lr, figures: replace(result, token_figures=collected(figures)),
+        step=lambda minibatches, lr, room: replace(result, token_statistics=collected(room)),
     )
     source = _Source(cut=cut, kept=kept)
     lines: list[dict[str, float]] = []
@@ -123,31 +115,27 @@ def test_the_groups_of_a_skipped_update_are_failed_and_the_others_trained(
     assert line["training/skipped_updates"] == updates.count(False)
 
 
-def test_the_figures_of_both_ranks_come_back_to_their_rollouts_and_those_of_a_skipped_update_are_marked() -> None:
+def test_the_statistics_of_both_ranks_come_back_to_their_rollouts_and_those_of_a_skipped_update_are_flagged() -> None:
     """Each rank has one sample of two tokens in each of three updates: 1 2, 3 4, 5 6 and 101 102, 103 104, 105 106."""
     source, commands, _ = _one_step((True, False, True))
-    assert commands[0].figures == commands[1].figures == FigureOrder(is_wanted=[True] * 3, room=6)
-    for figures in source.figures:
-        assert {key: list(row.logprobs) for key, row in figures.items()} == {
+    assert [command.token_room for command in commands] == [6, 6]
+    for statistics in source.statistics:
+        assert {key: list(row.logprobs) for key, row in statistics.items()} == {
             "g0-r0": [1.0, 2.0], "g0-r1": [101.0, 102.0],
             "g2-r0": [3.0, 4.0], "g2-r1": [103.0, 104.0],
             "g3-r0": [5.0, 6.0], "g3-r1": [105.0, 106.0],
         }  # fmt: skip
-        assert [int(mark) for mark in figures["g0-r0"].marks] == [1, 2]
-        assert [int(mark) for mark in figures["g2-r0"].marks] == [3 | TokenMark.SKIPPED, 4 | TokenMark.SKIPPED]
+        assert [int(mark) for mark in statistics["g0-r0"].marks] == [1, 2]
+        assert [int(mark) for mark in statistics["g2-r0"].marks] == [3 | TokenMark.SKIPPED, 4 | TokenMark.SKIPPED]
 
 
-def test_only_groups_that_are_stored_have_figures() -> None:
-    source, commands, _ = _one_step((True, True, True), kept={2})
-    assert commands[0].figures == FigureOrder(is_wanted=[False, True, False], room=2)
-    assert [sorted(figures) for figures in source.figures] == [["g2-r0", "g2-r1"]]
-
-
-@pytest.mark.parametrize("setting", [{"kept": ()}, {"token_figures": False}])
-def test_no_rank_is_asked_for_figures_that_nobody_stores(setting: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("setting", "stored"), [({"kept": {2}}, ["g2-r0", "g2-r1"]), ({"kept": ()}, []), ({"token_figures": False}, [])]
+)
+def test_only_groups_that_are_stored_have_statistics(setting: dict[str, Any], stored: list[str]) -> None:
     source, commands, _ = _one_step((True, True, True), **setting)
-    assert [command.figures for command in commands] == [None, None]
-    assert source.figures == [{}]
+    assert [sorted(statistics) for statistics in source.statistics] == [stored]
+    assert [command.token_room > 0 for command in commands] == [bool(stored)] * 2
 
 
 def test_the_tokens_of_prompts_have_no_staleness() -> None:

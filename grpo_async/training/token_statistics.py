@@ -1,0 +1,135 @@
+"""What the trainer found for each trained token, from the ranks that computed it to the rollouts that the tokens belong to.
+
+    rank 0     TokenPlan         whose tokens each rank will have, in which order; `room` travels in the step's command
+    each rank  TokenCollector    writes them one after another on the device, (5, room); one copy to the host
+                  | CommandChannel.gather
+    rank 0     TokenPlan.by_rollout    TokenFigures by rollout id
+
+Nothing here waits for the device: the copy is put in the stream before the transfer that every update ends with anyway. A token
+takes 20 bytes on its rank, and on rank 0 until its group is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from grpo_async.batching.plan import BatchPlan
+from grpo_async.records import RolloutSample, TokenFigures, TokenMark
+from grpo_async.training.loss import ObjectiveOutput
+
+_ROWS = ("logprobs", "proximal_logprobs", "weights", "entropies", "marks")
+_FLAGS = len(_ROWS) - 1
+
+
+class TokenCollector:
+    """One rank, one step: call `add` after each micro-batch, then `begin_copy`, then `on_host`.
+
+    Args:
+        room: the most trained tokens that a rank has in this step; what this one has less is left 0.
+    """
+
+    def __init__(self, room: int, device: torch.device) -> None:
+        self._values = torch.zeros(len(_ROWS), room, dtype=torch.float32, device=device)
+        self._num_tokens = 0
+        self._host: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def add(self, output: ObjectiveOutput) -> None:
+        """Note the tokens of the next micro-batch."""
+        inputs, start = output.inputs, self._num_tokens
+        self._num_tokens = stop = start + inputs.logprobs.numel()
+        values = (inputs.logprobs, inputs.old_logprobs, output.importance_weights, inputs.entropy)
+        for row, value in enumerate(values):
+            self._values[row, start:stop] = value.detach()
+        flags = self._values[_FLAGS, start:stop]
+        for flag, holds in (
+            (TokenMark.CLIPPED_LOW, output.token_loss.clipped_low),
+            (TokenMark.CLIPPED_HIGH, output.token_loss.clipped_high),
+            (TokenMark.CORRECTED_AWAY, output.is_importance_masked),
+            (TokenMark.OFF_POLICY, output.is_off_policy),
+            (TokenMark.LOW_ENTROPY, output.has_low_entropy),
+        ):
+            if holds is not None:
+                flags.add_(holds, alpha=float(flag))
+
+    def begin_copy(self) -> None:
+        """Put the copy to the host behind what the device has to do so far; nothing waits for it here."""
+        if self._values.device.type != "cuda":
+            self._host = self._values
+            return
+        self._host = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
+        self._host.copy_(self._values, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def on_host(self) -> torch.Tensor:
+        """What this rank has collected, (5, room) float32 on the CPU. Call it after the update's own transfer: the copy stands
+        before that in the stream, so there is nothing left to wait for."""
+        assert self._host is not None
+        if self._copied is not None:
+            self._copied.synchronize()  # for a copy that the transfer before has waited for
+        return self._host
+
+
+class _Place(NamedTuple):
+    """Where one sample stands: `start` to `stop` of what `rank` has collected."""
+
+    rollout_id: str
+    minibatch: int
+    rank: int
+    start: int
+    stop: int
+
+
+class TokenPlan:
+    """Rank 0: where the tokens of the samples of one step will be. Call `add` for each minibatch, in the step's order."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_minibatches = 0
+        self._num_tokens = [0] * num_ranks
+        self._places: list[_Place] = []
+
+    def add(self, samples: Sequence[RolloutSample], plan: BatchPlan, *, is_stored: Sequence[bool]) -> None:
+        """One minibatch.
+
+        Worked example: samples of 3 and 2 trained tokens in one micro-batch, of which the second is stored: its place is 3 to 5.
+
+        Args:
+            plan: of `samples`; `batching.pack` lays out their tokens in its order.
+            is_stored: whether the rollout store keeps a sample. [num_samples]
+        """
+        for rank, micro_batches in enumerate(plan.ranks):
+            for index in (index for micro_batch in micro_batches for index in micro_batch.indices):
+                start = self._num_tokens[rank]
+                self._num_tokens[rank] = stop = start + samples[index].num_trained_tokens
+                if is_stored[index] and stop > start:
+                    self._places.append(_Place(samples[index].rollout_id, self._num_minibatches, rank, start, stop))
+        self._num_minibatches += 1
+
+    @property
+    def room(self) -> int:
+        """For the collector of every rank; 0 where nothing is stored, so that nothing need be collected."""
+        return max(self._num_tokens) if self._places else 0
+
+    def by_rollout(self, collected: Sequence[torch.Tensor], updates: Sequence[bool]) -> dict[str, TokenFigures]:
+        """Of each sample that is stored, by its rollout's id; the tokens of an update that was not made are flagged SKIPPED.
+
+        Args:
+            collected: what `TokenCollector.on_host` gave on each rank. [num_ranks]
+            updates: for each minibatch, whether its update was made. [num_minibatches]
+        """
+        found = {}
+        for place in self._places:
+            # a copy: views would keep the numbers of the whole step until the last of its groups is written
+            numbers = collected[place.rank][:, place.start : place.stop].numpy().copy()
+            flags = numbers[_FLAGS].astype(np.uint8)
+            if not updates[place.minibatch]:
+                flags |= np.uint8(TokenMark.SKIPPED)
+            rows: dict[str, Any] = dict(zip(_ROWS, [*numbers[:_FLAGS], flags], strict=True))
+            found[place.rollout_id] = TokenFigures(**rows)
+        return found
