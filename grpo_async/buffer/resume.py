@@ -124,8 +124,7 @@ class ResumeState:
         for queued in self.queued:
             yield _line("queued", _scored_dict(queued.scored) | {"tokens": queued.tokens})
         for group in self.in_progress:
-            rollouts = {str(index): _snapshot_dict(each) for index, each in group.rollouts.items()}
-            yield _line("in_progress", {"prompt_id": group.prompt_id, "begun": rollouts})
+            yield _line("in_progress", {"prompt_id": group.prompt_id, "rollouts": dict(group.rollouts)})
         for noted in self.noted:
             yield _line("noted", _scored_dict(noted))
 
@@ -145,14 +144,13 @@ def read_resume_state(
     in_progress: list[GroupSnapshot] = []
     noted: list[ScoredGroup] = []
     for line in lines:
-        content = json.loads(line)
+        content = json.loads(line, object_hook=_record_from)
         match content.pop("kind"):
             case "queued":
-                if content.pop("is_open", True):  # an earlier version had settled and stored the others already
-                    tokens = content.pop("tokens")
-                    queued.append(QueuedGroup(scored=_scored_from(content, prompt_of), tokens=tokens))
+                tokens = content.pop("tokens")
+                queued.append(QueuedGroup(scored=_scored_from(content, prompt_of), tokens=tokens))
             case "in_progress":
-                rollouts = {int(index): _snapshot_from(each) for index, each in content["begun"].items()}
+                rollouts = {int(index): each for index, each in content["rollouts"].items()}
                 in_progress.append(GroupSnapshot(prompt_id=content["prompt_id"], rollouts=rollouts))
             case "noted":
                 noted.append(_scored_from(content, prompt_of))
@@ -171,6 +169,15 @@ def read_resume_state(
     )
 
 
+_RECORDS = {
+    kind.__name__: kind
+    for kind in (RolloutCompletion, PartialRollout, RolloutSample, TurnRecord, TaggedMessage, ToolCallRecord)
+}
+_ENUMS = {"finish_reason": FinishReason, "open_finish": FinishReason, "status": RolloutStatus, "origin": Origin}
+_KIND = "grpo_async record"
+"""Key of the name of a record in its JSON object."""
+
+
 def _line(kind: str, content: Mapping[str, Any]) -> str:
     # the standard library's: it keeps NaN, integers of any size and half surrogate pairs, which a policy may write
     return json.dumps({"kind": kind, **content}, default=_plain)
@@ -178,8 +185,14 @@ def _line(kind: str, content: Mapping[str, Any]) -> str:
 
 def _plain(value: Any) -> Any:
     """What JSON does not know: records by field, numbers of numpy as numbers, anything else (a user's own type) as its repr."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return _fields(value)
+    name = type(value).__name__
+    if is_dataclass(value) and name in _RECORDS:
+        content = {
+            each.name: getattr(value, each.name) for each in fields(value)
+        }  # not `asdict`: it copies every token
+        if isinstance(value, RolloutCompletion):
+            content["reward_columns"] = {name: _storable(column) for name, column in value.reward_columns.items()}
+        return {_KIND: name, **content}
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "ndim", 0) == 0:
         return item()
@@ -187,17 +200,17 @@ def _plain(value: Any) -> Any:
     return tolist() if callable(tolist) else repr(value)
 
 
-def _fields(record: Any) -> dict[str, Any]:
-    """Not `asdict`: it copies every token."""
-    return {each.name: getattr(record, each.name) for each in fields(record)}
-
-
-def _columns(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns of users' functions; a value that has no JSON form at all becomes its repr."""
-    return {name: _storable(value) for name, value in values.items()}
+def _record_from(content: dict[str, Any]) -> Any:
+    """The record that a JSON object is of; any other object as it is."""
+    kind: Any = _RECORDS.get(content.pop(_KIND, ""))
+    if kind is None:
+        return content
+    enums = {name: _ENUMS[name](value) for name, value in content.items() if name in _ENUMS and value is not None}
+    return kind(**{**content, **enums})
 
 
 def _storable(value: Any) -> Any:
+    """A value of a user's function; one that has no JSON form at all becomes its repr."""
     try:
         json.dumps(value, default=_plain)
     except (TypeError, ValueError, RecursionError):  # an odd key, a circle
@@ -205,15 +218,11 @@ def _storable(value: Any) -> Any:
     return value
 
 
-def _completion_dict(completion: RolloutCompletion) -> dict[str, Any]:
-    return {**_fields(completion), "reward_columns": _columns(completion.reward_columns)}
-
-
 def _scored_dict(scored: ScoredGroup) -> dict[str, Any]:
     return {
         "group_id": scored.group.group_id,
         "prompt_id": scored.group.prompt.prompt_id,
-        "completions": [_completion_dict(completion) for completion in scored.group.completions],
+        "completions": list(scored.group.completions),
         "samples": list(scored.samples),
         "rewards": list(scored.rewards),
         "reward_parts": [dict(parts) for parts in scored.reward_parts],
@@ -224,62 +233,8 @@ def _scored_dict(scored: ScoredGroup) -> dict[str, Any]:
     }
 
 
-def _scored_from(content: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> ScoredGroup:
-    return ScoredGroup(
-        group=RolloutGroup(
-            group_id=content["group_id"],
-            prompt=prompt_of(content["prompt_id"]),
-            completions=[_completion_from(each) for each in content["completions"]],
-        ),
-        samples=[RolloutSample(**sample) for sample in content["samples"]],
-        rewards=content["rewards"],
-        reward_parts=content["reward_parts"],
-        metrics=content["metrics"],
-        extra_columns=content["extra_columns"],
-    )
-
-
-def _snapshot_dict(rollout: RolloutSnapshot) -> dict[str, Any]:
-    if isinstance(rollout, RolloutCompletion):
-        return {"over": True, **_completion_dict(rollout)}
-    return {"over": False, **_fields(rollout)}
-
-
-def _snapshot_from(content: dict[str, Any]) -> RolloutSnapshot:
-    if content.pop("over"):
-        return _completion_from(content)
-    finish = content["open_finish"]
-    return PartialRollout(
-        **{
-            **content,
-            "turns": [_turn_from(turn) for turn in content["turns"]],
-            "open_finish": None if finish is None else FinishReason(finish),
-        }
-    )
-
-
-def _completion_from(content: Mapping[str, Any]) -> RolloutCompletion:
-    messages = content["prompt_messages"]
-    return RolloutCompletion(
-        **{
-            **content,
-            "turns": [_turn_from(turn) for turn in content["turns"]],
-            "status": RolloutStatus(content["status"]),
-            "prompt_messages": None if messages is None else [_message_from(message) for message in messages],
-        }
-    )
-
-
-def _turn_from(content: Mapping[str, Any]) -> TurnRecord:
-    return TurnRecord(
-        **{
-            **content,
-            "finish_reason": FinishReason(content["finish_reason"]),
-            "messages": [_message_from(message) for message in content["messages"]],
-            "tool_calls": [ToolCallRecord(**call) for call in content["tool_calls"]],
-        }
-    )
-
-
-def _message_from(content: Mapping[str, Any]) -> TaggedMessage:
-    return TaggedMessage(**{**content, "origin": Origin(content["origin"]), "tool_calls": tuple(content["tool_calls"])})
+def _scored_from(content: dict[str, Any], prompt_of: Callable[[int], Prompt]) -> ScoredGroup:
+    group_id, prompt_id = content.pop("group_id"), content.pop("prompt_id")
+    completions = content.pop("completions")
+    group = RolloutGroup(group_id=group_id, prompt=prompt_of(prompt_id), completions=completions)
+    return ScoredGroup(group=group, **content)

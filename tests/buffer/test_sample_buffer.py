@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -128,19 +131,6 @@ def test_an_empty_queue_is_not_the_end_while_tokens_are_generated() -> None:
     assert results == [7]
 
 
-def test_interrupt_and_fail_wake_a_waiting_take() -> None:
-    """R1.4: an empty queue goes on waiting, but not after generation died."""
-    for action, expected in ((SampleBuffer.interrupt, BufferInterrupted), (None, RunError)):
-        fixture = _Fixture()
-        buffer = fixture.buffer
-        call = action.__get__(buffer) if action else lambda buffer=buffer: buffer.fail(RunError("generation died"))
-        timer = threading.Timer(0.05, call)
-        timer.start()
-        with pytest.raises(expected):
-            fixture.take(1, timeout_s=10.0)
-        timer.join()
-
-
 def test_wake_makes_the_waiting_take_attend_in_its_own_thread_and_go_on_waiting() -> None:
     fixture = _Fixture()
     attended: list[str] = []
@@ -185,3 +175,44 @@ def test_put_waits_for_room_and_take_makes_it() -> None:
         assert len(fixture.buffer) == 1
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", ["put", "fail", "interrupt"])
+def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str) -> None:
+    """R1.3, R1.4: the next check would be in 20 s. An empty queue goes on waiting, but not after generation died."""
+    fixture = _Fixture()
+    buffer = fixture.buffer
+    actions = {
+        "put": lambda: fixture.put(make_scored()),
+        "fail": lambda: buffer.fail(RunError("generation died")),
+        "interrupt": buffer.interrupt,
+    }
+    timer = threading.Timer(0.2, actions[what])
+    timer.start()
+    began = time.monotonic()
+    watch = Watch(timeout_s=60.0, setting="s", progress=lambda: 0, heartbeat_s=20.0)
+    expected = {"put": nullcontext(), "fail": pytest.raises(RunError), "interrupt": pytest.raises(BufferInterrupted)}
+    with expected[what]:
+        assert len(buffer.take(1, trainer_version=0, watch=watch)) == 1
+    assert time.monotonic() - began < 5.0
+    timer.join()
+
+
+def test_neither_side_of_a_wait_logs_while_it_waits(caplog: pytest.LogCaptureFixture) -> None:
+    """R1.3: 50 checks of an empty queue, and a put that waits for room: no log line."""
+    buffer = _Fixture(max_groups=1).buffer
+    checks: list[int] = []
+
+    async def put_two() -> None:
+        await buffer.put(make_scored(0))
+        await buffer.put(make_scored(1))
+
+    timer = threading.Timer(0.5, lambda: asyncio.run(put_two()))
+    watch = Watch(timeout_s=30.0, setting="s", progress=lambda: 0, heartbeat=lambda: checks.append(1), heartbeat_s=0.01)
+    with caplog.at_level(logging.DEBUG):
+        timer.start()
+        for _ in range(2):
+            assert len(buffer.take(1, trainer_version=0, watch=watch)) == 1
+        timer.join()
+    assert len(checks) > 10
+    assert [record for record in caplog.records if record.name.startswith("grpo_async")] == []

@@ -13,6 +13,7 @@ import pytest
 from grpo_async.errors import RunError
 from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
 from grpo_async.evaluation.evaluator import EvaluationSide, EvaluationTask
+from grpo_async.evaluation.log import EvaluationLog, EvaluationRecord
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.rundir import RunDir
 from tests.launcher.support import make_config
@@ -50,7 +51,7 @@ class _Source:
         return None if running.cancelled() else running.result(timeout=0.0)
 
 
-class _World:
+class _Run:
     """A run's evaluations and what was heard of them."""
 
     def __init__(self, folder: Path, *, start: int = 0, has_evaluation: bool = True, **section: Any) -> None:
@@ -60,33 +61,27 @@ class _World:
             rollout={"max_in_flight": 40},
             evaluation={"data": {"type": "jsonl", "path": "held.jsonl"}, "every_steps": 2, **section},
         )
-        self.rundir = RunDir(self.config.run_path)
-        self.rundir.create()
+        self.run_dir = RunDir(self.config.run_path)
+        self.run_dir.create()
         self.source: Any = _Source()
         self.heard: list[tuple[str, Mapping[str, float]]] = []
         self.tracked: list[tuple[int, Mapping[str, float]]] = []
-        self.noted: list[tuple[int, Mapping[str, float]]] = []
         self.phases: list[str] = []
-        self.kept: list[Any] = []  # what the keeper of checkpoints hears, in order
         evaluator: Any = SimpleNamespace(num_tokens=7, run=lambda task: task)
         self.evaluations = RunEvaluations(
             self.config,
-            self.rundir,
+            self.run_dir,
             source=self.source,
             side=EvaluationSide(evaluator=evaluator, majority_baseline=0.1) if has_evaluation else None,
             start=start,
             listeners=Listeners(
                 tell=lambda when, metrics: self.heard.append((when, metrics)),
                 track=lambda step, metrics: self.tracked.append((step, metrics)),
-                note=self._note,
-                expect=lambda step: self.kept.append(("expect", step)),
                 phase=self.phases.append,
+                heartbeat=lambda: None,
+                attend=lambda: None,
             ),
         )
-
-    def _note(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.noted.append((step, metrics))
-        self.kept.append(("note", step))
 
     def after(self, step: int, *, is_served: bool = True) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -94,57 +89,55 @@ class _World:
         return metrics
 
 
-WAITING: Any = SimpleNamespace(heartbeat=lambda: None, attend=lambda: None)
-
-
 def test_before_training_all_slots_are_used_and_the_first_step_reports_the_result(tmp_path: Path) -> None:
-    world = _World(tmp_path)
-    world.evaluations.before_training(WAITING)
-    assert world.source.begun == [(0, 40)]
-    assert world.heard == [("before", {"reward": 0.5, "mixed": 0.0, "majority_baseline": 0.1, "reward/a": 1.0})]
-    assert world.noted == []  # there is no checkpoint of step 0 to keep
-    assert world.after(1) == {
+    run = _Run(tmp_path)
+    run.evaluations.before_training()
+    assert run.source.begun == [(0, 40)]
+    assert run.heard == [("before", {"reward": 0.5, "mixed": 0.0, "majority_baseline": 0.1, "reward/a": 1.0})]
+    assert run.evaluations.scores("reward") == {}  # there is no checkpoint of step 0 to keep
+    assert run.after(1) == {
         "eval/reward": 0.5,
         "eval/mixed": 0.0,
         "eval/reward/a": 1.0,
         "eval/majority_baseline": 0.1,
         "eval/step": 0.0,
     }
-    assert world.after(2) == {}
+    assert run.after(2) == {}
 
 
 def test_an_evaluation_is_begun_with_a_quarter_of_the_slots_and_reported_by_the_step_that_finds_it_done(
     tmp_path: Path,
 ) -> None:
-    world = _World(tmp_path)
-    assert world.after(1) == {}
-    assert world.after(2) == {}
-    assert world.source.begun == [(2, 10)]
-    assert world.after(3) == {}
-    world.source.end(0.25)
-    assert world.heard == []  # until the main thread looks
-    metrics = world.after(4)
+    run = _Run(tmp_path)
+    assert run.after(1) == {}
+    assert run.after(2) == {}
+    assert run.source.begun == [(2, 10)]
+    assert run.after(3) == {}
+    run.source.end(0.25)
+    assert run.heard == []  # until the main thread looks
+    metrics = run.after(4)
     assert (metrics["eval/reward"], metrics["eval/step"]) == (0.25, 2.0)
-    assert world.heard[0][0] == "step 2"
-    assert world.noted == [(2, {"reward": 0.25, "mixed": 0.0, "majority_baseline": 0.1})]
-    assert world.source.begun == [(2, 10), (4, 10)]  # the next one, in the same breath
+    assert run.heard[0][0] == "step 2"
+    assert run.evaluations.scores("reward") == {2: 0.25}
+    assert run.evaluations.scores("pass@1") == {}
+    assert run.source.begun == [(2, 10), (4, 10)]  # the next one, in the same breath
 
 
 def test_what_is_due_while_one_runs_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    world = _World(tmp_path)
-    world.after(2)
-    metrics = world.after(4)
+    run = _Run(tmp_path)
+    run.after(2)
+    metrics = run.after(4)
     assert metrics == {"eval/num_skipped": 1.0}
     assert "the evaluation of step 4 is left out: the evaluation of step 2 was still running" in caplog.text
-    world.source.end()
-    world.after(5)
-    assert world.source.begun == [(2, 10)]
-    world.after(6)
-    assert world.source.begun == [(2, 10), (6, 10)]
+    run.source.end()
+    run.after(5)
+    assert run.source.begun == [(2, 10)]
+    run.after(6)
+    assert run.source.begun == [(2, 10), (6, 10)]
 
 
 def test_a_push_is_held_while_a_pinned_evaluation_runs_and_no_longer(tmp_path: Path) -> None:
-    pinned = _World(tmp_path, pin_version=True)
+    pinned = _Run(tmp_path, pin_version=True)
     held = [pinned.evaluations.holds_push]
     pinned.after(2)
     held.append(pinned.evaluations.holds_push)
@@ -152,44 +145,44 @@ def test_a_push_is_held_while_a_pinned_evaluation_runs_and_no_longer(tmp_path: P
     held.append(pinned.evaluations.holds_push)
     assert held == [False, True, False]
     (tmp_path / "2").mkdir()
-    mixed = _World(tmp_path / "2")
+    mixed = _Run(tmp_path / "2")
     mixed.after(2)
     assert not mixed.evaluations.holds_push
 
 
 def test_a_failure_beside_training_is_recorded_and_training_goes_on(tmp_path: Path) -> None:
-    world = _World(tmp_path)
-    world.after(2)
-    world.source.end(RunError("3 of 8 rollouts failed"))
-    assert world.after(3) == {"eval/num_errors": 1.0}
-    assert world.phases == ["the evaluation of step 2 failed: 3 of 8 rollouts failed"]
-    assert [record.error for record in world.evaluations._log.records] == ["3 of 8 rollouts failed"]
-    world.after(4)
-    assert world.source.begun[-1][0] == 4
+    run = _Run(tmp_path)
+    run.after(2)
+    run.source.end(RunError("3 of 8 rollouts failed"))
+    assert run.after(3) == {"eval/num_errors": 1.0}
+    assert run.phases == ["the evaluation of step 2 failed: 3 of 8 rollouts failed"]
+    assert [record.error for record in run.evaluations._log.records] == ["3 of 8 rollouts failed"]
+    run.after(4)
+    assert run.source.begun[-1][0] == 4
 
 
 def test_a_failure_before_the_first_step_ends_the_run_and_one_after_the_last_does_not(tmp_path: Path) -> None:
-    world = _World(tmp_path)
-    world.source.outcome = RunError("no reward")
+    run = _Run(tmp_path)
+    run.source.outcome = RunError("no reward")
     with pytest.raises(RunError, match="no reward"):
-        world.evaluations.before_training(WAITING)
-    world.evaluations.after_training(10, WAITING)
-    assert world.evaluations.summary()["after"] is None  # type: ignore[index]
+        run.evaluations.before_training()
+    run.evaluations.after_training(10)
+    assert run.evaluations.summary()["after"] is None  # type: ignore[index]
 
 
 def test_after_the_last_step_the_running_one_is_waited_for_and_the_final_policy_is_evaluated(tmp_path: Path) -> None:
     """Nothing is begun at the last step itself: the evaluation after it is of the same policy."""
-    world = _World(tmp_path)
-    world.after(8)
-    assert world.after(10) == {}
-    world.evaluations.end_running(WAITING)
-    world.evaluations.end_running(WAITING)
-    world.source.outcome = 0.75
-    world.evaluations.after_training(10, WAITING)
-    assert world.source.begun == [(8, 10), (10, 40)]
-    assert [when for when, _ in world.heard] == ["step 8", "after"]
-    assert [(step, metrics["eval/step"]) for step, metrics in world.tracked] == [(10, 8.0), (10, 10.0)]
-    summary = world.evaluations.summary()
+    run = _Run(tmp_path)
+    run.after(8)
+    assert run.after(10) == {}
+    run.evaluations.end_running()
+    run.evaluations.end_running()
+    run.source.outcome = 0.75
+    run.evaluations.after_training(10)
+    assert run.source.begun == [(8, 10), (10, 40)]
+    assert [when for when, _ in run.heard] == ["step 8", "after"]
+    assert [(step, metrics["eval/step"]) for step, metrics in run.tracked] == [(10, 8.0), (10, 10.0)]
+    summary = run.evaluations.summary()
     assert summary is not None
     assert summary["after"]["reward"] == 0.75
     assert summary["during"] == [{"step": 8, "reward": 0.5, "mixed": 0.0, "majority_baseline": 0.1}]
@@ -198,90 +191,95 @@ def test_after_the_last_step_the_running_one_is_waited_for_and_the_final_policy_
 
 
 def test_what_was_cancelled_is_made_again_after_a_resume_and_what_is_done_is_not(tmp_path: Path) -> None:
-    first = _World(tmp_path, at_start=False)
+    first = _Run(tmp_path, at_start=False)
     first.after(2)
     first.source.end()
     first.after(4)
     first.source.end(None)  # the run stops
     assert first.after(5) == {}
     first.evaluations.close()
-    resumed = _World(tmp_path, at_start=False, start=5)
-    resumed.evaluations.before_training(WAITING)
+    resumed = _Run(tmp_path, at_start=False, start=5)
+    resumed.evaluations.before_training()
     assert resumed.source.begun == [(5, 10)]
     resumed.source.end(0.9)
     assert resumed.after(6)["eval/step"] == 5.0
-    again = _World(tmp_path, at_start=False, start=5)
-    again.evaluations.before_training(WAITING)
+    again = _Run(tmp_path, at_start=False, start=5)
+    again.evaluations.before_training()
     assert again.source.begun == []
-    earlier = _World(tmp_path, at_start=False, start=3)  # from an older checkpoint: step 4 runs again
-    earlier.evaluations.before_training(WAITING)
+    earlier = _Run(tmp_path, at_start=False, start=3)  # from an older checkpoint: step 4 runs again
+    earlier.evaluations.before_training()
     assert earlier.source.begun == []
     earlier.after(4)
     assert earlier.source.begun == [(4, 10)]
 
 
 def test_rollouts_of_one_that_was_broken_off_or_of_later_steps_are_removed(tmp_path: Path) -> None:
-    world = _World(tmp_path)
+    run = _Run(tmp_path)
     for step in (2, 6):
-        folder = world.rundir.evaluation(step)
+        folder = run.run_dir.evaluation(step)
         folder.mkdir(parents=True)
         (folder / "block-000000000000.jsonl").write_text("{")
-    resumed = _World(tmp_path, start=2, at_start=False)
-    assert not resumed.rundir.evaluation(6).exists()
-    assert resumed.rundir.evaluation(2).exists()
-    resumed.evaluations.before_training(WAITING)
-    assert not list(resumed.rundir.evaluation(2).glob("*"))
+    resumed = _Run(tmp_path, start=2, at_start=False)
+    assert not resumed.run_dir.evaluation(6).exists()
+    assert resumed.run_dir.evaluation(2).exists()
+    resumed.evaluations.before_training()
+    assert not list(resumed.run_dir.evaluation(2).glob("*"))
 
 
 def test_the_rollouts_of_an_evaluation_are_sealed_when_the_next_begins_or_the_run_ends(tmp_path: Path) -> None:
-    world = _World(tmp_path, at_start=False)
+    run = _Run(tmp_path, at_start=False)
 
     def names(step: int) -> list[str]:
-        return [path.suffix for path in world.rundir.evaluation(step).glob("block-*")]
+        return [path.suffix for path in run.run_dir.evaluation(step).glob("block-*")]
 
     stores = []
     for step in (2, 4):
-        world.after(step)
-        running = world.evaluations._running
+        run.after(step)
+        running = run.evaluations._running
         assert running is not None
         stores.append(running.store)
         append_simple(running.store, 0)
-        world.source.end()
-        world.after(step + 1)
+        run.source.end()
+        run.after(step + 1)
         assert names(step) == [".jsonl"], "nobody waits for it beside training"
     assert stores[0]._rest is None
     stores[0].seal_rest(wait_s=30.0)  # waits for what goes on already, and begins nothing
     assert names(2) == [".parquet"]
-    world.evaluations.close()
+    run.evaluations.close()
     assert names(4) == [".parquet"]
 
 
 def test_a_run_without_evaluation_does_nothing(tmp_path: Path) -> None:
-    world = _World(tmp_path, has_evaluation=False)
-    world.evaluations.before_training(WAITING)
-    assert world.after(2) == {}
-    world.evaluations.end_running(WAITING)
-    world.evaluations.after_training(10, WAITING)
-    assert (world.source.begun, world.evaluations.num_tokens, world.evaluations.holds_push) == ([], 0, False)
+    run = _Run(tmp_path, has_evaluation=False)
+    run.evaluations.before_training()
+    assert run.after(2) == {}
+    run.evaluations.end_running()
+    run.evaluations.after_training(10)
+    assert (run.source.begun, run.evaluations.num_tokens, run.evaluations.holds_push) == ([], 0, False)
 
 
-def test_the_keeper_of_checkpoints_hears_what_is_evaluated_until_it_knows_the_result(tmp_path: Path) -> None:
-    """Else the checkpoint would be removed before it is known to be the best."""
-    world = _World(tmp_path)
-    world.after(2)
-    assert world.kept == [("expect", 2)]
-    world.source.end()
-    world.after(3)
-    assert world.kept == [("expect", 2), ("note", 2), ("expect", None)]
-    world.after(4)
-    world.source.end(RunError("it failed"))
-    world.after(5)
-    assert world.kept[3:] == [("expect", 4), ("expect", None)]
+def test_a_policy_is_being_evaluated_until_its_score_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its checkpoint would be removed before it is known to be the best."""
+    run = _Run(tmp_path)
+    seen: list[tuple[int | None, dict[int, float]]] = []
+    add = EvaluationLog.add
+
+    def noting(log: EvaluationLog, record: EvaluationRecord) -> None:
+        add(log, record)
+        seen.append((run.evaluations.running_step, run.evaluations.scores("reward")))
+
+    monkeypatch.setattr(EvaluationLog, "add", noting)
+    run.after(2)
+    assert run.evaluations.running_step == 2
+    run.source.end()
+    run.after(3)
+    assert seen == [(2, {2: 0.5})]
+    assert run.evaluations.running_step is None
 
 
 def test_a_step_whose_weights_no_server_has_is_not_evaluated(tmp_path: Path) -> None:
-    world = _World(tmp_path)
-    world.after(2, is_served=False)
-    assert world.source.begun == []
-    (record,) = world.evaluations._log.records
+    run = _Run(tmp_path)
+    run.after(2, is_served=False)
+    assert run.source.begun == []
+    (record,) = run.evaluations._log.records
     assert (record.due, record.skipped) == (2, "no server had the weights of this step")

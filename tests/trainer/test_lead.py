@@ -23,8 +23,8 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.rundir import RunDir
 from grpo_async.trainer import connections as connections_module
 from grpo_async.trainer import lead as lead_module
+from grpo_async.trainer import loop as loop_module
 from grpo_async.trainer.lead import lead
-from grpo_async.training import loop as loop_module
 from grpo_async.training.checkpoint import TrainerState
 from tests.launcher.support import make_config
 from tests.support.local_server import Refusal, local_server
@@ -102,7 +102,7 @@ class _Sync:
     def verify(self, score: Any) -> dict[str, float]:
         return {}
 
-    def rest(self) -> None: ...
+    def sleep_servers(self) -> None: ...
 
 
 class _Source:
@@ -140,7 +140,7 @@ class _Source:
     def stop_generating(self) -> None: ...
 
 
-class _World:
+class _Stub:
     """Everything that rank 0 talks to. `events`: what it did, in order; `closed`: what it closed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,9 +164,9 @@ class _World:
             (lead_module, "WeightTransport", lambda kind, **given: self._transport(given["private"])),
             (lead_module, "FleetSync", lambda *_, **__: self.sync),
             (lead_module, "run_preflight", self._preflight),
-            (lead_module, "load_state", lambda rundir, step: self._state(step)),
-            (lead_module, "load_tensors", lambda rundir, step, *_, seed: self.events.append(f"restore {step}")),
-            (lead_module, "set_aside_later_checkpoints", lambda rundir, step: self.events.append(f"set aside {step}")),
+            (lead_module, "load_state", lambda run_dir, step: self._state(step)),
+            (lead_module, "load_tensors", lambda run_dir, step, *_, seed: self.events.append(f"restore {step}")),
+            (lead_module, "set_aside_later_checkpoints", lambda run_dir, step: self.events.append(f"set aside {step}")),
             (loop_module, "export_model", lambda *_, **__: self.events.append("export")),
             (loop_module.LeaderLoop, "save", lambda loop, step, wait=False: self._save(loop._saved_step, step)),
         ):
@@ -200,17 +200,17 @@ def _lead(
 ) -> list[str]:
     """Run rank 0; what it told the other ranks."""
     config = config.model_copy(update={"evaluation": EvaluationSection()})
-    rundir = RunDir(config.run_path)
-    rundir.create()
+    run_dir = RunDir(config.run_path)
+    run_dir.create()
     place = Assignment(
-        run_dir=rundir, attempt_dir=rundir.latest_logs, private=rundir.root, server_urls=(url,), resume_step=resume_step,
+        run_dir=run_dir, attempt_dir=run_dir.latest_logs, private=run_dir.root, server_urls=(url,), resume_step=resume_step,
         preflight_only=preflight_only,
     )  # fmt: skip
     told: list[str] = []
     model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=7))
     cpu = torch.device("cpu")
     context: Any = SimpleNamespace(
-        config=config, rundir=rundir, policy=SimpleNamespace(model=model), optimizer=None, tokenizer=None,
+        config=config, run_dir=run_dir, policy=SimpleNamespace(model=model), optimizer=None, tokenizer=None,
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
         parameters=SimpleNamespace(specs=[], base=None, device=cpu), num_ranks=1, device=cpu, peaks=[1 << 30],
         channel=SimpleNamespace(send=lambda commands: told.append(type(commands[0]).__name__)),
@@ -224,11 +224,11 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R1.7, R5.2: restore, push, check, and only then the first rollout, whatever makes it."""
-    world = _World(monkeypatch)
+    stub = _Stub(monkeypatch)
     config = make_config(tmp_path, training={"max_steps": 9})
     _lead(config, resume_step=3)
-    assert world.meets_in == config.run_path, "the launcher's folder, which it removes whoever is killed"
-    assert world.events == [
+    assert stub.meets_in == config.run_path, "the launcher's folder, which it removes whoever is killed"
+    assert stub.events == [
         "restore 3", "set aside 3", "supersede", "look for servers", "push 3", "serve 3", "preflight", "evaluate 3",
         "start generating", "take 3",
     ]  # fmt: skip
@@ -237,7 +237,7 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
 def test_a_checkpoint_that_does_not_load_leaves_what_the_run_wrote_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = _World(monkeypatch)
+    stub = _Stub(monkeypatch)
 
     def broken(*_: Any, **__: Any) -> None:
         raise CheckpointError("cannot load it")
@@ -245,41 +245,41 @@ def test_a_checkpoint_that_does_not_load_leaves_what_the_run_wrote_behind_it(
     monkeypatch.setattr(lead_module, "load_tensors", broken)
     with pytest.raises(CheckpointError, match="cannot load it"):
         _lead(make_config(tmp_path, training={"max_steps": 9}), resume_step=3)
-    assert world.events == []
+    assert stub.events == []
 
 
 def test_a_new_run_pushes_its_weights_before_it_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R1.7."""
-    world = _World(monkeypatch)
+    stub = _Stub(monkeypatch)
     _lead(make_config(tmp_path))
-    assert world.events == [
+    assert stub.events == [
         "look for servers", "push 0", "serve 0", "preflight", "evaluate 0", "start generating", "take 0", "save 0",
     ]  # fmt: skip
-    assert sorted(world.closed) == ["fleet", "rollout side", "weight group"]
+    assert sorted(stub.closed) == ["fleet", "rollout side", "weight group"]
 
 
 def test_a_push_that_fails_generates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R1.7, R1.8: and the weight group and the rollout thread are ended, as at the end of every run."""
-    world = _World(monkeypatch)
-    world.sync.outcomes = [OSError("no way to the server")]
+    stub = _Stub(monkeypatch)
+    stub.sync.outcomes = [OSError("no way to the server")]
     with pytest.raises(OSError, match="no way to the server"):
         _lead(make_config(tmp_path))
-    assert world.events == ["look for servers"]
-    assert sorted(world.closed) == ["fleet", "rollout side", "weight group"]
+    assert stub.events == ["look for servers"]
+    assert sorted(stub.closed) == ["fleet", "rollout side", "weight group"]
 
 
 def test_a_wait_for_a_server_tells_the_other_ranks_and_ends_at_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = _World(monkeypatch)
+    stub = _Stub(monkeypatch)
     monkeypatch.setattr(lead_module, "_WAIT_SLICE_S", 0.01)
     late = DeadlineError("a server", waited_s=0.01, setting="inference.startup_timeout_s")
-    world.sync.outcomes = [None]
-    world.fleet.up = [True, late, late, True]
+    stub.sync.outcomes = [None]
+    stub.fleet.up = [True, late, late, True]
     told = _lead(make_config(tmp_path))
     assert told.count("WaitCommand") == 2
 
-    again = _World(monkeypatch)
+    again = _Stub(monkeypatch)
     monkeypatch.setattr(lead_module, "_WAIT_SLICE_S", 0.01)
     again.sync.outcomes = [None]
     again.fleet.up = [True, *[late] * 1_000_000]
@@ -291,8 +291,8 @@ def test_a_wait_for_a_server_tells_the_other_ranks_and_ends_at_its_deadline(
 def test_first_pushes_that_keep_failing_end_at_the_start_up_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = _World(monkeypatch)
-    world.sync.outcomes = [None] * 10_000_000
+    stub = _Stub(monkeypatch)
+    stub.sync.outcomes = [None] * 10_000_000
     with pytest.raises(DeadlineError, match="to take the first weights"):
         _lead(make_config(tmp_path, inference={"startup_timeout_s": 0.05}))
 
@@ -300,8 +300,8 @@ def test_first_pushes_that_keep_failing_end_at_the_start_up_deadline(
 def test_a_check_that_fails_ends_the_run_before_anything_is_generated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = _World(monkeypatch)
-    world.checks = [
+    stub = _Stub(monkeypatch)
+    stub.checks = [
         Check(name="dtype", status="warn", detail="hm"),
         Check(name="logprobs", status="fail", detail="they differ by 3 nats"),
     ]
@@ -309,9 +309,9 @@ def test_a_check_that_fails_ends_the_run_before_anything_is_generated(
         RunError, match=r"the preflight found what would spoil the run:\nlogprobs: they differ by 3 nats$"
     ):
         _lead(make_config(tmp_path))
-    assert world.events[-1] == "preflight"
-    assert world.context is not None
-    assert (world.context.policy_version, world.context.num_embeddings, world.context.device) == (0, 7, "cpu")
+    assert stub.events[-1] == "preflight"
+    assert stub.context is not None
+    assert (stub.context.policy_version, stub.context.num_embeddings, stub.context.device) == (0, 7, "cpu")
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -319,32 +319,32 @@ def test_a_server_that_dies_while_it_is_checked_is_checked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
     """Whether the fleet has noticed it already, or nobody has."""
-    world = _World(monkeypatch)
+    stub = _Stub(monkeypatch)
     broken, whole = Check("generation", "fail", "Connection refused"), Check("generation", "pass", "it does")
-    world.checks = [broken]
+    stub.checks = [broken]
 
     def dies() -> None:
         if seen:
-            world.fleet.life = "second"
+            stub.fleet.life = "second"
         else:
-            world.fleet.is_silent = True
+            stub.fleet.is_silent = True
 
     def is_back() -> None:
-        world.fleet.is_silent = False
-        world.checks = [whole]
+        stub.fleet.is_silent = False
+        stub.checks = [whole]
 
-    world.meanwhile = [dies, is_back]
+    stub.meanwhile = [dies, is_back]
     _lead(make_config(tmp_path))
-    assert world.events.count("preflight") == 2
-    assert ("suspect 0" in world.events) is not seen
-    assert "start generating" in world.events
+    assert stub.events.count("preflight") == 2
+    assert ("suspect 0" in stub.events) is not seen
+    assert "start generating" in stub.events
 
 
 def test_a_preflight_alone_ends_after_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = _World(monkeypatch)
+    stub = _Stub(monkeypatch)
     config = make_config(tmp_path, tracking=[{"type": "tensorboard"}])
     told = _lead(config, preflight_only=True)
-    assert world.events[-1] == "preflight"
+    assert stub.events[-1] == "preflight"
     assert told[-1] == "StopCommand"
     assert not RunDir(config.run_path).trackers.exists(), "it made a run in a tracker"
 
@@ -352,11 +352,11 @@ def test_a_preflight_alone_ends_after_the_checks(tmp_path: Path, monkeypatch: py
 def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = _World(monkeypatch)
+    stub = _Stub(monkeypatch)
     monkeypatch.setattr(loop_module.LeaderLoop, "run", lambda self, first_step: 2)  # all its steps
-    world.fleet.up = [True, RunError("all servers were given up")]
+    stub.fleet.up = [True, RunError("all servers were given up")]
     _lead(make_config(tmp_path))
-    assert world.events[-5:] == ["save 2", "export", "push 2", "serve 2", "evaluate 2"]
+    assert stub.events[-5:] == ["save 2", "export", "push 2", "serve 2", "evaluate 2"]
 
 
 def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +366,7 @@ def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypat
         raise Refusal(503)
         yield b""
 
-    _World(monkeypatch)
+    _Stub(monkeypatch)
     monkeypatch.setattr(connections_module, "Fleet", Fleet)
     config = make_config(
         tmp_path,
@@ -381,20 +381,20 @@ def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypat
 def test_a_stop_while_no_server_takes_the_first_weights_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = _World(monkeypatch)
-    world.sync.outcomes = [None] * 1000
-    world.fleet.up = [True, False]
+    stub = _Stub(monkeypatch)
+    stub.sync.outcomes = [None] * 1000
+    stub.fleet.up = [True, False]
     told = _lead(make_config(tmp_path))
-    assert world.events == ["look for servers", "no server for 0"]
+    assert stub.events == ["look for servers", "no server for 0"]
     assert told[-1] == "StopCommand"
 
 
 def test_a_server_that_dies_between_push_and_checks_is_pushed_to_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = _World(monkeypatch)
-    one = world.fleet.serving
+    stub = _Stub(monkeypatch)
+    one = stub.fleet.serving
     answers: list[list[Any]] = [[object()], [], [object()]]
-    monkeypatch.setattr(world.fleet, "serving", lambda: answers.pop(0) if len(answers) > 0 else one())
+    monkeypatch.setattr(stub.fleet, "serving", lambda: answers.pop(0) if len(answers) > 0 else one())
     _lead(make_config(tmp_path))
-    assert world.events[1:6] == ["push 0", "serve 0", "push 0", "serve 0", "preflight"]
+    assert stub.events[1:6] == ["push 0", "serve 0", "push 0", "serve 0", "preflight"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from grpo_async.inference.fleet import ServerState
 from grpo_async.processes.failures import explain, first_failure
 from grpo_async.rollout.in_flight import GroupInFlight, describe
 from grpo_async.rollout.thread import LoopThread
+from grpo_async.trainer.loop import Activity
 from grpo_async.trainer.stall import StallGuard, thread_stacks
 from tests.launcher.support import REPOSITORY
 
@@ -48,14 +50,80 @@ def test_a_process_whose_main_thread_hangs_is_ended_and_leaves_its_words(tmp_pat
     assert "in hangs" in done.stderr
 
 
-def _guard(state: ServerState, since: float) -> Any:
+def _guard(state: ServerState = ServerState.SERVING, since: float = 0.0, *, timeout_s: float = 10.0) -> Any:
     server = SimpleNamespace(state=state, since=since, name="server 0")
     config: Any = SimpleNamespace(
-        training=SimpleNamespace(stall_timeout_s=10.0), inference=SimpleNamespace(longest_startup_s=60.0)
+        training=SimpleNamespace(stall_timeout_s=timeout_s), inference=SimpleNamespace(longest_startup_s=60.0)
     )
     fleet: Any = SimpleNamespace(servers=lambda: [server])
     anything: Any = None
     return StallGuard(anything, config, anything, source=anything, loop=anything, fleet=fleet)
+
+
+TIMEOUT_S = 0.5
+SEVERAL_TIMEOUTS_S = 2.0
+
+
+class _Watched:
+    """A guard on a counter that the test moves; it only notes what it would do."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, progress: Callable[[], object], *, excused: bool = False
+    ) -> None:
+        self.excused = excused
+        self.stalls: list[float] = []
+        self.stalled = threading.Event()
+        self.guard = _guard(timeout_s=TIMEOUT_S)
+        monkeypatch.setattr(self.guard, "_progress", progress)
+        monkeypatch.setattr(self.guard, "_is_excused", lambda: self.excused)
+        monkeypatch.setattr(self.guard, "_on_stall", self._note)
+        self.guard.start()
+
+    def _note(self, stalled_s: float) -> None:
+        self.stalls.append(stalled_s)
+        self.stalled.set()
+
+
+def test_a_run_that_stands_still_is_noticed_once_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    watched = _Watched(monkeypatch, lambda: 1)
+    assert watched.stalled.wait(timeout=10.0)
+    assert time.monotonic() - began >= TIMEOUT_S
+    assert watched.stalls[0] >= TIMEOUT_S
+    watched.guard._thread.join(timeout=10.0)
+    assert len(watched.stalls) == 1
+
+
+def test_a_slow_run_that_moves_and_a_guard_that_was_stopped_notice_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It moves in the last third of each timeout."""
+    began = time.monotonic()
+    moving = _Watched(monkeypatch, lambda: int((time.monotonic() - began) / (TIMEOUT_S * 0.7)))
+    stopped = _Watched(monkeypatch, lambda: 1)
+    stopped.guard.stop()
+    assert not moving.stalled.wait(timeout=SEVERAL_TIMEOUTS_S)
+    assert not stopped.stalled.is_set()
+    moving.guard.stop()
+
+
+def test_nothing_is_noticed_while_there_is_an_excuse_and_the_clock_starts_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched = _Watched(monkeypatch, lambda: 1, excused=True)
+    assert not watched.stalled.wait(timeout=SEVERAL_TIMEOUTS_S)
+    ended = time.monotonic()
+    watched.excused = False
+    assert watched.stalled.wait(timeout=10.0)
+    assert time.monotonic() - ended >= TIMEOUT_S - TIMEOUT_S / 5  # it looks ten times in a timeout
+    assert watched.stalls[0] < 5 * TIMEOUT_S
+
+
+def test_an_activity_in_between_is_followed_by_the_one_before() -> None:
+    activity = Activity()
+    activity.begin("waiting for the samples of step 2")
+    with activity.during("pushing version 1"):
+        assert str(activity) == "pushing version 1, for 0 s"
+    assert str(activity) == "waiting for the samples of step 2, for 0 s"
+    assert activity.num_begun == 1
 
 
 @pytest.mark.parametrize(
@@ -76,7 +144,7 @@ def test_a_server_that_loads_or_is_restarted_is_an_excuse_for_as_long_as_that_ma
 
 
 def test_every_part_of_the_progress_counts() -> None:
-    guard = _guard(ServerState.SERVING, 0.0)
+    guard = _guard()
     tokens, generated = [5], [7]
     guard._source = SimpleNamespace(ledger_snapshot=lambda: {"tokens": {"started": tokens[0]}})
     guard._fleet = SimpleNamespace(read=lambda: SimpleNamespace(generated_tokens=generated[0]))
@@ -156,7 +224,7 @@ def test_groups_in_flight_are_told_with_the_oldest() -> None:
 
 
 def test_a_run_that_stood_still_ends_with_that_error_though_it_came_to_its_end() -> None:
-    guard = _guard(ServerState.SERVING, 0.0)
+    guard = _guard()
     guard.check()
     guard._error = RunError("for 10 s no step was finished")
     with pytest.raises(RunError, match="no step was finished"):

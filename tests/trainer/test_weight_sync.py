@@ -162,7 +162,7 @@ class _Pushes:
 
 
 @dataclass
-class _World:
+class _Sync:
     fleet: _Fleet
     transport: _Transport
     pushes: _Pushes
@@ -171,8 +171,8 @@ class _World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _World]:
-    def make(*servers: _Server, **sections: Any) -> _World:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _Sync]:
+    def make(*servers: _Server, **sections: Any) -> _Sync:
         fleet, transport, pushes, told = _Fleet(servers), _Transport(), _Pushes(), []
         monkeypatch.setattr(module, "push_weights", pushes)
         sync = FleetSync(
@@ -185,7 +185,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _Wor
             probes=PROBES,
             on_serving=lambda server: told.append(server.name),
         )
-        return _World(fleet, transport, pushes, sync, told)
+        return _Sync(fleet, transport, pushes, sync, told)
 
     return make
 
@@ -213,17 +213,12 @@ def test_a_push_goes_to_every_server_that_is_up_in_one_group_that_lasts(world: A
     assert w.pushes.made == [(0, ("server 0", "server 1")), (1, ("server 0", "server 1"))]
     assert w.transport.groups == [("server 0", "server 1")]
     assert w.told == ["server 0", "server 1"]
-    assert w.fleet.serving() == w.fleet.up
-
-
-def test_a_server_that_joins_makes_a_new_group_and_is_told_of_once(world: Any) -> None:
-    w = world(_server(0))
-    w.sync.push(0, before_gather=_nothing)
-    w.fleet.up.append(_server(1))
+    w.fleet.up.append(_server(2))
     assert w.sync.has_joiners
-    w.sync.push(1, before_gather=_nothing)
-    assert w.transport.groups == [("server 0",), ("server 0", "server 1")]
-    assert w.told == ["server 0", "server 1"]
+    w.sync.push(2, before_gather=_nothing)
+    assert w.transport.groups[1:] == [("server 0", "server 1", "server 2")], "one that joins makes a new group"
+    assert w.told[2:] == ["server 2"]
+    assert w.fleet.serving() == w.fleet.up
 
 
 def test_without_a_server_there_is_no_push_and_no_error(world: Any) -> None:
@@ -286,16 +281,6 @@ def test_a_server_that_was_restarted_in_the_middle_of_a_push_gets_the_push_in_it
     assert w.fleet.serving()
 
 
-def test_a_server_that_joins_and_refuses_the_update_is_given_up_and_the_run_goes_on(world: Any) -> None:
-    w = world(_server(0))
-    w.sync.push(0, before_gather=_nothing)
-    w.fleet.up.append(_server(1))
-    w.pushes.script = [_failed("update", server_1=RequestRejectedError(400, "w is bfloat16"))]
-    w.sync.push(1, before_gather=_nothing)
-    assert w.fleet.given_up == ["server 1"]
-    assert w.pushes.made[-1] == (1, ("server 0",))
-
-
 def test_pushes_that_fail_although_every_server_is_well_end_the_run_after_three(world: Any) -> None:
     w = world(_server(0))
     w.pushes.script = [_failed(), _failed(), None]
@@ -324,12 +309,15 @@ def test_a_first_server_that_cannot_serve_this_run_is_refused_before_anything_is
     assert w.pushes.made == []
 
 
+@pytest.mark.parametrize("refuses", ["at its check", "the update"])
 def test_a_late_server_that_cannot_serve_this_run_is_given_up_and_the_run_goes_on(
-    world: Any, caplog: pytest.LogCaptureFixture
+    world: Any, caplog: pytest.LogCaptureFixture, refuses: str
 ) -> None:
     w = world(_server(0))
     w.sync.push(0, before_gather=_nothing)
-    w.fleet.up.append(_server(1, shapes={"w": [3, 2]}))
+    w.fleet.up.append(_server(1, shapes={"w": [3, 2]}) if refuses == "at its check" else _server(1))
+    if refuses == "the update":
+        w.pushes.script = [_failed("update", server_1=RequestRejectedError(400, "w is bfloat16"))]
     with caplog.at_level(logging.ERROR):
         w.sync.push(1, before_gather=_nothing)
     assert w.fleet.given_up == ["server 1"]
@@ -397,7 +385,7 @@ def test_a_server_that_does_not_serve_the_trainers_weights_ends_the_run(
         w.sync.verify(_score)
 
 
-def test_a_server_that_was_restarted_before_it_is_compared_is_no_reason_to_stop(world: Any) -> None:
+def test_a_server_that_was_restarted_or_dies_before_it_is_compared_is_no_reason_to_stop(world: Any) -> None:
     w = world(_server(0), weights={"verify_every_pushes": 1})
     w.sync.push(0, before_gather=_nothing)
     w.sync.push(1, before_gather=_nothing)
@@ -406,29 +394,19 @@ def test_a_server_that_was_restarted_before_it_is_compared_is_no_reason_to_stop(
     assert w.fleet.fenced == [("server 0", "it was restarted")]
     w.sync.push(2, before_gather=_nothing)
     assert w.sync.verify(_score)["sync/verify_mean"] == 0.0, "the comparison is still due"
-
-
-def test_a_server_that_dies_while_it_is_compared_is_left_to_the_fleet(world: Any) -> None:
-    w = world(_server(0), weights={"verify_every_pushes": 1})
-    w.sync.push(0, before_gather=_nothing)
-    w.sync.push(1, before_gather=_nothing)
+    w.sync.push(3, before_gather=_nothing)
     w.fleet.up[0].fails = ServerUnavailableError
     w.sync.verify(_score)
     assert w.fleet.suspected == [0]
 
 
-def test_servers_sleep_while_a_step_trains_and_wake_for_the_push(world: Any) -> None:
+def test_servers_sleep_while_a_step_trains_and_wake_for_the_push_and_one_that_does_not_is_fenced(world: Any) -> None:
     w = world(_server(0), inference={"vllm": {"sleep_while_training": True}}, rollout={"max_staleness": 0})
     w.sync.push(0, before_gather=_nothing)
-    w.sync.rest()
+    w.sync.sleep_servers()
     w.sync.push(1, before_gather=_nothing)
     w.sync.push(2, before_gather=_nothing)
     assert w.fleet.up[0].events == ["sleep", "wake up"]
-
-
-def test_a_server_that_does_not_fall_asleep_is_fenced(world: Any) -> None:
-    w = world(_server(0), inference={"vllm": {"sleep_while_training": True}}, rollout={"max_staleness": 0})
-    w.sync.push(0, before_gather=_nothing)
     w.fleet.up[0].fails = ServerUnavailableError
-    w.sync.rest()
+    w.sync.sleep_servers()
     assert "did not sleep" in w.fleet.fenced[0][1]

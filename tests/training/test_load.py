@@ -17,8 +17,8 @@ from grpo_async.training.parameters import list_sources
 from grpo_async.training.reference import score_sequences
 from grpo_async.weights.checkpoint_files import CheckpointFiles
 from tests.support.ranks import run_on_ranks
-from tests.training.load_models import save_model
 from tests.training.shard_jobs import MODULE, SEQUENCES
+from tests.training.tiny_models import save_model
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma"]
 

@@ -17,9 +17,8 @@ from grpo_async.training.nf4 import Nf4Linear, dequantize_rows, packed_width, qu
 from grpo_async.training.parameters import ShardedParameters
 from grpo_async.training.reference import _one_row
 from tests.support.ranks import run_on_ranks
-from tests.training.load_models import save_model
-from tests.training.parameter_models import collect
 from tests.training.shard_jobs import MODULE
+from tests.training.tiny_models import collect, save_model
 
 LORA = {"rank": 4, "alpha": 8.0}
 

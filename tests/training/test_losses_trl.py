@@ -97,16 +97,16 @@ def _ours(batch: TrlBatch, section: BaseLoss) -> tuple[ObjectiveOutput, dict[str
         num_kept=has_high.sum(),
     )
     _assert_same_order(micro_batch, batch)
-    objective = Objective(section, num_minibatches=2)  # so that the proximal logprobs come from the pre-pass
+    objective = Objective(section, num_minibatches=2)  # so that the proximal logprobs are the old ones
     output = objective(
         PolicyOutput(logprobs=batch.logprobs[kept], entropy=entropy),
         micro_batch,
         ref_logprobs=batch.ref[kept],
         old=old,
     )
-    figures = UpdateSums(objective, torch.device("cpu"))
-    figures.add(output)
-    return output, step_metrics([figures.gather(torch.zeros(()))], objective)
+    sums = UpdateSums(objective, torch.device("cpu"))
+    sums.add(output)
+    return output, step_metrics([sums.gather(torch.zeros(()))], objective)
 
 
 def _assert_same_order(micro_batch: MicroBatch, batch: TrlBatch) -> None:
@@ -193,17 +193,17 @@ def test_kl_with_a_reference(section: BaseLoss, trl: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)
-@pytest.mark.parametrize("share", [0.2, 0.5])
-def test_entropy_mask_with_the_kl_left_on_all_tokens(section: BaseLoss, trl: dict[str, Any], share: float) -> None:
-    section = section.model_copy(update={"top_entropy_share": share, "beta": 0.07})
-    _assert_equal(section, top_entropy_share=share, beta=0.07, **trl)
+@pytest.mark.parametrize("fraction", [0.2, 0.5])
+def test_entropy_mask_with_the_kl_left_on_all_tokens(section: BaseLoss, trl: dict[str, Any], fraction: float) -> None:
+    section = section.model_copy(update={"top_entropy_share": fraction, "beta": 0.07})
+    _assert_equal(section, top_entropy_share=fraction, beta=0.07, **trl)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)
-def test_entropy_bonus(section: BaseLoss, trl: dict[str, Any], share: float) -> None:
-    section = section.model_copy(update={"top_entropy_share": share, "entropy_bonus": 0.3, "beta": 0.07})
-    both = _assert_equal(section, top_entropy_share=share, entropy_bonus=0.3, beta=0.07, **trl)
+def test_entropy_bonus(section: BaseLoss, trl: dict[str, Any], fraction: float) -> None:
+    section = section.model_copy(update={"top_entropy_share": fraction, "entropy_bonus": 0.3, "beta": 0.07})
+    both = _assert_equal(section, top_entropy_share=fraction, entropy_bonus=0.3, beta=0.07, **trl)
     assert "policy_loss" in both
 
 
@@ -213,8 +213,7 @@ def test_off_policy_mask(section: BaseLoss, trl: dict[str, Any]) -> None:
     section = section.model_copy(update={"off_policy_mask": 0.05})
     _assert_equal(section, off_policy_mask=0.05, **trl)
     ours = [_ours(_batch(seed=seed), section.model_copy(update={"proximal": "recomputed"}))[1] for seed in range(4)]
-    shares = [metrics["masked/off_policy"] for metrics in ours]
-    assert any(0.0 < share < 1.0 for share in shares)
+    assert any(0.0 < metrics["masked/off_policy"] < 1.0 for metrics in ours)
 
 
 @pytest.mark.parametrize("floor", [None, 0.6])

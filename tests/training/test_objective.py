@@ -148,7 +148,7 @@ def test_the_entropy_bonus_is_the_mean_over_the_minibatch_whatever_the_reduction
     assert _gradient(masked, policy.entropy) == pytest.approx([-0.125, 0.0])
 
 
-def test_the_routers_loss_counts_by_the_share_of_tokens() -> None:
+def test_the_routers_loss_counts_by_the_fraction_of_tokens() -> None:
     """2 of the minibatch's 8 tokens: 0.5 x 3 x 2/8 = 0.375."""
     policy = _policy([-1.0, -1.0], router=3.0)
     batch = _batch([-1.0, -1.0], [0.0, 0.0], minibatch_tokens=8)
@@ -171,7 +171,7 @@ _PARTS = slice(0, 1), slice(1, 4)  # cuts the first sample
         {"top_entropy_share": 0.5, "entropy_bonus": 0.1},
     ],
 )  # fmt: skip
-def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_slopes(values: dict[str, Any]) -> None:
+def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(values: dict[str, Any]) -> None:
     objective = Objective(_section(**values))
     batch = replace(
         _batch([-1.0, -2.0, -0.5, -1.5], [1.0, 1.0, -2.0, -2.0], samples=[0, 0, 1, 1]),
@@ -188,7 +188,7 @@ def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_slopes(values:
     known: dict[str, Any] = {"ref_logprobs": references, "old": old}
     total = objective(policy, batch, **known).total
     wanted = torch.autograd.grad(total, [policy.logprobs, policy.entropy], allow_unused=True)
-    of = objective.of_tokens(batch, **known)
+    of = objective.token_objective(batch, **known)
     assert of is not None
     parts = [of(policy.logprobs[rows], policy.entropy[rows], rows) for rows in _PARTS]
     assert sum(part[0].item() for part in parts) == pytest.approx(total.item())
@@ -211,7 +211,7 @@ def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_slopes(values:
 )
 def test_what_looks_at_whole_samples_is_no_sum_over_tokens(values: dict[str, Any]) -> None:
     batch = _batch([-1.0, -2.0], [1.0, 1.0])
-    assert Objective(_section(**values)).of_tokens(batch) is None
+    assert Objective(_section(**values)).token_objective(batch) is None
 
 
 def test_what_the_head_has_made_of_the_objective_stands_and_the_routers_loss_comes_on_top() -> None:

@@ -17,8 +17,8 @@ from grpo_async.training import optimizer as optimizers
 from grpo_async.training.load import load_policy
 from grpo_async.training.optimizer import AdamW8bit, Muon, give_state_to_all, make_optimizer, orthogonalise
 from tests.support.ranks import run_on_ranks
-from tests.training.load_models import save_model
 from tests.training.shard_jobs import MODULE
+from tests.training.tiny_models import save_model
 
 _LOOSE = StateDictOptions(strict=False)
 

@@ -7,11 +7,55 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from grpo_async.config.model_sections import LoraSection
 from grpo_async.errors import ConfigError
+from grpo_async.training.lora import add_adapters
 from grpo_async.training.parameters import ShardedParameters
 from tests.support.ranks import run_on_ranks
-from tests.training.parameter_models import build, collect, with_adapters
+from tests.training.tiny_models import collect
+
+BUCKET_BYTES = 3000  # several buckets, and layers that are split over two
+
+
+def build(kind: str) -> Any:
+    """A randomly initialised model, the same for the same `kind`: dense, untied, moe, or lora with adapters that are not zero."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": kind == "dense",
+    }  # fmt: skip
+    if kind == "moe":
+        return Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**sizes, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
+        )
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    if kind == "lora":
+        add_adapters(model, LoraSection(rank=4, alpha=12.0, target_modules=["q_proj", "down_proj", "embed_tokens"]))
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    module._parameters[name] = nn.Parameter(0.3 * torch.randn(parameter.shape))
+    return model
+
+
+def gather(kinds: list[str], out: str) -> None:
+    """What a sharded model of each kind sends goes to a file in `out`. Run by `run_on_ranks`."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for kind in kinds:
+        model = build(kind)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        sent = collect(ShardedParameters(model, wire_dtype=torch.float32), BUCKET_BYTES)
+        if dist.get_rank() == 0:
+            torch.save(sent, f"{out}/{kind}.pt")
 
 
 def _saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
@@ -79,78 +123,33 @@ def test_parameters_are_cast_and_buffers_keep_their_dtype(tmp_path: Path) -> Non
     assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
 
 
-def _merged(model: Any) -> dict[str, torch.Tensor]:
-    merged = model.merge_and_unload()
-    return {name: tensor.detach().clone() for name, tensor in merged.state_dict().items()}
-
-
 def test_adapters_are_merged_as_peft_merges_them() -> None:
+    """Of linear layers and, transposed, of the embedding."""
     model = build("lora")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     sent = collect(ShardedParameters(model, wire_dtype=torch.float32))
-    assert all(
-        torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()
-    )  # the model is as it was
-    plain = {name: tensor.detach().clone() for name, tensor in build("untied").state_dict().items()}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "it is as it was"
+    plain = dict(build("untied").state_dict())
     changed = {name for name in sent if not torch.equal(sent[name], plain[name])}
-    targets = [
-        name for name in plain if any(part in name for part in ("q_proj", "down_proj", "gate_proj", "embed_tokens"))
-    ]
-    assert changed == set(targets)
-    _equal(sent, _merged(model), rtol=1e-5, atol=1e-6)
+    assert changed == {name for name in plain if any(part in name for part in ("q_proj", "down_proj", "embed_tokens"))}
+    for name, layer in list(model.named_modules()):
+        if hasattr(layer, "lora_A"):
+            layer.merge()
+            torch.testing.assert_close(
+                sent[f"{name}.weight"], layer.get_base_layer().weight.detach(), rtol=1e-5, atol=1e-6
+            )
 
 
-def test_only_the_active_adapters_that_are_not_merged_yet_are_added() -> None:
-    one = build("lora")
-    one.base_model.set_adapter("two")
-    _equal(collect(ShardedParameters(one, wire_dtype=torch.float32)), _merged(one), rtol=1e-5, atol=1e-6)
-    both = build("lora")
-    expected = _merged(build("lora"))
-    both.merge_adapter(["one"])
-    _equal(collect(ShardedParameters(both, wire_dtype=torch.float32)), expected, rtol=1e-5, atol=1e-6)
-    off = build("lora")
-    with off.disable_adapter():
-        sent = collect(ShardedParameters(off, wire_dtype=torch.float32))
-    _equal(sent, {name: tensor.detach() for name, tensor in build("untied").state_dict().items()})
-
-
-def test_transposed_weights_biases_and_fully_trained_modules_under_adapters() -> None:
-    """GPT-2 keeps its weights as (in, out): fan_in_fan_out."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(1)
-    base = GPT2LMHeadModel(
-        GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=8, tie_word_embeddings=False)
-    )
-    config = LoraConfig(
-        r=3, target_modules=["c_attn"], fan_in_fan_out=True, lora_bias=True, modules_to_save=["ln_f"], bias="lora_only"
-    )
-    model = get_peft_model(base, config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter))
-    sent = collect(ShardedParameters(model, wire_dtype=torch.float32))
-    assert "transformer.h.0.attn.c_attn.bias" in sent
-    _equal(sent, _merged(model), rtol=1e-5, atol=1e-6)
-
-
-def test_adapters_that_cannot_be_merged_weight_by_weight_are_refused_by_name() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    dora = get_peft_model(build("untied"), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
-    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.q_proj is of the variant Dora"):
-        ShardedParameters(dora, wire_dtype=torch.float32)
+def test_an_adapter_on_one_of_two_tied_weights_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"model\.embed_tokens\.weight and lm_head\.weight are one tied weight"):
-        ShardedParameters(with_adapters(build("dense")), wire_dtype=torch.float32)
-    ShardedParameters(with_adapters(build("dense"), embeddings=False), wire_dtype=torch.float32)
+        add_adapters(build("dense"), LoraSection(target_modules=["q_proj", "embed_tokens"]))
+    add_adapters(build("dense"), LoraSection(target_modules=["q_proj"]))
 
 
 @pytest.mark.slow
 def test_two_ranks_gather_what_one_has(tmp_path: Path) -> None:
     kinds = ["dense", "moe", "lora"]
-    run_on_ranks("gather", 2, tmp_path, module="tests.training.parameter_models", kinds=kinds, out=tmp_path)
+    run_on_ranks("gather", 2, tmp_path, module=__name__, kinds=kinds, out=tmp_path)
     for kind in kinds:
         sent = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
         expected = collect(ShardedParameters(build(kind), wire_dtype=torch.float32))

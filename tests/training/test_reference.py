@@ -14,8 +14,8 @@ from grpo_async.training.load import load_policy
 from grpo_async.training.model import Policy
 from grpo_async.training.reference import check_vocabulary, is_policy_without_adapters, score_sequences
 from tests.support.ranks import run_on_ranks
-from tests.training.load_models import save_model
 from tests.training.shard_jobs import MODULE, SEQUENCES
+from tests.training.tiny_models import save_model
 
 
 def _plain(folder: Path) -> Policy:

@@ -15,8 +15,8 @@ from grpo_async.training.load import load_policy
 from grpo_async.training.model import shard_policy
 from grpo_async.training.reference import _one_row
 from tests.support.ranks import run_on_ranks
-from tests.training.load_models import save_model
 from tests.training.shard_jobs import MODULE
+from tests.training.tiny_models import save_model
 
 
 @pytest.fixture(scope="module")

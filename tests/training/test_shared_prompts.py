@@ -17,6 +17,7 @@ from torch import nn
 from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.prompts import find_prompts
+from grpo_async.config.loss_sections import ClippedLoss
 from grpo_async.config.model_sections import LoraSection, ModelSection
 from grpo_async.records import RolloutSample
 from grpo_async.training import attention
@@ -25,13 +26,13 @@ from grpo_async.training.load import load_policy
 from grpo_async.training.model import Policy, recompute_activations
 from grpo_async.training.ranks import TrainerContext
 from grpo_async.training.reference import Reference
+from tests.support import rank_jobs
 from tests.support.dense_mask import dense_mask
 from tests.support.ranks import run_on_ranks
 from tests.support.records import make_sample
-from tests.training.load_models import save_model
 from tests.training.tiny_families import FAMILIES, build_family
+from tests.training.tiny_models import save_model
 
-MODULE = "tests.training.prompt_jobs"
 GROUPS = [(9, [5, 12, 11, 10, 1, 7]), (20, [3, 8]), (1, [4, 4, 4]), (6, [10]), (13, [1, 1, 1])]
 """Tokens of a prompt and of its completions. Some are as long as others, some much shorter; one group is of one."""
 
@@ -220,7 +221,7 @@ def _obstacle(policy: Policy, reference: Any = None, **training: Any) -> Any:
     config: Any = SimpleNamespace(training=settings)
     return TrainerContext(
         config=config,
-        rundir=unused,
+        run_dir=unused,
         policy=policy,
         optimizer=unused,
         objective=unused,
@@ -249,12 +250,34 @@ def test_prompts_are_shared_only_where_that_changes_nothing() -> None:
     assert "router" in _obstacle(policy(family="qwen3-moe", with_router_loss=True))
 
 
+def train_groups(model: str, *, share_prompts: bool, **settings: Any) -> dict[str, Any]:
+    """A step of two updates, run by `run_on_ranks`. `computed`: this rank's tokens of all its forward passes with a gradient. The
+    reference is not the policy: it has been moved."""
+    moved, moved_optimizer = rank_jobs.build(model)
+    rank_jobs.one_step(moved, moved_optimizer, rank_jobs.random_samples(seed=5))
+    policy, optimizer = rank_jobs.build(model)
+    computed: list[int] = []
+    policy.register_forward_pre_hook(lambda _, inputs: computed.append(inputs[0].input_ids.numel()))
+    result = rank_jobs.one_step(
+        policy,
+        optimizer,
+        make_groups(),
+        loss=ClippedLoss(type="grpo", beta=0.1, proximal="recomputed", entropy_bonus=0.01),
+        num_minibatches=2,
+        reference=Reference(moved),
+        share_prompts=share_prompts,
+        **settings,
+    )
+    weights = rank_jobs.fingerprint(policy)
+    return {"computed": sum(computed), "updates": result.updates, "metrics": result.metrics, "weights": weights}
+
+
 @pytest.mark.slow
 def test_a_step_of_two_updates_with_a_reference_is_the_same(tiny_model: Path, tmp_path: Path) -> None:
     """Several micro-batches of parts of groups on each rank; metrics and weights, after two updates each with a KL."""
-    own = run_on_ranks("train_groups", 1, tmp_path / "own", module=MODULE, model=tiny_model, share_prompts=False)
+    own = run_on_ranks("train_groups", 1, tmp_path / "own", module=__name__, model=tiny_model, share_prompts=False)
     arguments = {"model": tiny_model, "share_prompts": True, "micro_batch_tokens": 48}
-    shared = run_on_ranks("train_groups", 2, tmp_path / "shared", module=MODULE, **arguments)
+    shared = run_on_ranks("train_groups", 2, tmp_path / "shared", module=__name__, **arguments)
     assert shared["computed"] < own["computed"]
     assert shared["updates"] == own["updates"] == [True, True]
     assert shared["metrics"] == pytest.approx(own["metrics"], rel=1e-3, abs=1e-6)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from grpo_async.training.parameters import ShardedParameters
+
 SIZES: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 32,
@@ -32,3 +34,11 @@ def save_model(folder: Path, family: str, *, tied: bool = False, seed: int = 0, 
     config = getattr(transformers, f"{names[family]}Config")(**sizes, tie_word_embeddings=tied, initializer_range=0.08)
     getattr(transformers, f"{names[family]}ForCausalLM")(config).save_pretrained(folder, **settings)
     return folder
+
+
+def collect(parameters: ShardedParameters, bucket_bytes: int = 1 << 16) -> dict[str, torch.Tensor]:
+    """Copies of everything that would be sent, by name, in its order."""
+    tensors = [tensor for bucket in parameters.buckets(bucket_bytes) for tensor in bucket]
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    copies = (tensor.clone() for tensor in tensors)  # they may be the model's own
+    return dict(zip((spec.name for spec in parameters.specs), copies, strict=True))
