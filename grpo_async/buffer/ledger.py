@@ -4,7 +4,7 @@
 
 Worked example: a group starts, samples 40 tokens, one rollout with 10 of them fails, the others are trained:
 groups {started 1, trained 1}; tokens {started 40, failed 10, trained 30}.
-Thread-safe: the rollout thread starts and generates, the trainer's thread settles.
+Thread-safe: the rollout thread starts and generates, the trainer's thread closes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Ledger:
             self._groups["started"] += 1
 
     def generated(self, group_id: int, num_tokens: int) -> None:
-        """Tokens arrived for a group. Late arrivals for a settled group are ignored by both sides of the equation."""
+        """Tokens arrived for a group. Late arrivals for a closed group are ignored by both sides of the equation."""
         with self._lock:
             group = self._open.get(group_id)
             if group is not None:
@@ -82,7 +82,7 @@ class Ledger:
 
     @property
     def num_events(self) -> int:
-        """Grows while anything moves: tokens that arrive, groups that are started or settled."""
+        """Grows while anything moves: tokens that arrive, groups that are started or closed."""
         with self._lock:
             return self._tokens["started"] + self._groups["started"] + sum(self._groups[s] for s in _STATUSES)
 
@@ -106,8 +106,8 @@ def is_closed(snapshot: dict[str, dict[str, int]]) -> bool:
 
 
 def totals_for_resume(snapshot: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """A snapshot without what was open: a resumed run takes those groups up again, with the tokens that it still has, and counts
-    them then. Each group counts once, so the resumed run's ledger is that of a run that was never interrupted.
+    """A snapshot without what was open: a resumed run restores those groups, with the tokens that it still has, and counts them
+    then. Each group counts once, so the resumed run's ledger is that of a run that was never interrupted.
 
     started 10 = trained 7 + queued 2 + in flight 1  ->  started 7 = trained 7
     """

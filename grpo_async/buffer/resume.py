@@ -1,4 +1,4 @@
-"""What the rollout side puts into a checkpoint and goes on from: a picture of one instant, and its JSON lines.
+"""What the rollout side puts into a checkpoint and goes on from: a snapshot, and its JSON lines.
 
     prompts to issue again | groups that are finished and not trained | rollouts in progress
 
@@ -88,12 +88,12 @@ class ResumeState:
 
     Attributes:
         data: cursor of the prompt stream.
-        outstanding: prompts that were issued and are not settled, ascending; those of `queued` and `in_progress` among them.
-        ledger: totals of what is settled; what is open is counted when it is taken up again, so every group counts once.
+        outstanding: prompts that were issued and are not closed, ascending; those of `queued` and `in_progress` among them.
+        ledger: totals of what is closed; what is open is counted when it is restored, so every group counts once.
         queued: in the order of their ids.
         in_progress: in the order of their prompts.
         noted: filtered and stale groups whose rewards the metrics of the next step are to see; they are stored already.
-        store: place in the rollout store behind the last settled group: the seq of the next one.
+        store: place in the rollout store behind the last closed group: the seq of the next one.
         failures: counts of the error log.
         counters: consecutive failures and groups without a signal.
     """

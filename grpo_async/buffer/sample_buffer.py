@@ -75,8 +75,8 @@ class SampleBuffer:
         last_step: int | None = None,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
-        self._lanes = timeline.slots("queue")
-        self._since: dict[int, tuple[float, Track]] = {}  # of each group id: when it was put, and its lane
+        self._tracks = timeline.slots("queue")
+        self._since: dict[int, tuple[float, Track]] = {}  # of each group id: when it was put, and its track
         self._max_groups = max_groups
         self._max_staleness = max_staleness
         self._on_drop = on_drop
@@ -186,7 +186,7 @@ class SampleBuffer:
 
     def _pop(self, most: int, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
         seen = watch.progress()
-        last_change = last_beat = time.monotonic()
+        last_change = last_heartbeat = time.monotonic()
         while True:
             with self._condition:
                 popped = self._pop_now(most)
@@ -212,9 +212,9 @@ class SampleBuffer:
                     setting=watch.setting,
                     hint="With groups in flight the server or a reward function hangs; look into server.log.",
                 )
-            if now - last_beat >= watch.heartbeat_s:
+            if now - last_heartbeat >= watch.heartbeat_s:
                 watch.heartbeat()
-                last_beat = now
+                last_heartbeat = now
 
     def _pop_now(self, most: int) -> list[ScoredGroup]:
         """Up to `most` groups without waiting, those that were started first; call it with the lock held."""
@@ -253,12 +253,12 @@ class SampleBuffer:
         return groups
 
     def _note_put(self, scored: ScoredGroup) -> None:
-        self._since[scored.group.group_id] = time.time(), self._lanes.take()
+        self._since[scored.group.group_id] = time.time(), self._tracks.take()
 
     def _note_taken(self, scored: ScoredGroup, **details: object) -> None:
         began, track = self._since.pop(scored.group.group_id)
         track.add("queued", began, time.time(), group=f"g{scored.group.group_id}", **details)
-        self._lanes.release(track)
+        self._tracks.release(track)
 
     def fail(self, error: BaseException) -> None:
         """Make the waiting and every later `take` raise `error`. The first failure wins."""

@@ -138,9 +138,9 @@ class Evaluator:
             raise
         except Exception as error:  # noqa: BLE001 - this prompt's failure is its own, as in training; many end the evaluation
             self._errors.note("evaluation", error)
-            words = f"{request.name}: {error or type(error).__name__}"
+            message = f"{request.name}: {error or type(error).__name__}"
             self._keep(task, group, GroupStatus.FAILED, None)
-            return _Made([Outcome(failed=True)] * self._samples, [words] * self._samples)
+            return _Made([Outcome(failed=True)] * self._samples, [message] * self._samples)
         self._keep(task, group, GroupStatus.EVALUATED, scored)
         failed = [c for c in group.completions if c.status is RolloutStatus.FAILED]
         return _Made(outcomes, [f"{completion.rollout_id}: {completion.error}" for completion in failed])

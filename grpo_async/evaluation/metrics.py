@@ -97,7 +97,7 @@ def prompt_metrics(prompts: Sequence[PromptOutcomes], *, samples: int, pass_rewa
     reward_stderr           standard error of the mean over prompts: std of the prompts' means / sqrt(number of prompts)
     pass@k, majority@k      mean over the prompts that have at least k scored completions; see scoring.passes
     mean@k                  mean over prompts of the mean reward, k = samples
-    answered                share of the completions in which an answer can be read (scoring.answers)
+    answered                fraction of the completions in which an answer can be read (scoring.answers)
 
     Two prompts with two completions each and rewards 1 0 and 0 0: reward 0.25, pass@1 (0.5 + 0) / 2 = 0.25, pass@2 0.5.
     """

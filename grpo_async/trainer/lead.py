@@ -35,11 +35,10 @@ from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.trainer.connections import is_lost, open_fleet, watch_servers
 from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
-from grpo_async.trainer.run_timeline import RunPhases
 from grpo_async.trainer.stall import StallGuard
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import load_state, load_tensors, prune, set_aside_later_checkpoints
-from grpo_async.training.export import write_model_card
+from grpo_async.training.export import model_card, write_model_card
 from grpo_async.training.metrics import PipelineMeter, Reading, Totals
 from grpo_async.training.ranks import StopCommand, TrainerContext
 from grpo_async.user_code.threads import call_when_set
@@ -67,6 +66,28 @@ def lead(
         _Leader(assignment, config, control, context, renderer, timeline, stack).run()
 
 
+class _Phases:
+    """Tells the launcher what rank 0 does, and the timeline how long it did."""
+
+    def __init__(self, control: ControlClient, timeline: Timeline) -> None:
+        self._control = control
+        self._timeline = timeline
+        self._now: tuple[str, float] | None = None
+
+    def begin(self, name: str) -> None:
+        """The phase before is over."""
+        self.end()
+        self._now = name, time.time()
+        self._control.send("phase", name=name)
+
+    def end(self) -> None:
+        """No phase goes on. Safe to call twice."""
+        if self._now is not None:
+            name, began = self._now
+            self._timeline.add(name, "run", began, time.time())
+            self._now = None
+
+
 class _Leader:
     def __init__(
         self,
@@ -85,7 +106,7 @@ class _Leader:
         self._renderer = renderer
         self._timeline = timeline
         self._stack = stack
-        self._phases = RunPhases(control, timeline)
+        self._phases = _Phases(control, timeline)
         stack.callback(self._phases.end)
         self._state = (
             load_state(assignment.run_dir, assignment.resume_step) if assignment.resume_step is not None else None
@@ -94,23 +115,20 @@ class _Leader:
         self._fleet = open_fleet(config, assignment.server_urls, control, stack)
         stack.callback(watch_servers(self._fleet, timeline).close)
         self._engine = "unknown"
-        self._evaluations: RunEvaluations  # from `run` on
+        self._start = self._state.step if self._state else 0
+        self._side: RolloutSide  # this and what follows from `run` on
+        self._evaluations: RunEvaluations
+        self._meter: PipelineMeter
         self._loop: LeaderLoop
         self._guard: StallGuard
 
     def run(self) -> None:
-        config, control = self._config, self._control
-        side = self._build_rollout_side()
-        if self._assignment.resume_step is not None:
-            context = self._context
-            load_tensors(
-                self._assignment.run_dir,
-                self._assignment.resume_step,
-                context.policy,
-                context.optimizer,
-                seed=config.run.seed,
-            )
-            set_aside_later_checkpoints(self._assignment.run_dir, self._assignment.resume_step)
+        assignment, config, control, context = self._assignment, self._config, self._control, self._context
+        side = self._side = self._build_rollout_side()
+        if assignment.resume_step is not None:
+            step = assignment.resume_step
+            load_tensors(assignment.run_dir, step, context.policy, context.optimizer, seed=config.run.seed)
+            set_aside_later_checkpoints(assignment.run_dir, step)
             side.supersede()  # not before: a start that fails leaves the run's files as they are
         self._phases.begin("waiting for the server")
         self._fleet.start()
@@ -120,28 +138,27 @@ class _Leader:
             stop=control.stop_requested,
         )
         if not is_ready:  # stopped before anything was trained: there is nothing to save
-            self._context.channel.send([StopCommand()] * self._assignment.world_size)
+            context.channel.send([StopCommand()] * assignment.world_size)
             return
-        start = self._state.step if self._state else 0
-        self._evaluations = self._build_evaluations(side, start)
+        self._evaluations = self._build_evaluations()
         totals = self._progress.pop("totals", None)
-        meter = PipelineMeter(self._read(), Totals(**totals) if totals else None)
-        loop = self._loop = self._build_loop(side, meter, start)
+        self._meter = PipelineMeter(self._read(), Totals(**totals) if totals else None)
+        loop = self._loop = self._build_loop()
         self._phases.begin("pushing the first weights")
-        first_push = self._push_first(loop, start)  # also proves the transport before anything is generated
+        first_push = self._push_first()  # also proves the transport before anything is generated
         if first_push is None:
             loop.stop_followers()
             return
         self._fleet.subscribe(side.source.wake)
-        self._check_before_training(side, loop, start)
-        if self._assignment.preflight_only:
+        self._check_before_training()
+        if assignment.preflight_only:
             loop.stop_followers()
             return
         call_when_set(control.stop_requested, side.source.interrupt)
-        self._watch_for_stalls(side, loop)
+        self._watch_for_stalls()
         self._evaluations.before_training()
-        finished = self._train(side, loop, meter, start)
-        self._write_summary(side, meter, finished)
+        finished = self._train()
+        self._write_summary(finished)
         self._guard.check()
 
     def _build_rollout_side(self) -> RolloutSide:
@@ -159,13 +176,13 @@ class _Leader:
         self._stack.callback(side.source.close)
         return side
 
-    def _build_evaluations(self, side: RolloutSide, start: int) -> RunEvaluations:
+    def _build_evaluations(self) -> RunEvaluations:
         evaluations = RunEvaluations(
             self._config,
             self._assignment.run_dir,
-            source=side.source,
-            side=side.evaluation,
-            start=start,
+            source=self._side.source,
+            side=self._side.evaluation,
+            start=self._start,
             listeners=Listeners(
                 tell=lambda when, metrics: self._control.send("evaluation", when=when, metrics=dict(metrics)),
                 track=lambda step, metrics: self._trackers.log(step, metrics),
@@ -178,9 +195,9 @@ class _Leader:
         self._stack.callback(evaluations.close)
         return evaluations
 
-    def _build_loop(self, side: RolloutSide, meter: PipelineMeter, start: int) -> LeaderLoop:
+    def _build_loop(self) -> LeaderLoop:
         config, context = self._config, self._context
-        log = self._stack.enter_context(MetricsLog(self._assignment.run_dir.metrics, first_step=start + 1))
+        log = self._stack.enter_context(MetricsLog(self._assignment.run_dir.metrics, first_step=self._start + 1))
         transport = WeightTransport(
             self._assignment.transport,
             host=weights_host(config),
@@ -196,7 +213,7 @@ class _Leader:
             self._fleet,
             transport,
             context.parameters,
-            probes=self._probes(side),
+            probes=self._probes(),
             on_serving=lambda server: self._control.send("server_serving", index=server.index),
             timeline=self._timeline,
         )
@@ -209,18 +226,18 @@ class _Leader:
             log.write(step, metrics)
             trackers.log(step, metrics)
             self._control.send("step", step=step, max_steps=config.training.max_steps, metrics=metrics)
-            if step == start + 1:
+            if step == self._start + 1:
                 memory = f"memory of the trainer's ranks after step {step}: {describe_peak(**self._memory())}"
                 logger.info(memory)
                 self._control.send("note", text=memory)
 
         return LeaderLoop(
             context,
-            source=side.source,
+            source=self._side.source,
             sync=sync,
             read=self._read,
             on_step=on_step,
-            meter=meter,
+            meter=self._meter,
             progress=self._progress,
             evaluations=self._evaluations,
             saved_step=self._assignment.resume_step,
@@ -237,11 +254,11 @@ class _Leader:
         scores = self._evaluations.scores(section.best_metric)
         prune(self._assignment.run_dir, section, scores=scores, evaluated_now=evaluated_now)
 
-    def _probes(self, side: RolloutSide) -> list[list[int]]:
+    def _probes(self) -> list[list[int]]:
         """Token sequences on which trainer and servers are compared: prompts of this run, and noise."""
         prompts = [
             self._renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational)
-            for prompt in side.first_prompts[:_NUM_PROBES]
+            for prompt in self._side.first_prompts[:_NUM_PROBES]
             if prompt.messages  # those of an environment may begin empty
         ]
         return probe_sequences(
@@ -250,7 +267,7 @@ class _Leader:
             max_model_len=self._config.inference.max_model_len,
         )
 
-    def _push_first(self, loop: LeaderLoop, version: int) -> dict[str, float] | None:
+    def _push_first(self) -> dict[str, float] | None:
         """Until one server serves: the first may die between its readiness and the push. Metrics of the push; None when the run is
         to stop.
 
@@ -259,7 +276,7 @@ class _Leader:
         """
         ends_at = time.monotonic() + self._config.inference.longest_startup_s
         while True:
-            metrics = loop.push(version)
+            metrics = self._loop.push(self._start)
             if self._fleet.serving():
                 return metrics
             if time.monotonic() > ends_at:
@@ -269,22 +286,21 @@ class _Leader:
                     setting="inference.startup_timeout_s",
                     hint="trainer.log says why the pushes failed.",
                 )
-            if not self._await_server(loop):
+            if not self._await_server():
                 return None
 
-    def _check_before_training(self, side: RolloutSide, loop: LeaderLoop, version: int) -> None:
-        """Look at everything that would spoil the run; again when a server died meanwhile.
+    def _check_before_training(self) -> None:
+        """Check everything that would spoil the run; again when a server died meanwhile.
 
         Raises:
             RunError: something would.
         """
         self._phases.begin("checking trainer and servers against each other")
-        probes = self._probes(side)
         for attempt in range(1, _PREFLIGHTS + 1):
             while not (servers := self._fleet.serving()):  # it has died since the push
-                if self._push_first(loop, version) is None:
+                if self._push_first() is None:
                     return
-            checks = self._preflight(side, loop, version, servers, probes)
+            checks = self._preflight(servers)
             failed = [f"{check.name}: {check.detail}" for check in checks if check.status == "fail"]
             lost = [server.name for server in servers if is_lost(self._fleet, server)] if failed else []
             if not lost or attempt == _PREFLIGHTS:
@@ -295,14 +311,7 @@ class _Leader:
         if failed:
             raise RunError("the preflight found what would spoil the run:\n" + "\n".join(failed))
 
-    def _preflight(
-        self,
-        side: RolloutSide,
-        loop: LeaderLoop,
-        version: int,
-        servers: Sequence[Server],
-        probes: Sequence[Sequence[int]],
-    ) -> list[Check]:
+    def _preflight(self, servers: Sequence[Server]) -> list[Check]:
         context = self._context
         self._engine = next(server.info.engine for server in servers if server.info)
         preflight = PreflightContext(
@@ -310,19 +319,19 @@ class _Leader:
             rundir=self._assignment.run_dir,
             renderer=self._renderer,
             servers=servers,
-            prompts=side.first_prompts,
-            probes=probes,
-            score_on_trainer=loop.score,
+            prompts=self._side.first_prompts,
+            probes=self._probes(),
+            score_on_trainer=self._loop.score,
             parameter_shapes={spec.name: spec.shape for spec in context.parameters.specs},
             num_embeddings=context.policy.model.get_input_embeddings().num_embeddings,
-            policy_version=version,
+            policy_version=self._start,
             device=context.device.type,
             token=token_from_environment(),
-            tool_sets=side.tool_sets,
+            tool_sets=self._side.tool_sets,
         )
         return run_preflight(preflight)
 
-    def _await_server(self, loop: LeaderLoop) -> bool:
+    def _await_server(self) -> bool:
         """Wait until a server is up, telling the other ranks; False when the run is to stop.
 
         Raises:
@@ -341,15 +350,15 @@ class _Leader:
             except DeadlineError:
                 if time.monotonic() >= ends_at:
                     raise
-                loop.heartbeat()
+                self._loop.heartbeat()
 
-    def _train(self, side: RolloutSide, loop: LeaderLoop, meter: PipelineMeter, start: int) -> int:
+    def _train(self) -> int:
         """Generate and train until the last step or a request to stop; returns the finished steps."""
-        source = side.source
+        source, loop = self._side.source, self._loop
         self._phases.begin("training")
-        meter.restart(self._read())
+        self._meter.restart(self._read())
         source.start()
-        finished = loop.run(first_step=start + 1)
+        finished = loop.run(first_step=self._start + 1)
         self._phases.begin("saving")
         if finished < self._config.training.max_steps:
             loop.save(finished, wait=True)  # before generation is stopped: a resume goes on with what is in flight
@@ -358,7 +367,7 @@ class _Leader:
             self._evaluations.end_running()
             source.stop_generating()
             try:
-                self._await_server(loop)
+                self._await_server()
             except GrpoAsyncError as error:  # the model can be saved and exported without one
                 logger.error("no inference server for the last weights: %s", error)
             loop.finish(finished)
@@ -373,13 +382,14 @@ class _Leader:
         """The model was exported before the last evaluation."""
         summary = self._evaluations.summary()
         if summary is not None and summary["after"]:
-            write_model_card(self._assignment.run_dir.model, self._config, step=step, evaluation=summary["after"])
+            card = model_card(self._config, step=step, evaluation=summary["after"])
+            write_model_card(self._assignment.run_dir.model, card)
 
-    def _watch_for_stalls(self, side: RolloutSide, loop: LeaderLoop) -> None:
+    def _watch_for_stalls(self) -> None:
         guard = self._guard = StallGuard(
-            self._assignment, self._config, self._control, source=side.source, loop=loop, fleet=self._fleet
+            self._assignment, self._config, self._control, source=self._side.source, loop=self._loop, fleet=self._fleet
         )
-        loop.activity.begin("evaluating before training")
+        self._loop.activity.begin("evaluating before training")
         guard.start()
         self._stack.callback(guard.stop)
 
@@ -400,9 +410,9 @@ class _Leader:
         estimated = estimate_trainer(self._config, number).total
         return {"peaks": list(context.peaks or ()), "estimated": estimated, "on_gpu": on_gpu}
 
-    def _write_summary(self, side: RolloutSide, meter: PipelineMeter, steps: int) -> None:
+    def _write_summary(self, steps: int) -> None:
         """summary.json, of a run that ends after `steps` finished steps."""
-        run_dir, memory, ledger = self._assignment.run_dir, self._memory(), side.source.ledger_snapshot()
+        run_dir, memory, ledger = self._assignment.run_dir, self._memory(), self._side.source.ledger_snapshot()
         is_finished = steps == self._config.training.max_steps
         summary = {
             "status": "finished" if is_finished else "stopped",
@@ -415,7 +425,7 @@ class _Leader:
                 {"server": failure.name, "reason": failure.reason, "recovery_s": failure.recovery_s}
                 for failure in self._fleet.failures
             ],
-            **meter.summary(),
+            **self._meter.summary(),
             "learning": judge(Evidence.read(run_dir)).as_dict(),
             "evaluation": self._evaluations.summary(),
             "ledger": ledger,

@@ -27,7 +27,7 @@ from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.tracking.timeline import NO_TIMELINE, Span, Timeline
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import TrainerState
-from grpo_async.training.export import Provenance, export_model
+from grpo_async.training.export import export_model, model_card
 from grpo_async.training.metrics import PipelineMeter, Reading
 from grpo_async.training.ranks import (
     Command,
@@ -388,7 +388,7 @@ class LeaderLoop:
                 context.policy,
                 context.tokenizer,
                 adapter=context.run_dir.adapter,
-                provenance=Provenance(config=self._config, step=step),
+                card=model_card(self._config, step=step),
                 heartbeat=self.heartbeat,
             )
         if self._pushed_version != step:

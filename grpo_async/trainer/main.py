@@ -5,6 +5,7 @@ Rank 0 leads (trainer.lead), the others follow its commands (training.ranks.foll
 
 from __future__ import annotations
 
+import os
 import time
 
 from grpo_async.config.experiment import ExperimentConfig
@@ -12,14 +13,22 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, open_timeline
-from grpo_async.trainer.run_timeline import attempt
+from grpo_async.tracking.timeline_file import ATTEMPT
 
 
 def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
     """The whole life of this rank."""
     timeline = open_timeline(assignment.run_dir.events, config.record.timeline) if assignment.rank == 0 else NO_TIMELINE
-    with attempt(timeline, assignment):
-        _run(assignment, config, control, timeline)
+    number = assignment.attempt_dir.resolve().name.removeprefix("attempt_")
+    details = {"attempt": number, "process": os.getpid()}
+    if assignment.resume_step is not None:
+        details["resume_step"] = assignment.resume_step
+    timeline.instant(ATTEMPT, "run", **details)  # an attempt that is killed has no span
+    try:
+        with timeline.span(ATTEMPT, "run", **details):
+            _run(assignment, config, control, timeline)
+    finally:
+        timeline.close()
 
 
 def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClient, timeline: Timeline) -> None:

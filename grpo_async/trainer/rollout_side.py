@@ -39,7 +39,7 @@ _NUM_FIRST_PROMPTS = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSide:
     """What rank 0 generates with. `evaluation` is None when the config has none; `first_prompts` are a few of the data, `tool_sets`
-    the sets of tools that rollouts may be offered. `supersede` marks what the store has of a run that went on behind the
+    the sets of tools that rollouts may be offered. `supersede` flags rows that the store has of steps after the
     checkpoint: to be called when the checkpoint is loaded, before anything is generated."""
 
     source: AsyncRolloutSource

@@ -1,10 +1,10 @@
-"""The trainer, on every rank.
+"""Training, on every rank.
 
-loop, ranks                     rank 0's main loop; the commands by which the others follow it
+ranks                           the commands by which the other ranks follow rank 0, whose main loop is trainer.loop
 step, loss, logprobs            one step; what is minimised; the model's head in chunks
 model, attention, families      the sharded policy; packed samples apart; which model families it computes right
 load, parameters, lora, nf4     from Hugging Face files into shards; what a push sends; adapters; 4 bits
 optimizer, reference            what moves the weights; forwards without a gradient
 checkpoint, checkpoint_manifest, export      for a resume; whether one is whole (without torch); Hugging Face folders
-metrics, token_figures, timing, watchdog     figures of a step and of each token; clocks; a run that stands still
+metrics, token_statistics, timing            of a step, of each token; clocks
 """

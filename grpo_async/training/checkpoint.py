@@ -300,7 +300,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def poll(self) -> None:
-        """Look without waiting whether a write has ended.
+        """Check without waiting whether a write has ended.
 
         Raises:
             CheckpointError: it could not be written; earlier checkpoints are untouched.

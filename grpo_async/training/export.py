@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,29 +41,20 @@ _PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors
 _SLICE_S = 20.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """What the model card tells. `evaluation`: metrics on held-out data, if there are any."""
-
-    config: ExperimentConfig
-    step: int
-    evaluation: Mapping[str, float] | None = None
-
-
 def export_model(
     folder: Path,
     policy: Policy,
     tokenizer: Any,
     *,
     adapter: Path | None = None,
-    provenance: Provenance | None = None,
+    card: str | None = None,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a Hugging Face folder that `from_pretrained` loads. Every rank calls it; rank 0 writes, the others return before that.
 
     Args:
         adapter: where the adapter goes, if the policy has one.
-        provenance: for the model card; None: none is written. Only rank 0 needs it.
+        card: the model card (`model_card`); None: none is written. Only rank 0 needs it.
         heartbeat: called on rank 0 now and then while it writes, which may take longer than others wait for it.
 
     Raises:
@@ -76,7 +66,7 @@ def export_model(
         return
 
     def write() -> None:
-        _write(folder, policy, tokenizer, weights, provenance)
+        _write(folder, policy, tokenizer, weights, card)
         if adapter is not None and adapter_state is not None:
             with _replacing(adapter, "adapter") as partial:
                 write_adapter(partial, policy.model, adapter_state)
@@ -129,7 +119,7 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
         parser=config.tool_calling.parser,
         trust_remote_code=config.model.trust_remote_code,
     ).tokenizer
-    export_model(folder, policy, tokenizer, provenance=Provenance(config=config, step=step))
+    export_model(folder, policy, tokenizer, card=model_card(config, step=step))
 
 
 def _in_thread(work: Callable[[], None], heartbeat: Callable[[], None]) -> None:
@@ -149,14 +139,12 @@ def _in_thread(work: Callable[[], None], heartbeat: Callable[[], None]) -> None:
     done.result(timeout=0.0)
 
 
-def _write(
-    folder: Path, policy: Policy, tokenizer: Any, weights: dict[str, torch.Tensor], provenance: Provenance | None
-) -> None:
+def _write(folder: Path, policy: Policy, tokenizer: Any, weights: dict[str, torch.Tensor], card: str | None) -> None:
     with _replacing(folder, "model") as partial:
         policy.model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
-        if provenance is not None:
-            write_model_card(partial, provenance.config, step=provenance.step, evaluation=provenance.evaluation)
+        if card is not None:
+            write_model_card(partial, card)
 
 
 @contextmanager
@@ -175,15 +163,13 @@ def _replacing(folder: Path, what: str) -> Iterator[Path]:
         ) from error
 
 
-def write_model_card(
-    folder: Path, config: ExperimentConfig, *, step: int, evaluation: Mapping[str, float] | None = None
-) -> None:
+def write_model_card(folder: Path, card: str) -> None:
     """Write README.md, or replace it (the last evaluation comes after the export).
 
     Raises:
         OSError: it cannot be written.
     """
-    write_atomically(folder / "README.md", model_card(config, step=step, evaluation=evaluation))
+    write_atomically(folder / "README.md", card)
 
 
 def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, float] | None = None) -> str:

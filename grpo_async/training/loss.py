@@ -184,15 +184,13 @@ def sapo_loss(inputs: LossInputs, *, temperature_positive: float, temperature_ne
     return TokenLoss(loss=-gate * inputs.advantages, ratio=ratio.detach())
 
 
-# in my_losses.py;   loss: {type: custom, function: "my_losses:reinforce", arguments: {scale: 2.0}}
-def reinforce(inputs: LossInputs, *, scale: float) -> torch.Tensor:
-    ratio = torch.exp(inputs.logprobs.detach() - inputs.old_logprobs)
-    return -scale * ratio * inputs.advantages * inputs.logprobs  # (N,), the loss of each token
-
-
 class UserLoss:
     """f(inputs: LossInputs, **arguments) -> loss of each token, (N,), with gradient. The reduction, and where they are set the
     importance weights, the masks, the KL and the entropy bonus, are put on top of it as on any other loss.
+
+        def reinforce(inputs, *, scale):  # loss: {type: custom, function: "my_losses:reinforce", arguments: {scale: 2.0}}
+            ratio = torch.exp(inputs.logprobs.detach() - inputs.old_logprobs)
+            return -scale * ratio * inputs.advantages * inputs.logprobs
 
     Args:
         section: with `type: custom`.

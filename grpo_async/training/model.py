@@ -175,7 +175,7 @@ def load_balancing_loss(
     """num_experts x sum_e f_e P_e over real tokens of all layers together (Switch Transformer, arXiv 2101.03961, equations 4 to 6;
     for k experts a token as in Mixtral, arXiv 2401.04088: f sums to k, so that even routing costs k).
 
-    f_e: expert e is among the k chosen for this share of tokens. P_e: mean probability that the router gives it.
+    f_e: expert e is among the k chosen for this fraction of tokens. P_e: mean probability that the router gives it.
 
     Worked example, 2 experts, k = 1, two tokens with probabilities (0.8, 0.2) and (0.6, 0.4): f = (1, 0), P = (0.7, 0.3),
     loss = 2 x (1 x 0.7 + 0 x 0.3) = 1.4; even routing would cost 1.

@@ -39,10 +39,6 @@ def _cost(indices: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(16_384 * lengths[index] + lengths[index] ** 2 for index in indices)
 
 
-def _rank_costs(plan: BatchPlan, lengths: Sequence[int]) -> list[int]:
-    return [sum(_cost(each.indices, lengths) for each in rank) for rank in plan.ranks]
-
-
 def test_the_worked_example() -> None:
     plan = _plan([5, 3, 4, 2], num_ranks=2, micro_batch_tokens=8)
     assert [[(each.rows, each.row_tokens) for each in rank] for rank in plan.ranks] == [
@@ -50,40 +46,6 @@ def test_the_worked_example() -> None:
         [([[2, 1]], 7)],
     ]
     assert plan.num_computed_tokens == 5 + 3 + 4 + 2
-
-
-@pytest.mark.parametrize("pack", [True, False])
-def test_every_sample_is_planned_once_and_no_limit_is_broken(pack: bool) -> None:
-    for lengths, num_ranks in _cases():
-        plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=LIMIT, pack=pack)
-        forwards = [each for rank in plan.ranks for each in rank]
-        assert sorted(index for each in forwards for index in each.indices) == list(range(len(lengths)))
-        assert len(plan.ranks) == num_ranks
-        assert {len(rank) for rank in plan.ranks} == {plan.num_micro_batches}
-        assert all(len(each.rows) * each.row_tokens <= LIMIT for each in forwards)
-        assert plan == _plan(list(lengths), num_ranks=num_ranks, micro_batch_tokens=LIMIT, pack=pack)
-
-
-def test_packed_samples_are_never_padded() -> None:
-    for lengths, num_ranks in _cases():
-        plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=LIMIT)
-        forwards = [each for rank in plan.ranks for each in rank]
-        filled = [each for each in forwards if each.rows]
-        assert all(len(each.rows) == 1 for each in filled)
-        assert all(each.row_tokens == sum(lengths[index] for index in each.indices) for each in filled)
-        assert plan.num_computed_tokens == sum(lengths) + EMPTY_ROW_TOKENS * (len(forwards) - len(filled))
-        assert len(forwards) - len(filled) < num_ranks, "a micro-batch that no rank has a sample for"
-
-
-def test_an_unpacked_row_is_as_long_as_the_longest_sample_of_its_micro_batch() -> None:
-    plan = _plan([30, 6, 30, 5], micro_batch_tokens=60, pack=False)
-    assert [[(each.rows, each.row_tokens) for each in rank] for rank in plan.ranks] == [
-        [([[0], [1]], 30), ([[2], [3]], 30)],
-    ]
-    assert plan.num_computed_tokens == 2 * 30 + 2 * 30
-    plan = _plan([30, 6, 30, 5], micro_batch_tokens=30, pack=False)
-    assert [(each.rows, each.row_tokens) for each in plan.ranks[0]] == [([[0]], 30), ([[2]], 30), ([[1], [3]], 6)]
-    assert plan.num_computed_tokens == 30 + 30 + 12
 
 
 def _first_fit(lengths: Sequence[int]) -> int:
@@ -96,10 +58,38 @@ def _first_fit(lengths: Sequence[int]) -> int:
     return len(rooms)
 
 
-def test_there_are_as_few_micro_batches_as_first_fit_needs() -> None:
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_sample_is_planned_once_no_limit_is_broken_and_no_micro_batch_is_one_too_many(pack: bool) -> None:
     for lengths, num_ranks in _cases():
-        plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=LIMIT)
+        plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=LIMIT, pack=pack)
+        forwards = [each for rank in plan.ranks for each in rank]
+        assert sorted(index for each in forwards for index in each.indices) == list(range(len(lengths)))
+        assert len(plan.ranks) == num_ranks
+        assert {len(rank) for rank in plan.ranks} == {plan.num_micro_batches}
+        assert all(len(each.rows) * each.row_tokens <= LIMIT for each in forwards)
+        assert plan == _plan(list(lengths), num_ranks=num_ranks, micro_batch_tokens=LIMIT, pack=pack)
+        if not pack:
+            continue
+        filled = [each for each in forwards if each.rows]
+        assert all(len(each.rows) == 1 for each in filled)
+        assert all(each.row_tokens == sum(lengths[index] for index in each.indices) for each in filled), "padded"
+        assert plan.num_computed_tokens == sum(lengths) + EMPTY_ROW_TOKENS * (len(forwards) - len(filled))
         assert plan.num_micro_batches == -(-_first_fit(lengths) // num_ranks)
+        together = [[_cost(each.indices, lengths) for each in column] for column in zip(*plan.ranks, strict=True)]
+        assert all(min(costs) >= max(later) for costs, later in pairwise(together)), "what runs at once is alike"
+        costs = [sum(_cost(each.indices, lengths) for each in rank) for rank in plan.ranks]
+        assert max(costs) - min(costs) <= max(max(column) - min(column) for column in together)
+
+
+def test_an_unpacked_row_is_as_long_as_the_longest_sample_of_its_micro_batch() -> None:
+    plan = _plan([30, 6, 30, 5], micro_batch_tokens=60, pack=False)
+    assert [[(each.rows, each.row_tokens) for each in rank] for rank in plan.ranks] == [
+        [([[0], [1]], 30), ([[2], [3]], 30)],
+    ]
+    assert plan.num_computed_tokens == 2 * 30 + 2 * 30
+    plan = _plan([30, 6, 30, 5], micro_batch_tokens=30, pack=False)
+    assert [(each.rows, each.row_tokens) for each in plan.ranks[0]] == [([[0]], 30), ([[2]], 30), ([[1], [3]], 6)]
+    assert plan.num_computed_tokens == 30 + 30 + 12
 
 
 def test_where_the_cheapest_first_leaves_a_sample_without_room_first_fit_decides() -> None:
@@ -121,19 +111,9 @@ def test_with_room_micro_batches_differ_by_no_more_than_one_sample() -> None:
         lengths = [SHAPES["lognormal"](draw) for _ in range(60)]
         plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=sum(lengths))
         assert plan.num_micro_batches == 1
-        costs = _rank_costs(plan, lengths)
+        costs = [_cost(rank[0].indices, lengths) for rank in plan.ranks]
         last = max(_cost(rank[0].indices[-1:], lengths) for rank in plan.ranks)
         assert max(costs) - min(costs) <= last
-
-
-def test_what_runs_at_the_same_time_is_alike_and_ranks_share_the_differences() -> None:
-    for lengths, num_ranks in _cases():
-        plan = _plan(lengths, num_ranks=num_ranks, micro_batch_tokens=LIMIT)
-        together = [[_cost(each.indices, lengths) for each in column] for column in zip(*plan.ranks, strict=True)]
-        for costs, later in pairwise(together):
-            assert min(costs) >= max(later)
-        costs = _rank_costs(plan, lengths)
-        assert max(costs) - min(costs) <= max(max(column) - min(column) for column in together)
 
 
 def test_long_samples_cost_more_than_as_many_tokens_in_short_ones() -> None:

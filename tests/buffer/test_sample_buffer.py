@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from contextlib import nullcontext
@@ -196,23 +195,3 @@ def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str)
         assert len(buffer.take(1, trainer_version=0, watch=watch)) == 1
     assert time.monotonic() - began < 5.0
     timer.join()
-
-
-def test_neither_side_of_a_wait_logs_while_it_waits(caplog: pytest.LogCaptureFixture) -> None:
-    """R1.3: 50 checks of an empty queue, and a put that waits for room: no log line."""
-    buffer = _Fixture(max_groups=1).buffer
-    checks: list[int] = []
-
-    async def put_two() -> None:
-        await buffer.put(make_scored(0))
-        await buffer.put(make_scored(1))
-
-    timer = threading.Timer(0.5, lambda: asyncio.run(put_two()))
-    watch = Watch(timeout_s=30.0, setting="s", progress=lambda: 0, heartbeat=lambda: checks.append(1), heartbeat_s=0.01)
-    with caplog.at_level(logging.DEBUG):
-        timer.start()
-        for _ in range(2):
-            assert len(buffer.take(1, trainer_version=0, watch=watch)) == 1
-        timer.join()
-    assert len(checks) > 10
-    assert [record for record in caplog.records if record.name.startswith("grpo_async")] == []

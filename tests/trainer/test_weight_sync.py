@@ -325,13 +325,6 @@ def test_a_late_server_that_cannot_serve_this_run_is_given_up_and_the_run_goes_o
     assert w.pushes.made[-1] == (1, ("server 0",))
 
 
-def test_a_server_that_dies_before_it_says_what_it_serves_is_fenced(world: Any) -> None:
-    w = world(_server(0), _server(1, fails=ServerUnavailableError))
-    w.sync.push(0, before_gather=_nothing)
-    assert [name for name, _ in w.fleet.fenced] == ["server 1"]
-    assert w.pushes.made == [(0, ("server 0",))]
-
-
 @pytest.mark.parametrize(("wanted", "count"), [("float32", 1), ("bfloat16", 0)])
 def test_a_server_of_another_dtype_is_warned_about_and_nothing_else_is(
     world: Any, caplog: pytest.LogCaptureFixture, wanted: str, count: int
@@ -356,23 +349,7 @@ def test_servers_are_compared_every_nth_push_and_when_one_joins_but_not_at_the_f
     assert compared == [3, 5, 6]
 
 
-@pytest.mark.parametrize(("dtype", "logprob", "passes"), [
-    ("float32", -1.0009, True), ("float32", -1.0011, False), ("bfloat16", -1.019, True), ("bfloat16", -1.021, False),
-])  # fmt: skip
-def test_a_server_may_be_as_far_from_the_trainer_as_twice_its_rounding(
-    world: Any, dtype: str, logprob: float, passes: bool
-) -> None:
-    w = world(_server(0, info={"dtype": dtype}, logprob=logprob), weights={"verify_every_pushes": 1})
-    w.sync.push(0, before_gather=_nothing)
-    w.sync.push(1, before_gather=_nothing)
-    if passes:
-        assert w.sync.verify(_score)["sync/verify_p99"] == pytest.approx(abs(1.0 + logprob))
-    else:
-        with pytest.raises(RunError, match="allowed"):
-            w.sync.verify(_score)
-
-
-@pytest.mark.parametrize(("logprob", "version"), [(-1.5, None), (-1.0, 9), (float("nan"), None)])
+@pytest.mark.parametrize(("logprob", "version"), [(-1.0011, None), (-1.0, 9), (float("nan"), None)])
 def test_a_server_that_does_not_serve_the_trainers_weights_ends_the_run(
     world: Any, logprob: float, version: int | None
 ) -> None:

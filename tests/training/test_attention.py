@@ -139,19 +139,12 @@ def test_what_would_be_left_out_is_refused(arguments: dict[str, Any], message: s
     segments = LAYOUTS["one sample"]
     with pytest.raises(ConfigError, match=message):
         _attend(_inputs(segments), SampleLayout(segments), **arguments)
-
-
-def test_a_mask_that_is_not_ours_is_refused() -> None:
-    segments = LAYOUTS["one sample"]
-    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool)
+    foreign = torch.ones(1, 1, 12, 12, dtype=torch.bool)
     with pytest.raises(ConfigError, match="does not apply the mask of"):
-        attention._mask_attention(nn.Module(), *_inputs(segments), mask, sample_layout=SampleLayout(segments))
-
-
-@pytest.mark.parametrize("arguments", [{"use_vmap": True}, {"allow_is_bidirectional_skip": True}])
-def test_models_that_change_the_causal_mask_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="not causal everywhere"):
-        attention._make_mask(**arguments)
+        attention._mask_attention(nn.Module(), *_inputs(segments), foreign, sample_layout=SampleLayout(segments))
+    for change in ("use_vmap", "allow_is_bidirectional_skip"):
+        with pytest.raises(ConfigError, match="not causal everywhere"):
+            attention._make_mask(**{change: True})
 
 
 def test_what_varlen_hands_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,46 +215,39 @@ def test_varlen_is_what_the_dense_mask_gives_on_a_gpu(window: int | None) -> Non
         torch.testing.assert_close(gradient.cpu().double(), right, atol=5e-2, rtol=5e-2)
 
 
+def _config(**settings: Any) -> Any:
+    text = SimpleNamespace(hidden_size=1024, num_attention_heads=8, **settings)
+    return SimpleNamespace(get_text_config=lambda: text)
+
+
 @pytest.mark.parametrize(
-    ("wanted", "device", "dtype", "name", "reason"),
+    ("wanted", "device", "dtype", "config", "name", "reason"),
     [
-        ("auto", CPU, torch.float32, "mask", "needs a GPU, and the trainer computes on cpu"),
-        ("auto", GPU, torch.float32, "mask", "needs bfloat16 or float16, and model.compute_dtype is float32"),
-        ("auto", GPU, torch.bfloat16, "varlen", "a GPU and 16 bits"),
-        ("varlen", GPU, torch.float16, "varlen", "asked for"),
-        ("mask", GPU, torch.bfloat16, "mask", "asked for"),
+        ("auto", CPU, torch.float32, None, "mask", "needs a GPU, and the trainer computes on cpu"),
+        ("auto", GPU, torch.float32, None, "mask", "needs bfloat16 or float16, and model.compute_dtype is float32"),
+        ("auto", GPU, torch.bfloat16, _config(head_dim=64), "varlen", "a GPU and 16 bits"),
+        ("varlen", GPU, torch.float16, None, "varlen", "asked for"),
+        ("mask", GPU, torch.bfloat16, None, "mask", "asked for"),
+        ("auto", GPU, torch.bfloat16, _config(attn_logit_softcapping=50.0, head_dim=64), "mask", "no soft-capping"),
+        (
+            "auto",
+            GPU,
+            torch.bfloat16,
+            _config(head_dim=512),
+            "mask",
+            "at most 256 dimensions, and those of the model have 512",
+        ),
     ],
 )
-def test_the_choice_and_its_reason(
-    wanted: Any, device: torch.device, dtype: torch.dtype, name: str, reason: str
+def test_the_choice_its_reason_and_the_refusal_of_varlen_where_it_cannot_run(
+    wanted: Any, device: torch.device, dtype: torch.dtype, config: Any, name: str, reason: str
 ) -> None:
-    choice = choose_attention(wanted, device=device, dtype=dtype)
+    choice = choose_attention(wanted, device=device, dtype=dtype, config=config)
     assert choice.name == name
     assert reason in choice.reason
-
-
-@pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.bfloat16), (GPU, torch.float32)])
-def test_varlen_where_it_cannot_run_is_refused(device: torch.device, dtype: torch.dtype) -> None:
-    words = r"model\.attention: varlen cannot run: it needs .*; set it to mask, or to auto"
-    with pytest.raises(ConfigError, match=words):
-        choose_attention("varlen", device=device, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"attn_logit_softcapping": 50.0, "head_dim": 64}, "no soft-capping"),
-        ({"head_dim": 512}, "at most 256 dimensions, and those of the model have 512"),
-    ],
-)
-def test_models_that_varlen_does_not_cover_get_mask(settings: dict[str, Any], message: str) -> None:
-    text = SimpleNamespace(hidden_size=1024, num_attention_heads=8, **settings)
-    config = SimpleNamespace(get_text_config=lambda: text)
-    choice = choose_attention("auto", device=GPU, dtype=torch.bfloat16, config=config)
-    assert choice.name == "mask"
-    assert message in choice.reason
-    with pytest.raises(ConfigError, match=message):
-        choose_attention("varlen", device=GPU, dtype=torch.bfloat16, config=config)
+    if wanted == "auto" and name == "mask":
+        with pytest.raises(ConfigError, match=rf"model\.attention: varlen cannot run: .*{reason}; set it to mask"):
+            choose_attention("varlen", device=device, dtype=dtype, config=config)
 
 
 def test_a_model_whose_attention_cannot_be_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from grpo_async.config.model_sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError
-from grpo_async.training.load import build_policy, load_policy
+from grpo_async.training.load import build_policy
 from grpo_async.training.lora import adapters_off, gather_adapter, gather_weights, write_adapter
 from grpo_async.training.model import Policy
 from grpo_async.training.nf4 import Nf4Linear, dequantize_rows, packed_width, quantize_rows
@@ -18,7 +18,7 @@ from grpo_async.training.parameters import ShardedParameters
 from grpo_async.training.reference import _one_row
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE
-from tests.training.tiny_models import collect, save_model
+from tests.training.tiny_models import collect, load_tiny, save_model
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -29,8 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _load(folder: Path, *, lora: dict[str, Any] | None = None, moved: bool = True, **settings: Any) -> Policy:
-    section = ModelSection(path=str(folder), lora=LoraSection(**{**LORA, **(lora or {})}), **settings)
-    policy = load_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=64)
+    policy = load_tiny(folder, lora=LoraSection(**{**LORA, **(lora or {})}), **settings)
     if moved:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -46,13 +45,9 @@ def _logprobs(policy: Policy) -> torch.Tensor:
     return logprobs
 
 
-def _plain(folder: Path, **settings: Any) -> Policy:
-    return load_policy(ModelSection(path=str(folder), **settings), temperature=1.0, chunk_tokens=16, max_model_len=64)
-
-
 def test_adapters_begin_as_nothing_and_are_all_that_is_trained(folder: Path) -> None:
     policy = _load(folder, moved=False)
-    assert torch.equal(_logprobs(policy), _logprobs(_plain(folder)))
+    assert torch.equal(_logprobs(policy), _logprobs(load_tiny(folder)))
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert len(trained) == 3 * 7 * 2  # A and B at every linear layer of three, the head left out
     assert all("lora_" in name for name in trained)
@@ -65,7 +60,7 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained(folder: Path) -> 
 
 
 def test_adapters_off_is_the_model_without_them_also_after_an_error(folder: Path) -> None:
-    policy, plain = _load(folder), _plain(folder)
+    policy, plain = _load(folder), load_tiny(folder)
     with_them = _logprobs(policy)
     assert (with_them - _logprobs(plain)).abs().max() > 0.01
     with adapters_off(policy.model):
@@ -76,20 +71,13 @@ def test_adapters_off_is_the_model_without_them_also_after_an_error(folder: Path
     assert any(parameter.requires_grad for parameter in policy.parameters())
 
 
-def test_merged_weights_compute_what_base_and_adapters_do(folder: Path) -> None:
-    policy, plain = _load(folder), _plain(folder)
-    sent = collect(ShardedParameters(policy.model, wire_dtype=torch.float32))
-    plain.model.load_state_dict(sent, strict=False)
-    torch.testing.assert_close(_logprobs(plain), _logprobs(policy), rtol=0, atol=1e-5)
-
-
 def test_exports_are_a_merged_model_and_an_adapter_that_peft_loads(folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     policy = _load(folder)
     policy.model.save_pretrained(tmp_path / "merged", state_dict=gather_weights(policy.model))
-    torch.testing.assert_close(_logprobs(_plain(tmp_path / "merged")), _logprobs(policy), rtol=0, atol=1e-5)
+    torch.testing.assert_close(_logprobs(load_tiny(tmp_path / "merged")), _logprobs(policy), rtol=0, atol=1e-5)
     write_adapter(tmp_path / "adapter", policy.model, gather_adapter(policy.model))
     base = AutoModelForCausalLM.from_pretrained(folder)
     peft_model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
@@ -169,7 +157,7 @@ def test_a_layer_in_four_bits_computes_and_differentiates_with_its_rounded_weigh
     layer = policy.model.model.layers[1].mlp.down_proj.base_layer
     assert isinstance(layer, Nf4Linear)
     weight = dequantize_rows(layer.qweight, 128, torch.float32)
-    original = _plain(folder).model.model.layers[1].mlp.down_proj.weight
+    original = load_tiny(folder).model.model.layers[1].mlp.down_proj.weight
     assert 0.0 < (weight - original).abs().mean() < 0.15 * original.abs().mean()
     x = torch.randn(3, 128, requires_grad=True)
     gradient = torch.randn(3, 64)
@@ -178,8 +166,9 @@ def test_a_layer_in_four_bits_computes_and_differentiates_with_its_rounded_weigh
     torch.testing.assert_close(x.grad, gradient @ weight)
 
 
-def test_a_model_in_four_bits_is_sent_dequantized_and_merged(folder: Path) -> None:
-    policy, plain = _load(folder, lora={"quantization": "nf4"}), _plain(folder)
+@pytest.mark.parametrize("lora", [{}, {"quantization": "nf4"}], ids=["float32", "nf4"])
+def test_merged_and_dequantized_weights_compute_what_base_and_adapters_do(folder: Path, lora: dict[str, Any]) -> None:
+    policy, plain = _load(folder, lora=lora), load_tiny(folder)
     sent = collect(ShardedParameters(policy.model, wire_dtype=torch.float32))
     assert sent.keys() == collect(ShardedParameters(plain.model, wire_dtype=torch.float32)).keys()
     plain.model.load_state_dict(sent, strict=False)

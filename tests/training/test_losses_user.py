@@ -22,10 +22,6 @@ def needs_more(inputs: LossInputs, *, tau: float) -> torch.Tensor:
     return inputs.logprobs * tau
 
 
-def takes_nothing() -> torch.Tensor:
-    return torch.zeros(1)
-
-
 async def is_async(inputs: LossInputs) -> torch.Tensor:
     return inputs.logprobs
 
@@ -36,10 +32,6 @@ def returns_a_number(inputs: LossInputs) -> Any:
 
 def returns_the_mean(inputs: LossInputs) -> torch.Tensor:
     return inputs.logprobs.mean()
-
-
-def returns_integers(inputs: LossInputs) -> torch.Tensor:
-    return inputs.sample_index
 
 
 def forgets_the_gradient(inputs: LossInputs) -> torch.Tensor:
@@ -65,7 +57,6 @@ def test_a_loss_gets_the_inputs_and_its_arguments() -> None:
     [
         ("needs_more", {}, r"does not take \(inputs\): missing a required argument: 'tau'"),
         ("reinforce", {"scael": 1.0}, r"does not take \(inputs, scael=\): got an unexpected keyword argument 'scael'"),
-        ("takes_nothing", {}, "too many positional arguments"),
         ("is_async", {}, "is async"),
         ("not_there", {}, "has no `not_there`"),
     ],
@@ -81,7 +72,6 @@ def test_a_loss_that_cannot_be_called_is_refused_at_the_start(name: str, argumen
     [
         ("returns_a_number", r"returned a float; it is to return a floating point tensor of shape \(2,\)"),
         ("returns_the_mean", r"returned a tensor of shape \(\) and torch.float32"),
-        ("returns_integers", r"returned a tensor of shape \(2,\) and torch.int64"),
         ("forgets_the_gradient", "without gradient, so nothing would be learned"),
     ],
 )

@@ -76,32 +76,26 @@ def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> Non
         assert summary["other_share"] == pytest.approx(1.0 / 6)  # 0.5 + 0.5
 
 
-def test_a_reading_that_falls_back_is_not_counted_twice() -> None:
-    """Tokens of an evaluation are taken off when its rollout function says how many they were: late."""
+def test_a_reading_that_falls_back_is_not_counted_twice_and_clocks_that_differ_make_no_more_than_a_whole() -> None:
+    """Tokens of an evaluation are taken off when its rollout function says how many they were: late. What was spent is read a
+    moment after the wall time: 4.1 s of 4 s."""
     meter = PipelineMeter(_reading(0.0, 0.0, 0))
     for time_s, tokens in ((1.0, 1000), (2.0, 5000), (3.0, 2000), (4.0, 3000), (5.0, 6000)):
         meter.step(_reading(time_s, 0.0, tokens), waited_s=0.0, trained_tokens=0, staleness={}, reward=None, spent={})
     assert meter.totals.generated_tokens == 6000
+    spent = {"waiting": 1.0, "training": 3.1}
+    line = meter.step(_reading(9.0, 0.0, 0), waited_s=1.0, trained_tokens=0, staleness={}, reward=None, spent=spent)
+    assert sum(value for name, value in line.items() if name.endswith("_share")) == pytest.approx(1.0)
+    assert line["pipeline/training_share"] == pytest.approx(3.1 / 4.1)
 
 
-def test_every_staleness_that_a_run_has_seen_has_its_share_from_then_on() -> None:
+def test_every_staleness_that_a_run_has_seen_has_its_fraction_from_then_on() -> None:
     """A plot then has a line for each, which falls to 0 where there is none."""
     meter = PipelineMeter(_reading(0.0, 0.0, 0))
     lines = [
         meter.step(_reading(second, 0.0, 0), waited_s=0.0, trained_tokens=4, staleness=ages, reward=None, spent={})
         for second, ages in ((1.0, {1: 4}), (2.0, {0: 3, 2: 1}), (3.0, {1: 4}), (4.0, {}))
     ]
-    shares = [{name[-1]: line[name] for name in line if name.startswith("async/staleness/")} for line in lines]
-    assert shares == [{"0": 0.0, "1": 1.0}, {"0": 0.75, "1": 0.0, "2": 0.25}, {"0": 0.0, "1": 1.0, "2": 0.0}, {}]
+    fractions = [{name[-1]: line[name] for name in line if name.startswith("async/staleness/")} for line in lines]
+    assert fractions == [{"0": 0.0, "1": 1.0}, {"0": 0.75, "1": 0.0, "2": 0.25}, {"0": 0.0, "1": 1.0, "2": 0.0}, {}]
     assert lines[1]["async/staleness_mean"] == 0.5  # (3 x 0 + 2) / 4
-
-
-def test_shares_of_the_wall_time_add_up_to_one_also_where_the_clocks_differ() -> None:
-    """What was spent is read a moment after the wall time: 4.1 s of 4 s."""
-    meter = PipelineMeter(_reading(0.0, 0.0, 0))
-    spent = {"waiting": 1.0, "training": 3.1}
-    line = meter.step(_reading(4.0, 0.0, 0), waited_s=1.0, trained_tokens=0, staleness={}, reward=None, spent=spent)
-    shares = [value for name, value in line.items() if name.endswith("_share")]
-    assert sum(shares) == pytest.approx(1.0)
-    assert line["pipeline/other_share"] == pytest.approx(0.0, abs=1e-12)
-    assert line["pipeline/training_share"] == pytest.approx(3.1 / 4.1)

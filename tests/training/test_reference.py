@@ -8,18 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
-from grpo_async.training.load import load_policy
-from grpo_async.training.model import Policy
 from grpo_async.training.reference import check_vocabulary, is_policy_without_adapters, score_sequences
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE, SEQUENCES
-from tests.training.tiny_models import save_model
-
-
-def _plain(folder: Path) -> Policy:
-    return load_policy(ModelSection(path=str(folder)), temperature=1.0, chunk_tokens=16, max_model_len=64)
+from tests.training.tiny_models import load_tiny, save_model
 
 
 @pytest.mark.slow
@@ -28,7 +21,7 @@ def test_references_answer_as_their_models_do_on_two_ranks(tmp_path: Path) -> No
     other = save_model(tmp_path / "other", "qwen3", vocab_size=320, seed=1)
     done = run_on_ranks("ask_references", 2, tmp_path / "run", module=MODULE, model=model, other=other)
     expected = {
-        name: score_sequences(_plain(folder), SEQUENCES[:1], device=torch.device("cpu"))[0]
+        name: score_sequences(load_tiny(folder), SEQUENCES[:1], device=torch.device("cpu"))[0]
         for name, folder in (("off", model), ("frozen", other))
     }
     for name, logprobs in expected.items():
@@ -40,8 +33,8 @@ def test_references_answer_as_their_models_do_on_two_ranks(tmp_path: Path) -> No
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    policy = _plain(save_model(tmp_path / "one", "qwen3"))
-    other = _plain(save_model(tmp_path / "other", "qwen3", vocab_size=48))
+    policy = load_tiny(save_model(tmp_path / "one", "qwen3"))
+    other = load_tiny(save_model(tmp_path / "other", "qwen3", vocab_size=48))
     with pytest.raises(
         ConfigError, match=r"loss\.reference: 'elsewhere' has a vocabulary of 48 tokens, model\.path one of 40"
     ):

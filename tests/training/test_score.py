@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_async.config.model_sections import ModelSection
 from grpo_async.servers.embedded.engine import score_tokens
-from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_sequences, score_twice
 from grpo_async.weights.verify import coarsest_dtype, compare_logprobs, probe_sequences, verify_limit
 from tests.launcher.support import make_config
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import build_tiny_model
+from tests.training.tiny_models import load_tiny
 
 SEQUENCES = [[5, 9, 3, 200, 7], [8, 4], list(range(10, 60))]
 
@@ -24,7 +23,7 @@ def test_scores_are_those_of_a_plain_forward_at_temperature_one(tiny_model: Path
     """The run's own temperature, 0.5, has no part in them."""
     from transformers import AutoModelForCausalLM
 
-    policy = load_policy(ModelSection(path=str(tiny_model)), temperature=0.5, chunk_tokens=16, max_model_len=128)
+    policy = load_tiny(tiny_model, temperature=0.5)
     scores = score_sequences(policy, SEQUENCES, device=torch.device("cpu"))
     model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
     assert [len(score) for score in scores] == [4, 1, 49]
@@ -64,9 +63,7 @@ def test_a_server_that_rounds_otherwise_is_within_the_limit_and_one_with_a_wrong
 
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "initializer_range": 0.2}
     model_path = build_tiny_model(tmp_path / "deep", **shape)
-    policy = load_policy(
-        ModelSection(path=str(model_path), dtype=compute), temperature=1.0, chunk_tokens=64, max_model_len=512
-    )
+    policy = load_tiny(model_path, dtype=compute)
     probes = probe_sequences([], vocab_size=200, max_model_len=512)
     config = make_config(tmp_path, model={"dtype": compute}, inference={"engine": "embedded", "dtype": served})
     rounding = getattr(torch, coarsest_dtype(config, []))
@@ -97,7 +94,7 @@ def test_scoring_between_two_steps_changes_nothing_of_the_training(tiny_model: P
     assert with_scores["loss"] == without["loss"]
     before, after = with_scores["scores"]
     assert before["logprobs"] != after["logprobs"], "a step was made between the two"
-    policy = load_policy(ModelSection(path=str(tiny_model)), temperature=1.0, chunk_tokens=16, max_model_len=128)
+    policy = load_tiny(tiny_model)
     expected = score_sequences(policy, SEQUENCES, device=torch.device("cpu"))
     for score, right, rounded in zip(before["logprobs"], expected, before["rounded_anew"], strict=True):
         assert score == pytest.approx(right, abs=1e-5)

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.batching.pack import MicroBatch
-from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
-from grpo_async.training.load import load_policy
 from grpo_async.training.model import shard_policy
 from grpo_async.training.reference import _one_row
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE
-from tests.training.tiny_models import save_model
+from tests.training.tiny_models import load_tiny, save_model
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +57,11 @@ def test_two_steps_are_those_of_one_rank(
         assert far.float().mean() < 2e-3, name
 
 
-def _batch() -> MicroBatch:
-    return _one_row([5, 9, 200, 31, 7, 7, 8, 100, 3])
-
-
 def _saved_bytes(model: Path, mode: str) -> tuple[int, int]:
     """(bytes that a forward pass keeps for the backward pass, matrix products that the backward pass runs)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    section = ModelSection(path=str(model), activation_checkpointing=mode)  # type: ignore[arg-type]
-    policy = load_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=64)
+    policy = load_tiny(model, activation_checkpointing=mode)
     own = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
     kept: dict[int, int] = {}
 
@@ -87,7 +79,7 @@ def _saved_bytes(model: Path, mode: str) -> tuple[int, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = policy(_batch())
+        output = policy(_one_row([5, 9, 200, 31, 7, 7, 8, 100, 3]))
     with Count() as count:
         torch.autograd.backward(output.logprobs.sum())
     return sum(kept.values()), count.number
@@ -107,6 +99,5 @@ def test_offloading_to_the_cpu_is_refused_on_a_cpu(model: Path) -> None:
     class Mesh:
         device_type = "cpu"
 
-    policy = load_policy(ModelSection(path=str(model)), temperature=1.0, chunk_tokens=16, max_model_len=64)
     with pytest.raises(ConfigError, match=r"training\.cpu_offload"):
-        shard_policy(policy, Mesh(), compute_dtype=torch.float32, cpu_offload=True)  # type: ignore[arg-type]
+        shard_policy(load_tiny(model), Mesh(), compute_dtype=torch.float32, cpu_offload=True)  # type: ignore[arg-type]

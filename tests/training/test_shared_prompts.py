@@ -18,11 +18,10 @@ from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.prompts import find_prompts
 from grpo_async.config.loss_sections import ClippedLoss
-from grpo_async.config.model_sections import LoraSection, ModelSection
+from grpo_async.config.model_sections import LoraSection
 from grpo_async.records import RolloutSample
 from grpo_async.training import attention
-from grpo_async.training.attention import CausalMask, SampleLayout, Stretch
-from grpo_async.training.load import load_policy
+from grpo_async.training.attention import CausalMask, SampleLayout
 from grpo_async.training.model import Policy, recompute_activations
 from grpo_async.training.ranks import TrainerContext
 from grpo_async.training.reference import Reference
@@ -31,7 +30,7 @@ from tests.support.dense_mask import dense_mask
 from tests.support.ranks import run_on_ranks
 from tests.support.records import make_sample
 from tests.training.tiny_families import FAMILIES, build_family
-from tests.training.tiny_models import save_model
+from tests.training.tiny_models import load_tiny, save_model
 
 GROUPS = [(9, [5, 12, 11, 10, 1, 7]), (20, [3, 8]), (1, [4, 4, 4]), (6, [10]), (13, [1, 1, 1])]
 """Tokens of a prompt and of its completions. Some are as long as others, some much shorter; one group is of one."""
@@ -123,8 +122,7 @@ def test_recomputed_activations_give_the_same(family: str, mode: Literal["full",
 
 def test_adapters_get_the_same_gradients(tmp_path: Path) -> None:
     folder = save_model(tmp_path, "qwen3", vocab_size=320)
-    section = ModelSection(path=str(folder), lora=LoraSection(rank=4, alpha=8.0))
-    model = load_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=64).model
+    model = load_tiny(folder, lora=LoraSection(rank=4, alpha=8.0)).model
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -161,27 +159,6 @@ def test_attention_is_what_the_dense_mask_gives(
     found = torch.autograd.grad(ours, inputs, upstream)
     for gradient, right in zip(found, torch.autograd.grad(wanted, inputs, upstream), strict=True):
         torch.testing.assert_close(gradient, right, atol=1e-6, rtol=1e-6)
-
-
-def _layout(groups: Sequence[tuple[int, Sequence[int]]]) -> list[Stretch]:
-    ((_, batch),) = _batches(make_groups(groups), shared=True, limit=99999)
-    return SampleLayout(batch.segment_ids, continuations=batch.continuations).stretches
-
-
-def test_samples_of_like_length_attend_together_and_others_alone() -> None:
-    """12, 11, 10 and 7, 5 after the first of 12: 9 is three quarters of 12, so 7 begins anew."""
-    assert _layout([(9, [12, 12, 11, 10, 7, 5])]) == [
-        Stretch(lengths=(21,), is_padding=False),
-        Stretch(lengths=(12, 11, 10), is_padding=False, prompt=(0, 9)),
-        Stretch(lengths=(7,), is_padding=False, prompt=(0, 9)),
-        Stretch(lengths=(5,), is_padding=False, prompt=(0, 9)),
-    ]
-
-
-def test_copies_of_a_long_prompt_are_few_at_a_time() -> None:
-    """8192 keys at most: three times 2500 + 100, not four times."""
-    lengths = [stretch.lengths for stretch in _layout([(2500, [100] * 8)])]
-    assert lengths == [(2600,), (100,) * 3, (100,) * 3, (100,)]
 
 
 class _Held:

@@ -17,15 +17,15 @@ from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import BaseLoss, LossSection
-from grpo_async.config.model_sections import ModelSection, OptimizerSection
+from grpo_async.config.model_sections import OptimizerSection
 from grpo_async.records import RolloutSample
-from grpo_async.training.load import load_policy
 from grpo_async.training.loss import LossInputs, Objective, TokenLoss
 from grpo_async.training.model import Policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.step import StepResult, clip_, square_norm, train_step
 from tests.support.rank_jobs import random_samples
 from tests.support.ranks import run_on_ranks
+from tests.training.tiny_models import load_tiny
 
 CPU = torch.device("cpu")
 seen: list[LossInputs] = []  # what the loss below was given
@@ -42,7 +42,7 @@ def _section(**values: Any) -> BaseLoss:
 
 
 def _build(model: Path) -> tuple[Policy, torch.optim.Optimizer]:
-    policy = load_policy(ModelSection(path=str(model)), temperature=1.0, chunk_tokens=16, max_model_len=256)
+    policy = load_tiny(model)
     return policy, make_optimizer(policy, OptimizerSection(lr=1e-2))
 
 

@@ -16,11 +16,9 @@ from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import BaseLoss, LossSection
-from grpo_async.config.model_sections import ModelSection, OptimizerSection
+from grpo_async.config.model_sections import OptimizerSection
 from grpo_async.records import RolloutSample, TokenFigures, TokenMark
-from grpo_async.training.load import load_policy
 from grpo_async.training.loss import Objective, OldPolicy, entropy_threshold
-from grpo_async.training.metrics import UpdateSums
 from grpo_async.training.model import Policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.step import StepResult, train_step
@@ -28,6 +26,7 @@ from grpo_async.training.token_statistics import TokenCollector, TokenPlan
 from tests.support.ranks import run_on_ranks
 from tests.support.records import make_sample
 from tests.training.statistics_jobs import MODULE, TRAINER_VERSION, make_groups
+from tests.training.tiny_models import load_tiny
 
 CPU = torch.device("cpu")
 
@@ -49,7 +48,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def _build(model: Path) -> tuple[Policy, torch.optim.Optimizer]:
-    policy = load_policy(ModelSection(path=str(model)), temperature=1.0, chunk_tokens=16, max_model_len=256)
+    policy = load_tiny(model)
     return policy, make_optimizer(policy, OptimizerSection(lr=1e-2))
 
 
@@ -208,26 +207,6 @@ def test_the_room_is_that_of_the_rank_with_most_tokens_and_none_where_nothing_is
     assert tokens.room == 0
     tokens.add([one, one], plan_batch([5, 5], **cut), is_stored=[False, True])
     assert tokens.room == 6
-
-
-def test_the_copy_to_the_host_is_begun_before_the_transfer_of_the_last_update(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU it is then over when that transfer is, and nothing waits for the optimizer's update."""
-    events: list[str] = []
-    policy, optimizer = _build(tiny_model)
-    for owner, name in ((TokenCollector, "begin_copy"), (UpdateSums, "gather"), (optimizer, "step")):
-        original: Any = getattr(owner, name)
-
-        def noted(*arguments: Any, _name: str = name, _original: Any = original) -> Any:
-            events.append(_name)
-            return _original(*arguments)
-
-        monkeypatch.setattr(owner, name, noted)
-    samples = _samples()
-    plan, packed = _plan_and_pack([samples[:6], samples[6:]])
-    _train(policy, optimizer, packed, _section({"type": "dapo"}), TokenCollector(plan.room, CPU))
-    assert events == ["gather", "step", "begin_copy", "gather", "step"]
 
 
 _EVERY = {

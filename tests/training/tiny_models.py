@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from grpo_async.config.model_sections import ModelSection
+from grpo_async.training.load import load_policy
+from grpo_async.training.model import Policy
 from grpo_async.training.parameters import ShardedParameters
 
 SIZES: dict[str, Any] = {
@@ -42,3 +45,9 @@ def collect(parameters: ShardedParameters, bucket_bytes: int = 1 << 16) -> dict[
     assert all(tensor.is_contiguous() for tensor in tensors)
     copies = (tensor.clone() for tensor in tensors)  # they may be the model's own
     return dict(zip((spec.name for spec in parameters.specs), copies, strict=True))
+
+
+def load_tiny(folder: Path | str, *, temperature: float = 1.0, **section: Any) -> Policy:
+    """The policy of a folder, in this process alone, with chunks of 16 tokens."""
+    model = ModelSection(path=str(folder), **section)
+    return load_policy(model, temperature=temperature, chunk_tokens=16, max_model_len=256)
