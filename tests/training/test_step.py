@@ -19,7 +19,7 @@ from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import BaseLoss, LossSection
 from grpo_async.config.model_sections import OptimizerSection
 from grpo_async.records import RolloutSample
-from grpo_async.training.loss import LossInputs, Objective, TokenLoss
+from grpo_async.training.loss import LossInputs, Objective
 from grpo_async.training.model import Policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.step import StepResult, clip_, square_norm, train_step
@@ -110,33 +110,6 @@ def test_the_recomputed_policy_is_that_of_the_start_of_the_step_in_all_its_updat
         assert not inputs.old_logprobs.requires_grad
     torch.testing.assert_close(first.logprobs, start[0])
     assert not torch.allclose(second.logprobs, start[1], atol=1e-3)  # the first update has moved the policy
-
-
-def test_the_entropy_mask_goes_by_all_tokens_of_the_update_not_of_a_micro_batch(tiny_model: Path) -> None:
-    """The tokens with a gradient are the half with the highest entropies of all micro-batches together."""
-    batches = _pack(random_samples(8), micro_batch_tokens=40)
-    assert len(batches) > 2
-    policy, optimizer = _build(tiny_model)
-    with torch.no_grad():
-        entropies = [policy(batch).entropy for batch in batches]
-    section = _section(top_entropy_share=0.5)
-    gradients: list[torch.Tensor] = []
-
-    def keep(inputs: LossInputs) -> torch.Tensor:
-        if (
-            inputs.logprobs.requires_grad
-        ):  # a chunk's, from which the gradient is made; the figures are those of all, without
-            inputs.logprobs.register_hook(gradients.append)
-        return -inputs.logprobs
-
-    objective = Objective(section)
-    objective._policy_loss = lambda inputs: TokenLoss(loss=keep(inputs), ratio=inputs.logprobs.detach())
-    train_step(
-        policy, optimizer, [batches], objective=objective, reference=None, lr=1e-2, max_grad_norm=0.5, device=CPU
-    )
-    median = torch.cat(entropies).median()
-    trained = torch.cat(gradients) != 0.0
-    assert torch.equal(trained, torch.cat(entropies) >= median if len(trained) % 2 else torch.cat(entropies) > median)
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_the_others_are_made(tiny_model: Path) -> None:
