@@ -24,7 +24,7 @@ from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.evaluation.evaluator import EvaluationSide, EvaluationTask
+from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.log import EvaluationLog, EvaluationRecord, When
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.rollout.source import AsyncRolloutSource
@@ -70,7 +70,7 @@ class RunEvaluations:
     """See the module's docstring. Used from the trainer's main thread; `scores` and `running_step` from any.
 
     Args:
-        side: None: the run has no evaluation, and every method does nothing.
+        evaluator: None: the run has no evaluation, and every method does nothing.
         start: steps that are done already; what the log knows of later ones is dropped.
         timeline: takes a span for each.
     """
@@ -81,7 +81,7 @@ class RunEvaluations:
         run_dir: RunDir,
         *,
         source: AsyncRolloutSource,
-        side: EvaluationSide | None,
+        evaluator: Evaluator | None,
         start: int,
         listeners: Listeners,
         timeline: Timeline = NO_TIMELINE,
@@ -91,8 +91,8 @@ class RunEvaluations:
         self._section = config.evaluation
         self._run_dir = run_dir
         self._source = source
-        self._evaluator = None if side is None else side.evaluator
-        self._baseline = None if side is None else side.majority_baseline
+        self._evaluator = evaluator
+        self._baseline = None if evaluator is None else evaluator.majority_baseline
         self._start = start
         self._listeners = listeners
         self._log = EvaluationLog(run_dir.evaluation_log, start=start)
@@ -101,7 +101,7 @@ class RunEvaluations:
         self._unreported: dict[str, float] = {}
         self._num_skipped = 0
         self._num_failed = 0
-        if side is not None:
+        if evaluator is not None:
             _drop_later(run_dir, start)
 
     @property

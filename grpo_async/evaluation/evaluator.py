@@ -56,6 +56,7 @@ class Evaluator:
         pass_reward: a completion passes when its reward is at least this.
         group_by: column whose values get results of their own.
         errors: counts failures; that of an evaluation, not of training.
+        majority_baseline: fraction of the most frequent held-out answer; None without `evaluation.baseline_column`.
 
     Raises:
         ConfigError: `group_by` is no column of the prompts, or has too many values.
@@ -71,6 +72,7 @@ class Evaluator:
         pass_reward: float = 1.0,
         group_by: str | None = None,
         errors: ErrorLog | None = None,
+        majority_baseline: float | None = None,
     ) -> None:
         self._prompts = prompts
         self._producer = producer
@@ -79,6 +81,7 @@ class Evaluator:
         self._pass_reward = pass_reward
         self._errors = errors or ErrorLog()
         self._groups = _groups(prompts, group_by)
+        self.majority_baseline = majority_baseline
         self.num_tokens = 0
         """Sampled so far, over all evaluations. Grows while one runs."""
 
@@ -241,17 +244,9 @@ def majority_fraction(rows: Sequence[dict[str, Any]], column: str) -> float:
     return counts.most_common(1)[0][1] / len(rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSide:
-    """`majority_baseline` is the fraction of the most frequent held-out answer, None without `evaluation.baseline_column`."""
-
-    evaluator: Evaluator
-    majority_baseline: float | None
-
-
-def build_evaluation_side(
+def build_evaluator(
     config: ExperimentConfig, data: LoadedData, parts: ProducerParts, scorer: Scorer
-) -> EvaluationSide | None:
+) -> Evaluator | None:
     """None where the configuration has no `evaluation`. `parts` are those of training; failures are counted apart from its own.
 
     Raises:
@@ -262,17 +257,15 @@ def build_evaluation_side(
         return None
     errors = ErrorLog()
     column = section.baseline_column
-    return EvaluationSide(
-        evaluator=Evaluator(
-            [make_prompt(row, number, data.evaluation_system_prompt) for number, row in enumerate(data.evaluation)],
-            replace(parts, errors=errors, lane="evaluation").build(
-                temperature=section.temperature, group_size=section.samples
-            ),
-            scorer,
-            samples=section.samples,
-            pass_reward=section.pass_reward,
-            group_by=section.group_by,
-            errors=errors,
+    return Evaluator(
+        [make_prompt(row, number, data.evaluation_system_prompt) for number, row in enumerate(data.evaluation)],
+        replace(parts, errors=errors, lane="evaluation").build(
+            temperature=section.temperature, group_size=section.samples
         ),
+        scorer,
+        samples=section.samples,
+        pass_reward=section.pass_reward,
+        group_by=section.group_by,
+        errors=errors,
         majority_baseline=None if column is None else majority_fraction(data.evaluation, column),
     )

@@ -77,7 +77,7 @@ def _run(
 ) -> dict[str, Any] | None:
     """The result; None when it was stopped."""
     from grpo_async.chat.renderer import load_renderer
-    from grpo_async.evaluation.evaluator import EvaluationTask, build_evaluation_side
+    from grpo_async.evaluation.evaluator import EvaluationTask, build_evaluator
     from grpo_async.rollout.error_log import ErrorLog
     from grpo_async.rollout.participants import ProducerParts
     from grpo_async.trainer.connections import make_client
@@ -102,8 +102,8 @@ def _run(
         errors=ErrorLog(),
         served_version=served_version,
     )
-    side = build_evaluation_side(config, inputs.data, parts, inputs.scorer)
-    assert side is not None
+    evaluator = build_evaluator(config, inputs.data, parts, inputs.scorer)
+    assert evaluator is not None
     count = min(section.num_prompts, len(inputs.data.evaluation or ()))
     control.send("phase", name=f"evaluating {count} prompts, {section.samples} completion(s) each")
     task = EvaluationTask(
@@ -114,7 +114,7 @@ def _run(
     )
 
     async def run() -> dict[str, Any] | None:
-        running = asyncio.ensure_future(side.evaluator.run(task))
+        running = asyncio.ensure_future(evaluator.run(task))
         _cancel_when_set(control.stop_requested, asyncio.get_running_loop(), running)
         try:
             result = await running
@@ -123,7 +123,7 @@ def _run(
         finally:
             await inputs.participants.aclose()
             await client.aclose()
-        baseline = {} if side.majority_baseline is None else {"majority_baseline": side.majority_baseline}
+        baseline = {} if evaluator.majority_baseline is None else {"majority_baseline": evaluator.majority_baseline}
         return {"metrics": result.metrics, "by_group": result.by_group, "group_by": section.group_by, **baseline}
 
     return asyncio.run(run())

@@ -181,7 +181,7 @@ class _Leader:
             self._config,
             self._assignment.run_dir,
             source=self._side.source,
-            side=self._side.evaluation,
+            evaluator=self._side.evaluator,
             start=self._start,
             listeners=Listeners(
                 tell=lambda when, metrics: self._control.send("evaluation", when=when, metrics=dict(metrics)),

@@ -15,7 +15,7 @@ from grpo_async.checks.config_checks import reward_problems
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data import LoadedData, PromptStream, load_data, make_prompt
 from grpo_async.errors import ConfigError
-from grpo_async.evaluation.evaluator import EvaluationSide, build_evaluation_side
+from grpo_async.evaluation.evaluator import Evaluator, build_evaluator
 from grpo_async.inference.fleet import Fleet
 from grpo_async.inference.router import FixedServers
 from grpo_async.records import Prompt
@@ -38,12 +38,18 @@ _NUM_FIRST_PROMPTS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSide:
-    """What rank 0 generates with. `evaluation` is None when the config has none; `first_prompts` are a few of the data, `tool_sets`
-    the sets of tools that rollouts may be offered. `supersede` flags rows that the store has of steps after the
-    checkpoint: to be called when the checkpoint is loaded, before anything is generated."""
+    """What rank 0 generates with.
+
+    Attributes:
+        evaluator: None when the config has no evaluation.
+        first_prompts: a few of the data.
+        tool_sets: the sets of tools that rollouts may be offered.
+        supersede: flags rows that the store has of steps after the checkpoint; to be called when the checkpoint is loaded, before
+            anything is generated.
+    """
 
     source: AsyncRolloutSource
-    evaluation: EvaluationSide | None
+    evaluator: Evaluator | None
     first_prompts: Sequence[Prompt]
     tool_sets: Sequence[Sequence[Mapping[str, Any]]]
     supersede: Callable[[], None]
@@ -189,7 +195,7 @@ def build_rollout_side(
     ]
     return RolloutSide(
         source=source,
-        evaluation=build_evaluation_side(config, data, parts, scorer),
+        evaluator=build_evaluator(config, data, parts, scorer),
         first_prompts=first,
         tool_sets=participants.tool_sets,
         supersede=supersede,

@@ -33,7 +33,7 @@ def test_every_kind_of_work_is_in_the_timeline(events: list[Event]) -> None:
         ("scoring", "score"), ("queue", "queued"),
         ("trainer", "step"), ("trainer", "wait for samples"), ("trainer", "plan and pack"), ("trainer", "train"),
         ("trainer", "forward"), ("trainer", "backward"), ("trainer", "clip gradients"), ("trainer", "optimizer"),
-        ("trainer", "settle"), ("trainer", "push"), ("trainer", "log"), ("trainer", "copy checkpoint"),
+        ("trainer", "close groups"), ("trainer", "push"), ("trainer", "log"), ("trainer", "copy checkpoint"),
         ("trainer", "wait for the checkpoint"), ("trainer", "export the model"),
         ("weights", "push"), ("weights", "connect"), ("weights", "pause"), ("weights", "start"), ("weights", "transfer"),
         ("weights", "gather"), ("weights", "send"), ("weights", "finish"), ("weights", "resume"),
@@ -53,7 +53,7 @@ def test_each_step_of_both_attempts_has_its_parts(golden_run: GoldenRun, events:
     assert [mark["attempt"] for mark in marks] == ["1", "2"]
     assert "resume_step" not in marks[0]
     assert marks[1]["resume_step"] == 4
-    for name in ("wait for samples", "train", "settle", "log"):
+    for name in ("wait for samples", "train", "close groups", "log"):
         assert [e.details["step"] for e in events if e.name == name and "step" in e.details] == [1, 2, 3, 4, 5, 6]
     assert [e.details["version"] for e in events if (e.lane, e.name) == ("weights", "push")] == [0, 1, 2, 3, 4, 4, 5, 6]
 
@@ -73,7 +73,7 @@ def test_spans_of_a_lane_lie_inside_each_other_or_apart(events: list[Event]) -> 
             parents[event.name].add(stack[-1].name if stack else "")
             stack.append(event)
     assert parents["forward"] == parents["backward"] == parents["optimizer"] == parents["plan and pack"] == {"train"}
-    assert parents["train"] == parents["settle"] == parents["wait for samples"] == {"step"}
+    assert parents["train"] == parents["close groups"] == parents["wait for samples"] == {"step"}
     assert parents["generate"] == {"rollout"}
     assert parents["pause"] == parents["transfer"] == parents["finish"] == parents["resume"] == {"push"}
     assert parents["gather"] == {"transfer"}

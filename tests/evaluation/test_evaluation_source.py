@@ -39,9 +39,9 @@ def _config(folder: Path, model: Path, **sections: Any) -> ExperimentConfig:
 
 
 def _begin(side: RolloutSide, folder: Path, *, max_in_flight: int = 4) -> Future[EvaluationResult]:
-    assert side.evaluation is not None
+    evaluator = side.evaluator
+    assert evaluator is not None
     store = RolloutStore(folder / "rows", seals_at_close=False)
-    evaluator = side.evaluation.evaluator
     running = side.source.begin_evaluation(
         lambda version: evaluator.run(
             EvaluationTask(step=3, served_version=version, max_in_flight=max_in_flight, store=store)
@@ -99,8 +99,8 @@ def test_an_evaluation_runs_beside_generation_with_a_bound_seeds_and_a_temperatu
         assert ledger["groups"]["started"] == ledger["groups"]["in_flight"] == 2
         assert ledger["tokens"]["started"] == 0
         assert not [name for name in side.source.gauges() if name.startswith("failures/")]
-        assert side.evaluation is not None
-        assert side.evaluation.evaluator.num_tokens == 4 * NUM_PROMPTS
+        assert side.evaluator is not None
+        assert side.evaluator.num_tokens == 4 * NUM_PROMPTS
 
 
 def test_a_failing_evaluation_leaves_no_trace_in_the_failures_of_training(tiny_model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_async.errors import RunError
 from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
-from grpo_async.evaluation.evaluator import EvaluationSide, EvaluationTask
+from grpo_async.evaluation.evaluator import EvaluationTask
 from grpo_async.evaluation.log import EvaluationLog, EvaluationRecord
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.rundir import RunDir
@@ -67,12 +67,12 @@ class _Run:
         self.heard: list[tuple[str, Mapping[str, float]]] = []
         self.tracked: list[tuple[int, Mapping[str, float]]] = []
         self.phases: list[str] = []
-        evaluator: Any = SimpleNamespace(num_tokens=7, run=lambda task: task)
+        evaluator: Any = SimpleNamespace(num_tokens=7, run=lambda task: task, majority_baseline=0.1)
         self.evaluations = RunEvaluations(
             self.config,
             self.run_dir,
             source=self.source,
-            side=EvaluationSide(evaluator=evaluator, majority_baseline=0.1) if has_evaluation else None,
+            evaluator=evaluator if has_evaluation else None,
             start=start,
             listeners=Listeners(
                 tell=lambda when, metrics: self.heard.append((when, metrics)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from grpo_async.trainer.lead import lead
 from grpo_async.training.checkpoint import TrainerState
 from tests.launcher.support import make_config
 from tests.support.local_server import Refusal, local_server
+from tests.trainer.fakes import FakeSource, FakeSync
 
 
 class _Fleet:
@@ -81,37 +82,35 @@ class _Fleet:
         return {}
 
 
-class _Sync:
-    """The way of the weights. `outcomes` of the next pushes; then they reach the server."""
+class _Sync(FakeSync):
+    """`outcomes` of the next pushes; then they reach the server."""
 
     def __init__(self, events: list[str]) -> None:
-        self.events = events
+        super().__init__()
+        self.calls = events
         self.outcomes: list[Exception | None] = []
-        self.has_joiners = False
 
     def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
-        if self.outcomes:
-            outcome = self.outcomes.pop(0)
-            if outcome is not None:
-                raise outcome
-            self.events.append(f"no server for {version}")
-            return None
-        self.events.append(f"push {version}")
-        return {}
-
-    def verify(self, score: Any) -> dict[str, float]:
-        return {}
-
-    def sleep_servers(self) -> None: ...
+        if not self.outcomes:
+            self.calls.append(f"push {version}")
+            return {}
+        outcome = self.outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+        self.calls.append(f"no server for {version}")
+        return None
 
 
-class _Source:
-    """The rollout source. It is asked to stop at the first `take`."""
+class _Source(FakeSource):
+    """It is asked to stop at the first `take`."""
 
     def __init__(self, events: list[str], closed: list[str]) -> None:
         self.events = events
         self.start = lambda: events.append("start generating")
         self.close = lambda: closed.append("rollout side")
+        self.resume_state = lambda: ResumeState(data={}, outstanding=[], ledger={})
+        self.ledger_snapshot = dict
+        self.wake = self.interrupt = self.stop_generating = lambda: None
 
     def begin_evaluation(self, run: Any, *, num_tokens: Any) -> Future[Any]:
         self.events.append(f"evaluate {run(None).step}")  # the evaluator gives its task back
@@ -120,24 +119,11 @@ class _Source:
     def await_evaluation(self, running: Future[Any], *, heartbeat: Any, attend: Any) -> None:
         """It has no result: the run was to stop."""
 
-    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Any, attend: Any) -> Sequence[Any] | None:
+    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Any, attend: Any) -> None:
         self.events.append(f"take {trainer_version}")
-        return None
 
     def advance(self, version: int) -> None:
         self.events.append(f"serve {version}")
-
-    def resume_state(self) -> ResumeState:
-        return ResumeState(data={}, outstanding=[], ledger={})
-
-    def ledger_snapshot(self) -> dict[str, Any]:
-        return {}
-
-    def wake(self) -> None: ...
-
-    def interrupt(self) -> None: ...
-
-    def stop_generating(self) -> None: ...
 
 
 class _Stub:
@@ -152,10 +138,9 @@ class _Stub:
         self.checks: list[Check] = []
         self.meanwhile: list[Callable[[], None]] = []  # what happens during the next preflights
         self.context: PreflightContext | None = None
-        evaluator = SimpleNamespace(num_tokens=0, run=lambda task: task)
-        evaluation = SimpleNamespace(evaluator=evaluator, majority_baseline=None)
+        evaluator = SimpleNamespace(num_tokens=0, run=lambda task: task, majority_baseline=None)
         side = SimpleNamespace(
-            source=self.source, evaluation=evaluation, first_prompts=[], tool_sets=[],
+            source=self.source, evaluator=evaluator, first_prompts=[], tool_sets=[],
             supersede=lambda: self.events.append("supersede"),
         )  # fmt: skip
         for module, name, fake in (
