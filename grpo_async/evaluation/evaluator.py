@@ -96,7 +96,7 @@ class Evaluator:
         began = time.monotonic()
         slots = asyncio.Semaphore(max(1, task.max_in_flight // self._samples))
 
-        async def one(number: int) -> _Made:
+        async def one(number: int) -> list[Outcome]:
             async with slots:  # for rollouts with limits
                 return await self._make(task, number)
 
@@ -107,8 +107,8 @@ class Evaluator:
             first = errors.exceptions[0]
             raise first from first.__cause__  # without the group, and with what it came from
         made = [each.result() for each in running]
-        self._check_failures([failure for each in made for failure in each.failures])
-        prompts = [PromptOutcomes(outcomes=m.outcomes, group=g) for m, g in zip(made, self._groups, strict=True)]
+        self._check_failures([outcome.error for each in made for outcome in each if outcome.error is not None])
+        prompts = [PromptOutcomes(outcomes=each, group=group) for each, group in zip(made, self._groups, strict=True)]
         return evaluation_result(
             prompts, samples=self._samples, pass_reward=self._pass_reward, duration_s=time.monotonic() - began
         )
@@ -121,7 +121,7 @@ class Evaluator:
                 raise RunError(said)
             logger.warning("%s; its numbers are those of the others", said)
 
-    async def _make(self, task: EvaluationTask, number: int) -> _Made:
+    async def _make(self, task: EvaluationTask, number: int) -> list[Outcome]:
         """The completions of one prompt. A failure is theirs alone."""
         prompt = self._prompts[number]
         request = GroupRequest(
@@ -143,10 +143,9 @@ class Evaluator:
             self._errors.note("evaluation", error)
             message = f"{request.name}: {error or type(error).__name__}"
             self._keep(task, group, GroupStatus.FAILED, None)
-            return _Made([Outcome(failed=True)] * self._samples, [message] * self._samples)
+            return [Outcome(error=message)] * self._samples
         self._keep(task, group, GroupStatus.EVALUATED, scored)
-        failed = [c for c in group.completions if c.status is RolloutStatus.FAILED]
-        return _Made(outcomes, [f"{completion.rollout_id}: {completion.error}" for completion in failed])
+        return outcomes
 
     def _count(self, _index: int, num_tokens: int, _version: int) -> None:
         self.num_tokens += num_tokens
@@ -193,14 +192,6 @@ class Evaluator:
             task.store.append(group, [], status, task.step, scored=scored)
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """The completions of one prompt, and a sentence about each that failed."""
-
-    outcomes: Sequence[Outcome]
-    failures: Sequence[str]
-
-
 def _outcome(
     completion: RolloutCompletion,
     *,
@@ -216,7 +207,7 @@ def _outcome(
         num_tokens=completion.num_sampled_tokens,
         num_turns=len(completion.turns),
         truncated=completion.truncated,
-        failed=completion.status is RolloutStatus.FAILED,
+        error=f"{completion.rollout_id}: {completion.error}" if completion.status is RolloutStatus.FAILED else None,
         versions=(min(versions), max(versions)) if versions else None,
     )
 

@@ -29,7 +29,8 @@ class Outcome:
     num_tokens: int = 0
     num_turns: int = 0
     truncated: bool = False
-    failed: bool = False
+    error: str | None = None
+    """Why it failed; None: it did not."""
     versions: tuple[int, int] | None = None
 
 
@@ -103,7 +104,7 @@ def prompt_metrics(prompts: Sequence[PromptOutcomes], *, samples: int, pass_rewa
     """
     outcomes = [outcome for prompt in prompts for outcome in prompt.outcomes]
     scored = [pair for prompt in prompts for pair in prompt.scored]
-    num_failed = sum(outcome.failed for outcome in outcomes)
+    num_failed = sum(outcome.error is not None for outcome in outcomes)
     metrics = {"num_prompts": float(len(prompts))}
     if scored:
         metrics["reward"] = fmean(reward for _, reward in scored)

@@ -59,9 +59,8 @@ class TokenLogprobs(NamedTuple):
 
     logprobs: torch.Tensor  # (N,); without gradient where `objective` has it
     entropy: torch.Tensor  # (N,), nats; likewise
-    objective: torch.Tensor | None = (
-        None  # () float32, with gradient; None where none was given or the head is no plain one
-    )
+    objective: torch.Tensor | None = None
+    """() float32, with gradient. None where none was given, or the head is no plain one."""
 
 
 def chunked_logprobs(

@@ -6,7 +6,6 @@ import torch
 
 from grpo_async.batching.pack import pack_rank
 from grpo_async.batching.plan import EMPTY_ROW_TOKENS, BatchPlan, MicroBatchPlan, plan_batch
-from tests.support.dense_mask import dense_mask
 from tests.support.records import make_sample
 
 
@@ -33,19 +32,6 @@ def test_unpacked_samples_have_rows_of_their_own_as_long_as_the_longest_of_the_m
     assert batch.source_index.tolist() == [1, 2, 4]
     plan = plan_batch([4, 2], num_ranks=1, micro_batch_tokens=4, pack=False)
     assert [each.input_ids.shape[1] for each in pack_rank(samples, [0.25, 0.5], plan, 0, trainer_version=0)] == [4, 2]
-
-
-def test_the_mask_is_causal_within_a_sample_and_closed_between_samples() -> None:
-    samples = [make_sample(prompt=[1], completion=[5]), make_sample(prompt=[7], completion=[8])]
-    plan = BatchPlan(ranks=[[MicroBatchPlan(rows=[[0, 1]], row_tokens=5)]])
-    (batch,) = pack_rank(samples, [0.5, 0.5], plan, 0, trainer_version=0)
-    assert dense_mask(batch)[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 1, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 0, 0, 1],  # padding sees itself: no row of the softmax is empty
-    ]
 
 
 def test_tool_tokens_are_context_but_not_targets() -> None:

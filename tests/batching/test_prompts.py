@@ -11,7 +11,6 @@ from grpo_async.batching.pack import Continuation, pack_rank
 from grpo_async.batching.plan import BatchPlan, SamplePrompt, plan_batch
 from grpo_async.batching.prompts import find_prompts, num_prompt_tokens
 from grpo_async.records import RolloutSample
-from tests.support.dense_mask import dense_mask
 from tests.support.records import make_sample
 
 LIMIT = 120
@@ -172,17 +171,3 @@ def test_a_row_holds_the_prompt_once_and_the_first_trained_token_is_predicted_th
     assert batch.sample_index.tolist() == [0, 0, 1, 2]
     assert batch.weights.tolist() == [0.25, 0.25, 1.0, 0.5]
     assert list(batch.continuations) == [Continuation(start=4, prompt_start=0, num_prompt_tokens=2)]
-
-
-def test_the_mask_lets_a_continuation_see_its_prompt_and_nothing_else_of_the_sample_that_has_it() -> None:
-    samples, plan = _packed()
-    (batch,) = pack_rank(samples, [1.0] * 3, plan, 0, trainer_version=4)
-    assert dense_mask(batch)[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 0, 0, 1, 0, 0],
-        [0, 0, 0, 0, 0, 1, 0],
-        [0, 0, 0, 0, 0, 1, 1],
-    ]

@@ -103,19 +103,6 @@ def test_an_evaluation_runs_beside_generation_with_a_bound_seeds_and_a_temperatu
         assert side.evaluator.num_tokens == 4 * NUM_PROMPTS
 
 
-def test_a_failing_evaluation_leaves_no_trace_in_the_failures_of_training(tiny_model: Path, tmp_path: Path) -> None:
-    async def garbage(request: Request) -> AsyncIterator[bytes]:
-        if not _is_evaluation(request):
-            await asyncio.Event().wait()
-        yield b"no json\n"
-
-    with local_server(garbage) as server, open_side(_config(tmp_path, tiny_model), server) as side:
-        side.source.start()
-        error = _begin(side, tmp_path).exception(timeout=LIMIT_S)
-        assert "12 of 12 rollouts of the evaluation failed; the first, eval-v3-0-r0" in str(error)
-        assert not [name for name in side.source.gauges() if name.startswith("failures/")]
-
-
 async def _slow_evaluation(request: Request) -> AsyncIterator[bytes]:
     """Training's requests are silent; those of an evaluation take almost three seconds, token by token."""
     if not _is_evaluation(request):

@@ -59,7 +59,12 @@ def test_a_pass_is_a_reward_of_at_least_pass_reward() -> None:
 
 def test_failed_and_unscored_completions_take_part_in_no_mean_and_are_counted() -> None:
     """Rewards 1, None (failed), None (unscored), 0: 2 scored; pass@4 has no prompt with 4."""
-    outcomes = [Outcome(reward=1.0, num_tokens=3), Outcome(failed=True), Outcome(num_tokens=5), Outcome(reward=0.0)]
+    outcomes = [
+        Outcome(reward=1.0, num_tokens=3),
+        Outcome(error="injected"),
+        Outcome(num_tokens=5),
+        Outcome(reward=0.0),
+    ]
     metrics = prompt_metrics([PromptOutcomes(outcomes=outcomes)], samples=4, pass_reward=1.0)
     assert (metrics["reward"], metrics["pass@2"], metrics["mean_length"]) == (0.5, 1.0, 4.0)
     assert (metrics["num_failed"], metrics["num_unscored"]) == (1.0, 1.0)
@@ -68,7 +73,7 @@ def test_failed_and_unscored_completions_take_part_in_no_mean_and_are_counted() 
 
 def test_prompts_weigh_the_same_in_mean_at_k_also_where_a_completion_failed() -> None:
     """Prompt means 1 and 0: 0.5; over the 3 scored completions it would be 1/3."""
-    one = PromptOutcomes(outcomes=[Outcome(reward=1.0), Outcome(failed=True)])
+    one = PromptOutcomes(outcomes=[Outcome(reward=1.0), Outcome(error="injected")])
     metrics = prompt_metrics([one, _prompt(0, 0)], samples=2, pass_reward=1.0)
     assert metrics["mean@2"] == 0.5
     assert metrics["reward"] == pytest.approx(1 / 3)

@@ -248,14 +248,9 @@ def test_the_figures_of_the_weights_are_those_of_the_weights_in_use(level: Any) 
 
 
 def test_everything_at_once() -> None:
-    section = replace_all(ClippedLoss(type="dapo", delta=1.5))
-    _assert_equal(
-        section, loss_type="dapo", delta=1.5, beta=0.1, correction="token_mask", cap=1.5, floor=0.6,
-        off_policy_mask=0.05, top_entropy_share=0.5, entropy_bonus=0.2,
-    )  # fmt: skip
-
-
-def replace_all(section: ClippedLoss) -> ClippedLoss:
     correction = CorrectionSection(level="token", action="mask", cap=1.5, floor=0.6)
     values = {"beta": 0.1, "off_policy_mask": 0.05, "top_entropy_share": 0.5, "entropy_bonus": 0.2}
-    return section.model_copy(update={**values, "correction": correction})
+    _assert_equal(
+        ClippedLoss(type="dapo", delta=1.5).model_copy(update={**values, "correction": correction}),
+        loss_type="dapo", delta=1.5, correction="token_mask", cap=1.5, floor=0.6, **values,
+    )  # fmt: skip
