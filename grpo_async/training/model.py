@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -256,15 +256,10 @@ def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in _kept() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+@cache
 def _kept() -> frozenset[Any]:
-    global _operators
-    if _operators is None:
-        found = (getattr(getattr(torch.ops, library), name, None) for library, name in _KEPT_NAMES)
-        _operators = frozenset(packet.default for packet in found if packet is not None)
-    return _operators
-
-
-_operators: frozenset[Any] | None = None
+    found = (getattr(getattr(torch.ops, library), name, None) for library, name in _KEPT_NAMES)
+    return frozenset(packet.default for packet in found if packet is not None)
 
 
 def compile_layers(model: Any) -> None:
