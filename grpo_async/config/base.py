@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
 _LARGEST_INT = (1 << 32) - 1
 _SMALLEST_FLOAT = 1e-30
@@ -38,6 +38,11 @@ class StrictModel(BaseModel):
                 f"{value:g} is out of range; a number lies between {_SMALLEST_FLOAT:g} and {1 / _SMALLEST_FLOAT:g}"
             )
         return value
+
+
+def default_type(name: str) -> BeforeValidator:
+    """For a union on `type`, which may be left out: it is then `name`."""
+    return BeforeValidator(lambda value: {"type": name, **value} if isinstance(value, dict) else value)
 
 
 _REFERENCE = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_async.config.base import Count, FilePath, Reference, Seconds, Seed, StrictModel
+from grpo_async.config.base import Count, FilePath, Reference, Seconds, Seed, StrictModel, default_type
 
 
 class DataSource(StrictModel):
@@ -119,6 +119,7 @@ class EnvironmentSource(DataSource):
 Source = Annotated[
     JsonlSource | CsvSource | ParquetSource | HubSource | ReasoningGymSource | GeneratorSource | EnvironmentSource,
     Field(discriminator="type"),
+    default_type("jsonl"),
 ]
 
 

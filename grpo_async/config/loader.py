@@ -1,36 +1,54 @@
-"""Reads a configuration: files with `extends`, then overrides, then the environment, then validation.
+"""Reads a configuration: files with `extends`, then overrides, then the environment, then validation; and writes one.
 
-    read_with_bases -> apply_override... -> interpolate -> validate
-                 (merging)                                (problems)
+    extends: base.yaml            # or a list; later ones win; paths are relative to the file that says it
 
-Everything that is wrong is reported in one ConfigError, one line each, with the place to change. Paths in a
-configuration are relative to the working directory; only `extends` is relative to its file.
+Mappings are merged key by key, everything else is replaced. The place of a value is that of the file it came from. A section that
+is told apart by `type` starts afresh when the type changes: keys of another type would only be unknown ones.
+
+Everything that is wrong is reported in one ConfigError, one line each, with the place to change. All other paths in a
+configuration are relative to the working directory.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
-from pathlib import Path, PurePath
+from pathlib import Path as FilePath
+from pathlib import PurePath
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
+from grpo_async.config.document import (
+    YAML_1_2_RULES,
+    Document,
+    Path,
+    Place,
+    Problems,
+    Unquoted,
+    read_scalar,
+    read_yaml,
+    read_yaml_file,
+    shorten,
+    usable_text,
+)
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.merging import apply_override, escape, interpolate, read_with_bases
-from grpo_async.config.problems import report, to_plain
-from grpo_async.config.shape import Shape
-from grpo_async.config.tree import YAML_1_2_RULES, Problems
+from grpo_async.config.problems import report
+from grpo_async.config.shape import Shape, suggest_key
 from grpo_async.errors import ConfigError
 
-_GONE = (("training", "row_tokens"),)
+_REMOVED = (("training", "row_tokens"),)
 """Section and name of settings that earlier versions had."""
+_REFERENCE = re.compile(r"\$\$\{|\$\{(?P<body>[^}]*)(?P<end>\}?)")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OF_THE_JOB = (("launch", "slurm", "setup"), ("launch", "slurm", "options"))
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+def load_config(path: FilePath, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """The configuration in `path` with `overrides` ("optimizer.lr=1e-6") on top.
 
     Raises:
@@ -42,30 +60,26 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     except OSError as error:  # a name that is too long, a folder that may not be entered
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     shape, problems = Shape.of(ExperimentConfig), Problems()
-    root = read_with_bases(path, shape, os.environ, problems)
-    if root is None:
+    document = _read_with_bases(path, [], {}, shape, problems)
+    if problems.unreadable:
         raise ConfigError(problems.text())
     for override in overrides:
-        root = apply_override(root, override, shape, problems)
-    root = interpolate(root, os.environ, problems)
+        _apply_override(document, override, shape, problems)
+    document.values = _interpolated(document.values, (), document, problems)
     config = None
     try:
-        config = ExperimentConfig.model_validate(_without_gone(to_plain(root, shape)))
+        config = ExperimentConfig.model_validate(_without_removed(document.values))
     except ValidationError as error:
-        report(error, root, shape, problems)
+        report(error, document, shape, problems)
     if problems or config is None:
         raise ConfigError(problems.text())
     return config
 
 
-def _without_gone(values: Any) -> Any:
-    """Without settings that there are no more, where they are null: so they stand in the config.yaml of every run of that time, and
-    say nothing."""
-    for section, name in _GONE:
-        settings = values.get(section) if isinstance(values, dict) else None
-        if isinstance(settings, dict) and name in settings and settings[name] is None:
-            del settings[name]
-    return values
+def read_value(file: FilePath, path: Path) -> Any:
+    """One value of a file that need not be valid otherwise, such as a config.yaml of another version; None where there is none."""
+    document = read_yaml_file(file, Problems())
+    return _interpolated(document.value(path), path, document, Problems()) if path in document.places else None
 
 
 def dump_config(config: ExperimentConfig) -> str:
@@ -85,7 +99,7 @@ def dump_values(values: Mapping[str, Any]) -> str:
     )
 
 
-def _no_such_file(path: Path) -> str:
+def _no_such_file(path: FilePath) -> str:
     if path.is_dir():
         return f"{path} is a directory; name a YAML file"
     names = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
@@ -93,8 +107,161 @@ def _no_such_file(path: Path) -> str:
     return f"there is no file {path}" + (f"; did you mean '{path.parent / near[0]}'?" if near else "")
 
 
+def _without_removed(values: Any) -> Any:
+    """Without settings that no longer exist, where they are null: so they stand in the config.yaml of every run of that time."""
+    for section, name in _REMOVED:
+        settings = values.get(section) if isinstance(values, dict) else None
+        if isinstance(settings, dict) and settings.get(name, ...) is None:
+            del settings[name]
+    return values
+
+
+# ---- files ----
+
+
+def _read_with_bases(
+    path: FilePath, inside: Sequence[FilePath], known: dict[FilePath, Document], shape: Shape, problems: Problems
+) -> Document:
+    """A file merged over everything it extends. One that cannot be read is a problem.
+
+    Args:
+        inside: the files that led here, outermost first; meeting one of them again is a circle.
+        known: files that were read already, which several may extend; is added to.
+    """
+    own = read_yaml_file(path, problems)
+    chain, merged = [*inside, path], Document({}, {})
+    for place, name in _names_of_bases(own, problems):
+        base = FilePath(os.path.normpath(path.parent / os.path.expanduser(str(name))))
+        if fault := _fault_of_base(name, base, chain):
+            problems.add(place, f"extends: {fault}", unreadable=True)
+            continue
+        if base not in known:
+            known[base] = _read_with_bases(base, chain, known, shape, problems)
+        merged = _merge(merged, known[base], shape)
+    return _merge(merged, own, shape)
+
+
+def _names_of_bases(own: Document, problems: Problems) -> list[tuple[Place, Any]]:
+    """What `extends` names, which is taken out of the document."""
+    if "extends" not in own.values:
+        return []
+    written = _interpolated(own.values.pop("extends"), ("extends",), own, problems)
+    paths = [("extends", str(index)) for index in range(len(written))] if isinstance(written, list) else [("extends",)]
+    problems.unreadable |= not own.broken.isdisjoint(paths)
+    names = written if isinstance(written, list) else [written]
+    return [(own.place(path), name) for path, name in zip(paths, names, strict=True) if path not in own.broken]
+
+
+def _fault_of_base(name: Any, base: FilePath, chain: Sequence[FilePath]) -> str:
+    """Why `base` cannot be extended by the last of `chain`; empty: it can."""
+    if not isinstance(name, str):
+        return "give the name of a file, or a list of names"
+    try:
+        if base.resolve() in [file.resolve() for file in chain]:
+            return f"it goes in a circle: {' -> '.join(str(file) for file in [*chain, base])}"
+        return "" if base.is_file() else f"there is no file {base} (paths are relative to {chain[-1]})"
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        return f"{base} cannot be read: {error.strerror}"
+
+
+def _merge(below: Document, above: Document, shape: Shape) -> Document:
+    """`above` on top of `below`: {a: {b: 1, c: 2}} under {a: {c: 3}} -> {a: {b: 1, c: 3}}."""
+    merged = Document(None, below.places, below.broken)
+
+    def merge(old: Any, new: Any, path: Path, shape: Shape | None) -> Any:
+        if not (isinstance(old, dict) and isinstance(new, dict)) or _is_of_another_type(old, new, shape):
+            merged.replace_places(path, {})
+            return new
+        entries = dict(old)
+        for key, value in new.items():
+            where, inner = (*path, key), shape.below(key) if shape else None
+            entries[key] = merge(old[key], value, where, inner) if key in old else value
+        return entries
+
+    merged.values = merge(below.values, above.values, (), shape)
+    merged.places, merged.broken = merged.places | above.places, merged.broken | above.broken
+    return merged
+
+
+def _is_of_another_type(old: Mapping[str, Any], new: Mapping[str, Any], shape: Shape | None) -> bool:
+    return bool(shape and shape.tags and "type" in new) and new["type"] != old.get("type", shape.default_tag)
+
+
+# ---- overrides ----
+
+
+def _apply_override(document: Document, override: str, shape: Shape, problems: Problems) -> None:
+    """One `--set`: a value read as YAML, on top of every file. List entries go by index: `rewards.0.weight=2`. A path that does not
+    exist and a value that cannot be read are problems."""
+    place = Place(f"--set {shorten(override, 100).encode(errors='backslashreplace').decode()}")
+    dotted, has_value, text = override.partition("=")
+    path = tuple(part.strip() for part in dotted.split("."))
+    if not has_value or not all(path):
+        problems.add(place, "an override is written section.key=value")
+        return
+    above = (path[:length] for length in range(1, len(path)))
+    lists = [one for one in above if one in document.places and isinstance(document.value(one), list)]
+    if shape.find(path) is None and not lists:
+        problems.add(place, f"unknown key '{'.'.join(path)}'{suggest_key(shape, path)}")
+    elif missing := [one for one in lists if path[: len(one) + 1] not in document.places]:
+        entries, key = document.value(missing[0]), path[len(missing[0])]
+        known = ", ".join(map(str, range(len(entries)))) or "none at all"
+        problems.add(place, f"'{'.'.join(missing[0])}' has no entry '{key}', only {shorten(known)}")
+    else:
+        document.put(path, read_yaml(text, place, problems, has_lines=False))
+
+
+# ---- the environment ----
+
+
+def _interpolated(value: Any, path: Path, document: Document, problems: Problems) -> Any:
+    """The value with every `${NAME}` in its texts replaced, and `${NAME:-default}` (when unset or empty); `$${` is a literal `${`.
+
+    An unquoted value that is nothing but one reference is then read as a YAML scalar: with LR=1e-6 in the environment
+    `lr: ${LR}` is a number, while `name: "${RUN}"` stays text whatever RUN holds. What a variable holds is not interpolated again.
+    A value with a problem is None, and `document.broken` has its path.
+
+    The lines that `launch slurm` writes into its script (`launch.slurm.setup`, `.options`) are left to the job: `${NAME}` stays as
+    it is, so that no secret of this environment gets into the script; only `$${` is read as `${` there too.
+    """
+    if isinstance(value, dict):
+        return {key: _interpolated(below, (*path, key), document, problems) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_interpolated(below, (*path, str(i)), document, problems) for i, below in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    if path[:3] in _OF_THE_JOB:
+        return value.replace("$${", "${")
+    whole = _REFERENCE.fullmatch(value)
+    is_one_reference = whole is not None and whole["body"] is not None and isinstance(value, Unquoted)
+    try:
+        text = _REFERENCE.sub(_filled_in, value)
+        return read_scalar(text) if is_one_reference else usable_text(text)
+    except ValueError as error:
+        problems.add(document.place(path), f"{'.'.join(path)}: {error}")
+        document.broken.add(path)
+        return None
+
+
+def _filled_in(reference: re.Match[str]) -> str:
+    """What stands for a reference. Raises: ValueError: nothing does."""
+    if reference["body"] is None:
+        return "${"
+    name, has_default, default = reference["body"].partition(":-")
+    if not reference["end"]:
+        raise ValueError(f"'{reference[0]}' has no closing brace; write $${{ for a literal ${{")
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"'{reference[0]}' does not name an environment variable; write $${{ for a literal ${{")
+    if name not in os.environ and not has_default:
+        raise ValueError(f"the environment variable '{name}' is not set; set it or write ${{{name}:-default}}")
+    return os.environ.get(name) or default
+
+
+# ---- writing ----
+
+
 def _writable(value: Any) -> Any:
-    """Plain YAML types; text is escaped, so that it is not taken for an interpolation when it is read back."""
+    """Plain YAML types; `${` in texts is escaped, so that it is not taken for an interpolation when it is read back."""
     if isinstance(value, dict):
         return {key: _writable(below) for key, below in value.items()}
     if isinstance(value, list | tuple):
@@ -102,7 +269,7 @@ def _writable(value: Any) -> Any:
     if isinstance(value, Enum):
         return _writable(value.value)
     if isinstance(value, str | PurePath):
-        return escape(str(value))
+        return str(value).replace("${", "$${")
     return value
 
 

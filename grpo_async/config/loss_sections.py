@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from grpo_async.config.base import ModelName, Reference, StrictModel, Weight
+from grpo_async.config.base import ModelName, Reference, StrictModel, Weight, default_type
 
 Reduction = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 
@@ -170,4 +170,5 @@ class CustomLoss(BaseLoss):
 LossSection = Annotated[
     ClippedLoss | GspoLoss | CispoLoss | SapoLoss | CustomLoss,
     Field(discriminator="type"),
+    default_type("dapo"),
 ]

@@ -7,44 +7,29 @@ pydantic's errors name its own internals (union tags, "Value error,", model clas
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
+from grpo_async.config.document import Document, Path, Place, Problems, shorten
 from grpo_async.config.shape import Shape, did_you_mean, suggest_key
-from grpo_async.config.tree import Node, Path, Place, Problems, shorten
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
 _MAPPING_TYPES = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
 _MOST_TOLD = 100  # looking for the nearest key takes 10 ms each
 
 
-def to_plain(node: Node, shape: Shape | None) -> Any:
-    """The tree as dicts and lists. A section whose `type` may be left out gets it: validation wants it spelled out."""
-    if isinstance(node.value, dict):
-        entries: dict[str, Any] = {}
-        if shape is not None and shape.tag_key and shape.tag_key not in node.value and shape.default_tag:
-            entries[shape.tag_key] = shape.default_tag
-        for key, below in node.value.items():
-            entries[key] = to_plain(below, shape.below(key) if shape else None)
-        return entries
-    if isinstance(node.value, list):
-        return [to_plain(below, shape.below(str(i)) if shape else None) for i, below in enumerate(node.value)]
-    return node.value
-
-
-def report(error: ValidationError, root: Node, shape: Shape, problems: Problems) -> None:
+def report(error: ValidationError, document: Document, shape: Shape, problems: Problems) -> None:
     """Add every error of `error`, at the place that has to change. Values that were reported before are left out."""
     faults = error.errors(include_url=False)
     if len(faults) > _MOST_TOLD:
-        problems.add(root.place, f"{len(faults)} values are wrong; told are the first {_MOST_TOLD}")
+        problems.add(document.place(()), f"{len(faults)} values are wrong; told are the first {_MOST_TOLD}")
     for fault in faults[:_MOST_TOLD]:
         path, section = _path_of(fault["loc"], fault["type"], shape)
-        if any(node is not None and node.broken for node in (root.find(path[:i]) for i in range(len(path) + 1))):
-            continue
-        for place, message in _explain(dict(fault), path, section, root, shape):
-            problems.add(place, message)
+        if not any(path[:length] in document.broken for length in range(len(path) + 1)):
+            for place, message in _explain(dict(fault), path, section, document, shape):
+                problems.add(place, message)
 
 
 def _path_of(loc: Sequence[int | str], kind: str, shape: Shape) -> tuple[Path, Shape]:
@@ -54,13 +39,10 @@ def _path_of(loc: Sequence[int | str], kind: str, shape: Shape) -> tuple[Path, S
     """
     path: list[str] = []
     section, current = shape, shape
-    for position, raw in enumerate(loc):
-        segment = str(raw)
+    for position, segment in enumerate(map(str, loc)):
         if segment in current.tags:
             current = current.narrowed(segment)
-            continue
-        below = current.below(segment)
-        if below is not None:
+        elif (below := current.below(segment)) is not None:
             path.append(segment)
             section, current = current, below
         elif kind == "extra_forbidden" and position == len(loc) - 1:
@@ -69,55 +51,55 @@ def _path_of(loc: Sequence[int | str], kind: str, shape: Shape) -> tuple[Path, S
     return tuple(path), section
 
 
-def _explain(fault: dict[str, Any], path: Path, section: Shape, root: Node, shape: Shape) -> list[tuple[Place, str]]:
+def _explain(
+    fault: dict[str, Any], path: Path, section: Shape, document: Document, shape: Shape
+) -> Iterator[tuple[Place, str]]:
     kind, context, dotted = fault["type"], fault.get("ctx", {}), ".".join(path)
-    place = root.nearest(path).place
+    place = document.place(path)
     if kind == "extra_forbidden":
-        return [(place, _unknown_key(path, section, root, shape))]
-    if kind == "missing":
-        return [(place, f"{dotted}: this key is required")]
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        yield place, _unknown_key(path, section, document, shape)
+    elif kind == "missing":
+        yield place, f"{dotted}: this key is required"
+    elif kind in ("union_tag_invalid", "union_tag_not_found"):
         union = shape.find(path)
         assert union is not None
-        types = list(union.tags)
-        key, allowed = f"{dotted}.{union.tag_key}", f"one of {', '.join(repr(tag) for tag in types)}"
+        one_of = f"one of {', '.join(map(repr, union.tags))}"
         if kind == "union_tag_not_found":
-            return [(place, f"{key}: this key is required, {allowed}")]
-        tag = str(context["tag"])
-        place = root.nearest((*path, union.tag_key or "")).place
-        return [(place, f"{key}: input should be {allowed} (got {tag!r}){did_you_mean(tag, types)}")]
-    if kind == "value_error":
-        return [_rule(line, dotted, place, root, shape) for line in str(context["error"]).splitlines() if line]
-    message = (
-        "input should be a mapping of keys" if kind in _MAPPING_TYPES else fault["msg"][:1].lower() + fault["msg"][1:]
-    )
-    hint = ""
-    if kind == "string_type" and isinstance(fault["input"], int | float):
-        hint = "; put it in quotes"
-    if kind == "literal_error" and isinstance(fault["input"], str):
-        hint = did_you_mean(fault["input"], re.findall(r"'([^']*)'", context["expected"]))
-    return [(place, f"{dotted or 'the file'}: {message} (got {_shown(fault['input'])}){hint}")]
+            yield place, f"{dotted}.type: this key is required, {one_of}"
+        else:
+            hint = did_you_mean(str(context["tag"]), list(union.tags))
+            yield (
+                document.place((*path, "type")),
+                f"{dotted}.type: input should be {one_of} (got {context['tag']!r}){hint}",
+            )
+    elif kind == "value_error":
+        yield from (_rule(line, dotted, document, path, shape) for line in str(context["error"]).splitlines() if line)
+    else:
+        message, hint = fault["msg"][:1].lower() + fault["msg"][1:], ""
+        if kind in _MAPPING_TYPES:
+            message = "input should be a mapping of keys"
+        if kind == "string_type" and isinstance(fault["input"], int | float):
+            hint = "; put it in quotes"
+        if kind == "literal_error" and isinstance(fault["input"], str):
+            hint = did_you_mean(fault["input"], re.findall(r"'([^']*)'", context["expected"]))
+        yield place, f"{dotted or 'the file'}: {message} (got {_shown(fault['input'])}){hint}"
 
 
-def _unknown_key(path: Path, section: Shape, root: Node, shape: Shape) -> str:
-    key, dotted = path[-1], ".".join(path)
-    union = shape.find(path[:-1])
+def _unknown_key(path: Path, section: Shape, document: Document, shape: Shape) -> str:
+    key, dotted, union = path[-1], ".".join(path), shape.find(path[:-1])
     owners = [tag for tag, model in union.tags.items() if key in model.model_fields] if union else []
     if union is not None and owners:
-        written = root.find((*path[:-1], union.tag_key or ""))
-        own = written.value if written is not None else union.default_tag
-        return f"unknown key '{dotted}' of type '{own}'; it belongs to type {' and '.join(repr(tag) for tag in owners)}"
+        own = document.value(path[:-1]).get("type", union.default_tag)
+        return f"unknown key '{dotted}' of type '{own}'; it belongs to type {' and '.join(map(repr, owners))}"
     return f"unknown key '{dotted}'{did_you_mean(key, section.keys()) or suggest_key(shape, path)}"
 
 
-def _rule(line: str, dotted: str, place: Place, root: Node, shape: Shape) -> tuple[Place, str]:
-    """A rule's own message. It points at the first of the settings it names that is written somewhere."""
-    named = [tuple(found.split(".")) for found in _DOTTED.findall(line)]
-    known = [path for path in named if shape.find(path) is not None]
-    written = [node for node in (root.find(path) for path in known) if node is not None]
+def _rule(line: str, dotted: str, document: Document, path: Path, shape: Shape) -> tuple[Place, str]:
+    """A rule's own message. One that spans sections points at the first of the settings it names that is written somewhere."""
+    known = [named for found in _DOTTED.findall(line) if shape.find(named := tuple(found.split("."))) is not None]
+    written = next((named for named in known if named in document.places), path)
     opens_with_path = bool(known) and line.startswith(".".join(known[0]) + ":")
-    text = line if opens_with_path or not dotted else f"{dotted}: {line}"
-    return (written[0].place if written and not dotted else place), text
+    return document.place(path or written), line if opens_with_path or not dotted else f"{dotted}: {line}"
 
 
 def _shown(value: object) -> str:

@@ -1,5 +1,5 @@
-"""What may be written where: walks the annotations of the configuration's models along a path of keys; and what an unknown key
-was meant to be.
+"""What may be written where: walks the annotations of the configuration's models along a path of keys; and what to write instead
+of an unknown key.
 
 A union that is told apart by `type` is walked with the keys of all its members until the type is known.
 """
@@ -13,15 +13,14 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
-from grpo_async.config.tree import Path, index_of
+from grpo_async.config.document import Path, index_of
 
 _CLOSE_ENOUGH = 0.7  # difflib's ratio; below it a suggestion is more often noise than help
 _LONGEST_KEY = 60  # difflib's time grows with the square
 
 # Names of TRL (and of the optimizers' and servers' own arguments): our path, or what to know where there is none.
-_FOREIGN = {
+FOREIGN_KEYS = {
     "adam_beta1": "optimizer.betas",
     "bf16": "model.compute_dtype",
     "eval_steps": "evaluation.every_steps",
@@ -55,51 +54,39 @@ _FOREIGN = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The alternatives of one value. `tag_key` is the key that tells them apart, for unions on `type`."""
+    """The types that one value may have: models, containers, plain types. `Annotated` and `| None` are looked through."""
 
     alternatives: tuple[Any, ...]
-    tag_key: str | None = None
 
     @classmethod
-    def of(cls, annotation: Any, tag_key: str | None = None) -> Shape:
-        """The shape of an annotation: `Annotated` and `| None` are looked through."""
+    def of(cls, annotation: Any) -> Shape:
         if get_origin(annotation) is Annotated:
-            base, *extras = get_args(annotation)
-            for extra in extras:
-                if isinstance(extra, FieldInfo) and isinstance(extra.discriminator, str):
-                    tag_key = extra.discriminator
-            return cls.of(base, tag_key)
+            return cls.of(get_args(annotation)[0])
         if get_origin(annotation) in (Union, UnionType):
-            parts = [cls.of(part, tag_key) for part in get_args(annotation) if part is not NoneType]
-            keys = {part.tag_key for part in parts if part.tag_key}
-            return cls(tuple(a for part in parts for a in part.alternatives), keys.pop() if keys else None)
-        return cls((annotation,), tag_key)
+            parts = [cls.of(part) for part in get_args(annotation) if part is not NoneType]
+            return cls(tuple(alternative for part in parts for alternative in part.alternatives))
+        return cls((annotation,))
 
     @property
     def models(self) -> list[type[BaseModel]]:
-        return [a for a in self.alternatives if isinstance(a, type) and issubclass(a, BaseModel)]
+        return [each for each in self.alternatives if isinstance(each, type) and issubclass(each, BaseModel)]
 
     @property
     def tags(self) -> dict[str, type[BaseModel]]:
-        """type -> model, for a union on `type`; empty otherwise."""
-        if self.tag_key is None:
+        """type -> model, of a union of models; empty otherwise."""
+        if len(self.models) < 2:
             return {}
-        found = {}
-        for model in self.models:
-            field = model.model_fields[self.tag_key]
-            found.update({str(tag): model for tag in get_args(field.annotation)})
-        return found
+        return {tag: model for model in self.models for tag in get_args(model.model_fields["type"].annotation)}
 
     @property
     def default_tag(self) -> str | None:
-        """The type that is meant when none is written: that of the one member whose `type` has a default."""
-        defaults = [tag for tag, model in self.tags.items() if model.model_fields[self.tag_key or ""].default == tag]
-        return defaults[0] if len(defaults) == 1 else None
+        """The type that is meant when none is written: that of the member whose `type` has a default."""
+        return next((tag for tag, model in self.tags.items() if model.model_fields["type"].default == tag), None)
 
-    def narrowed(self, tag: object) -> Shape:
+    def narrowed(self, tag: str) -> Shape:
         """The member of the union with this type; the whole union when there is none."""
-        model = self.tags.get(str(tag))
-        return Shape((model,)) if model is not None else self
+        model = self.tags.get(tag)
+        return self if model is None else Shape((model,))
 
     def keys(self) -> list[str]:
         """Known keys, of all members of a union."""
@@ -107,46 +94,38 @@ class Shape:
 
     def below(self, key: str) -> Shape | None:
         """The shape under a key or list index; None when nothing can stand there."""
-        parts: list[Shape] = []
+        index, found = index_of(key), []
         for alternative in self.alternatives:
             origin, arguments = get_origin(alternative), get_args(alternative)
             if alternative is Any:
-                parts.append(Shape((Any,)))
-            elif isinstance(alternative, type) and issubclass(alternative, BaseModel):
-                if key in alternative.model_fields:
-                    parts.append(_of_field(alternative.model_fields[key]))
+                found.append(Any)
+            elif alternative in self.models and key in alternative.model_fields:
+                found.append(alternative.model_fields[key].annotation)
             elif origin is dict:
-                parts.append(Shape.of(arguments[1]))
-            elif origin is list and index_of(key) is not None:
-                parts.append(Shape.of(arguments[0]))
-            elif origin is tuple and (index := index_of(key)) is not None and index < len(arguments):
-                parts.append(Shape.of(arguments[index]))
-        if not parts:
-            return None
-        tag_key = next((part.tag_key for part in parts if part.tag_key), None)
-        return Shape(tuple(a for part in parts for a in part.alternatives), tag_key)
+                found.append(arguments[1])
+            elif origin is list and index is not None:
+                found.append(arguments[0])
+            elif origin is tuple and index is not None and index < len(arguments):
+                found.append(arguments[index])
+        return Shape(tuple(each for part in found for each in Shape.of(part).alternatives)) if found else None
 
-    def find(self, path: tuple[str, ...]) -> Shape | None:
+    def find(self, path: Path) -> Shape | None:
         shape: Shape | None = self
         for key in path:
             shape = shape.below(key) if shape is not None else None
         return shape
 
-    def dotted_paths(self, prefix: str = "") -> Iterator[str]:
-        """Every key that can be written, as `--set` takes it; entry 0 stands for a list's entries."""
+    def settings(self, prefix: str = "") -> Iterator[str]:
+        """Every setting that can be written (no sections), as `--set` takes it; entry 0 stands for a list's entries."""
         for key in self.keys():
             below = self.below(key)
             assert below is not None
-            yield prefix + key
-            yield from below.dotted_paths(f"{prefix}{key}.")
+            if not below.models:
+                yield prefix + key
+            yield from below.settings(f"{prefix}{key}.")
         for alternative in self.alternatives:
             if get_origin(alternative) is list:
-                yield from Shape.of(get_args(alternative)[0]).dotted_paths(f"{prefix}0.")
-
-
-def _of_field(field: FieldInfo) -> Shape:
-    # pydantic lifts the outermost Annotated of a field into its FieldInfo
-    return Shape.of(field.annotation, field.discriminator if isinstance(field.discriminator, str) else None)
+                yield from Shape.of(get_args(alternative)[0]).settings(f"{prefix}0.")
 
 
 def did_you_mean(word: str, known: list[str]) -> str:
@@ -164,36 +143,32 @@ def suggest_key(root: Shape, path: Path) -> str:
     rollout.lr         -> 'optimizer.lr'         right key, wrong section: the whole path
     optim.lrr          -> 'optimizer.lr'
     """
-    section = root
-    for depth, key in enumerate(path):
-        below = section.below(key)
-        if below is None and section.alternatives and not section.keys() and depth:
-            return f"; did you mean '{'.'.join(path[:depth])}'?"
-        if below is None:
-            last = depth == len(path) - 1
-            near = did_you_mean(key, section.keys()) if last else ""
-            return near or _foreign(path[-1]) or _anywhere(root, path) or did_you_mean(key, section.keys())
-        section = below
-    return ""
+    section, depth = root, 0
+    while (below := section.below(path[depth])) is not None:
+        section, depth = below, depth + 1
+    if depth and not section.keys():
+        return f"; did you mean '{'.'.join(path[:depth])}'?"
+    near = did_you_mean(path[depth], section.keys())
+    if near and depth == len(path) - 1:
+        return near
+    return _of_another_trainer(path[-1]) or _anywhere(root, path) or near
 
 
-def _foreign(key: str) -> str:
-    meant = _FOREIGN.get(key, "")
+def _of_another_trainer(key: str) -> str:
+    meant = FOREIGN_KEYS.get(key, "")
     return f"; it {meant}" if " " in meant else f"; here it is '{meant}'" if meant else ""
 
 
 def _anywhere(root: Shape, path: Path) -> str:
-    """The nearest path of all whose last key is near: sections that are alike make no keys alike."""
-    if len(".".join(path)) > 2 * _LONGEST_KEY:
-        return ""
+    """The nearest setting of all whose last key is near: sections that are alike make no keys alike."""
     dotted, last = ".".join(path), path[-1]
-    best, best_score = "", 0.0
-    for candidate in root.dotted_paths():
-        below = root.find(tuple(candidate.split(".")))
-        if below is not None and below.models:
-            continue  # a section is no answer to "which setting?": rollout.zzz would get 'rollout'
+    if len(dotted) > 2 * _LONGEST_KEY:
+        return ""
+
+    def score(candidate: str) -> float:
         likeness = SequenceMatcher(None, last, candidate.rpartition(".")[2]).ratio()
-        score = likeness + SequenceMatcher(None, dotted, candidate).ratio() / 2
-        if likeness > _CLOSE_ENOUGH and score > best_score:
-            best, best_score = candidate, score
-    return f"; did you mean '{best}'?" if best else ""
+        return likeness + SequenceMatcher(None, dotted, candidate).ratio() / 2 if likeness > _CLOSE_ENOUGH else 0.0
+
+    scores = {candidate: score(candidate) for candidate in root.settings()}
+    best = max(scores, key=scores.__getitem__)
+    return f"; did you mean '{best}'?" if scores[best] else ""

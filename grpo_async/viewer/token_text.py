@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_async.config.merging import interpolate
-from grpo_async.config.tree import Problems, read_yaml_file
+from grpo_async.config.loader import read_value
 from grpo_async.errors import RunError
 from grpo_async.rundir import RunDir
 
@@ -47,12 +45,7 @@ def load_token_texts(run: RunDir) -> TokenTexts | str:
 
 
 def _model_folder(run: RunDir) -> Path | None:
-    problems = Problems()
-    root = read_yaml_file(run.config, problems) if run.config.is_file() else None
-    node = root.find(("model", "path")) if root is not None else None
-    if node is None:
-        return None
-    value = interpolate(node, os.environ, problems, ("model", "path")).value  # undoes the escapes of a resolved config
+    value = read_value(run.config, ("model", "path"))
     return Path(value) if isinstance(value, str) else None
 
 

@@ -124,11 +124,6 @@ def test_null_in_a_file_switches_a_section_of_its_base_off(tmp_path: Path) -> No
     assert load_config(_write(tmp_path, "extends: base.yaml\nevaluation: null\n")).evaluation is None
 
 
-def test_the_type_of_a_source_may_be_left_out_where_it_has_a_default(tmp_path: Path) -> None:
-    config = load_config(_write(tmp_path, MINIMAL.replace("type: jsonl, ", "")))
-    assert config.data.train.type == "jsonl"
-
-
 def test_an_error_points_at_the_file_that_the_value_came_from(tmp_path: Path) -> None:
     _write(tmp_path, MINIMAL + "rollout:\n  group_size: 1\n  temperatur: 2\n", "base.yaml")
     path = _write(tmp_path, "extends: base.yaml\n\nrollout:\n  groups_per_step: 0\n")
@@ -263,13 +258,6 @@ def test_overrides_take_precedence_and_are_read_as_yaml(tmp_path: Path) -> None:
     assert config.evaluation.data.type == "csv"
     assert config.optimizer.betas == (0.8, 0.9)
     assert config.model.path == "a=b"
-
-
-def test_an_override_can_replace_a_list_and_empty_a_value(tmp_path: Path) -> None:
-    path = _write(tmp_path, MINIMAL + "checkpoint: {keep_every: 5}\n")
-    config = load_config(path, ["checkpoint.keep_every=", "rewards=[{function: 'a:b'}, {function: 'a:c'}]"])
-    assert config.checkpoint.keep_every is None
-    assert len(config.rewards) == 2
 
 
 def test_an_override_reaches_free_form_arguments(tmp_path: Path) -> None:

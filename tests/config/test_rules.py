@@ -1,0 +1,165 @@
+"""Settings that make no sense together are refused, each with its reason; their neighbours are allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from grpo_async.config import ExperimentConfig
+
+JSONL = {"type": "jsonl", "path": "t"}
+TLS = {"certificate": "c.pem", "key": "k.pem"}
+
+
+def _config(**sections: Any) -> ExperimentConfig:
+    base = {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"train": JSONL}, "rewards": [{"function": "a:b"}]}
+    if "evaluation" in sections or "checkpoint" in sections:
+        base["data"] = {"train": JSONL, "held_out": 0.1}
+    return ExperimentConfig.model_validate({**base, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        # the objective
+        ({"loss": {"correction": {}}}, "with loss.proximal: sampler there is none; set loss.proximal: recomputed"),
+        ({"loss": {"proximal": "log_linear"}, "rollout": {"max_staleness": 0}}, "with rollout.max_staleness: 0 all are new"),
+        ({"loss": {"proximal": "recomputed"}}, "makes every ratio 1 while training.minibatches is 1"),
+        (
+            {"loss": {"type": "gspo", "proximal": "recomputed", "correction": {"level": "token"}}},
+            "gspo's ratio is the same for all of them; set level: sequence",
+        ),
+        ({"loss": {"reference": "models/base"}}, "loss.reference: models/base would not be used, since loss.beta is 0"),
+        ({"training": {"minibatches": 3}, "rollout": {"groups_per_step": 2}}, "training.minibatches: 3 is more than rollout"),
+        ({"loss": {"type": "grpo", "reduction": "dapo"}}, "is what `type: dapo` means; set that, without reduction"),
+        ({"loss": {"delta": 1.2}}, "delta: 1.2 is not more than 1 + epsilon_high = 1.28"),
+        ({"loss": {"type": "cispo", "delta": 4.0}}, "delta"),
+        ({"loss": {"proximal": "recomputed", "correction": {"cap": 2.0, "floor": 2.0}}}, "floor: 2.0 is not less than cap"),
+        # servers and weights
+        ({"inference": {"urls": ["http://[::1]:1"], "replicas": 2}}, "inference.replicas: 2 servers would be spawned"),
+        ({"inference": {"urls": ["http://a:1", "http://a:1"]}}, "named more than once"),
+        ({"inference": {"urls": ["http://a:1/v1"]}}, "http://host:port"),
+        (
+            {"inference": {"urls": ["http://10.0.0.7:8000"]}, "weights": {"host": "127.0.0.1"}},
+            "weights.host: 127.0.0.1 cannot be reached from http://10.0.0.7:8000",
+        ),
+        ({"inference": {"tls": {"key": "k.pem"}}}, "certificate and key go together"),
+        (
+            {"inference": {"vllm": {"sleep_while_training": True}}, "rollout": {"max_staleness": 1}},
+            "sleep_while_training: with rollout.max_staleness: 1",
+        ),
+        ({"inference": {"vllm": {"extra_args": ["--port", "1"]}}}, "--port is set by grpo-async"),
+        ({"inference": {"vllm": {"extra_args": ["--api-key=x"]}}}, "--api-key is set by grpo-async; the token of the run"),
+        # evaluation, and the checkpoints that are kept by it
+        ({"evaluation": {"samples": 4}}, "evaluation.samples: 4 greedy completions of a prompt are all the same"),
+        (
+            {"evaluation": {"every_steps": 3}, "training": {"weight_sync_steps": 2}},
+            "evaluation.every_steps: 3 is no multiple of training.weight_sync_steps: 2",
+        ),
+        (
+            {"evaluation": {"every_steps": 3}, "inference": {"vllm": {"sleep_while_training": True}},
+             "rollout": {"max_staleness": 0}},
+            "evaluation.every_steps: 3 needs the servers while training goes on",
+        ),
+        (
+            {"evaluation": {"samples": 16, "temperature": 1.0},
+             "environments": {"maze": {"factory": "a:B", "max_instances": 8}}},
+            "environments.maze.max_instances: 8 is less than evaluation.samples: 16",
+        ),
+        (
+            {"checkpoint": {"best_metric": "pass@8"}, "evaluation": {"samples": 4, "temperature": 1.0}},
+            "reward, pass@1, pass@2, pass@4",
+        ),
+        ({"data": {"train": JSONL, "held_out": 0.1}}, "data.held_out: 0.1 keeps rows back"),
+        ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best: 1 goes by evaluations during training"),
+        (
+            {"checkpoint": {"keep_best": 1, "every_steps": 4}, "evaluation": {"every_steps": 6}},
+            "make evaluation.every_steps: 6 a multiple of checkpoint.every_steps: 4",
+        ),
+        ({"evaluation": {}, "data": {"train": JSONL}}, "evaluation.data: there is none"),
+        ({"evaluation": {"data": JSONL}}, "data.held_out: keeps rows back for evaluation, but evaluation.data names others"),
+        # data
+        ({"data": {"train": JSONL, "held_out": 1.5}}, "1.5 is neither a share (below 1) nor a whole number of rows"),
+        (
+            {"data": {"train": {**JSONL, "min_prompt_chars": 9, "max_prompt_chars": 3}}},
+            "min_prompt_chars: 9 is more than max_prompt_chars: 3",
+        ),
+        ({"rewards": [{"function": "a:b"}, {"function": "c:b"}]}, "the reward names ['b'] are used more than once"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        _config(**sections)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"loss": {"proximal": "recomputed", "correction": {}}},
+        {"loss": {"proximal": "recomputed"}, "training": {"minibatches": 2}, "rollout": {"groups_per_step": 2}},
+        {"loss": {"type": "custom", "function": "a:b", "proximal": "recomputed"}},
+        {"loss": {"proximal": "log_linear", "correction": {"level": "token"}}},
+        {"loss": {"type": "gspo", "proximal": "recomputed", "correction": {"level": "sequence"}}},
+        {"loss": {"beta": 0.1, "reference": "models/base"}},
+        {"loss": {"type": "grpo", "reduction": "grpo"}},
+        {"loss": {"delta": 1.29}},
+        {
+            "weights": {"host": "10.0.0.1"},
+            "inference": {"urls": ["https://a:1", "http://b:2"], "tls": {"authority": "c"}},
+        },
+        {"inference": {"vllm": {"sleep_while_training": True}}, "rollout": {"max_staleness": 0}},
+        {"inference": {"vllm": {"extra_args": ["--swap-space=4"]}}},
+    ],
+)
+def test_its_neighbours_are_allowed(sections: dict[str, Any]) -> None:
+    _config(**sections)
+
+
+def test_rollouts_of_an_evaluation_take_a_quarter_of_the_places_unless_set() -> None:
+    config = _config(
+        evaluation={"every_steps": 8, "samples": 4, "temperature": 0.5},
+        training={"weight_sync_steps": 2},
+        checkpoint={"keep_best": 2, "every_steps": 4},
+        rollout={"max_in_flight": 40},
+    )
+    assert config.evaluation_in_flight == 10
+    assert _config(evaluation={"max_in_flight": 3}).evaluation_in_flight == 3
+    assert _config(evaluation={}, rollout={"max_in_flight": 2}).evaluation_in_flight == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction"),
+    [
+        *(({"type": name}, name) for name in ("grpo", "bnpo", "dr_grpo", "dapo")),
+        *(({"type": name}, "grpo") for name in ("gspo", "sapo")),
+        ({}, "dapo"),
+        ({"type": "cispo"}, "dapo"),
+        ({"type": "custom", "function": "a:b"}, "dapo"),
+        ({"type": "sapo", "reduction": "dr_grpo"}, "dr_grpo"),
+        ({"type": "gspo", "reduction": "dapo"}, "dapo"),
+        ({"type": "cispo", "reduction": "grpo"}, "grpo"),
+    ],
+)
+def test_the_reduction_in_use_is_the_types_unless_set(loss: dict[str, Any], reduction: str) -> None:
+    assert _config(loss=loss).loss.reduction_in_use == reduction
+
+
+@pytest.mark.parametrize(
+    ("inference", "scheme", "trusted"),
+    [
+        ({"tls": TLS}, "https", "c.pem"),
+        ({"tls": {**TLS, "authority": "ca.pem"}}, "https", "ca.pem"),
+        ({"tls": {"authority": "ca.pem"}, "urls": ["https://127.0.0.1:1"]}, "http", "ca.pem"),
+        ({}, "http", None),
+    ],
+)
+def test_spawned_servers_speak_https_with_a_certificate_that_clients_trust(
+    inference: dict[str, Any], scheme: str, trusted: str | None
+) -> None:
+    section = _config(inference=inference).inference
+    assert section.scheme == scheme
+    assert (section.tls and section.tls.trusted) == (trusted and Path(trusted))
