@@ -69,35 +69,35 @@ def check_inputs(
     Raises:
         ConfigError: all problems, one a line, each with its dotted path.
     """
-    looked = _Look(config=config, engine=engine, trains=trains)
-    looked.check_model()
-    has_model = not looked.problems
-    looked.check_packages()
-    looked.check_devices()
-    train_rows, held_out_rows = looked.check_data()
-    participants = looked.check_participants(train_rows, held_out_rows)
+    found = _Findings(config=config, engine=engine, trains=trains)
+    found.check_model()
+    has_model = not found.problems
+    found.check_packages()
+    found.check_devices()
+    train_rows, held_out_rows = found.check_data()
+    participants = found.check_participants(train_rows, held_out_rows)
     if participants is not None and has_model:
         if participants.tool_sets:
-            looked.check_template(participants)
+            found.check_template(participants)
         if deep:
-            looked.check_tokens(participants, train_rows)
+            found.check_tokens(participants, train_rows)
     for name in ("baseline_column", "group_by"):
         column, rows = getattr(config.evaluation, name, None), held_out_rows or train_rows
         if rows and column is not None and column not in rows[0]:
-            looked.problems.append(f"evaluation.{name}: {column} is not one of the columns {sorted(rows[0])}")
-    looked.check_rewards(participants, train_rows)
-    looked.check_own_functions()
+            found.problems.append(f"evaluation.{name}: {column} is not one of the columns {sorted(rows[0])}")
+    found.check_rewards(participants, train_rows)
+    found.check_own_functions()
     if participants is not None:
         asyncio.run(participants.aclose())
-    looked.check_connections(node_rank)
-    if looked.problems:
-        raise ConfigError("\n".join(looked.problems))
-    return looked.notes
+    found.check_connections(node_rank)
+    if found.problems:
+        raise ConfigError("\n".join(found.problems))
+    return found.notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
-    """One look at a configuration, and what it found."""
+class _Findings:
+    """What the checks of one configuration have found so far."""
 
     config: ExperimentConfig
     engine: EngineChoice
@@ -112,6 +112,13 @@ class _Look:
             yield
         except GrpoAsyncError as error:
             self.problems.append(f"{prefix}{error}")
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """By the path of each."""
+        evaluation = self.config.evaluation
+        of_evaluation = {} if evaluation is None or evaluation.data is None else {"evaluation.data": evaluation.data}
+        return {"data.train": self.config.data.train, **of_evaluation}
 
     def note(self, texts: Sequence[str]) -> None:
         self.notes.extend(text for text in texts if text not in self.notes)
@@ -155,10 +162,9 @@ class _Look:
     def check_packages(self) -> None:
         """Optional packages that the configuration needs and that are not installed."""
         config, lora = self.config, self.config.model.lora
-        sources = {"data.train": config.data.train}
-        if config.evaluation is not None and config.evaluation.data is not None:
-            sources["evaluation.data"] = config.evaluation.data
-        needed = [(f"{key}.type: hub", "datasets", "hub") for key, source in sources.items() if source.type == "hub"]
+        needed = [
+            (f"{key}.type: hub", "datasets", "hub") for key, source in self.sources.items() if source.type == "hub"
+        ]
         if self.trains:
             needed += [(f"tracking.{i}.type: {t.type}", *_TRACKERS[t.type]) for i, t in enumerate(config.tracking)]
             needed += [("model.lora", "peft", "lora")] if lora is not None else []
@@ -188,13 +194,11 @@ class _Look:
         """Rows to train on and rows of evaluation.data: all of them where that takes a moment only, else the first few; None where
         they could not be read."""
         config, train = self.config, self.config.data.train
-        sources = {"data.train": train}
-        if config.evaluation is not None and config.evaluation.data is not None:
-            sources["evaluation.data"] = config.evaluation.data
-        if all(map(_is_small, sources.values())):
+        found: tuple[Rows | None, Rows | None]
+        if all(map(_is_small, self.sources.values())):
             found = self._load_all()
         else:
-            some = {key: self._first_rows(key, source) for key, source in sources.items()}
+            some = {key: self._first_rows(key, source) for key, source in self.sources.items()}
             found = some["data.train"], some.get("evaluation.data")
         is_text = found[0] and isinstance(found[0][0]["prompt"], str) and train.system_prompt is None
         if is_text and not (config.tools or config.environments):
@@ -210,11 +214,9 @@ class _Look:
         if isinstance(source, HubSource):
             self.notes.append(f"{key}: the dataset {source.name} is not checked here")
             return None
-        try:
+        with self.collecting(f"{key}: "):
             return first_rows(source, _NUM_ROWS)
-        except GrpoAsyncError as error:
-            self.problems.append(f"{key}: {error}")
-            return None
+        return None
 
     def _load_all(self) -> tuple[Rows | None, Rows | None]:
         """Everything but the filter by tokens, which needs the tokenizer."""
@@ -225,13 +227,11 @@ class _Look:
         data = data.model_copy(update={"train": data.train.model_copy(update=unfiltered)})
         if evaluation is not None and evaluation.data is not None:
             evaluation = evaluation.model_copy(update={"data": evaluation.data.model_copy(update=unfiltered)})
-        try:
+        with self.collecting():
             loaded = load_data(data, evaluation)
-        except GrpoAsyncError as error:
-            self.problems.append(str(error))
-            return None, None
-        self.notes.extend(loaded.notes)
-        return loaded.train, loaded.evaluation
+            self.notes.extend(loaded.notes)
+            return loaded.train, loaded.evaluation
+        return None, None
 
     # ---- tools, environments, the rollout function ----
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from grpo_async.checks.memory import format_bytes
 from grpo_async.checks.report import Check, Found, run_check
+from grpo_async.errors import RunError
 from grpo_async.servers.vllm.command import INSTALL, is_supported, supported_text
 
 _PACKAGE = "grpo-async"
@@ -40,13 +41,25 @@ _SHARED_MEMORY = Path("/dev/shm")
 _CGROUP = Path("/sys/fs/cgroup")
 _CUDA_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 """Of torch: built for another torch, their import fails and takes transformers down with it."""
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _NAMED = re.compile(
-    r"^(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_LAUNCH_BLOCKING|PYTORCH_(CUDA_)?ALLOC_CONF|LD_PRELOAD|PYTHONHASHSEED|PYTHONPATH"
-    r"|OMP_\w+|MKL_\w+|NCCL_\w+|GLOO_\w+|TORCH_\w+|TORCHINDUCTOR_\w+|VLLM_\w+|HF_\w+|TRANSFORMERS_\w+|TOKENIZERS_PARALLELISM"
-    r"|GRPO_\w+|TMPDIR|WANDB_\w+|SSL_CERT_\w+|(https?|no|all)_proxy)$",
-    re.IGNORECASE,
+    r"(CUDA|PYTORCH|TORCH|NCCL|GLOO|OMP|MKL|VLLM|HF|TRANSFORMERS|GRPO|WANDB|SSL_CERT)_.+|.*_PROXY|LD_PRELOAD|TMPDIR",
+    re.I,
 )
+_ON = r"(?!0?$).*"
+_EXPANDABLE = r".*expandable_segments:true.*"
+_NOT_SHARED = (
+    "expandable segments: vLLM's sleep mode refuses them, and weights.transport: ipc may not be able to share them"
+)
+_HARMFUL = (
+    ("VLLM_ALLOW_INSECURE_SERIALIZATION", _ON, "whoever reaches vLLM's sockets runs code as this user; nothing here needs it"),
+    ("CUDA_VISIBLE_DEVICES", r"(-1)?", "it hides every GPU, so the run uses the CPU"),
+    ("CUDA_LAUNCH_BLOCKING", _ON, "good for finding errors, several times slower"),
+    ("LD_PRELOAD", r".+", "its library is loaded into every process, the sandbox's too"),
+    ("TORCH_DISTRIBUTED_DEBUG", r"DETAIL", "each collective is checked by another one, which is slow"),
+    ("PYTORCH_ALLOC_CONF", _EXPANDABLE, _NOT_SHARED),
+    ("PYTORCH_CUDA_ALLOC_CONF", _EXPANDABLE, _NOT_SHARED),
+)  # fmt: skip
+"""Variable, a pattern of the values that do harm, and which."""
 
 
 def run_doctor(*, full: bool = False) -> list[Check]:
@@ -130,29 +143,30 @@ def check_gpus() -> Iterator[Found]:
     if not has_gpu_driver():
         yield "pass", "none (no NVIDIA driver): trainer and server run on the CPU"
         return
-    fields = "index,name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=False, stdin=subprocess.DEVNULL
-        )
-    except FileNotFoundError:
+    if shutil.which("nvidia-smi") is None:
         yield "warn", "there is a driver, but nvidia-smi is not in PATH, so it could not be asked"
         return
-    except subprocess.TimeoutExpired:
-        yield (
-            "fail",
-            f"nvidia-smi did not answer within {_NVIDIA_SMI_LIMIT_S:g} s: the driver hangs; restart the machine",
-        )
-        return
-    if answer.returncode != 0:
-        message = (answer.stdout + answer.stderr).strip()[:300]
-        yield "fail", f"nvidia-smi failed ({message}): driver and kernel module do not fit; reinstall the driver"
-        return
-    lines = [line for line in answer.stdout.splitlines() if line.strip()]
+    fields = "index,name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current"
+    remedy = "if the driver hangs restart the machine; if it and the kernel module do not fit, install it anew"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    lines = [line for line in _output(command, _NVIDIA_SMI_LIMIT_S, remedy).splitlines() if line.strip()]
     if not lines:
         yield "warn", "nvidia-smi lists none"
     yield from map(_gpu, lines)
+
+
+def _output(command: list[str], limit_s: float, remedy: str) -> str:
+    """What a program prints. Raises: RunError: it did not end well."""
+    name = " ".join(command[:3])
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit_s, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RunError(f"`{name}`: {error}; {remedy}") from error
+    if done.returncode != 0:
+        raise RunError(f"`{name}` failed: {(done.stdout + done.stderr).strip()[-300:] or 'no message'}; {remedy}")
+    return done.stdout
 
 
 def _gpu(line: str) -> Found:
@@ -165,27 +179,22 @@ def _gpu(line: str) -> Found:
         return "warn", f"{words}; MIG is on: a process sees one slice only; nccl and ipc do not work between slices"
     if used.isdecimal() and total.isdecimal() and int(used) > int(total) // 10:
         return "warn", f"{words}: another program holds memory, which vLLM does not know of; see nvidia-smi"
-    if capability.replace(".", "", 1).isdecimal() and float(capability) < 8.0:
+    if capability.partition(".")[0].isdecimal() and float(capability) < 8.0:
         return "warn", f"{words}: no bfloat16 in hardware; keep inference.dtype and model.compute_dtype at float32"
     return "pass", words
 
 
 def check_limits() -> Iterator[Found]:
-    """ulimits: open files, and memory that may be locked."""
+    """The limit of open files."""
     soft, hard = (
         limit if limit != resource.RLIM_INFINITY else 1 << 30 for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
     words = f"open files {soft} (hard {hard})"
-    if soft < _NEEDED_OPEN_FILES:
-        advice = (
-            f"each completion in flight is a connection, on both sides; `ulimit -n {_NEEDED_OPEN_FILES}` before a run"
-        )
-        yield ("fail" if soft < 1024 else "warn"), f"{words}: {advice}"
-    else:
+    if soft >= _NEEDED_OPEN_FILES:
         yield "pass", words
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if locked != resource.RLIM_INFINITY and locked < 64 << 20 and Path("/dev/infiniband").is_dir():
-        yield "warn", f"locked memory {format_bytes(locked)}: NCCL over InfiniBand needs more; `ulimit -l unlimited`"
+        return
+    advice = f"each completion in flight is a connection, on both sides; `ulimit -n {_NEEDED_OPEN_FILES}` before a run"
+    yield ("fail" if soft < 1024 else "warn"), f"{words}: {advice}"
 
 
 def check_disk() -> Iterator[Found]:
@@ -250,8 +259,7 @@ def check_requirements(lines: list[str]) -> list[Found]:
 
     found: list[Found] = []
     good = []
-    for line in lines:
-        requirement, wanted = Requirement(line), line.partition(";")[0].strip()
+    for requirement, wanted in ((Requirement(line), line.partition(";")[0].strip()) for line in lines):
         is_optional = "extra ==" in str(requirement.marker or "")
         is_for_us = is_optional or requirement.marker is None or requirement.marker.evaluate()
         version = _version(requirement.name)
@@ -279,7 +287,7 @@ def check_torch() -> Iterator[Found]:
     except (ImportError, OSError, RuntimeError) as error:
         yield "fail", f"{version} cannot be imported ({error}): install it anew"
         return
-    words = f"{torch.__version__}, CUDA {torch.version.cuda}" if torch.version.cuda else f"{torch.__version__}, no CUDA"
+    words = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
     for name in _CUDA_EXTENSIONS:  # a torch for CPUs carries "+cpu", and so must its extensions
         other = _version(name)
         if other is not None and version.endswith("+cpu") and not other.endswith("+cpu"):
@@ -287,12 +295,11 @@ def check_torch() -> Iterator[Found]:
             yield "warn", f"{name} {other} {problem}; pip uninstall {name}"
     if not dist.is_available() or not dist.is_gloo_available():
         yield "fail", f"{words}: without gloo, so trainer and servers cannot meet; install an official build"
+    elif torch.cuda.is_available() and dist.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        yield "pass", f"{words}, sees {torch.cuda.device_count()} GPU(s), NCCL {nccl}"
     elif torch.cuda.is_available():
-        words += f", sees {torch.cuda.device_count()} GPU(s)"
-        if dist.is_nccl_available():
-            yield "pass", f"{words}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
-        else:
-            yield "warn", f"{words}, NCCL missing: weights.transport: nccl and several trainer ranks on GPUs need it"
+        yield "warn", f"{words}, NCCL missing: weights.transport: nccl and several trainer ranks on GPUs need it"
     elif torch.version.cuda is not None and has_gpu_driver():
         reason = "the driver is too old for this CUDA, or CUDA_VISIBLE_DEVICES hides the GPUs"
         yield "fail", f"{words}, but it sees no GPU although there is a driver: {reason}"
@@ -315,10 +322,14 @@ def check_vllm() -> Iterator[Found]:
         yield "fail", f"{words} is installed, supported is {supported_text()}; {INSTALL}"
     elif not importlib.metadata.entry_points(group="vllm.general_plugins", name="grpo_async"):
         yield "fail", f"{words} would not find the plugin of this package: pip install -e . in the checkout"
-    elif problem := _wrong_torch(name):
-        yield "warn", f"{words} {problem}; {INSTALL}"
+    elif problems := [text for status, text in check_requirements(_torch_requirement(name)) if status != "pass"]:
+        yield "warn", f"{words} wants another torch: {problems[0]}; {INSTALL}"
     else:
         yield "pass", f"{words}, supported, with our plugin"
+
+
+def _torch_requirement(name: str) -> list[str]:
+    return [line for line in importlib.metadata.requires(name) or [] if re.match(r"torch\b", line)]
 
 
 def check_vllm_import() -> Iterator[Found]:
@@ -327,31 +338,7 @@ def check_vllm_import() -> Iterator[Found]:
         yield "pass", "not installed"
         return
     command = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        yield "fail", f"`import vllm` did not end within {_IMPORT_LIMIT_S:g} s; a slow disk or a hanging driver"
-        return
-    if answer.returncode != 0:
-        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        yield "fail", f"`import vllm` fails: {last[:300]}; {INSTALL}"
-    else:
-        yield "pass", f"works ({answer.stdout.strip().splitlines()[-1]})"
-
-
-def _wrong_torch(name: str) -> str:
-    """What is wrong with the installed torch from vLLM's point of view; empty: nothing."""
-    from packaging.requirements import Requirement
-
-    installed = _version("torch")
-    for requirement in map(Requirement, importlib.metadata.requires(name) or []):
-        is_for_us = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
-        if requirement.name == "torch" and is_for_us and not fits:
-            return f"wants torch{requirement.specifier}, {installed or 'none'} is installed"
-    return ""
+    yield "pass", f"works ({_output(command, _IMPORT_LIMIT_S, INSTALL).strip().splitlines()[-1]})"
 
 
 def _version(name: str) -> str | None:
@@ -376,49 +363,28 @@ def check_network() -> Iterator[Found]:
             held.enter_context(server.accept()[0])  # within the listener's time limit, set above
     except OSError as error:
         yield "fail", f"127.0.0.1 cannot be bound and reached ({error}); a firewall on loopback?"
-    for name in ("localhost", socket.gethostname()):
-        remedy = "write 127.0.0.1 in configs, or repair /etc/hosts" if name == "localhost" else "put it into /etc/hosts"
+    for name, remedy in (
+        ("localhost", "write 127.0.0.1 in configs, or repair /etc/hosts"),
+        (socket.gethostname(), "put it into /etc/hosts"),
+    ):
         try:
             found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, 80, type=socket.SOCK_STREAM)}
         except OSError as error:
             yield "warn", f"{name} does not resolve ({error}); {remedy}"
             continue
-        words = f"{name} resolves to {', '.join(sorted(found))}"
-        if name == "localhost" and ("127.0.0.1" not in found or found - {"127.0.0.1", "::1"}):
-            yield "warn", f"{words}: {remedy}"
-        else:
-            yield "pass", words
+        is_odd = name == "localhost" and ("127.0.0.1" not in found or found - {"127.0.0.1", "::1"})
+        yield (
+            ("warn" if is_odd else "pass"),
+            f"{name} resolves to {', '.join(sorted(found))}{f': {remedy}' if is_odd else ''}",
+        )
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> Iterator[Found]:
-    """Variables that change what a run does. Values of secrets are never shown."""
-    shown = [f"{name}={_shown(name, value)}" for name, value in sorted(environment.items()) if _NAMED.match(name)]
-    yield "pass", ", ".join(shown) or "nothing that changes a run is set"
-    if environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
-        danger = "whoever reaches vLLM's sockets runs code as this user"
-        yield "warn", f"VLLM_ALLOW_INSECURE_SERIALIZATION is set: {danger}; unset it, nothing here needs it"
-    if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        yield "warn", "CUDA_VISIBLE_DEVICES hides every GPU, so the run uses the CPU; unset it to use GPUs"
-    allocation = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if "expandable_segments:true" in allocation.replace(" ", "").lower():
-        yield (
-            "warn",
-            "PYTORCH_CUDA_ALLOC_CONF turns expandable segments on, which vLLM's sleep mode (inference.vllm.sleep_while_training) "
-            "refuses, and which weights.transport: ipc may not be able to share; leave it out for one-GPU runs",
-        )
-    if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        yield "warn", "CUDA_LAUNCH_BLOCKING is set: good for finding errors, several times slower; unset it"
-    if environment.get("LD_PRELOAD"):
-        yield "warn", "LD_PRELOAD is set: its library is loaded into every process, the sandbox's too"
-    if environment.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "DETAIL":
-        yield "warn", "TORCH_DISTRIBUTED_DEBUG=DETAIL checks each collective with another one: slow; unset it"
-
-
-def _shown(name: str, value: str) -> str:
-    if _SECRET.search(name):
-        return "(set)" if value else "(empty)"
-    without_login = re.sub(r"//[^/@\s]+@", "//...@", value)
-    return repr(without_login) if len(without_login) <= 80 else repr(without_login[:77] + "...")
+    """Variables that change what a run does, by name: some of their values are secrets."""
+    yield "pass", ", ".join(filter(_NAMED.fullmatch, sorted(environment))) or "nothing that changes a run is set"
+    for name, harmful, why in _HARMFUL:
+        if name in environment and re.fullmatch(harmful, environment[name].replace(" ", ""), re.IGNORECASE):
+            yield "warn", f"{name}: {why}; unset it"
 
 
 def check_sandbox() -> Iterator[Found]:

@@ -96,10 +96,12 @@ def _sizes(model_path: str, num_parameters: int) -> tuple[int, int, int]:
 
 
 def describe_peak(peaks: Sequence[float], estimated: float, *, on_gpu: bool) -> str:
-    """What was measured on each rank, beside what was expected: "0.9, 0.8 GiB (GPU memory; 1.0 GiB by estimate)"."""
-    measured = ", ".join(format_bytes(peak) for peak in peaks)
-    kind = "GPU memory" if on_gpu else "resident memory, the interpreter and its libraries included"
-    return f"{measured} ({kind}; {format_bytes(estimated)} by estimate)"
+    """What was measured on each rank: "0.9, 0.8 GiB (GPU memory; 1.0 GiB by estimate)". On a CPU the memory of whole processes is
+    measured, which the estimate leaves out."""
+    measured = ", ".join(map(format_bytes, peaks))
+    if on_gpu:
+        return f"{measured} (GPU memory; {format_bytes(estimated)} by estimate)"
+    return f"{measured} (resident memory, the interpreter and its libraries included)"
 
 
 def shared_gpu_fraction(config: ExperimentConfig, num_parameters: int, gpu_bytes: int) -> tuple[float, str | None]:

@@ -8,15 +8,15 @@ Reads only: nothing of the run is changed, no rollout is made. What the tokenize
 
 from __future__ import annotations
 
+import asyncio
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-
-import httpx
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.chat_checks import SAMPLES, check_chat
@@ -24,19 +24,18 @@ from grpo_async.checks.doctor import machine_memory
 from grpo_async.checks.memory import estimate_trainer, format_bytes
 from grpo_async.checks.report import Check, Found, as_json, run_check
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.errors import BadResponseError, ConfigError, GrpoAsyncError, InferenceError
-from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
-from grpo_async.inference.fleet import Server
-from grpo_async.inference.surface import (
-    GENERATE_PATH,
-    INFO_PATH,
-    TOKEN_VARIABLE,
-    GenerateChunk,
-    GenerateRequest,
-    ServerInfo,
+from grpo_async.errors import (
+    BadResponseError,
+    GrpoAsyncError,
+    InferenceError,
+    RequestRejectedError,
 )
+from grpo_async.inference.client import Generation, InferenceClient
+from grpo_async.inference.control import ServerControl
+from grpo_async.inference.fleet import Server
+from grpo_async.inference.router import FixedServers
+from grpo_async.inference.surface import TOKEN_VARIABLE, GenerateRequest, ServerInfo
 from grpo_async.processes.addresses import weights_host
-from grpo_async.processes.machine import free_ports
 from grpo_async.records import Prompt
 from grpo_async.rundir import RunDir, write_atomically
 from grpo_async.utils.loopback import is_loopback
@@ -55,7 +54,7 @@ class PreflightContext:
     """All that the checks look at."""
 
     config: ExperimentConfig
-    rundir: RunDir
+    run_dir: RunDir
     renderer: ChatRenderer
     servers: Sequence[Server]
     """Those that serve."""
@@ -100,16 +99,11 @@ class PreflightContext:
             if prompt.messages  # those of an environment may begin empty
         ]
 
-    def client(self, server: Server, *, with_token: bool = True) -> httpx.Client:
-        """For what inference.control does not ask."""
+    @property
+    def authority(self) -> Path | None:
+        """PEM file of the certificates that clients trust."""
         tls = self.config.inference.tls
-        return httpx.Client(
-            base_url=server.url,
-            timeout=self.config.weights.timeout_s,
-            trust_env=False,
-            verify=trusted_certificates(tls.trusted if tls else None),
-            headers=authorization(self.token) if with_token else {},
-        )
+        return tls.trusted if tls else None
 
 
 def run_preflight(context: PreflightContext) -> list[Check]:
@@ -128,7 +122,7 @@ def run_preflight(context: PreflightContext) -> list[Check]:
         limit_s = config.weights.timeout_s if asks_servers else _LOCAL_LIMIT_S
         setting = "weights.timeout_s" if asks_servers else None
         checks += run_check(name, partial(check, context), limit_s=limit_s, setting=setting)
-    write_atomically(context.rundir.preflight, as_json(checks))
+    write_atomically(context.run_dir.preflight, as_json(checks))
     return checks
 
 
@@ -158,19 +152,19 @@ def check_logprobs(context: PreflightContext) -> Iterator[Found]:
             yield "fail", f"{server.name} gave another number of log-probabilities than the probes have tokens"
             continue
         difference = compare_logprobs(trainer.logprobs, scores)
-        figures = (
+        words = (
             f"{server.name}: mean |d| {difference.mean:.2g}, p99 {difference.p99:.2g}, max {difference.max:.2g}, k3 "
             f"{difference.k3:.2g} over {difference.num_tokens} tokens (limit of the mean {limit:.2g}; rounding alone moves the "
             f"trainer's own by {trainer.rounding.mean:.2g})"
         )
         if difference.mean <= limit:
-            yield "pass", figures
+            yield "pass", words
             continue
         parts = [
             f"{compare_logprobs([one], [other]).mean:.2g} in the probe of {len(one) + 1}"
             for one, other in zip(trainer.logprobs, scores, strict=True)
         ]
-        yield "fail", f"{figures}; mean by length: {', '.join(parts)}. {_likely_cause(context, server, difference)}"
+        yield "fail", f"{words}; mean by length: {', '.join(parts)}. {_likely_cause(context, server, difference)}"
 
 
 def _likely_cause(context: PreflightContext, server: Server, difference: Difference) -> str:
@@ -193,34 +187,30 @@ def check_generation(context: PreflightContext) -> Iterator[Found]:
         info = _info(server)
         prompt = list(context.probes[0])[: max(1, min(_MIN_CONTEXT, info.max_model_len - 2))]
         count = min(_NUM_TOKENS, info.max_model_len - len(prompt) - 1)
-        tokens, logprobs, versions = _generate(context, server, prompt, count)
-        if len(tokens) != count or len(logprobs) != count:
-            words = f"asked for {count} tokens, got {len(tokens)} and {len(logprobs)} log-probabilities"
+        made = asyncio.run(_generate(context, server, prompt, count))
+        versions = sorted(set(made.policy_versions))
+        if len(made.token_ids) != count or versions != [context.policy_version]:
+            words = (
+                f"asked for {count} tokens of version {context.policy_version}, which was pushed, got {len(made.token_ids)} of "
+                f"version {versions}"
+            )
             yield "fail", f"{server.name}: {words}; look into the server's log"
             continue
-        if versions != {context.policy_version}:
-            words = f"tokens are stamped with version {sorted(versions)}, {context.policy_version} was pushed"
-            yield "fail", f"{server.name}: {words}; look into the server's log"
-            continue
-        scored = server.control.score([*prompt, *tokens]).logprobs[len(prompt) - 1 :]
-        mean = compare_logprobs([logprobs], [scored]).mean
-        figures = (
-            f"{server.name}: {count} greedy tokens, mean |d| {mean:.2g} against its own scoring (limit {limit:.2g})"
-        )
+        scored = server.control.score([*prompt, *made.token_ids]).logprobs[len(prompt) - 1 :]
+        mean = compare_logprobs([made.logprobs], [scored]).mean
+        words = f"{server.name}: {count} greedy tokens, mean |d| {mean:.2g} against its own scoring (limit {limit:.2g})"
         if mean <= limit:
-            yield "pass", figures
+            yield "pass", words
         else:
             yield (
                 "fail",
-                f"{figures}. Its sampler and its scoring disagree: look for sampling options or --logprobs-mode in "
+                f"{words}. Its sampler and its scoring disagree: look for sampling options or --logprobs-mode in "
                 "inference.vllm.extra_args, and for a generation_config.json with penalties in the model's folder",
             )
 
 
-def _generate(
-    context: PreflightContext, server: Server, prompt: list[int], count: int
-) -> tuple[list[int], list[float], set[int]]:
-    """Tokens, their log-probabilities, and the versions that sampled them."""
+async def _generate(context: PreflightContext, server: Server, prompt: list[int], count: int) -> Generation:
+    limit_s = context.config.weights.timeout_s
     request = GenerateRequest(
         request_id="preflight",
         token_ids=prompt,
@@ -229,18 +219,14 @@ def _generate(
         ignore_eos=True,
         instance_id=_info(server).instance_id,
     )
-    with context.client(server) as client:
-        answer = client.post(
-            GENERATE_PATH, content=request.model_dump_json(), headers={"content-type": "application/json"}
-        )
-    _check_status(server, answer)
-    chunks = [GenerateChunk.model_validate_json(line) for line in answer.content.splitlines()]
-    for chunk in chunks:
-        if chunk.error is not None:
-            raise BadResponseError(f"{server.name}: {chunk.error}")
-    tokens = [token for chunk in chunks for token in chunk.token_ids]
-    logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
-    return tokens, logprobs, {chunk.policy_version for chunk in chunks if chunk.token_ids}
+    async with InferenceClient(
+        FixedServers([server.url]),
+        token=context.token,
+        request_timeout_s=limit_s,
+        wait_timeout_s=limit_s,
+        authority=context.authority,
+    ) as client:
+        return await client.generate(request)  # within request_timeout_s
 
 
 def check_tokenizer(context: PreflightContext) -> Iterator[Found]:
@@ -258,34 +244,20 @@ def check_tokenizer(context: PreflightContext) -> Iterator[Found]:
             yield "pass", f"{server.name}: {sizes}; it takes and gives ids only"
         else:
             try:
-                with context.client(server) as client:
-                    problem = next(
-                        filter(None, (_differing_ids(tokenizer, server, client, text) for text in texts)), None
-                    )
-            except (InferenceError, ValueError, KeyError, TypeError) as error:  # an answer that is none
+                problem = next(filter(None, (_differing_ids(tokenizer, server, text) for text in texts)), None)
+            except InferenceError as error:
                 yield "warn", f"{server.name}: {sizes}; its own tokenizer could not be asked ({error})"
                 continue
             if problem:
-                yield (
-                    "fail",
-                    f"{server.name} has another tokenizer than model.path: {problem}; start it with this config",
-                )
+                words = f"{server.name} has another tokenizer than model.path: {problem}"
+                yield "fail", f"{words}; start it with this config"
             else:
                 yield "pass", f"{server.name}: {sizes}; {len(texts)} texts have the same ids on both sides"
 
 
-def _check_status(server: Server, answer: httpx.Response) -> None:
-    """Raises: InferenceError: the server refused, with its name and its own message."""
-    if answer.is_error:
-        error = error_for_status(answer.status_code, answer.content)
-        raise BadResponseError(f"{server.name}: {error}") from error
-
-
-def _differing_ids(tokenizer: Any, server: Server, client: httpx.Client, text: str) -> str:
+def _differing_ids(tokenizer: Any, server: Server, text: str) -> str:
     ours = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
-    answer = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
-    _check_status(server, answer)
-    theirs = answer.json()["tokens"]
+    theirs = server.control.tokenize(text)
     return "" if ours == theirs else f"{text[:60]!r} is {ours[:12]} here and {theirs[:12]} there"
 
 
@@ -349,24 +321,18 @@ def check_context_length(context: PreflightContext) -> Iterator[Found]:
 
 
 def check_addresses(context: PreflightContext) -> Iterator[Found]:
-    """Servers can reach the trainer where `weights.host` says, and no server can be used by strangers."""
+    """The weight group listens where only servers reach it, and no server can be used without the run's token. That the address can
+    be bound is checked before the start."""
     host = weights_host(context.config)
-    try:
-        free_ports(host, 1)
-    except ConfigError:
-        words = f"weights.host: {host} cannot be bound on this machine, so no server could join again"
-        yield "fail", f"{words}; use 127.0.0.1, or one of its own addresses"
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - nothing is bound here
+        yield "warn", f"weights.host: {host} listens on every network; name the one that the servers are in"
+    elif is_loopback(host):
+        yield "pass", f"weights.host: {host} is not reached from outside"
     else:
-        if host in ("0.0.0.0", "::"):  # noqa: S104 - nothing is bound here
-            yield "warn", f"weights.host: {host} listens on every network; name the one that the servers are in"
-        elif is_loopback(host):
-            yield "pass", f"weights.host: {host} can be bound and is not reached from outside"
-        else:
-            danger = "can be reached from other machines, and the transfer of weights there needs no token"
-            yield (
-                "warn",
-                f"weights.host: {host} {danger}; use 127.0.0.1 where all is on one machine, else a private network",
-            )
+        words = (
+            f"weights.host: {host} can be reached from other machines, and the transfer of weights there needs no token"
+        )
+        yield "warn", f"{words}; use 127.0.0.1 where all is on one machine, else a private network"
     for server in context.servers:
         yield _address_of(context, server)
 
@@ -378,15 +344,25 @@ def _address_of(context: PreflightContext, server: Server) -> Found:
         where = "everyone on this machine" if local else "everyone on its network"
         detail = f"{server.name} asks for no token: {where} can use it; start it with ${TOKEN_VARIABLE} set"
         return ("warn" if local else "fail"), detail
-    with context.client(server, with_token=False) as client:
-        status = client.get(INFO_PATH).status_code
-    if status != 401:
-        open_to_all = f"{server.name} answers {status} without a token although this run has one (${TOKEN_VARIABLE})"
+    if not _wants_token(context, server):
+        open_to_all = f"{server.name} answers without a token although this run has one (${TOKEN_VARIABLE})"
         return ("warn" if local else "fail"), f"{open_to_all}; start it with the same token in its environment"
     if not local and url.scheme != "https":
         danger = "is reached over a network without TLS, the token in clear"
         return "warn", f"{server.name} {danger}; see inference.tls, or use a tunnel"
     return "pass", f"{server.name} {'is on loopback' if local else 'is encrypted'} and wants the token"
+
+
+def _wants_token(context: PreflightContext, server: Server) -> bool:
+    limit_s = context.config.weights.timeout_s
+    with ServerControl(server.url, token=None, timeout_s=limit_s, authority=context.authority) as control:
+        try:
+            control.info()
+        except RequestRejectedError as error:
+            return error.status == 401
+        except BadResponseError:
+            return False
+    return False
 
 
 def check_memory(context: PreflightContext) -> Iterator[Found]:
@@ -420,19 +396,19 @@ def check_disk(context: PreflightContext) -> Iterator[Found]:
     A checkpoint holds the master weights and AdamW's two moments: 3 N m bytes. `checkpoint.keep_last` of them stay, one more is
     there while it is written; what is there already (a resume) counts. The export is N m.
     """
-    config, root = context.config, context.rundir.root
+    config, root = context.config, context.run_dir.root
     model = context.num_parameters * _ITEM_BYTES[config.model.dtype]
-    still = max(0, config.checkpoint.keep_last + 1 - len(context.rundir.checkpoint_steps()))
+    still = max(0, config.checkpoint.keep_last + 1 - len(context.run_dir.checkpoint_steps()))
     needed, free = still * 3 * model + model, shutil.disk_usage(root).free
     parts = f"{still} checkpoint(s) of {format_bytes(3 * model)} and the model of {format_bytes(model)}"
-    figures = f"{parts} need {format_bytes(needed)}; {root} has {format_bytes(free)} free"
+    words = f"{parts} need {format_bytes(needed)}; {root} has {format_bytes(free)} free"
     advice = "free space, lower checkpoint.keep_last, or set run.dir to another disk"
     if needed > free:
-        yield "fail", f"{figures}: not enough; {advice}"
+        yield "fail", f"{words}: not enough; {advice}"
     elif needed > _TIGHT * free:
-        yield "warn", f"{figures}, and rollouts are written too; {advice}"
+        yield "warn", f"{words}, and rollouts are written too; {advice}"
     else:
-        yield "pass", figures
+        yield "pass", words
 
 
 _CHECKS: tuple[tuple[str, Callable[[PreflightContext], Iterable[Found]], bool], ...] = (

@@ -107,6 +107,13 @@ class ServerControl:
         body = ScoreRequest(token_ids=list(token_ids)).model_dump()
         return _read(ScoreAnswer, self._request("POST", SCORE_PATH, body, timeout_s=timeout_s))
 
+    def tokenize(self, text: str) -> list[int]:
+        """What the server's own tokenizer makes of a text, without special tokens around it. Only vLLM has one."""
+        answer = self._request("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
+        if not isinstance(answer, dict) or not isinstance(answer.get("tokens"), list):
+            raise BadResponseError(f"the answer to /tokenize has no tokens: {str(answer)[:200]}")
+        return [int(token) for token in answer["tokens"]]
+
     def is_paused(self, *, timeout_s: float | None = None) -> bool:
         """Goes through the engine: answers only where that runs."""
         answer = self._request("GET", "/is_paused", timeout_s=timeout_s)

@@ -316,7 +316,7 @@ class _Leader:
         self._engine = next(server.info.engine for server in servers if server.info)
         preflight = PreflightContext(
             config=self._config,
-            rundir=self._assignment.run_dir,
+            run_dir=self._assignment.run_dir,
             renderer=self._renderer,
             servers=servers,
             prompts=self._side.first_prompts,

@@ -52,36 +52,6 @@ def test_prompts_to_evaluate_on_that_are_trained_on_are_found_at_once(tmp_path: 
         check_inputs(config, engine=EMBEDDED)
 
 
-def test_what_was_left_out_or_looks_odd_is_among_the_notes(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    rows = [_row(number) for number in range(4)]
-    del rows[2]["answer"]
-    _write(tmp_path / "train.jsonl", rows)
-    assert any("column `answer` is missing in 1 of 4 rows" in note for note in check_inputs(config, engine=EMBEDDED))
-
-
-@pytest.mark.parametrize(
-    ("sections", "is_told"),
-    [({}, True), ({"environments": GAME}, False), ({"data": {"train": {"system_prompt": "Add."}}}, False)],
-    ids=["text alone", "an environment", "a system prompt"],
-)
-def test_text_prompts_that_pass_by_the_chat_template_are_told_of(
-    tmp_path: Path, sections: dict[str, Any], is_told: bool
-) -> None:
-    config = make_config(tmp_path)
-    if "data" in sections:
-        train = config.data.train.model_copy(update=sections["data"]["train"])
-        config = config.model_copy(update={"data": config.data.model_copy(update={"train": train})})
-    else:
-        config = config.model_copy(update=make_config(tmp_path, **sections).__dict__)
-    try:
-        notes = check_inputs(config, engine=EMBEDDED)
-    except ConfigError as error:  # the stand-in for a model has no tokenizer to render an environment's tools with
-        assert "cannot load a tokenizer" in str(error)  # noqa: PT017 - most of the cases raise nothing
-        notes = []
-    assert any("without the chat template" in note for note in notes) == is_told
-
-
 def test_rows_that_an_environment_cannot_use_are_found_in_both_sources(tmp_path: Path) -> None:
     train = _write(tmp_path / "rows.jsonl", [{**_row(1), "environment": "game"}])
     held_out = _write(tmp_path / "held.jsonl", [{**_row(2), "environment": "gmae"}])
@@ -111,11 +81,6 @@ def test_what_a_reward_requires_of_the_sandbox_is_checked_at_start(tmp_path: Pat
         check_inputs(config, engine=EMBEDDED)
 
 
-def test_a_rollout_function_is_told_which_settings_it_makes_idle(tmp_path: Path) -> None:
-    config = make_config(tmp_path, rollout_function={"function": "tests.launcher.sides:steps_seen"})
-    assert any("rollout_function makes whole rollouts" in note for note in check_inputs(config, engine=EMBEDDED))
-
-
 def test_no_rewards_at_all_need_environments_that_have_them(tmp_path: Path) -> None:
     factory = {"factory": "tests.envs.trl_style_environment:EchoToolEnv"}
     config = make_config(tmp_path, environments={"echo": factory}, rewards=[])
@@ -136,19 +101,6 @@ def test_an_address_for_weights_that_is_not_of_this_machine_is_refused_before_an
     config = make_config(tmp_path, weights={"host": "192.0.2.7"})  # of a network that exists in documents only
     with pytest.raises(ConfigError, match=r"weights\.host: 192\.0\.2\.7 cannot be bound on this machine"):
         check_inputs(config, engine=EMBEDDED)
-
-
-def test_own_functions_that_are_not_there_are_told_together_before_anything_starts(tmp_path: Path) -> None:
-    config = make_config(
-        tmp_path,
-        loss={"type": "custom", "function": "tests.checks.test_checks:no_loss"},
-        advantage={"type": "custom", "function": "tests.checks.test_checks:no_advantage"},
-    )
-    _write(tmp_path / "train.jsonl", [_row(number) for number in range(4)])
-    with pytest.raises(ConfigError) as caught:
-        check_inputs(config, engine=EMBEDDED)
-    assert "loss.function: tests.checks.test_checks:no_loss" in str(caught.value)
-    assert "advantage.function: tests.checks.test_checks:no_advantage" in str(caught.value)
 
 
 def _model(folder: Path, *, config: str = "{}", weights: bytes = (2).to_bytes(8, "little") + b"{}") -> str:
@@ -193,6 +145,8 @@ _CUT = len(_HEADER).to_bytes(8, "little") + _HEADER + b"0" * 30
         ),
         ({"model": {"path": "{folder}/mamba"}}, "linear_attention"),
         ({"checkpoint": {"best_metric": "rewards/typo"}}, "checkpoint.best_metric: rewards/typo"),
+        ({"loss": {"type": "custom", "function": "tests.checks:no"}}, "loss.function: tests.checks:no"),
+        ({"advantage": {"type": "custom", "function": "tests.checks:no"}}, "advantage.function: tests.checks:no"),
     ],
     ids=lambda value: str(value)[:60],
 )

@@ -24,7 +24,7 @@ from grpo_async.checks.doctor import (
     machine_memory,
     run_doctor,
 )
-from grpo_async.checks.report import Check, Found
+from grpo_async.checks.report import Check, Found, run_check
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -96,11 +96,6 @@ def test_memory_is_what_the_container_allows(
     assert machine_memory(tmp_path) == expected
 
 
-def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "machine_memory", lambda: (8 << 30, 1 << 30))
-    assert _statuses(doctor.check_memory()) == ["warn"]
-
-
 @pytest.mark.parametrize(
     ("soft", "status"), [(512, "fail"), (1024, "warn"), (4096, "pass"), (resource.RLIM_INFINITY, "pass")]
 )
@@ -138,29 +133,21 @@ SMI_LINE = "0, NVIDIA H100 80GB HBM3, 570.86.15, 81559, {used}, {capability}, {m
         ("gibberish\n", 0, "warn", "something unknown"),
         ("", 0, "warn", "lists none"),
         ("Failed to initialize NVML: Driver/library version mismatch\n", 18, "fail", "version mismatch"),
+        ("", None, "fail", "timed out"),
     ],
 )
 def test_what_nvidia_smi_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, code: int, status: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, code: int | None, status: str, words: str
 ) -> None:
     """The program is a stand-in: this machine may have no GPU."""
     (tmp_path / "answer").write_text(output)
     program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\nexit {code}\n")
+    program.write_text(f"#!/bin/sh\n{'exec sleep 20' if code is None else f'cat {tmp_path}/answer; exit {code}'}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    (found,) = doctor.check_gpus()
-    assert (found[0], words in found[1]) == (status, True), found
-
-
-def test_a_hanging_driver_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nexec sleep 20\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(doctor, "_NVIDIA_SMI_LIMIT_S", 0.2)
-    (found,) = doctor.check_gpus()
-    assert (found[0], "did not answer" in found[1]) == ("fail", True)
+    monkeypatch.setattr(doctor, "_NVIDIA_SMI_LIMIT_S", 1.0)
+    (found,) = run_check("gpus", doctor.check_gpus, limit_s=10.0)
+    assert (found.status, words in found.detail) == (status, True), found
 
 
 # Software.
@@ -193,16 +180,6 @@ def test_versions_are_compared_with_the_ranges(installed: dict[str, str]) -> Non
     ]
 
 
-def test_a_requirement_of_another_system_is_left_out(installed: dict[str, str]) -> None:
-    assert check_requirements(["pywin32; sys_platform == 'win32'"]) == []
-
-
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.1.dev20260101+cu130"])
-def test_builds_of_a_version_are_in_the_range(installed: dict[str, str], version: str) -> None:
-    installed["torch"] = version
-    assert _statuses(check_requirements(["torch==2.13.*"])) == ["pass"]
-
-
 @pytest.mark.parametrize(
     ("versions", "has_gpu", "requires", "has_plugin", "status", "words"),
     [
@@ -210,7 +187,14 @@ def test_builds_of_a_version_are_in_the_range(installed: dict[str, str], version
         ({}, True, [], True, "warn", "far faster"),
         ({"vllm": "0.11.0"}, False, [], True, "fail", "vllm 0.11.0 is installed, supported is"),
         ({"vllm": "0.27.1", "torch": "2.13.0"}, False, [], False, "fail", "plugin"),
-        ({"vllm": "0.27.1", "torch": "2.12.0"}, False, ["torch==2.13.0"], True, "warn", "wants torch==2.13.0, 2.12.0"),
+        (
+            {"vllm": "0.27.1", "torch": "2.12.0"},
+            False,
+            ["torch==2.13.0"],
+            True,
+            "warn",
+            "wants another torch: torch 2.12.0",
+        ),
         ({"vllm": "0.27.1", "torch": "2.13.0+cu130"}, False, ["numpy", "torch==2.13.0"], True, "pass", "supported"),
     ],
     ids=["none", "none beside a GPU", "old", "no plugin", "other torch", "fine"],
@@ -283,18 +267,14 @@ def test_harmless_values_are_not_warned_about() -> None:
     assert list(check_environment({"HOME": "/root"})) == [("pass", "nothing that changes a run is set")]
 
 
-def test_secrets_are_never_shown() -> None:
-    ((_, detail),) = check_environment(
-        {
-            "HF_TOKEN": "hf_abcdef", "VLLM_API_KEY": "sk-123", "GRPO_ASYNC_TOKEN": "s3cret", "WANDB_API_KEY": "w4ndb",
-            "https_proxy": "http://user:pa55@proxy:3128", "NCCL_DEBUG": "INFO", "EDITOR": "vi",
-        }
-    )  # fmt: skip
-    for secret in ("hf_abcdef", "sk-123", "s3cret", "w4ndb", "pa55", "user"):
-        assert secret not in detail
-    for shown in ("HF_TOKEN=(set)", "NCCL_DEBUG='INFO'", "proxy:3128"):
-        assert shown in detail
-    assert "EDITOR" not in detail
+def test_variables_are_shown_by_name_only_for_some_are_secrets() -> None:
+    variables = {
+        "HF_TOKEN": "hf_abcdef",
+        "https_proxy": "http://user:pa55@proxy:3128",
+        "NCCL_DEBUG": "INFO",
+        "EDITOR": "vi",
+    }
+    assert list(check_environment(variables)) == [("pass", "HF_TOKEN, NCCL_DEBUG, https_proxy")]
 
 
 @pytest.mark.parametrize(

@@ -71,22 +71,10 @@ def test_files_of_an_index_are_added_up_and_others_are_left_out(tmp_path: Path) 
     assert count_parameters(str(tmp_path)) == 17  # 15 + 2; whole numbers are no parameters
 
 
-def test_what_is_no_folder_or_has_other_files_is_unknown(tmp_path: Path) -> None:
-    assert count_parameters("Qwen/Qwen3-0.6B") is None
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    assert count_parameters(str(tmp_path)) is None
-
-
 @pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{}", b"\xff" * 16, (5).to_bytes(8, "little") + b"[1,2]"])
 def test_a_broken_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"model.path: .*model\.safetensors is no whole safetensors file"):
-        count_parameters(str(tmp_path))
-
-
-def test_a_missing_file_of_the_index_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    with pytest.raises(ConfigError, match=r"gone\.safetensors"):
         count_parameters(str(tmp_path))
 
 
@@ -121,17 +109,6 @@ def test_what_a_setting_changes(
     assert changed.gradients - plain.gradients == gradients
     assert changed.optimizer - plain.optimizer == pytest.approx(optimizer, abs=1)
     assert changed.activations - plain.activations == activations
-
-
-def test_32_billion_parameters_on_16_gpus_of_80_gib_fit(tmp_path: Path) -> None:
-    """Qwen3-32B, by its name alone; whole gradients on each rank would be 122 GiB that do not exist."""
-    config = make_config(
-        tmp_path,
-        launch={"num_trainer_ranks": 16},
-        model={"path": "Qwen/Qwen3-32B", "compute_dtype": "bfloat16", "activation_checkpointing": "full"},
-        training={"micro_batch_tokens": 4096},
-    )
-    assert estimate_trainer(config, 32_762_123_264).total < 80 * GIB
 
 
 def test_vllm_gets_what_the_trainer_leaves_rounded_down(tmp_path: Path) -> None:
@@ -172,5 +149,5 @@ def test_bytes_read_well() -> None:
     ]  # fmt: skip
     estimate = MemoryEstimate(weights=2 * GIB, gradients=0, optimizer=GIB, activations=0)
     assert estimate.describe() == "weights 2.0 GiB, gradients 0 B, optimizer 1.0 GiB, activations 0 B"
-    peak = describe_peak([GIB, 2 * GIB], 3 * GIB, on_gpu=True)
-    assert peak == "1.0 GiB, 2.0 GiB (GPU memory; 3.0 GiB by estimate)"
+    assert describe_peak([GIB, 2 * GIB], 3 * GIB, on_gpu=True) == "1.0 GiB, 2.0 GiB (GPU memory; 3.0 GiB by estimate)"
+    assert "estimate" not in describe_peak([GIB], 3 * GIB, on_gpu=False), "whole processes, the interpreter too"

@@ -69,8 +69,8 @@ def _config(folder: Path, model: Path, /, **sections: Any) -> ExperimentConfig:
 def _context(folder: Path, model: Path, url: str, **changes: Any) -> PreflightContext:
     """Everything as it should be but for `changes`; `info` changes what the server says of itself, `sections` the config."""
     config = _config(folder, model, **changes.pop("sections", {}))
-    rundir = RunDir(config.run_path)
-    rundir.create()
+    run_dir = RunDir(config.run_path)
+    run_dir.create()
     policy = load_policy(config.model, temperature=0.7, chunk_tokens=64, max_model_len=512)
     renderer = load_renderer(config)
     token = changes.pop("server_token", TOKEN)
@@ -91,7 +91,7 @@ def _context(folder: Path, model: Path, url: str, **changes: Any) -> PreflightCo
 
     fields: dict[str, Any] = {
         "config": config,
-        "rundir": rundir,
+        "run_dir": run_dir,
         "renderer": renderer,
         "servers": [SimpleNamespace(name="server 0", url=url, info=info, control=control)],
         "prompts": prompts,
@@ -129,7 +129,7 @@ def test_a_run_where_everything_fits_passes_every_check_and_writes_them(
     found = run_preflight(context)
     assert [check for check in found if check.status != "pass"] == []
     assert [check.name for check in found] == NAMES
-    assert json.loads(context.rundir.preflight.read_text()) == {
+    assert json.loads(context.run_dir.preflight.read_text()) == {
         "status": "pass",
         "checks": [asdict(check) for check in found],
     }
@@ -169,7 +169,7 @@ def test_a_server_of_another_version_fails_both_ways_of_asking(tmp_path: Path, t
     checks = _run(_context(tmp_path, tiny_model, server.url, policy_version=4))
     assert _not_passed(checks) == {"logprobs": "fail", "generation": "fail"}
     assert "serves version [0] and not 4" in checks["logprobs"].detail
-    assert "stamped with version [0], 4 was pushed" in checks["generation"].detail
+    assert "of version 4, which was pushed, got 8 of version [0]" in checks["generation"].detail
 
 
 def test_a_sampler_whose_logprobs_are_not_those_of_its_model_fails(
