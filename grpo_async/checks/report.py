@@ -45,6 +45,12 @@ def worst_status(checks: Iterable[Check]) -> Status:
     return max((check.status for check in checks), key=list(_COLORS).index, default="pass")
 
 
+def counts(checks: Sequence[Check]) -> str:
+    """ "7 passed, 1 warned, 0 failed"."""
+    found = [check.status for check in checks]
+    return f"{found.count('pass')} passed, {found.count('warn')} warned, {found.count('fail')} failed"
+
+
 def run_check(
     name: str, function: Callable[[], Iterable[Found]], *, limit_s: float, setting: str | None = None
 ) -> list[Check]:
@@ -89,8 +95,7 @@ def print_checks(console: Console, checks: Sequence[Check], *, title: str) -> No
     from rich.table import Table
     from rich.text import Text
 
-    found = [check.status for check in checks]
-    total = f"{found.count('pass')} passed, {found.count('warn')} warned, {found.count('fail')} failed"
+    total = counts(checks)
     if not console.is_terminal:
         width = max((len(check.name) for check in checks), default=0)
         lines = [f"{check.status:4}  {check.name:{width}}  {' '.join(check.detail.split())}" for check in checks]

@@ -7,11 +7,12 @@ messages. In a smaller one the parts go in the order of `_FIRST_TO_GO`, so that 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from statistics import fmean
 
-from rich.bar import Bar
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.filesize import decimal
 from rich.layout import Layout
 from rich.padding import Padding
@@ -21,7 +22,6 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.display.curve import Chart, short
 from grpo_async.display.progress import (
     CURVES,
     LEDGER_STATES,
@@ -43,15 +43,11 @@ _TAKE_TURNS = ("charts", "servers", "charts", "run", "pipeline", "messages")
 _CHART_CELLS, _CHART_ROWS = 54, 8
 _CHART_STYLES = ("bold cyan", "green", "magenta", "yellow", "yellow", "blue", "red", "green")
 _STATES = {"serving": "green", "ready": "yellow", "starting": "yellow"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """`least` rows show what matters, `most` rows everything; the rule with the title is one more."""
-
-    title: Text
-    least: int
-    most: int
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row 0..3][column 0..1] of a braille cell
+_BRAILLE = 0x2800
+_LABEL_CELLS = 8
+Row = tuple[str, str, str]
+"""Name, style, text."""
 
 
 def dashboard(
@@ -67,41 +63,46 @@ def dashboard(
     steps = f"step {progress.step}/{progress.max_steps}"
     if width < _LEAST_BOX[0] or height < _LEAST_BOX[1]:
         return _line(f"{one_line(run_name)} {progress.phase} {steps}")
-    run, pipeline = _run(progress, now), _pipeline(progress)
+    run, pipeline = _run(progress, now), list(_pipeline(progress))
+    num_servers = max(1, len(progress.servers), len(progress.servers_down))
     num_lines = sum(1 + len(text) // max(1, width - 15) for _, _, text in run)
-    parts = {
-        "charts": _Part(_reward(progress), 3, 60),
-        "pipeline": _Part(Text("pipeline", style="bold"), 4, max(4, len(pipeline))),
-        "servers": _Part(_servers_title(progress), min(2, _num_servers(progress)), _num_servers(progress)),
-        "run": _Part(Text("run", style="bold"), 8, num_lines),
-        "messages": _Part(Text("messages", style="bold"), 4, min(40, max(4, len(progress.messages)))),
-    }
-    rows = _divide(parts, height - 3)  # upper edge, head, lower edge
+    rows = _divide(
+        {
+            "charts": (3, 60),
+            "pipeline": (4, max(4, len(pipeline))),
+            "servers": (min(2, num_servers), num_servers),
+            "run": (8, num_lines),
+            "messages": (4, min(40, max(4, len(progress.messages)))),
+        },
+        height - 3,  # upper edge, head, lower edge
+    )
+
+    def part(name: str, num_rows: int) -> tuple[Text, RenderableType]:
+        """Title and content."""
+        match name:
+            case "charts":
+                return _reward(progress), _charts(progress, width - 4, num_rows)
+            case "servers":
+                return _servers_title(progress), _servers(progress, num_rows)
+            case "pipeline":
+                return Text("pipeline", style="bold"), _labelled(pipeline, wraps=())
+            case "run":
+                wraps = [label for label, _, _ in run] if num_rows >= num_lines else ["advice"]
+                return Text("run", style="bold"), _labelled(run, wraps=wraps)
+        newest = list(progress.messages)[-num_rows:]
+        lines = (_line(f"{ago(each.at, now):>12}  {each.text}", "yellow" if each.is_warning else "") for each in newest)
+        return Text("messages", style="bold"), Group(*lines)
+
+    layout, drawn = Layout(), [Layout(_head(progress, steps, width), size=1)]
+    for name, num_rows in rows.items():
+        title, content = part(name, num_rows)
+        drawn.append(Layout(Group(Rule(title, align="left", style=_BORDER), content), size=num_rows + 1))
+    if sum(rows.values()) + len(rows) < height - 3:
+        drawn.append(Layout(Text()))
+    layout.split_column(*drawn)
     title = Text.assemble((one_line(run_name), "bold"), " · ", (one_line(progress.phase), "cyan"))
     if "charts" not in rows and progress.reward is not None:
         title = Text.assemble((f"reward {progress.reward:.3f}", "bold"), " · ", title)
-    content: dict[str, RenderableType] = {
-        "charts": _charts(progress, width - 4, rows.get("charts", 0)),
-        "pipeline": _with_staleness(progress, _labelled(pipeline, wraps=()), width - 4, rows.get("pipeline", 0)),
-        "servers": _servers(progress, rows.get("servers", 0)),
-        "run": _labelled(run, wraps=[name for name, _, _ in run] if rows["run"] >= num_lines else ["advice"]),
-        "messages": Group(
-            *(
-                _line(f"{ago(message.at, now):>12}  {message.text}", "yellow" if message.is_warning else "")
-                for message in list(progress.messages)[-rows.get("messages", 1) :]
-            )
-        ),
-    }
-    layout = Layout()
-    layout.split_column(
-        Layout(_head(progress, steps, width), size=1),
-        *(
-            Layout(_titled(parts[name].title, content[name], num_rows), size=num_rows + 1)
-            for name, num_rows in rows.items()
-        ),
-        Layout(Text(), name="rest"),
-    )
-    layout["rest"].visible = sum(rows.values()) + len(rows) < height - 3
     return Panel(
         layout,
         title=title,
@@ -113,27 +114,21 @@ def dashboard(
     )
 
 
-def _divide(parts: Mapping[str, _Part], room: int) -> dict[str, int]:
-    """Rows of each part that has its place, without its rule. Worked example: least 3, 4, 2, 8, 4 in 22 rows -> the messages go,
-    and the one row that is left is the charts'."""
-    rows = {name: part.least for name, part in parts.items()}
+def _divide(parts: Mapping[str, tuple[int, int]], room: int) -> dict[str, int]:
+    """Rows of each part that has its place, without its rule. `parts`: how many rows show what matters, and how many everything.
+    Worked example: least 3, 4, 2, 8, 4 in 22 rows -> the messages go, and the one row that is left is the charts'."""
+    rows = {name: least for name, (least, _) in parts.items()}
     for name in _FIRST_TO_GO:
         if sum(rows.values()) + len(rows) > room:
             del rows[name]
     left = room - sum(rows.values()) - len(rows)
     if left < 0:  # of the run only what has room
         return {name: max(0, number + left) for name, number in rows.items()}
-    while left > 0 and any(rows[name] < parts[name].most for name in rows):
+    while left > 0 and any(rows[name] < parts[name][1] for name in rows):
         for name in _TAKE_TURNS:
-            if name in rows and rows[name] < parts[name].most and left > 0:
+            if name in rows and rows[name] < parts[name][1] and left > 0:
                 rows[name], left = rows[name] + 1, left - 1
     return rows
-
-
-def _titled(title: Text, content: RenderableType, num_rows: int) -> RenderableType:
-    part = Layout()
-    part.split_column(Layout(Rule(title, align="left", style=_BORDER), size=1), Layout(content, size=max(1, num_rows)))
-    return part
 
 
 def _line(text: str, style: str = "") -> Text:
@@ -156,6 +151,77 @@ def _head(progress: Progress, steps: str, width: int) -> RenderableType:
     return table
 
 
+# ---- charts ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A curve of braille dots in `height` rows: the title, if there is one, two labels of the axis on the left."""
+
+    points: Sequence[float]
+    style: str
+    height: int
+    title: Text | None = None
+    percent: bool = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        height = self.height - (self.title is not None)
+        if self.title is not None:
+            yield Text.assemble(self.title, no_wrap=True, overflow="ellipsis")
+        room = max(1, options.max_width - _LABEL_CELLS)
+        values = columns(self.points, 2 * room)
+        if height < 1:
+            return
+        if not values:
+            yield Text("no steps yet", style="dim", justify="center")
+            return
+        low, high = min(values), max(values)
+        margin = (high - low) * 0.05 or max(abs(high) * 0.02, 1e-3)
+        for row, cells in enumerate(_cells(values, low - margin, high + margin, height)):
+            label = high if row == 0 else low if row == height - 1 else None
+            line = Text(self._label(label), style="dim", no_wrap=True)
+            yield line.append("".join(chr(_BRAILLE + dots) if dots else " " for dots in cells), style=self.style)
+
+    def _label(self, value: float | None) -> str:
+        if value is None:
+            return " " * (_LABEL_CELLS - 1) + "│"
+        return (f"{value:.0%}" if self.percent else short(value)).rjust(_LABEL_CELLS - 1) + "┤"
+
+
+def columns(points: Sequence[float], num: int) -> list[float]:
+    """A curve at `num` places from its first point to its last: means where several points fall on one, straight lines between
+    two points where they are further apart. [0, 1] over 3 columns -> 0, 0.5, 1; [0, 1, 2, 3] over 2 -> 0.5, 2.5."""
+    count = len(points)
+    if count >= num:
+        return [fmean(points[index * count // num : (index + 1) * count // num]) for index in range(num)]
+    found = []
+    for index in range(num if count else 0):
+        left, part = divmod(index * (count - 1) / (num - 1), 1)
+        a, b = points[int(left)], points[min(int(left) + 1, count - 1)]
+        found.append(a + (b - a) * part)
+    return found
+
+
+def short(value: float) -> str:
+    """At most 7 characters: 0.5312 -> "0.531", 1234.5 -> "1.23k", 123456 -> "123k", 1e-05 -> "1e-05"."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if limit <= abs(value) < 1e15:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+def _cells(values: Sequence[float], low: float, high: float, height: int) -> list[list[int]]:
+    """Braille bits [height][len(values) / 2]; neighbouring dots are joined."""
+    cells = [[0] * (len(values) // 2) for _ in range(height)]
+    before: int | None = None
+    for x, value in enumerate(values):
+        y = round((high - value) / (high - low) * (4 * height - 1))
+        for each in range(min(y, y if before is None else before + 1), max(y, y if before is None else before - 1) + 1):
+            cells[each // 4][x // 2] |= _DOTS[each % 4][x % 2]
+        before = y
+    return cells
+
+
 def _reward(progress: Progress) -> Text:
     title = Text("reward", style="bold")
     if progress.reward is not None:
@@ -167,100 +233,73 @@ def _reward(progress: Progress) -> Text:
             None if change is None else f"change {change:+.3f}",
         ]
         title.append(join(words), style="not bold")
-    steps = progress.curves["reward"].steps_per_point
-    return title.append(f"  (points of {steps} steps)", style="dim not bold") if steps > 1 else title
+    return title
 
 
 def _charts(progress: Progress, width: int, num_rows: int) -> RenderableType:
     """The reward's curve; on wider terminals others beside it, on higher ones below."""
     num_columns = max(1, min(3, width // _CHART_CELLS))
     num_bands = max(1, min(num_rows // _CHART_ROWS, -(-len(CURVES) // num_columns)))
-    names = iter(zip(CURVES.items(), _CHART_STYLES, strict=True))
-    bands = []
-    for _ in range(num_bands):
-        cells = []
-        for _ in range(num_columns):
-            entry = next(names, None)
-            if entry is None:
-                cells.append(Layout(Text()))
-                continue
-            (name, metric), style = entry
+    heights = [num_rows // num_bands + (band < num_rows % num_bands) for band in range(num_bands)]
+    charts = Table.grid(expand=True)
+    for _ in range(num_columns):
+        charts.add_column(ratio=1)
+    curves = zip(CURVES.items(), _CHART_STYLES, strict=True)
+    for height in heights:
+        cells: list[RenderableType] = []
+        for (name, metric), style in islice(curves, num_columns):
             percent, newest = name.endswith("idle"), progress.value(metric)
-            figure = "" if newest is None else f"{newest:.0%}" if percent else short(newest)
-            title = None if name == "reward" else Text.assemble((name, "bold"), f"  {figure}")
-            chart = Chart(curve=progress.curves[name], style=style, title=title, percent=percent)
-            cells.append(Layout(Padding(chart, (0, 0, 0, 3 if cells else 0))))
-        band = Layout()
-        band.split_row(*cells)
-        bands.append(band)
-    charts = Layout()
-    charts.split_column(*bands)
+            value = "" if newest is None else f"{newest:.0%}" if percent else short(newest)
+            title = None if name == "reward" else Text.assemble((name, "bold"), f"  {value}")
+            chart = Chart(points=progress.curves[name], style=style, height=height, title=title, percent=percent)
+            cells.append(Padding(chart, (0, 0, 0, 3 if cells else 0)))
+        charts.add_row(*cells)
     return charts
 
 
-def _pipeline(progress: Progress) -> list[tuple[str, str, str]]:
-    """Who works and who waits: (name, style, text)."""
+# ---- tables ----
+
+
+def _pipeline(progress: Progress) -> Iterator[Row]:
+    """Who works and who waits."""
     fractions, idle = progress.trainer_fractions(), progress.value("pipeline/generator_idle_ratio")
     tokens = [("perf/generated_tokens_per_s", "generated {:.0f}"), ("perf/trained_tokens_per_s", "trained {:.0f}")]
-    queue = [("buffer/queued_groups", "{:.0f} groups"), ("ledger/groups/in_flight", "{:.0f} in flight")]
-    truncated = progress.text("rollout/truncated", "{:.0f}% truncated", scale=100)
-    rows = [
-        ("tokens/s", "", _texts(progress, tokens)),
-        (
-            "trainer",
-            _warm(fractions.get("idle")),
-            join((f"{name} {part:.0%}" for name, part in fractions.items()), " "),
-        ),
+    yield "tokens/s", "", _texts(progress, tokens)
+    yield "trainer", _warm(fractions.get("idle")), join((f"{name} {part:.0%}" for name, part in fractions.items()), " ")
+    ages = [f"{age}: {part:.0%}" for age, part in progress.staleness_fractions().items()]
+    queue = [
+        progress.text("buffer/queued_groups", "{:.0f} groups"),
+        progress.text("ledger/groups/in_flight", "{:.0f} in flight"),
+        progress.text("async/staleness_mean", "staleness mean {:.2f}"),
+        progress.text("async/staleness_max", "max {:.0f}"),
+        *ages,
+    ]
+    others = [
         ("servers", _warm(idle), "" if idle is None else f"idle {idle:.0%}  generate {1 - idle:.0%}"),
-        ("queue", "", _texts(progress, queue)),
+        ("queue", "", join(queue)),
         ("overlap", "", progress.text("pipeline/overlap_efficiency", "{:.0f}% efficiency", scale=100)),
-        ("lengths", "", join([progress.text("completions/mean_length", "mean {:.0f} tokens"), truncated])),
+        (
+            "lengths",
+            "",
+            join(
+                [
+                    progress.text("completions/mean_length", "mean {:.0f} tokens"),
+                    progress.text("rollout/truncated", "{:.0f}% truncated", scale=100),
+                ]
+            ),
+        ),
         ("all equal", "", progress.text("frac_reward_zero_std", "{:.0f}% of the groups", scale=100)),
     ]
-    return [(name, style, text or "") for name, style, text in rows if text or name in ("tokens/s", "trainer")]
+    yield from ((name, style, text) for name, style, text in others if text)
 
 
-def _with_staleness(progress: Progress, pipeline: RenderableType, width: int, num_rows: int) -> RenderableType:
-    """`pipeline`, and beside it how old the trained tokens are."""
-    if width < 60:
-        return pipeline
-    both = Layout()
-    both.split_row(Layout(pipeline), Layout(_staleness(progress, num_rows), size=max(28, width // 3)))
-    return both
-
-
-def _texts(progress: Progress, figures: Iterable[tuple[str, str]]) -> str:
-    return join(progress.text(name, pattern) for name, pattern in figures)
+def _texts(progress: Progress, metrics: Iterable[tuple[str, str]]) -> str:
+    return join(progress.text(name, pattern) for name, pattern in metrics)
 
 
 def _warm(idle: float | None) -> str:
     """Coloured where much is idle."""
     return "" if idle is None or idle < 0.3 else "yellow" if idle < 0.6 else "red"
-
-
-def _staleness(progress: Progress, num_rows: int) -> RenderableType:
-    """A histogram: one line for each age, the last one for all older ones."""
-    mean, most = (
-        progress.text("async/staleness_mean", "mean {:.2f}"),
-        progress.text("async/staleness_max", "max {:.0f}"),
-    )
-    found = list(progress.staleness_fractions().items())
-    room = max(1, num_rows - 1)
-    shown = [(str(age), fraction) for age, fraction in found[:room]]
-    if len(found) > room:
-        shown[-1] = (f"{found[room - 1][0]}+", sum(fraction for _, fraction in found[room - 1 :]))
-    table = Table.grid(padding=(0, 1), expand=True)
-    table.add_column(justify="right")
-    table.add_column(ratio=1)
-    table.add_column(justify="right")
-    for age, fraction in shown:
-        table.add_row(age, Bar(size=1.0, begin=0.0, end=fraction, color="cyan"), f"{fraction:.0%}")
-    title = Text.assemble(("staleness", "bold"), f"  {join([mean, most])}", no_wrap=True)
-    return Group(title, table)
-
-
-def _num_servers(progress: Progress) -> int:
-    return max(1, len(progress.servers), len(progress.servers_down))
 
 
 def _servers_title(progress: Progress) -> Text:
@@ -319,8 +358,8 @@ def _server(server: ServerStatus, words: str, *, has_hosts: bool) -> Text:
     return line.append(f"  {words}" if words else "", style="red")
 
 
-def _run(progress: Progress, now: float) -> list[tuple[str, str, str]]:
-    """(name, style, text), what is needed most first: what has no room is not shown."""
+def _run(progress: Progress, now: float) -> list[Row]:
+    """What is needed most first: what has no room is not shown."""
     warning, note = progress.last_message(is_warning=True), progress.last_message(is_warning=False)
     advice = "" if progress.advice is None else progress.advice.text
     groups = join((progress.text(f"ledger/groups/{state}", f"{state} {{:.0f}}") for state in LEDGER_STATES[:5]), " ")
@@ -348,7 +387,7 @@ def _run(progress: Progress, now: float) -> list[tuple[str, str, str]]:
     ]
 
 
-def _labelled(rows: Iterable[tuple[str, str, str]], *, wraps: Collection[str]) -> Table:
+def _labelled(rows: Iterable[Row], *, wraps: Collection[str]) -> Table:
     """Names on the left, texts on the right: those of `wraps` on as many lines as they need, the others cut to one."""
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, style="dim", min_width=10)

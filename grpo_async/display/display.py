@@ -8,20 +8,21 @@ changes, so that status.json is the same with each of them. No text can move the
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from grpo_async.checks.report import Check, print_checks
+from grpo_async.checks.report import Check, counts, print_checks
 from grpo_async.display.dashboard import dashboard
 from grpo_async.display.progress import Progress, evaluation_line, step_line
 from grpo_async.findings import Finding, Verdict
@@ -31,18 +32,21 @@ from grpo_async.rundir import RunDir
 _INTERVAL_S = 1.0
 _LEAST_INTERVAL_S = 0.25
 _END_S = 5.0
+EVENTS = (
+    "start", "phase", "preflight", "step", "evaluation", "server", "servers", "advice", "learning", "note", "warning", "error",
+    "end",
+)  # fmt: skip
+"""All of them; what each has is in the help of the commands (cli.options)."""
 
 
 class View(AbstractContextManager[Any]):
     """Shows or keeps events. Open while the run goes on."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         pass
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
-        """An event (see json_log.EVENTS) and its fields. `Progress` has it already; its lock is not held."""
+        """One of `EVENTS` and its fields. `Progress` has it already; its lock is not held."""
 
 
 class Display:
@@ -58,10 +62,8 @@ class Display:
             self._open.enter_context(view)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
     def phase(self, name: str) -> None:
         """What the trainer does now."""
@@ -85,15 +87,10 @@ class Display:
 
     def preflight(self, checks: Sequence[Check]) -> None:
         """What the checks before the first step found."""
-        found = [check.status for check in checks]
-        counts = f"{found.count('pass')} passed, {found.count('warn')} warned, {found.count('fail')} failed"
         with self.progress.lock:
-            self.progress.add_message(f"preflight: {counts}")
-            for check in checks:
-                if check.status != "pass":
-                    self.progress.add_message(
-                        f"preflight: {check.status}: {check.name}: {check.detail}", is_warning=True
-                    )
+            self.progress.add_message(f"preflight: {counts(checks)}")
+            for text in _not_passed(checks):
+                self.progress.add_message(text, is_warning=True)
         self._show("preflight", checks=list(checks))
 
     def server(self, name: str, trouble: str | None) -> None:
@@ -178,9 +175,54 @@ class QuietView(View):
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "warning":
             print_line(self._console, f"warning: {fields['text']}")
-        for check in fields["checks"] if event == "preflight" else ():
-            if check.status != "pass":
-                print_line(self._console, f"preflight: {check.status}: {check.name}: {check.detail}")
+        for text in _not_passed(fields["checks"]) if event == "preflight" else ():
+            print_line(self._console, text)
+
+
+def _not_passed(checks: Sequence[Check]) -> list[str]:
+    return [f"preflight: {check.status}: {check.name}: {check.detail}" for check in checks if check.status != "pass"]
+
+
+class JsonLog:
+    """`--json-logs`: everything that a run says, one JSON object per line, flushed; any thread may write."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Numbers that JSON does not have become null."""
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **finite(fields)}, default=str)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+
+def finite(value: Any) -> Any:
+    """`value` with null in place of NaN and the infinities, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return value
+
+
+class JsonView(View):
+    """Every event is a line; the servers are one when a state changes, not with every number of their load."""
+
+    def __init__(self, log: JsonLog) -> None:
+        self._log = log
+        self._states: list[tuple[Any, ...]] = []
+
+    def show(self, event: str, fields: Mapping[str, Any]) -> None:
+        if event == "servers":
+            states = [tuple(map(server.get, ("index", "state", "restarts"))) for server in fields["servers"]]
+            if states == self._states:
+                return
+            self._states = states
+        if event == "preflight":
+            fields = {"checks": [asdict(check) for check in fields["checks"]]}
+        self._log.write(event, **fields)
 
 
 class LiveView(View):
@@ -194,13 +236,7 @@ class LiveView(View):
     """
 
     def __init__(
-        self,
-        console: Console,
-        progress: Progress,
-        *,
-        run_name: str,
-        logs: Path,
-        run_dir: RunDir | None = None,
+        self, console: Console, progress: Progress, *, run_name: str, logs: Path, run_dir: RunDir | None = None
     ) -> None:
         self._console = console
         self._progress = progress
@@ -217,9 +253,7 @@ class LiveView(View):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._ended.set()
         self._changed.set()
         self._thread.join(_END_S)

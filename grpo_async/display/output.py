@@ -12,8 +12,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
-from grpo_async.display.display import Display, LineView, LiveView, QuietView, View, print_line
-from grpo_async.display.json_log import JsonLog, JsonView
+from grpo_async.display.display import Display, JsonLog, JsonView, LineView, LiveView, QuietView, View, print_line
 from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.processes.lasting_stream import LastingStream

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
-from grpo_async.display.curve import Curve
 from grpo_async.findings import Finding, Verdict
 from grpo_async.processes.wording import one_line, plain
 from grpo_async.rundir import RunDir
@@ -116,7 +115,7 @@ class Progress:
     """Whether it learns, as it was judged last."""
     push: LastPush | None = None
     checkpoints: Checkpoints = Checkpoints()
-    curves: dict[str, Curve] = field(default_factory=lambda: {name: Curve() for name in CURVES})
+    curves: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in CURVES})
     started: float = field(default_factory=time.monotonic)
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=10))
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -137,7 +136,7 @@ class Progress:
         for name, metric in CURVES.items():
             value = _finite(metrics.get(metric))
             if value is not None:
-                self.curves[name].add(value)
+                self.curves[name].append(value)
                 if name == "reward":
                     self.rewards.append(value)
 

@@ -112,10 +112,10 @@ def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
     """Raises ConfigError where there is no status.json, RunError where it is something else."""
     try:
         content = json.loads(run_dir.status.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except FileNotFoundError as error:
         raise ConfigError(
             f"{run_dir.root} has no status.json: nothing was trained there, or by an earlier version"
-        ) from None
+        ) from error
     except (OSError, ValueError) as error:
         raise RunError(f"{run_dir.status} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("version") != VERSION or content.get("state") not in EXIT_CODES:

@@ -1,6 +1,6 @@
 """status.json: where a run stands, for machines, replaced as a whole on every event and every other second.
 
-Written by a thread of the launcher; what is in it is described by `FIELDS`. A launcher that is killed leaves `state: running`: who
+Written by a thread of the launcher; `StatusFile.content` says what is in it. A launcher that is killed leaves `state: running`: who
 reads it compares `pid` and `pid_started_at` (see `run_state`).
 """
 
@@ -13,13 +13,11 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
 
-from grpo_async.display.display import View
-from grpo_async.display.json_log import finite
+from grpo_async.display.display import View, finite
 from grpo_async.display.progress import Progress
 from grpo_async.processes.failures import words_of
 from grpo_async.rundir import RunDir, write_atomically
@@ -28,39 +26,6 @@ VERSION = 1
 INTERVAL_S = 2.0
 _LEAST_INTERVAL_S = 0.2
 _END_S = 10.0
-
-FIELDS: Mapping[str, str] = {
-    "version": "of this layout: 1",
-    "run": "name of the run",
-    "directory": "its directory",
-    "state": "running, finished, stopped (by a signal, after a checkpoint) or failed",
-    "phase": "what goes on, in words",
-    "step": "finished optimizer steps",
-    "max_steps": "steps of the whole run",
-    "started_at": "of this attempt; times are seconds since 1970",
-    "updated_at": "when this was written",
-    "eta_s": "seconds left, by the last ten steps; null before the first",
-    "host": "machine of the launcher",
-    "pid": "its process",
-    "pid_started_at": "when that process began: a later one may have the same number",
-    "attempt": "folder of its logs",
-    "engine": "embedded, vllm or external: what generates",
-    "on_gpu": "whether the trainer has a GPU",
-    "num_gpus": "of the machine with the servers and the first trainer ranks",
-    "exit_code": "null while it runs",
-    "error": "why it failed; else null",
-    "reward": "last and average (of 5 steps) mean reward of all groups of a step",
-    "metrics": "of the newest step, as in metrics.jsonl",
-    "ledger": "groups and tokens by what became of them",
-    "servers": "index, url, state, version, running, waiting, max_running, kv_usage, restarts, words of each",
-    "last_push": "at, seconds, step, num_bytes, bytes_per_s; null before the first",
-    "checkpoint": "step and at of the newest on disk, and the step that is being written",
-    "evaluations": "metrics of each, by when: before, step N, after",
-    "advice": "what bounds the run: bound_by, text, setting, current, suggested, step; or null",
-    "learning": "is_learning, key, text and numbers, as of the newest advice or evaluation; or null",
-    "last_warning": "at, text; or null",
-}
-"""What stands in status.json."""
 
 
 class StatusFile(View):
@@ -96,11 +61,9 @@ class StatusFile(View):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.end("failed", exit_code=1, error=words_of(error))
+    def __exit__(self, *error: Any) -> None:
+        if error[1] is not None:
+            self.end("failed", exit_code=1, error=words_of(error[1]))
         self._ended.set()
         self._changed.set()
         self._thread.join(_END_S)
@@ -117,37 +80,40 @@ class StatusFile(View):
         self._changed.set()
 
     def content(self) -> dict[str, Any]:
-        """As FIELDS says."""
+        """Times are seconds since 1970; what is not known yet is null."""
         progress, (state, exit_code, error) = self._progress, self._result
         with progress.lock:
             progress.read_checkpoints(self._run_dir)
             warning, advice = progress.last_message(is_warning=True), progress.advice
             return {
-                "version": VERSION,
+                "version": VERSION,  # of this layout
                 "run": self._run_name,
                 "directory": str(self._run_dir.root),
-                "state": state,
-                "phase": progress.phase,
-                "step": progress.step,
+                "state": state,  # running, finished, stopped (by a signal, after a checkpoint) or failed
+                "phase": progress.phase,  # what goes on, in words
+                "step": progress.step,  # finished optimizer steps
                 "max_steps": progress.max_steps,
-                "started_at": self._started_at,
+                "started_at": self._started_at,  # of this attempt
                 "updated_at": time.time(),
-                "eta_s": progress.seconds_left if state == "running" else None,
-                "host": platform.node(),
+                "eta_s": progress.seconds_left if state == "running" else None,  # by the last ten steps
+                "host": platform.node(),  # of the launcher
                 "pid": os.getpid(),
-                "pid_started_at": self._pid_started_at,
-                "attempt": self._attempt,
-                "engine": self._engine,
-                "on_gpu": self._on_gpu,
-                "num_gpus": self._num_gpus,
+                "pid_started_at": self._pid_started_at,  # a later process may have the same number
+                "attempt": self._attempt,  # folder of its logs
+                "engine": self._engine,  # embedded, vllm or external: what generates
+                "on_gpu": self._on_gpu,  # whether the trainer has a GPU
+                "num_gpus": self._num_gpus,  # of the machine with the servers and the first trainer ranks
                 "exit_code": exit_code,
-                "error": error,
-                "reward": {"last": progress.reward, "average": progress.reward_average},
-                "metrics": dict(progress.metrics),
-                "ledger": _ledger(progress.metrics),
+                "error": error,  # why it failed
+                "reward": {
+                    "last": progress.reward,
+                    "average": progress.reward_average,
+                },  # mean of all groups; of 5 steps
+                "metrics": dict(progress.metrics),  # of the newest step, as in metrics.jsonl
+                "ledger": _ledger(progress.metrics),  # groups and tokens by what became of them
                 "servers": [asdict(server) for server in progress.servers],
                 "last_push": None if progress.push is None else asdict(progress.push),
-                "checkpoint": asdict(progress.checkpoints),
+                "checkpoint": asdict(progress.checkpoints),  # the newest on disk, and the step that is being written
                 "evaluations": {when: dict(metrics) for when, metrics in progress.evaluations.items()},
                 "advice": None if advice is None else {**advice.as_advice(), "step": progress.advice_step},
                 "learning": None if progress.verdict is None else progress.verdict.as_dict(),

@@ -15,7 +15,7 @@ from grpo_async.cli.app import app
 from grpo_async.cli.train import spell_out_resume
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
-from grpo_async.display.json_log import EVENTS
+from grpo_async.display.display import EVENTS
 from grpo_async.display.output import Output
 from grpo_async.display.progress import Progress
 from grpo_async.display.status_file import StatusFile

@@ -11,13 +11,12 @@ import pytest
 from rich.console import Console
 
 from grpo_async.checks.report import Check
-from grpo_async.display.display import Display, LineView, LiveView, QuietView
-from grpo_async.display.json_log import JsonLog, JsonView
+from grpo_async.display.display import Display, JsonLog, JsonView, LineView, LiveView, QuietView
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Progress, duration, evaluation_line, evaluations_text
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import Finding, Severity
-from grpo_async.processes.wording import one_line, plain
+from grpo_async.processes.wording import plain
 from grpo_async.rundir import RunDir
 
 METRICS = {
@@ -138,10 +137,6 @@ def test_events_have_what_the_help_says_and_servers_come_when_a_state_changes() 
     )
     assert [event["servers"][0]["state"] for event in servers] == ["serving", "down"]
     assert preflight["checks"] == [{"name": "disk", "status": "pass", "detail": "enough"}]
-
-
-def test_text_on_one_line_keeps_its_spaces_and_loses_what_turns_a_terminal_around() -> None:
-    assert one_line("a  b\n\t c\u202ed\x1b[31me") == "a  b cde"
 
 
 def test_averages_and_changes_are_what_their_formulas_say() -> None:

@@ -21,8 +21,8 @@ from grpo_async.display import status as status_module
 from grpo_async.display.display import Display
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Progress
-from grpo_async.display.status import MetricsTail, describe, newest_run, progress_of, read_status, watch
-from grpo_async.display.status_file import FIELDS, StatusFile
+from grpo_async.display.status import MetricsTail, describe, newest_run, read_status, watch
+from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Finding, Severity
 from grpo_async.findings.pipeline_figures import PipelineSetup
@@ -112,7 +112,7 @@ def test_it_is_the_same_whatever_the_user_looks_at(run_dir: RunDir, mode: Output
     assert other["messages"][-1] == "held-out before training: reward 0.250"
 
 
-def test_it_has_every_field_and_nothing_else_and_says_what_was_reported(run_dir: RunDir) -> None:
+def test_it_says_what_was_reported(run_dir: RunDir) -> None:
     run_dir.checkpoint(2).mkdir(parents=True)
     (run_dir.checkpoints / "writing_step_3").mkdir()
     with _Run(run_dir) as status:
@@ -120,7 +120,6 @@ def test_it_has_every_field_and_nothing_else_and_says_what_was_reported(run_dir:
         _fill(status)
         assert eventually(lambda: _content(run_dir)["last_warning"] is not None, 10.0)
     content = _content(run_dir)
-    assert set(content) == set(FIELDS)
     assert (content["run"], content["step"], content["max_steps"]) == ("x", 3, 10)
     assert (content["engine"], content["on_gpu"], content["num_gpus"]) == ("vllm", True, 4)
     assert content["eta_s"] == 14.0  # 7 steps x 2 s
@@ -145,12 +144,6 @@ def test_it_has_every_field_and_nothing_else_and_says_what_was_reported(run_dir:
     assert content["last_warning"]["text"] == "the server was killed"
     assert (content["host"], content["pid"]) == (platform.node(), os.getpid())
     assert content["pid_started_at"] == psutil.Process().create_time()
-
-
-def test_it_is_written_again_without_any_event(run_dir: RunDir) -> None:
-    with _Run(run_dir):
-        first = _content(run_dir)["updated_at"]
-        assert eventually(lambda: _content(run_dir)["updated_at"] >= first + 1.5, 10.0)
 
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("stopped", 130), ("failed", 1)])
@@ -268,37 +261,23 @@ def test_the_summary_of_an_earlier_attempt_is_not_taken_for_this_one(run_dir: Ru
     assert "serving" not in text
 
 
-def test_a_dashboard_can_be_made_of_the_files(run_dir: RunDir) -> None:
-    with _Run(run_dir) as status:
-        _fill(status)
-    progress = progress_of(_content(run_dir))
-    assert (progress.step, progress.phase) == (3, "training")
-    assert progress.seconds_left == pytest.approx(14.0)
-    assert progress.push is not None
-    assert progress.push.step == 3
-    assert progress.advice is not None
-    assert progress.advice.text == "more servers"
-    assert progress.last_message(is_warning=True) is not None
-    assert progress.servers[0].running == 5
-
-
 def test_the_tail_of_the_metrics_reads_each_line_once_and_begins_anew_after_a_resume(run_dir: RunDir) -> None:
     tail = MetricsTail(run_dir.metrics)
     tail.read()
-    assert tail.progress.curves["reward"].points == []
+    assert tail.progress.curves["reward"] == []
     with run_dir.metrics.open("w") as file:
         file.write('{"step": 1, "reward": 0.1}\n{"step": 2, "rew')
         file.flush()
         tail.read()
-        assert tail.progress.curves["reward"].points == [0.1]
+        assert tail.progress.curves["reward"] == [0.1]
         file.write('ard": 0.2}\n')
     for _ in range(2):
         tail.read()
-        assert tail.progress.curves["reward"].points == [0.1, 0.2]
+        assert tail.progress.curves["reward"] == [0.1, 0.2]
     run_dir.metrics.with_name("other").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.6}\n')
     run_dir.metrics.with_name("other").replace(run_dir.metrics)
     tail.read()
-    assert tail.progress.curves["reward"].points == [0.5, 0.6]
+    assert tail.progress.curves["reward"] == [0.5, 0.6]
 
 
 def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,8 +330,3 @@ def test_an_advice_file_that_cannot_be_used_costs_one_warning(run_dir: RunDir) -
     (call,) = display.warning.call_args_list
     assert "advice cannot be written" in call.args[0]
     assert display.advice.call_count == 3
-
-
-def test_advice_may_be_switched_off(run_dir: RunDir) -> None:
-    assert not _advised(run_dir, 0).advice.called
-    assert not run_dir.advice.exists()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from grpo_async.display.json_log import EVENTS
+from grpo_async.display.display import EVENTS
 from tests.e2e.conftest import GoldenRun
 from tests.e2e.support import REPOSITORY, Run, make_run, status_of
 
