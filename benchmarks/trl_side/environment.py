@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.install import pip_settings
+from scripts.install.machine import uv_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL_VERSION = "1.16.0"
@@ -34,7 +34,7 @@ def ensure_environment(folder: Path) -> Path:
     if not (done.exists() and done.read_text(encoding="utf-8") == _contents()):
         print(f"making TRL's environment in {folder}", flush=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, **pip_settings.to_uv(pip_settings.read(os.environ), os.environ)}
+        environment = {**os.environ, **uv_settings(os.environ)}
         for command in install_commands(folder):
             subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=INSTALL_TIMEOUT_S)
         done.write_text(_contents(), encoding="utf-8")

@@ -214,9 +214,11 @@ class _Findings:
         if isinstance(source, HubSource):
             self.notes.append(f"{key}: the dataset {source.name} is not checked here")
             return None
-        with self.collecting(f"{key}: "):
+        try:
             return first_rows(source, _NUM_ROWS)
-        return None
+        except GrpoAsyncError as error:
+            self.problems.append(f"{key}: {error}")
+            return None
 
     def _load_all(self) -> tuple[Rows | None, Rows | None]:
         """Everything but the filter by tokens, which needs the tokenizer."""
@@ -227,11 +229,13 @@ class _Findings:
         data = data.model_copy(update={"train": data.train.model_copy(update=unfiltered)})
         if evaluation is not None and evaluation.data is not None:
             evaluation = evaluation.model_copy(update={"data": evaluation.data.model_copy(update=unfiltered)})
-        with self.collecting():
+        try:
             loaded = load_data(data, evaluation)
-            self.notes.extend(loaded.notes)
-            return loaded.train, loaded.evaluation
-        return None, None
+        except GrpoAsyncError as error:
+            self.problems.append(str(error))
+            return None, None
+        self.notes.extend(loaded.notes)
+        return loaded.train, loaded.evaluation
 
     # ---- tools, environments, the rollout function ----
 

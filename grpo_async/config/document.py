@@ -8,7 +8,6 @@ keys (`<<`) are refused: `extends` is the one way to share settings.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple, TypeAlias
@@ -95,7 +94,7 @@ class Document:
         self.replace_places(path, {path + other: place for other, place in below.places.items()})
         self.broken |= {path + other for other in below.broken}
 
-    def replace_places(self, path: Path, places: Mapping[Path, Place]) -> None:
+    def replace_places(self, path: Path, places: dict[Path, Place]) -> None:
         """Forget those of the value at `path` and of everything below it, and what was broken there; then add others."""
         self.places = {other: place for other, place in self.places.items() if other[: len(path)] != path} | places
         self.broken = {other for other in self.broken if other[: len(path)] != path}
@@ -250,7 +249,8 @@ class _Reader:
             self.document.broken.add(path)
             self.problems.add(self.document.place(path), f"{'.'.join(path)}: {error}" if path else str(error))
             return None
-        return Unquoted(value) if isinstance(value, str) and node.style is None else value
+        is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
+        return Unquoted(value) if isinstance(value, str) and is_plain else value
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         entries: dict[str, Any] = {}

@@ -184,7 +184,9 @@ def _merge(below: Document, above: Document, shape: Shape) -> Document:
 
 
 def _is_of_another_type(old: Mapping[str, Any], new: Mapping[str, Any], shape: Shape | None) -> bool:
-    return bool(shape and shape.tags and "type" in new) and new["type"] != old.get("type", shape.default_tag)
+    if shape is None or not shape.tags or "type" not in new:
+        return False
+    return bool(new["type"] != old.get("type", shape.default_tag))
 
 
 # ---- overrides ----

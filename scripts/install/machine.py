@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts.install.plan import Machine
+from scripts.install.plan import CPU_INDEX, Machine
 
 _PROBE_TIMEOUT_S = 5.0
 _NVIDIA_SMI_TIMEOUT_S = 20.0
@@ -32,7 +32,7 @@ _PIP_TO_UV = {
 def look(*, find_links: Sequence[str], torch_version: str) -> Machine:
     """Facts for `make_plan`; the CPU index is asked only when the plan needs the answer."""
     gpu, driver = _nvidia()
-    cpu_index = os.environ.get("GRPO_ASYNC_TORCH_INDEX") or Machine.cpu_index
+    cpu_index = os.environ.get("GRPO_ASYNC_TORCH_INDEX") or CPU_INDEX
     return Machine(
         system=platform.system(),
         architecture=platform.machine(),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CUDA_DRIVER = 580  # the oldest NVIDIA driver that CUDA 13, which torch 2.13 is built with, accepts
 
 
@@ -48,7 +49,7 @@ class Machine:
     driver: int = 0
     c_compiler: bool = True
     local_torch: str | None = None
-    cpu_index: str = "https://download.pytorch.org/whl/cpu"
+    cpu_index: str = CPU_INDEX
     cpu_index_answers: Callable[[], bool] = lambda: False
 
 
