@@ -1,15 +1,103 @@
-"""All data of a run: evaluation rows from either place, leaks, notes."""
+"""All data of a run: the held-out split, evaluation rows from either place, leaks, notes."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_async.config.data_sections import DataSection, EvaluationSection
+from grpo_async.data.identity import find_leaks, split_held_out, task_key
 from grpo_async.data.load import LoadedData, load_data
+from grpo_async.data.rows import Rows
 from grpo_async.errors import ConfigError
+
+
+def _named(rows: list[dict[str, Any]], file: str = "f") -> Rows:
+    return Rows(rows, places=[f"{file}:{number + 1}" for number in range(len(rows))])
+
+
+def _rows(count: int) -> Rows:
+    return _named([{"prompt": f"question {number}"} for number in range(count)])
+
+
+def _split(rows: Rows, held_out: float, seed: int = 0) -> tuple[list[str], list[str]]:
+    train, evaluation = split_held_out(rows, held_out, seed=seed, columns=())
+    return [row["prompt"] for row in train], [row["prompt"] for row in evaluation]
+
+
+def test_a_share_splits_into_two_disjoint_parts_of_about_that_size_and_a_number_is_met() -> None:
+    every = [row["prompt"] for row in _rows(1000)]
+    train, held = _split(_rows(1000), 0.1)
+    assert sorted(train + held) == sorted(every)
+    assert 70 <= len(held) <= 130  # 100 expected, standard deviation sqrt(1000 x 0.1 x 0.9) = 9.5
+    assert train == [prompt for prompt in every if prompt in set(train)]  # in their order
+    assert held != sorted(held, key=lambda prompt: int(prompt.split()[1]))  # the first of them are a fair sample
+    assert len(_split(_rows(200), 20)[1]) == 20
+    assert set(_split(_rows(200), 20, seed=1)[1]) != set(_split(_rows(200), 20)[1])
+    for held_out, words in ((1e-9, "no row is held out"), (5, "all rows are held out")):
+        with pytest.raises(ConfigError, match=words):
+            _split(_rows(5), held_out)
+
+
+@pytest.mark.parametrize("held_out", [0.1, 20])
+def test_rows_added_later_move_no_row_out_of_training(held_out: float) -> None:
+    train, held = _split(_rows(200), held_out)
+    more_held = _split(_rows(300), held_out)[1]
+    assert not set(train) & set(more_held)
+    if held_out < 1:
+        assert set(held) <= set(more_held)
+    assert set(_split(Rows(_rows(200)[::-1], places=["x"] * 200), held_out)[1]) == set(held)
+
+
+@pytest.mark.parametrize("held_out", [0.3, 7])
+def test_rows_of_one_task_stay_on_one_side(held_out: float) -> None:
+    rows = _named(
+        [{"prompt": f"Question  {number % 20}" if number % 3 else f"question {number % 20}"} for number in range(60)]
+    )
+    train, evaluation = split_held_out(rows, held_out, seed=0, columns=())
+    assert len(train) + len(evaluation) == 60
+    assert find_leaks(train, evaluation, ()) is None
+
+
+def test_the_split_is_the_same_in_every_process() -> None:
+    code = "from tests.data.test_load import _rows, _split; print(_split(_rows(30), 3)[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    # pinned: evaluation on another machine or Python version must be on the same rows
+    assert done.stdout == "['question 15', 'question 5', 'question 26']\n"
+    assert _split(_rows(30), 3)[1] == ["question 15", "question 5", "question 26"]
+
+
+def test_leaks_are_found_through_case_white_space_and_form_and_three_are_shown() -> None:
+    train = _named([{"prompt": "What is  2+2?"}, {"prompt": "other"}], "train")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "what is 2+2? "}]
+    assert find_leaks(train, _named([{"prompt": "new"}, {"prompt": messages}], "eval"), ()) == (
+        "1 of 2 prompts to evaluate on are trained on as well: eval:2 is also train:1"
+    )
+    assert find_leaks(train, _named([{"prompt": "2+2"}]), ()) is None
+    leaks = find_leaks(_rows(5), _rows(5), ())
+    assert leaks is not None
+    assert (leaks.count(" is also "), leaks[-12:]) == (3, "; and 2 more")
+
+
+def test_task_columns_and_those_of_an_empty_prompt_tell_rows_apart() -> None:
+    one, two = {"prompt": "Play.", "seed": 1, "note": "x"}, {"prompt": "Play.", "seed": 2, "note": "x"}
+    assert task_key(one, ()) == task_key(two, ())
+    assert task_key(one, ["seed"]) != task_key(two, ["seed"])
+    assert task_key({**one, "note": "y"}, ["seed"]) == task_key(one, ["seed"])
+    empty = [{"role": "user", "content": " "}]
+    assert task_key({"prompt": empty, "board": "a"}, ()) != task_key({"prompt": empty, "board": "b"}, ())
+    assert task_key({"prompt": empty, "board": "a"}, ()) == task_key({"prompt": empty, "board": "a"}, ())
 
 
 def _file(folder: Path, name: str, prompts: list[str]) -> dict[str, Any]:
@@ -24,13 +112,6 @@ def _load(train: dict[str, Any], evaluation: dict[str, Any] | None = None, **dat
 
 
 NUMBERS = [f"question {number}" for number in range(40)]
-
-
-def test_without_evaluation_there_are_only_rows_to_train_on(tmp_path: Path) -> None:
-    loaded = _load(_file(tmp_path, "t.jsonl", ["a", "b"]))
-    assert [row["prompt"] for row in loaded.train] == ["a", "b"]
-    assert loaded.evaluation is None
-    assert loaded.notes == ()
 
 
 def test_held_out_rows_are_evaluated_on_with_the_system_prompt_of_the_training_data(tmp_path: Path) -> None:
@@ -65,11 +146,6 @@ def test_environments_leak_by_seed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"seed 9 is also seed 9.*`first_seed`"):
         _load(source, {"data": source | {"first_seed": 9}})
     assert _load(source, {"data": source | {"first_seed": 10}}).notes == ()
-
-
-def test_evaluation_without_rows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"evaluation\.data: there is none"):
-        _load(_file(tmp_path, "t.jsonl", ["a"]), {"num_prompts": 5})
 
 
 def test_errors_and_notes_say_which_section_they_are_about(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from grpo_async.config.data_sections import ReasoningGymSource
-from grpo_async.data import reasoning_gym
 from grpo_async.data.reasoning_gym import mixed_evenly
 from grpo_async.data.reasoning_gym_child import TaskError, as_literal, make_rows
 from grpo_async.data.sources import first_rows, load_rows
@@ -84,18 +83,6 @@ def test_what_the_child_refuses_is_a_config_error() -> None:
 def test_making_rows_has_a_deadline() -> None:
     with pytest.raises(ConfigError, match=r"took longer than 0\.01 s; raise `timeout_s`"):
         load_rows(_source({"name": "gcd"}, timeout_s=0.01))
-
-
-def test_a_dead_child_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasoning_gym.sys, "executable", "/bin/false")
-    with pytest.raises(ConfigError, match="ended with exit code 1"):
-        load_rows(_source({"name": "gcd"}))
-
-
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasoning_gym.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'grpo-async\[reasoning-gym\]'"):
-        load_rows(_source({"name": "gcd"}))
 
 
 def test_task_data_keep_what_json_would_change() -> None:

@@ -1,176 +1,372 @@
-"""Reading rows: every shape that works, and the words of every error."""
+"""Rows from every source: every shape that works, and errors that name place, column and remedy."""
 
 from __future__ import annotations
 
-import builtins
+import datetime
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from grpo_async.config.data_sections import CsvSource, HubSource, JsonlSource
-from grpo_async.data.sources import first_rows, load_rows
+from grpo_async.config.data_sections import Source
+from grpo_async.data import Rows, first_rows, load_rows, make_prompt, readers
+from grpo_async.data.messages import check_prompt
+from grpo_async.data.sources import drop, rename
 from grpo_async.errors import ConfigError
+from grpo_async.records import Prompt
+
+USER = {"role": "user", "content": "q"}
 
 
-def _jsonl(folder: Path, text: str, **settings: Any) -> JsonlSource:
-    path = folder / "rows.jsonl"
+def _load(kind: str, **settings: Any) -> Rows:
+    return load_rows(TypeAdapter(Source).validate_python({"type": kind, **settings}), count_tokens=_characters)
+
+
+def _file(folder: Path, text: str, **settings: Any) -> Rows:
+    """Rows of a file of JSON lines, or of a CSV file with `type`."""
+    path = folder / "rows.txt"
     path.write_text(text, encoding="utf-8")
-    return JsonlSource(path=path, **settings)
+    return _load(settings.pop("type", "jsonl"), path=path, **settings)
 
 
-def _csv(folder: Path, text: str, **settings: Any) -> CsvSource:
-    path = folder / "rows.csv"
-    path.write_text(text, encoding="utf-8")
-    return CsvSource(type="csv", path=path, **settings)
+def _characters(prompt: Prompt) -> int:
+    return sum(len(message.content) for message in prompt.messages)
 
 
-def _error(source: JsonlSource | CsvSource | HubSource) -> str:
+def _error(kind: str, **settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_rows(source)
+        _load(kind, **settings)
     return str(caught.value)
 
 
-def test_jsonl_rows_keep_every_column_and_skip_blank_lines(tmp_path: Path) -> None:
-    text = '{"prompt": "1+1", "answer": "2", "level": 3}\n\n{"prompt": [{"role": "user", "content": "ü"}]}'
-    assert load_rows(_jsonl(tmp_path, text)) == [
+def _prompts(rows: Rows) -> list[Any]:
+    return [row["prompt"] for row in rows]
+
+
+# ---- files ----
+
+
+def test_jsonl_rows_keep_every_column_their_places_and_what_some_lack_is_none(tmp_path: Path) -> None:
+    text = (
+        '{"prompt": "1+1", "answer": "2", "level": 3}\n\n{"prompt": [{"role": "user", "content": "ü"}], "answer": "3"}'
+    )
+    rows = _file(tmp_path, text)
+    assert rows == [
         {"prompt": "1+1", "answer": "2", "level": 3},
-        {"prompt": [{"role": "user", "content": "ü"}], "answer": None, "level": None},
+        {"prompt": [{"role": "user", "content": "ü"}], "answer": "3", "level": None},
     ]
-
-
-def test_a_column_that_some_rows_lack_is_none_there_and_noted(tmp_path: Path) -> None:
-    rows = load_rows(_jsonl(tmp_path, '{"prompt": "a", "level": 1}\n{"prompt": "b"}\n{"prompt": "c"}\n'))
-    assert [row["level"] for row in rows] == [1, None, None]
-    assert rows.notes == [
-        f"column `level` is missing in 2 of 3 rows (the first: {tmp_path / 'rows.jsonl'}:2); it is None there"
-    ]
-
-
-def test_rows_know_their_places(tmp_path: Path) -> None:
-    rows = load_rows(_jsonl(tmp_path, '{"prompt": "a"}\n\n{"prompt": "b"}\n'))
-    path = tmp_path / "rows.jsonl"
+    path = tmp_path / "rows.txt"
     assert rows.places == [f"{path}:1", f"{path}:3"]
     assert rows.take([1]).places == [f"{path}:3"]
+    assert rows.notes == [f"column `level` is missing in 1 of 2 rows (the first: {path}:3); it is None there"]
 
 
 def test_repeated_prompts_are_counted_and_kept(tmp_path: Path) -> None:
     text = '{"prompt": "Add 1 and 1"}\n{"prompt": "b"}\n{"prompt": "add  1 and 1 "}\n{"prompt": "b"}\n'
-    rows = load_rows(_jsonl(tmp_path, text))
-    assert len(rows) == 4
+    rows = _file(tmp_path, text)
     (note,) = rows.notes
-    assert note.startswith("2 of 4 rows repeat the prompt of an earlier row")
-    assert "rows.jsonl:3 repeats" in note
+    assert (len(rows), note[:53]) == (4, "2 of 4 rows repeat the prompt of an earlier row (the ")
     seeds = '{"prompt": "Play.", "seed": 1}\n{"prompt": "Play.", "seed": 2}\n'
-    assert load_rows(_jsonl(tmp_path, seeds, task_columns=["seed"])).notes == []
-
-
-def test_the_first_rows_ignore_filters(tmp_path: Path) -> None:
-    source = _jsonl(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\n{broken', min_prompt_chars=99, max_prompt_tokens=1)
-    assert [row["prompt"] for row in first_rows(source, 2)] == ["a", "b"]
+    assert _file(tmp_path, seeds, task_columns=["seed"]).notes == []
 
 
 def test_csv_values_are_text_and_may_hold_commas_and_line_breaks(tmp_path: Path) -> None:
     text = '\ufeffprompt,answer\n"a, b\nc",1\nd,2\n'  # with the byte order mark that spreadsheets write
-    assert load_rows(_csv(tmp_path, text)) == [{"prompt": "a, b\nc", "answer": "1"}, {"prompt": "d", "answer": "2"}]
+    assert _file(tmp_path, text, type="csv") == [{"prompt": "a, b\nc", "answer": "1"}, {"prompt": "d", "answer": "2"}]
 
 
-def test_columns_are_renamed_and_may_be_swapped(tmp_path: Path) -> None:
-    source = _jsonl(tmp_path, '{"problem": "x", "a": 1, "b": 2}', columns={"problem": "prompt", "a": "b", "b": "a"})
-    assert load_rows(source) == [{"prompt": "x", "b": 1, "a": 2}]
-
-
-def test_limit_stops_before_a_later_broken_line_is_read(tmp_path: Path) -> None:
-    source = _jsonl(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\n{broken', limit=2)
-    assert [row["prompt"] for row in load_rows(source)] == ["a", "b"]
-
-
-def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path: Path) -> None:
-    message = _error(JsonlSource(path=tmp_path / "no.jsonl"))
-    assert f"{tmp_path / 'no.jsonl'}: there is no such file" in message
-    assert str(Path.cwd()) in message
-
-
-def test_a_folder_instead_of_a_file_is_an_error_about_the_path(tmp_path: Path) -> None:
-    assert "cannot be read" in _error(JsonlSource(path=tmp_path))
-
-
-def test_text_in_another_encoding_is_an_error_about_the_encoding(tmp_path: Path) -> None:
-    path = tmp_path / "latin.jsonl"
-    path.write_bytes('{"prompt": "ü"}'.encode("latin-1"))
-    assert "not UTF-8" in _error(JsonlSource(path=path))
-
-
-def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
-    assert "no rows" in _error(_jsonl(tmp_path, "\n\n"))
-    assert "no rows" in _error(_csv(tmp_path, "prompt,answer\n"))
+def test_limit_and_the_first_rows_stop_before_a_later_broken_line_is_read(tmp_path: Path) -> None:
+    text = '{"prompt": "a"}\n{"prompt": "b"}\n{broken'
+    assert _prompts(_file(tmp_path, text, limit=2)) == ["a", "b"]
+    unfiltered = {"path": tmp_path / "rows.txt", "min_prompt_chars": 99, "max_prompt_tokens": 1}
+    assert _prompts(first_rows(TypeAdapter(Source).validate_python(unfiltered), 2)) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("kind", "content", "words"),
     [
-        ('{"prompt": "b"', ["rows.jsonl:3", "not valid JSON", "one complete JSON object per line"]),
-        ('["b"]', ["rows.jsonl:3", "expected a JSON object", "got a list"]),
-        (
-            '{"question": "b", "answer": 1}',
-            ["rows.jsonl:3", "no column `prompt`", "`question`, `answer`", "columns: {"],
-        ),
-        ('{"prompt": 7}', ["rows.jsonl:3", "must be text or a list", "a number (7)"]),
-        ('{"prompt": null}', ["rows.jsonl:3", "got null"]),
-        ('{"prompt": " "}', ["rows.jsonl:3", "empty text"]),
-        ('{"prompt": []}', ["rows.jsonl:3", "without messages"]),
-        ('{"prompt": ["b"]}', ["rows.jsonl:3", "`prompt[0]` must be a {role, content} message", "text ('b')"]),
-        (
-            '{"prompt": [{"role": "user", "content": "b"}, {"role": "user", "text": "b"}]}',
-            ["rows.jsonl:3", "`prompt[1]` has no `content`", "it has `role`, `text`"],
-        ),
-        ('{"prompt": [{"content": "b"}]}', ["rows.jsonl:3", "`prompt[0]` has no `role`"]),
-        (
-            '{"prompt": [{"role": "user", "content": ["b"]}]}',
-            ["rows.jsonl:3", "`content[0]` must be a part", "text ('b')"],
-        ),
-        (
-            '{"prompt": [{"role": "user", "content": 5}]}',
-            ["rows.jsonl:3", "its `content` must be text", "a number (5)"],
-        ),
+        ("jsonl", '{"prompt": "a"}\n\n{"prompt": "b"', "rows.txt:3: this line is not valid JSON"),
+        ("jsonl", '["b"]', "rows.txt:1: expected a JSON object"),
+        ("jsonl", "\n\n", "there are no rows in it"),
+        ("jsonl", b'{"prompt": "\xfc"}', "is not UTF-8 text"),
+        ("jsonl", None, "there is no such file (looked in "),
+        # line 1 header, lines 2-3 one row with a line break in quotes, line 4 a row that lacks a value
+        ("csv", 'prompt,answer\n"a\nb",1\nc\n', "rows.txt:4: this row has 1 values, but the header has 2 columns"),
+        ("csv", 'prompt,answer\n"a,1\n', "rows.txt:2: this row is not valid CSV"),
+        ("csv", "prompt,prompt\na,b\n", "`prompt` more than once"),
+        ("parquet", '{"prompt": "a"}\n', "cannot be read as Parquet"),
+        ("parquet", None, "there is no such file or folder"),
     ],
 )
-def test_a_broken_row_is_named_by_line_with_what_is_wrong(tmp_path: Path, line: str, words: list[str]) -> None:
-    message = _error(_jsonl(tmp_path, f'{{"prompt": "a"}}\n\n{line}\n'))
-    assert [word for word in words if word not in message] == []
+def test_a_file_that_cannot_be_read_is_named_by_line(
+    tmp_path: Path, kind: str, content: str | bytes | None, words: str
+) -> None:
+    if content is not None:
+        (tmp_path / "rows.txt").write_bytes(content.encode() if isinstance(content, str) else content)
+    assert words in _error(kind, path=tmp_path / "rows.txt")
+    assert "cannot be read" in _error("jsonl", path=tmp_path)
 
 
-def test_renaming_an_unknown_column_lists_those_that_exist(tmp_path: Path) -> None:
-    message = _error(_jsonl(tmp_path, '{"question": "a", "answer": 1}', columns={"problem": "prompt"}))
-    assert "rows.jsonl:1: `columns` renames `problem`" in message
-    assert "`question`, `answer`" in message
+def _parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
 
 
-def test_renaming_onto_an_existing_column_is_refused(tmp_path: Path) -> None:
-    message = _error(_jsonl(tmp_path, '{"question": "a", "prompt": "b"}', columns={"question": "prompt"}))
-    assert "two columns named `prompt`" in message
+def test_parquet_keeps_nested_columns_messages_and_dates(tmp_path: Path) -> None:
+    day = datetime.date(2024, 2, 29)
+    messages = [{"role": "user", "content": "2+2", "name": None}]
+    path = _parquet(tmp_path / "a", [{"prompt": messages, "reward_model": {"ground_truth": "4"}, "day": day}])
+    (row,) = _load("parquet", path=path, columns={"reward_model.ground_truth": "answer"})
+    assert row == {
+        "prompt": [{"role": "user", "content": "2+2"}],
+        "reward_model": {"ground_truth": "4"},
+        "day": day,
+        "answer": "4",
+    }
 
 
-def test_a_csv_row_is_named_by_the_line_on_which_it_begins(tmp_path: Path) -> None:
-    # line 1 header, lines 2-3 one row with a line break in quotes, line 4 a row that lacks a value
-    message = _error(_csv(tmp_path, 'prompt,answer\n"a\nb",1\nc\n'))
-    assert "rows.csv:4" in message
-    assert "1 values" in message
-    assert "2 columns" in message
+def test_parquet_is_read_in_batches_and_a_folder_in_the_order_of_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_BATCH_ROWS", 2)
+    _parquet(tmp_path / "b.parquet", [{"prompt": "b0"}])
+    whole = _parquet(tmp_path / "a.parquet", [{"prompt": f"a{number}"} for number in range(5)])
+    rows = _load("parquet", path=tmp_path)
+    assert _prompts(rows) == ["a0", "a1", "a2", "a3", "a4", "b0"]
+    assert rows.places[4:] == [f"{whole}, row 4", f"{tmp_path / 'b.parquet'}, row 0"]
+    whole.write_bytes(whole.read_bytes()[:200])
+    assert "check that it is whole" in _error("parquet", path=tmp_path)
 
 
-def test_a_csv_with_an_open_quote_or_a_repeated_header_is_refused(tmp_path: Path) -> None:
-    assert "rows.csv:2: this row is not valid CSV" in _error(_csv(tmp_path, 'prompt,answer\n"a,1\n'))
-    assert "`prompt` more than once" in _error(_csv(tmp_path, "prompt,prompt\na,b\n"))
+# ---- hub: local folders through the real `datasets` ----
 
 
-def test_a_hub_dataset_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import = builtins.__import__
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    import datasets
 
-    def without_datasets(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "datasets":
-            raise ModuleNotFoundError("No module named 'datasets'")
-        return real_import(name, *args, **kwargs)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    return datasets
 
-    monkeypatch.setattr(builtins, "__import__", without_datasets)
-    assert "pip install 'grpo-async[hub]'" in _error(HubSource(type="hub", name="some/set"))
+
+def test_a_saved_dataset_gives_python_values_whatever_its_format(tmp_path: Path, datasets: Any) -> None:
+    folder = str(tmp_path / "saved")
+    made = datasets.Dataset.from_dict({"prompt": ["a", "b"], "level": [0, 1]})
+    made.with_format("numpy").save_to_disk(folder)
+    rows = _load("hub", name=folder)
+    assert rows == [{"prompt": "a", "level": 0}, {"prompt": "b", "level": 1}]
+    assert type(rows[0]["level"]) is int
+    assert rows.places[1] == f"{folder} [train], row 1"
+    assert "set `split: train`, not `test`" in _error("hub", name=folder, split="test")
+    assert "has no `subset`" in _error("hub", name=folder, subset="main")
+
+
+def test_splits_of_saved_collections_and_folders_of_files_are_taken_by_name(tmp_path: Path, datasets: Any) -> None:
+    one = datasets.Dataset.from_dict({"prompt": ["b"]})
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "saved")
+    assert _prompts(_load("hub", name=str(tmp_path / "saved"), split="test")) == ["b"]
+    assert "it has `train`, `test`" in _error("hub", name=str(tmp_path / "saved"), split="valid")
+    for split in ("train", "test"):
+        (tmp_path / "files").mkdir(exist_ok=True)
+        (tmp_path / f"files/{split}.jsonl").write_text(json.dumps({"prompt": split}) + "\n", encoding="utf-8")
+    assert _load("hub", name=str(tmp_path / "files"), split="test") == [{"prompt": "test"}]
+    assert "check `name`, `subset` and `split`" in _error("hub", name="some/set-that-is-not-there")
+
+
+@pytest.mark.parametrize(("kind", "package", "extra"), [("hub", "datasets", "hub"), ("parquet", "pyarrow", "parquet")])
+def test_a_missing_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, package: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    settings = {"name": "some/set"} if kind == "hub" else {"path": tmp_path}
+    assert f"pip install 'grpo-async[{extra}]'" in _error(kind, **settings)
+
+
+# ---- functions and seeds ----
+
+
+def _generated(function: str, **settings: Any) -> Rows:
+    return _load("generator", function=f"tests.data.generators:{function}", **settings)
+
+
+def test_a_generator_gets_its_arguments_and_its_rows_are_named() -> None:
+    rows = _generated("sums", arguments={"num_rows": 3, "seed": 1})
+    assert len(rows) == 3
+    assert rows != _generated("sums", arguments={"num_rows": 3, "seed": 2})
+    assert rows.places[2] == "tests.data.generators:sums, row 2"
+    assert _generated("as_list") == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_a_generator_without_end_needs_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_ROWS", 50)
+    assert len(_generated("endless", limit=60)) == 60
+    with pytest.raises(ConfigError, match="has made 50 rows and not come to an end; set `limit`"):
+        _generated("endless")
+    assert len(_generated("sums", arguments={"num_rows": 50})) == 50
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises_at_two", "row 2: the function raised ZeroDivisionError: no third one"),
+        ("unseeded", "row 0: a second call of the function makes another row"),
+        ("no_dict", "row 1: expected a dict"),
+        ("strange_value", "row 0: column `answer` holds a builtins.set"),
+        ("asynchronous", "is async"),
+        ("returns_text", "returned text ('abc'); it must yield rows"),
+        ("not_a_function", "cannot be called"),
+        ("sum", "did you mean"),
+        ("sums", "does not fit the `arguments` {}: missing a required argument: 'num_rows'"),
+    ],
+)
+def test_a_bad_generator_is_named_with_the_row(function: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=r"tests\.data\.generators") as caught:
+        _generated(function, limit=20)
+    assert words in str(caught.value)
+
+
+def test_rows_of_environments_are_seeds_in_turn() -> None:
+    rows = _load("environment", num_prompts=3, first_seed=5)
+    assert rows == [{"prompt": [{"role": "user", "content": ""}], "seed": seed} for seed in (5, 6, 7)]
+    assert make_prompt(rows[0], 0, None).columns == {"seed": 5}
+    rows = _load("environment", num_prompts=3, prompt="Play.", environments=["a", "b"])
+    assert [(row["seed"], row["environment"]) for row in rows] == [(0, "a"), (1, "b"), (2, "a")]
+    assert rows.notes == []  # one prompt, but not one task
+
+
+# ---- prompts ----
+
+
+def _checked(*messages: Any) -> Any:
+    return check_prompt({"prompt": list(messages)}, "f:1", set())
+
+
+def test_messages_are_brought_into_one_form() -> None:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    answer = {"role": "tool", "content": "1", "name": "add", "tool_call_id": "abcdefghi"}
+    for content in ({}, {"content": None}):
+        assert _checked(USER, {"role": "assistant", "tool_calls": [call], **content}, answer) == [
+            USER, {"role": "assistant", "content": "", "tool_calls": [call]}, answer,
+        ]  # fmt: skip
+    wanted = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    for call in (
+        {"name": "add", "arguments": '{"a": 1}'},
+        {"function": {"name": "add", "arguments": {"a": 1}}, "id": None},
+    ):
+        assert _checked({"role": "assistant", "tool_calls": [call]})[0]["tool_calls"] == [wanted]
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2"}]
+    assert _checked({"role": "user", "content": parts}) == [{"role": "user", "content": "2+2"}]
+    unused: set[str] = set()
+    message = {**USER, "tool_calls": None, "name": None, "weight": None, "id": 7}
+    assert check_prompt({"prompt": [message]}, "f:1", unused) == [USER]
+    assert unused == {"id"}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user", "content": [{"type": "image", "url": "x"}]}, "`content[0]` has the type 'image'; only text"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": None}]},
+            "the `text` of `content[0]` must be text, got null",
+        ),
+        ({"role": "user", "content": None}, "has a `content` that is null; only a message with `tool_calls`"),
+        ({"role": "user", "content": 5}, "its `content` must be text or a list of text parts, got a number (5)"),
+        ({"role": "assistant", "content": "a", "tool_calls": {}}, "its `tool_calls` must be a list, got an object"),
+        ({"role": "user", "content": "a", "tool_calls": [{"name": "f"}]}, "of role `user` has `tool_calls`"),
+        ({"role": "assistant", "tool_calls": ["f"]}, "`tool_calls[0]` must be"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, "text that is not valid JSON"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "`arguments` must be an object"),
+        ({"role": "tool", "content": "a", "tool_call_id": 7}, "its `tool_call_id` must be text, got a number (7)"),
+        ({"role": None, "content": "a"}, "has no `role`"),
+        ("b", "must be a {role, content} message, got text ('b')"),
+    ],
+)
+def test_a_bad_message_is_named_with_its_place(message: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=r"^f:1: `prompt\[1\]") as caught:
+        _checked(USER, message)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"question": "b", "answer": 1}, "no column `prompt`; the columns are `question`, `answer`"),
+        ({"prompt": 7}, "must be text or a list of {role, content} messages, got a number (7)"),
+        ({"prompt": " "}, "empty text"),
+        ({"prompt": []}, "without messages"),
+    ],
+)
+def test_a_bad_prompt_is_named_with_its_place(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=r"^f:1: ") as caught:
+        check_prompt(row, "f:1", set())
+    assert words in str(caught.value)
+
+
+# ---- columns and filters ----
+
+# As verl writes it.
+ROW = {
+    "data_source": "gsm8k",
+    "prompt": [{"role": "user", "content": "2+2"}],
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"split": "train", "tries": [{"answer": "5"}, {"answer": "4"}]},
+}
+
+
+def test_columns_are_renamed_swapped_dropped_and_taken_from_inside_others() -> None:
+    renamed = rename(ROW, {"reward_model.ground_truth": "answer", "extra_info.tries.0.answer": "wrong"}, "f:1")
+    assert renamed == {**ROW, "answer": "4", "wrong": "5"}
+    assert rename({"a": {"b": 1}, "a.b": 2}, {"a.b": "c"}, "f:1") == {"a": {"b": 1}, "c": 2}  # its own name comes first
+    assert rename({"x": 0, "a": 1, "b": 2}, {"x": "y", "a": "b", "b": "a"}, "f:1") == {"y": 0, "b": 1, "a": 2}
+    assert drop({"a": 1, "b": 2}, ["a"], "f:1") == {"b": 2}
+    with pytest.raises(ConfigError, match="f:1: `drop` names `c`, which is not a column here; the columns are `a`"):
+        drop({"a": 1}, ["c"], "f:1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("reward_model.truth", "answer", "but `reward_model` has no `truth`; it has `style`, `ground_truth`"),
+        ("reward_modle.ground_truth", "answer", "not a column here"),
+        ("data_source.name", "answer", "but `data_source` is text ('gsm8k'), which has nothing below it"),
+        ("extra_info.tries.2.answer", "answer", "but `extra_info.tries` is a list of 2 without an entry `2`"),
+        ("reward_modle", "answer", "did you mean `reward_model`"),
+        ("extra_info.split", "data_source", "two columns named `data_source`"),
+        ("answer", "data_source", "old: new, so perhaps `{data_source: answer}`"),
+    ],
+)
+def test_a_name_that_leads_nowhere_says_where_it_stops(old: str, new: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=r"^train\.parquet, row 3: ") as caught:
+        rename(ROW, {old: new}, "train.parquet, row 3")
+    assert words in str(caught.value)
+
+
+def _of_lengths(folder: Path, *lengths: int, **settings: Any) -> Rows:
+    return _file(folder, "".join(json.dumps({"prompt": "x" * length}) + "\n" for length in lengths), **settings)
+
+
+def test_each_filter_counts_what_it_left_out(tmp_path: Path) -> None:
+    rows = _of_lengths(tmp_path, 1, 2, 3, 4, 5, 6, min_prompt_chars=2, max_prompt_chars=5, max_prompt_tokens=3)
+    assert [len(row["prompt"]) for row in rows] == [2, 3]
+    assert [place.rpartition(":")[2] for place in rows.places] == ["2", "3"]
+    assert rows.notes == [
+        "min_prompt_chars: 2 left out 1 of 6 rows",
+        "max_prompt_tokens: 3 left out 2 of 6 rows",  # 4 and 5; 6 is too long for the filter before
+        "max_prompt_chars: 5 left out 1 of 6 rows",
+    ]
+    # 5 + 1 = 6 tokens pass, 5 + 2 do not; 3 characters do not
+    rows = _of_lengths(tmp_path, 1, 2, 3, max_prompt_chars=2, max_prompt_tokens=6, system_prompt="12345")
+    assert [len(row["prompt"]) for row in rows] == [1]
+    assert len(_of_lengths(tmp_path, 1, 5, 5, limit=2, min_prompt_chars=3)) == 1  # the limit comes first
+    with pytest.raises(ConfigError, match=r"no row passes the filters: max_prompt_chars: 1 left out 2 of 2 rows"):
+        _of_lengths(tmp_path, 2, 3, max_prompt_chars=1)
+    with pytest.raises(ValueError, match="count_tokens"):
+        load_rows(TypeAdapter(Source).validate_python({"path": tmp_path / "rows.txt", "max_prompt_tokens": 1}))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_async.config.data_sections import JsonlSource
-from grpo_async.data.sources import load_rows
 from grpo_async.data.stream import PromptStream, make_prompt, shuffled_order
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, Prompt, TaggedMessage
@@ -44,12 +41,6 @@ def test_messages_become_tagged_messages_behind_the_system_prompt() -> None:
     ]
     assert {m.origin for m in prompt.messages} == {Origin.PROMPT}
     assert prompt.is_conversational
-
-
-def test_a_system_prompt_leaves_a_text_prompt_text() -> None:
-    prompt = make_prompt({"prompt": "a"}, 0, "Be brief.")
-    assert [m.role for m in prompt.messages] == ["system", "user"]
-    assert not prompt.is_conversational
 
 
 def test_without_shuffling_ids_count_on_over_the_epochs() -> None:
@@ -107,17 +98,6 @@ def test_changed_data_is_refused_after_a_checkpoint(changed: list[dict[str, Any]
         PromptStream(changed, seed=0, shuffle=True, state=state)
 
 
-def test_a_changed_filter_is_refused_after_a_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "x" * length}) + "\n" for length in (1, 2, 3, 4)), encoding="utf-8")
-    state = PromptStream(load_rows(JsonlSource(path=path, max_prompt_chars=3)), seed=0, shuffle=True).state()
-    PromptStream(load_rows(JsonlSource(path=path, max_prompt_chars=3)), seed=0, shuffle=True, state=state)
-    for changed in ({"max_prompt_chars": 2}, {"min_prompt_chars": 2}):  # the second leaves as many rows, but others
-        rows = load_rows(JsonlSource.model_validate({"path": path, **changed}))
-        with pytest.raises(ConfigError, match="the data changed since the checkpoint"):
-            PromptStream(rows, seed=0, shuffle=True, state=state)
-
-
 def test_tool_messages_keep_their_calls_and_names() -> None:
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
@@ -137,8 +117,3 @@ def test_another_seed_or_shuffling_is_refused_after_a_checkpoint() -> None:
         PromptStream(_rows(5), seed=1, shuffle=True, state=state)
     with pytest.raises(ConfigError, match=r"data\.shuffle: False now"):
         PromptStream(_rows(5), seed=0, shuffle=False, state=state)
-
-
-def test_a_stream_without_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no rows"):
-        PromptStream([], seed=0, shuffle=True)
