@@ -169,7 +169,9 @@ def test_the_default_folder_is_the_one_that_the_config_names(config: str, task: 
     assert f"grpo-async {command} " in text
 
 
-def test_no_two_tasks_share_a_folder() -> None:
-    assert default_folder(3) == Path(".cache/quickstart/seed_3")
-    assert default_folder(3, task="tool") == Path(".cache/quickstart/tool/seed_3")
-    assert len({default_folder(task=name) for name in TASKS}) == len(TASKS)
+def test_the_first_200_held_out_rows_hold_many_answers(prepared: Path) -> None:
+    """Evaluation takes the first N rows, so they must not be a corner of the task."""
+    rows = [json.loads(line) for line in (prepared / "heldout.jsonl").read_text().splitlines()[:200]]
+    answers = [row["answer"] for row in rows]
+    assert max(answers.count(answer) for answer in answers) / 200 < 0.2
+    assert len({row["prompt"][0]["content"][0] for row in rows}) == 5

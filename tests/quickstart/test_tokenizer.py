@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
 
 from grpo_async.quickstart.model import MAX_VOCABULARY, TAGS, train_tokenizer
-from grpo_async.quickstart.sums import thinking
-from grpo_async.quickstart.tasks.think import ThinkTask
+from grpo_async.quickstart.tasks.sums import ThinkTask
 
 TASK = ThinkTask()
 USER = {"role": "user", "content": "1 + 1 ="}
@@ -38,13 +38,6 @@ def test_every_digit_is_a_token_of_its_own_however_often_digits_stand_together()
         assert [piece for piece in pieces if any(c.isdigit() for c in piece) and len(piece) > 1] == []
 
 
-@pytest.mark.parametrize(
-    "text", ["<think>3 + 4 = 7\n7 - 2 = 5</think>5", "  two  spaces\n\n", "äöü 漢字 🙂", "a , b ."]
-)
-def test_decoding_gives_back_the_exact_text(tokenizer: Any, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def test_tags_are_single_tokens_that_survive_skipping_special_tokens(tokenizer: Any) -> None:
     for tag in TAGS:
         assert len(tokenizer.encode(tag)) == 1
@@ -67,17 +60,6 @@ def test_the_template_is_chatml_and_ends_where_the_assistant_begins(tokenizer: A
     assert _rendered(tokenizer, system, USER).startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n")
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
-
-
-def test_tools_are_listed_in_the_system_turn_in_the_form_of_their_calls(tokenizer: Any) -> None:
-    listing = '{"name": "weather", "arguments": {"town": "string", "days": ["integer", "null"]}}'
-    user = "<|im_start|>user\n1 + 1 =<|im_end|>\n"
-    assert _rendered(tokenizer, USER, tools=[TOOL]) == f"<|im_start|>system\n{listing}<|im_end|>\n{user}"
-    system = {"role": "system", "content": "Be kind."}
-    both = _rendered(tokenizer, system, USER, tools=[TOOL, TOOL])
-    assert both == f"<|im_start|>system\nBe kind.\n{listing}\n{listing}<|im_end|>\n{user}"
-    bare = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
-    assert '{"name": "now", "arguments": {}}<|im_end|>' in _rendered(tokenizer, USER, tools=[bare])
 
 
 def test_calls_and_results_are_rendered_as_hermes_has_them_results_of_one_turn_together(tokenizer: Any) -> None:
@@ -118,7 +100,7 @@ def test_a_longer_conversation_begins_with_the_text_of_the_shorter(tokenizer: An
 
 def test_the_vocabulary_is_small_and_a_whole_sample_fits_the_limits_of_the_config(tokenizer: Any) -> None:
     assert len(tokenizer) <= MAX_VOCABULARY
-    longest = (
-        max(len(tokenizer.encode(thinking(item))) for item in TASK.held_out_items()) + 1
-    )  # and the end of the turn
-    assert longest <= 40  # of max_completion_tokens: 48
+    texts = [TASK.good(item, random.Random(0)).turns[0].text for item in TASK.held_out_items()]
+    assert (
+        max(len(tokenizer.encode(text)) for text in texts) + 1 <= 40
+    )  # with the end of the turn; the config allows 48

@@ -1,4 +1,4 @@
-"""The tasks, one module each, by the name that `prepare-quickstart --task` takes."""
+"""The tasks, by the names that `prepare-quickstart --task` takes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 from grpo_async.quickstart.tasks.base import Task
 from grpo_async.quickstart.tasks.code import CodeTask
 from grpo_async.quickstart.tasks.game import GameTask
-from grpo_async.quickstart.tasks.reasoning_gym import ReasoningGymTask
-from grpo_async.quickstart.tasks.think import ThinkTask
-from grpo_async.quickstart.tasks.tool import ToolTask
+from grpo_async.quickstart.tasks.sums import ReasoningGymTask, ThinkTask, ToolTask
 
 __all__ = ["TASKS", "Task"]
 

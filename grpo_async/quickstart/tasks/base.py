@@ -6,6 +6,7 @@ rarer habit, so that reinforcement learning has something to amplify.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -38,6 +39,15 @@ class WarmupRecipe:
             return (step + 1) / self.lr_warmup_steps
         progress = (step - self.lr_warmup_steps) / max(1, self.num_steps - self.lr_warmup_steps)
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+HELD_OUT_ONE_IN = 8
+
+
+def is_held_out(key: str) -> bool:
+    """About one key in eight, the same ones everywhere and for ever."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
 Item = TypeVar("Item")

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.quickstart.demonstration import Demonstration
-from grpo_async.quickstart.sums import is_held_out
-from grpo_async.quickstart.tasks.base import Task, WarmupRecipe
+from grpo_async.quickstart.tasks.base import Task, WarmupRecipe, is_held_out
 
 LARGEST_FACTOR = 9
 LARGEST_CONSTANT = 20

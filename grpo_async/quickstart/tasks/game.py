@@ -11,14 +11,13 @@ seen. So whole ranges are held out.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.envs.guessing_game import GuessingGame
 from grpo_async.quickstart.demonstration import Demonstration, Turn, calling_turn
-from grpo_async.quickstart.sums import is_held_out
-from grpo_async.quickstart.tasks.base import Task, WarmupRecipe
+from grpo_async.quickstart.tasks.base import Task, WarmupRecipe, is_held_out
 from grpo_async.tools import Tool
 
 RANGE_SIZE = 7
@@ -53,53 +52,34 @@ class GameTask(Task[Game]):
         return {"prompt": prompt, "low": item.low, "high": item.high, "target": item.target}
 
     def good(self, item: Game, rng: random.Random) -> Demonstration:
-        return _played(item, _Search(item.low, item.high))
+        low, high = item.low, item.high
+
+        def search(answers: Sequence[str]) -> int:
+            """Halves what is left: 231 to 237, told "higher" after 234, goes on with 235 to 237."""
+            nonlocal low, high
+            if answers:
+                low, high = ((low + high) // 2 + 1, high) if answers[-1] == "higher" else (low, (low + high) // 2 - 1)
+            return (low + high) // 2
+
+        return _played(item, search)
 
     def lazy(self, item: Game, rng: random.Random) -> Demonstration:
-        return _played(item, _Insistence(rng.randint(item.low, item.high)))
+        insisted = rng.randint(item.low, item.high)
+        return _played(item, lambda answers: insisted)
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return [Tool.from_function(GuessingGame().guess).schema]
 
 
-@dataclass(slots=True)
-class _Search:
-    """Halves what is left: 231 to 237, told "higher" after 234, goes on with 235 to 237."""
-
-    low: int
-    high: int
-
-    @property
-    def guess(self) -> int:
-        return (self.low + self.high) // 2
-
-    def hear(self, answer: str) -> None:
-        if answer == "higher":
-            self.low = self.guess + 1
-        else:
-            self.high = self.guess - 1
-
-
-@dataclass(slots=True)
-class _Insistence:
-    """Says the same again."""
-
-    guess: int
-
-    def hear(self, answer: str) -> None:
-        pass
-
-
-def _played(item: Game, player: _Search | _Insistence) -> Demonstration:
-    """The whole game, against the environment itself."""
-    game = GuessingGame(max_guesses=MAX_GUESSES)
+def _played(item: Game, guess: Callable[[Sequence[str]], int]) -> Demonstration:
+    """The whole game, against the environment itself; `guess` gets its answers so far."""
+    game, answers = GuessingGame(max_guesses=MAX_GUESSES), list[str]()
     prompt = game.reset(low=item.low, high=item.high, target=item.target)
     turns: list[Turn] = []
     while not game.is_done():
-        guess = player.guess
-        answer = game.guess(guess)
-        player.hear(answer)
-        turns.append(calling_turn("guess", {"number": guess}, None if game.is_done() else answer))
+        number = guess(answers)
+        answers.append(game.guess(number))
+        turns.append(calling_turn("guess", {"number": number}, None if game.is_done() else answers[-1]))
     return Demonstration(prompt=prompt or "", turns=tuple(turns))
 
 

@@ -1,0 +1,207 @@
+"""The tasks: what is asked, the two ways to answer, the split; by hand, and against the packages and rewards of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_async.config.data_sections import ReasoningGymSource
+from grpo_async.config.interaction_sections import EnvironmentSection, ToolSection
+from grpo_async.config.loader import load_config
+from grpo_async.data import load_rows
+from grpo_async.envs import load_environments
+from grpo_async.envs.guessing_game import GuessingGame
+from grpo_async.quickstart.demonstration import Demonstration
+from grpo_async.quickstart.tasks import TASKS
+from grpo_async.quickstart.tasks.base import WarmupRecipe, is_held_out
+from grpo_async.quickstart.tasks.code import CodeTask, Formula, all_formulas
+from grpo_async.quickstart.tasks.game import MAX_GUESSES, Game, GameTask
+from grpo_async.quickstart.tasks.sums import ChainSum, ReasoningGymTask, ThinkTask, ToolTask
+from grpo_async.quickstart.warmup import demonstration
+from grpo_async.rewards.reasoning_gym import task_score
+from grpo_async.tools import load_tools
+
+ITEM = ChainSum.of(3, 4, -2, 1)
+
+
+def test_about_one_key_in_eight_is_held_out_and_always_the_same() -> None:
+    held_out = [number for number in range(4000) if is_held_out(str(number))]
+    assert 430 < len(held_out) < 570  # 500 expected, standard deviation 21
+    assert held_out[:5] == [0, 9, 10, 21, 32]  # other ones would silently move rows between the sides
+
+
+@pytest.mark.parametrize(
+    ("name", "num_training", "num_items"),
+    [
+        ("think", None, 2012),
+        ("reasoning_gym", None, 4000),
+        ("tool", 4000, 4400),
+        ("code", None, 680),
+        ("game", None, 693),
+    ],
+)
+def test_the_split_covers_every_item_once(name: str, num_training: int | None, num_items: int) -> None:
+    """99 ranges x 7 numbers; 10^3 numbers x 2^2 signs; 20 constants x 2 signs x (8 factors x 2 forms + 1 square)."""
+    training, held_out = TASKS[name].training_items(), TASKS[name].held_out_items()
+    assert not set(training) & set(held_out)
+    assert len(set(training)) + len(set(held_out)) == num_items
+    assert len(training) == (num_training or len(training))
+    assert len(held_out) >= (63 if name in ("code", "game") else 200)  # what their configs evaluate
+
+
+# ---- sums ----
+
+
+def test_a_sum_reads_and_adds_up_as_worked_out_by_hand() -> None:
+    assert (ITEM.text, ITEM.answer) == ("3 + 4 - 2 + 1", 6)
+    assert ITEM.steps == ["3 + 4 = 7", "7 - 2 = 5", "5 + 1 = 6"]
+    item = ChainSum((4, 0, 7), ("-", "-"))
+    assert (item.text, item.terms, item.answer) == ("4 - 0 - 7", (4, 0, -7), -3)
+    assert item.steps == ["4 - 0 = 4", "4 - 7 = -3"]
+    assert ChainSum.of(3, 4, -2).is_held_out == ChainSum.of(4, -2, 3).is_held_out == ChainSum.of(4, 3, -2).is_held_out
+
+
+@pytest.mark.parametrize("task", [ThinkTask(), ReasoningGymTask(), ToolTask()], ids=lambda task: task.name)
+def test_prompt_and_answer_agree_and_a_guess_is_near(task: ThinkTask) -> None:
+    for item in task.all_items():
+        row = task.row(item)
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][0]["content"]
+        assert str(eval(prompt.rpartition(": ")[2].removesuffix("="))) == row["answer"]  # digits and signs, our own
+    rng, item = random.Random(0), task.all_items()[100]
+    assert (task.good(item, rng).prompt, task.lazy(item, rng).prompt) == (task.question(item),) * 2
+    guesses = {task.lazy(item, rng).turns[0].text.removeprefix("<think></think>") for _ in range(400)}
+    assert guesses == {str(item.answer + error) for error in range(-9, 10)}
+
+
+def test_thinking_shows_each_step_and_then_the_answer() -> None:
+    shown = ThinkTask().good(ITEM, random.Random(0))
+    assert shown.turns[0].text == "<think>3 + 4 = 7\n7 - 2 = 5\n5 + 1 = 6</think>6"
+    assert {int(step.rpartition("= ")[2]) for item in ThinkTask().all_items() for step in item.steps} == set(range(10))
+
+
+def test_the_good_way_asks_the_calculator_and_repeats_its_answer() -> None:
+    task = ToolTask()
+    for item in task.training_items()[:50]:
+        call, final = task.good(item, random.Random(0)).turns
+        assert (call.calls[0].name, call.calls[0].arguments) == ("calculator", {"expression": item.text})
+        assert call.results == (final.text,) == (task.row(item)["answer"],)
+    (tool,) = load_tools([ToolSection(function="grpo_async.tools.calculator:calculator")])
+    assert task.tools() == [tool.schema]
+
+
+@pytest.mark.slow  # importing reasoning_gym takes seconds
+def test_the_package_asks_what_the_model_was_warmed_up_on_and_scores_the_good_way_as_right() -> None:
+    task, source = ReasoningGymTask(), load_config(Path(__file__).parents[2] / "configs/reasoning-gym.yaml").data.train
+    assert isinstance(source, ReasoningGymSource)
+    rows = load_rows(source.model_copy(update={"size": 40}))
+    known = {task.question(item): item for item in task.all_items()}
+    assert {row["prompt"] for row in rows} <= known.keys()
+    assert source.system_prompt is None  # plain text, as the demonstrations are
+    items = [known[row["prompt"]] for row in rows]
+    assert [row["answer"] for row in rows] == [str(item.answer) for item in items]
+    good = [task.good(item, random.Random(0)).turns[0].text for item in items]
+    tasks, data = [row["task"] for row in rows], [row["task_data"] for row in rows]
+    assert task_score(good, tasks, data, binarize=True) == [1.0] * 40
+    wrong = [f"<think></think>{item.answer + 1}" for item in items]
+    assert task_score(wrong, tasks, data, binarize=True) == [0.0] * 40
+
+
+# ---- code ----
+
+
+def _passes(text: str, tests: list[str]) -> bool:
+    """In this process: the text is one of ours."""
+    names: dict[str, Any] = {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # 3 (x + 2): "int is not callable, did you miss a comma?"
+            exec(text.removeprefix("```python\n").removesuffix("```"), names)
+        for test in tests:
+            exec(test, names)
+    except (SyntaxError, TypeError, AssertionError):
+        return False
+    return True
+
+
+def test_every_translation_passes_its_tests_and_no_copy_does() -> None:
+    task, item = CodeTask(), Formula("3 (x + 2)", "3 * (x + 2)")
+    assert item.tests == ["assert f(0) == 6", "assert f(3) == 15", "assert f(10) == 36"]
+    assert task.row(item) == {"prompt": [{"role": "user", "content": "f(x) = 3 (x + 2)"}], "tests": item.tests}
+    for item in all_formulas():
+        assert _passes(task.good(item, random.Random(0)).turns[0].text, item.tests), item
+        assert not _passes(task.lazy(item, random.Random(0)).turns[0].text, item.tests), item
+    # 2 (x + 3) is 2 x + 6: 10 + 6 + 5 + 4 + 3 + 2 + 2 + 2 = 34 products of a factor (2 to 9) up to 20, with both signs 68
+    assert len({tuple(item.tests) for item in all_formulas()}) == 680 - 68  # another formula rarely passes
+
+
+# ---- game ----
+
+
+def _guesses(shown: Demonstration) -> list[int]:
+    return [turn.calls[0].arguments["number"] for turn in shown.turns]
+
+
+def test_searching_halves_what_is_left_and_finds_every_number_in_three_guesses() -> None:
+    shown = GameTask().good(Game(low=231, target=235), random.Random(0))
+    assert shown.prompt == "Guess my number from 231 to 237."
+    assert _guesses(shown) == [234, 236, 235]
+    assert [turn.results for turn in shown.turns] == [("higher",), ("lower",), ()]  # the end is not answered
+    for target in range(5, 12):
+        guesses = _guesses(GameTask().good(Game(low=5, target=target), random.Random(0)))
+        assert guesses[-1] == target
+        assert len(guesses) <= MAX_GUESSES == 3
+
+
+def test_insisting_says_one_number_of_the_range_over_and_over_and_finds_one_in_seven() -> None:
+    rng = random.Random(0)
+    games = [_guesses(GameTask().lazy(Game(low=5, target=7), rng)) for _ in range(700)]
+    assert {len(set(guesses)) for guesses in games} == {1}
+    assert {guesses[0] for guesses in games} == set(range(5, 12))
+    assert {len(guesses) for guesses in games if guesses[0] != 7} == {3}
+    assert 70 < sum(guesses == [7] for guesses in games) < 130  # 100 expected, standard deviation 9
+
+
+def test_the_environment_of_a_run_takes_the_rows_and_offers_the_tools_that_the_model_was_shown() -> None:
+    async def schemas() -> Sequence[Mapping[str, Any]]:
+        factory = "grpo_async.envs.guessing_game:GuessingGame"
+        environments = load_environments({"game": EnvironmentSection(factory=factory)})
+        try:
+            return environments.schemas_for({})
+        finally:
+            await environments.close()
+
+    task = GameTask()
+    assert task.tools() == asyncio.run(schemas())
+    row = task.row(Game(low=231, target=235))
+    assert GuessingGame(max_guesses=3).reset(**row) == "Guess my number from 231 to 237."
+    assert row["prompt"] == [{"role": "user", "content": ""}]
+    assert not {game.low for game in task.training_items()} & {game.low for game in task.held_out_items()}
+
+
+# ---- the warm-up ----
+
+
+def test_at_first_everything_is_good_and_in_the_end_about_a_third() -> None:
+    recipe, rng, task = WarmupRecipe(num_steps=100), random.Random(0), ThinkTask()
+
+    def shown(steps: range, times: int) -> list[str]:
+        return [demonstration(task, ITEM, step, recipe, rng).turns[0].text for step in steps for _ in range(times)]
+
+    good = task.good(ITEM, rng).turns[0].text
+    early, late = shown(range(87), 20), shown(range(88, 100), 200)  # 0.875 x 100 = 87.5
+    assert set(early) == {good}
+    assert late.count(good) / len(late) == pytest.approx(0.3, abs=0.03)
+
+
+def test_the_learning_rate_warms_up_then_falls_to_a_tenth() -> None:
+    recipe = WarmupRecipe(num_steps=120, lr_warmup_steps=20)
+    assert recipe.lr_factor(0) == pytest.approx(1 / 20)
+    assert recipe.lr_factor(19) == recipe.lr_factor(20) == pytest.approx(1.0)
+    assert recipe.lr_factor(70) == pytest.approx(0.55)  # half way: 0.1 + 0.9 x (1 + cos(pi / 2)) / 2
+    assert recipe.lr_factor(120) == pytest.approx(0.1)
