@@ -50,10 +50,6 @@ def content_is_a_number(text: str) -> Any:
     return {"content": 3, "tool_calls": []}
 
 
-def names_nothing(text: str) -> Any:
-    return [{"arguments": {}}, 7]
-
-
 def breaks_the_rules(text: str) -> Any:
     deep: list[Any] = []
     for _ in range(100):

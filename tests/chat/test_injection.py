@@ -9,7 +9,7 @@ import pytest
 
 from grpo_async.chat import ChatError, ChatRenderer
 from grpo_async.records import Origin, TaggedMessage
-from tests.chat.helpers import TOOLS, call, rendered, renderer_of, result, tokens, user
+from tests.chat.helpers import call, rendered, renderer_of, result, tokens, user
 from tests.support.chat_families import FAMILIES, family
 
 ATTACKS = {
@@ -124,13 +124,6 @@ def test_a_control_token_that_appears_only_by_normalisation_is_refused() -> None
     made = call()
     with pytest.raises(ChatError, match="normalises to"):
         renderer.suffix_ids([made], [result(made, "＜end＞")])
-
-
-def test_tools_and_templates_are_the_users_own_and_not_guarded() -> None:
-    renderer = renderer_of("qwen3")
-    ids = renderer.prompt_ids([user("hello")], tools=TOOLS)
-    plain = rendered("qwen3", [{"role": "user", "content": "hello"}], generation=True, tools=TOOLS)
-    assert ids == tokens("qwen3", plain)
 
 
 def test_a_tokenizer_that_puts_a_blank_before_the_first_word_only_puts_none_inside() -> None:

@@ -325,12 +325,6 @@ def test_whatever_a_parser_raises_leaves_the_text_as_the_message(name: str, erro
     assert error in turn.parse_error
 
 
-def test_a_call_without_a_name_from_the_users_parser_goes_back_to_the_model() -> None:
-    _, good, errors = _read("chatml", "hello", parser=f"{OWN}:names_nothing")
-    assert good == []
-    assert ["`name` is missing" in errors[0], "not a number" in errors[1]] == [True, True]
-
-
 def test_calls_of_the_users_parser_are_held_to_the_rules_of_json() -> None:
     turn = renderer_of("chatml", parser=f"{OWN}:breaks_the_rules").parse(tokens("chatml", "hello"), turn=0)
     half, found = "it holds half of a surrogate pair", [(call.name, call.error) for call in turn.tool_calls]

@@ -11,7 +11,7 @@ import pytest
 from grpo_async.chat import ChatError, ChatRenderer
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, TaggedMessage
-from tests.chat.helpers import SEARCH, TOOLS, rendered, renderer_of, tokens, user
+from tests.chat.helpers import TOOLS, rendered, renderer_of, tokens, user
 from tests.support.chat_families import FAMILIES, family, template_source
 
 
@@ -140,45 +140,21 @@ def test_the_check_names_the_parser_and_the_rule(name: str, parser: str, rule: s
     assert renderer_of(name).check_tools([]) == []
 
 
-def test_a_template_that_does_not_list_the_tools_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"`search` of the tool `search` is not in the prompt; set model\.chat_template"
-    ):
-        renderer_of("chatml").check_tools(TOOLS)
-
-
-def test_a_template_that_lists_names_but_no_parameters_is_refused() -> None:
-    template = template_source("qwen3").replace("tool | tojson", "tool.function.name")
-    with pytest.raises(ConfigError, match="`query` of the tool `search` is not in the prompt"):
-        renderer_of("qwen3", chat_template=template).check_tools([SEARCH])
-
-
-def test_a_template_that_refuses_results_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"tool results cannot be rendered: .*Only system, user.*set model\.chat_template"
-    ):
-        renderer_of("no_tool_role").check_tools(TOOLS)
-
-
-def test_a_template_that_leaves_out_results_is_refused() -> None:
-    template = template_source("qwen3").replace("message.role == 'tool'", "message.role == 'result'")
-    with pytest.raises(ConfigError, match="leaves out messages of the role `tool`"):
-        renderer_of("qwen3", chat_template=template).check_tools(TOOLS)
-
-
-def test_a_turn_end_at_which_generation_does_not_stop_is_refused() -> None:
-    """GPT-OSS without <|call|>: the policy would go on and write the tool's result itself."""
-    with pytest.raises(
-        ConfigError, match=r'with <\|call\|>, but generation stops at <\|return\|> only; .*: \["<\|call\|>"\]'
-    ):
-        renderer_of("gpt_oss", end_of_turn_tokens=()).check_tools(TOOLS)
-
-
-def test_a_tokenizer_without_any_end_of_turn_token_is_refused() -> None:
-    tokenizer = copy.deepcopy(family("qwen3"))
-    tokenizer.eos_token = None
-    with pytest.raises(ConfigError, match=r"set model\.end_of_turn_tokens"):
-        ChatRenderer(tokenizer).check_tools(TOOLS)
+@pytest.mark.parametrize(
+    ("name", "old", "new", "error"),
+    [
+        ("chatml", "", "", r"`search` of the tool `search` is not in the prompt; set model\.chat_template"),
+        ("qwen3", "tool | tojson", "tool.function.name", "`query` of the tool `search` is not in the prompt"),
+        ("no_tool_role", "", "", r"tool results cannot be rendered: .*Only system, user.*set model\.chat_template"),
+        ("qwen3", "message.role == 'tool'", "message.role == 'result'", "leaves out messages of the role `tool`"),
+        # GPT-OSS without <|call|>: the policy would go on and write the tool's result itself
+        ("gpt_oss", "", "", r'with <\|call\|>, but generation stops at <\|return\|> only; .*: \["<\|call\|>"\]'),
+    ],
+)
+def test_a_template_that_tools_cannot_work_with_is_refused(name: str, old: str, new: str, error: str) -> None:
+    renderer = renderer_of(name, chat_template=template_source(name).replace(old, new), end_of_turn_tokens=())
+    with pytest.raises(ConfigError, match=error):
+        renderer.check_tools(TOOLS)
 
 
 def test_an_unknown_way_of_calling_is_refused_and_a_parser_of_ones_own_helps() -> None:

@@ -88,15 +88,6 @@ def test_no_rewards_at_all_need_environments_that_have_them(tmp_path: Path) -> N
         check_inputs(config, engine=EMBEDDED)
 
 
-def test_files_of_tls_are_looked_for_before_anything_starts(tmp_path: Path) -> None:
-    key = tmp_path / "key.pem"
-    key.write_text("")
-    config = make_config(tmp_path, inference={"tls": {"certificate": str(tmp_path / "c.pem"), "key": str(key)}})
-    with pytest.raises(ConfigError, match=r"inference\.tls\.certificate: .*c\.pem cannot be read") as refusal:
-        check_inputs(config, engine=EMBEDDED)
-    assert "tls.key" not in str(refusal.value)
-
-
 def test_an_address_for_weights_that_is_not_of_this_machine_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = make_config(tmp_path, weights={"host": "192.0.2.7"})  # of a network that exists in documents only
     with pytest.raises(ConfigError, match=r"weights\.host: 192\.0\.2\.7 cannot be bound on this machine"):

@@ -94,12 +94,6 @@ def test_a_file_extends_others_and_later_ones_win(tmp_path: Path) -> None:
     assert (config.run.name, config.run.seed) == ("demo", 7)
 
 
-def test_extends_is_relative_to_the_file_that_says_it_at_every_level(tmp_path: Path) -> None:
-    _write(tmp_path, MINIMAL, "a/b/base.yaml")
-    _write(tmp_path, "extends: b/base.yaml\n", "a/middle.yaml")
-    assert load_config(_write(tmp_path, "extends: a/middle.yaml\n")).run.name == "demo"
-
-
 def test_a_list_is_replaced_not_merged(tmp_path: Path) -> None:
     _write(tmp_path, MINIMAL, "base.yaml")
     path = _write(tmp_path, "extends: base.yaml\nrewards:\n  - function: other:one\n  - function: other:two\n")
@@ -117,11 +111,6 @@ def test_columns_named_type_are_merged_like_others(tmp_path: Path) -> None:
     _write(tmp_path, base, "base.yaml")
     path = _write(tmp_path, "extends: base.yaml\ndata: {train: {columns: {type: sort}}}\n")
     assert load_config(path).data.train.columns == {"type": "sort", "problem": "prompt"}
-
-
-def test_null_in_a_file_switches_a_section_of_its_base_off(tmp_path: Path) -> None:
-    _write(tmp_path, MINIMAL + "evaluation: {data: {type: jsonl, path: e}}\n", "base.yaml")
-    assert load_config(_write(tmp_path, "extends: base.yaml\nevaluation: null\n")).evaluation is None
 
 
 def test_an_error_points_at_the_file_that_the_value_came_from(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts.install.stamp import digest, read_stamp
 
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.tracking.catalog import describe
-from scripts.install.stamp import digest, read_stamp
 from tests.e2e.support import REPOSITORY, Run, make_run
 
 pytestmark = pytest.mark.slow

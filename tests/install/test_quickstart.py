@@ -31,12 +31,15 @@ def _calls(checkout: Path, *arguments: str) -> list[str]:
     return (checkout / "calls").read_text(encoding="utf-8").splitlines()
 
 
-def test_it_installs_prepares_and_trains(checkout: Path) -> None:
+def test_it_installs_prepares_and_trains_a_run_of_its_own_and_resumes_the_newest(checkout: Path) -> None:
     assert _calls(checkout) == [
         "bootstrap ",
         "grpo-async prepare-quickstart",
         "grpo-async train configs/quickstart.yaml --set run.name=quickstart-1",
     ]
+    (checkout / "runs/quickstart-1").mkdir(parents=True)
+    assert _calls(checkout)[2].endswith("run.name=quickstart-2")
+    assert _calls(checkout, "--resume")[2].endswith("--set run.name=quickstart-1 --resume")
 
 
 def test_it_passes_arguments_on_and_knows_its_own(checkout: Path) -> None:
@@ -46,17 +49,6 @@ def test_it_passes_arguments_on_and_knows_its_own(checkout: Path) -> None:
         "grpo-async train configs/quickstart-vllm.yaml --set run.name=quickstart-vllm-1 --set run.seed=3 "
         "--set training.max_steps=2"
     )
-
-
-def test_a_second_call_makes_a_run_of_its_own(checkout: Path) -> None:
-    (checkout / "runs/quickstart-1").mkdir(parents=True)
-    assert _calls(checkout)[2].endswith("run.name=quickstart-2")
-
-
-def test_resume_goes_on_with_the_newest_run(checkout: Path) -> None:
-    for number in (1, 2):
-        (checkout / f"runs/quickstart-{number}").mkdir(parents=True)
-    assert _calls(checkout, "--resume")[2].endswith("--set run.name=quickstart-2 --resume")
 
 
 def test_resume_without_a_run_is_refused(checkout: Path) -> None:
