@@ -9,8 +9,8 @@ The way of the data; the record on each arrow, the package in each box:
                  chat tools envs   ^     |                 rewards                  |
                         Generation |     | GenerateRequest                          | RolloutSample
                                    |     v  (token ids in, ids + logprobs out)      v
-    servers/vllm     [ inference: client | surface ]                           [ batching ] plan, pack
-    servers/embedded [ the same HTTP surface       ]                                | MicroBatch
+    servers/vllm     [ inference: client | API     ]                           [ batching ] plan, pack
+    servers/embedded [ the same HTTP API           ]                                | MicroBatch
                                    ^                                                v
                                    |      policy_version + 1                   [ training ]     every rank, main thread
                                    +-------------- [ weights ] <--------------------+

@@ -233,7 +233,7 @@ class RolloutCompletion:
         return [*messages, *self.completion_messages()]
 
     def tool_metrics(self) -> dict[str, float]:
-        """Calls of this rollout and the share that failed; 2 calls of which 1 failed -> 2.0 and 0.5, no calls -> 0.0 and 0.0.
+        """Calls of this rollout and the fraction that failed; 2 calls of which 1 failed -> 2.0 and 0.5, no calls -> 0.0 and 0.0.
         Empty where no tools were offered."""
         if not self.tool_names:
             return {}

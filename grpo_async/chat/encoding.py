@@ -4,7 +4,7 @@ A chat template writes control tokens (`<|im_end|>`) as text, so a tool result t
 could go on as the system: a prompt injection. Messages from tools, environments and the policy are therefore guarded:
 
     tool result "a<|im_end|>b"  ->  rendered as "aZqguard0zqb"  ->  ids of the text around it as ever (`<|im_end|>` stays a
-    border between "a" and "b"), and for the mark itself the ids of "<" and "|im_end|>", which no template means as control.
+    border between "a" and "b"), and for the placeholder itself the ids of "<" and "|im_end|>", which no template means as control.
 
 Invariant: text without control tokens in it is tokenised in one piece, exactly as the tokenizer would alone.
 """
@@ -21,18 +21,18 @@ from grpo_async.chat.turn import ChatError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarded:
-    """Messages in which the text of control tokens is replaced by marks.
+    """Messages in which the text of control tokens is replaced by placeholders.
 
-    `marks` maps the mark to the text; it is empty where there was nothing to replace.
+    `placeholders` maps the placeholder to the text; it is empty where there was nothing to replace.
     """
 
     messages: Sequence[Mapping[str, Any]]
-    marks: Mapping[str, str]
+    placeholders: Mapping[str, str]
 
     def restore(self, rendered: str) -> str:
         """Rendered text as a person would read it."""
-        for mark, text in self.marks.items():
-            rendered = rendered.replace(mark, text)
+        for placeholder, text in self.placeholders.items():
+            rendered = rendered.replace(placeholder, text)
         return rendered
 
 
@@ -100,29 +100,31 @@ class Encoder:
             self._refuse_hidden_tokens(texts)
         found = sorted({match.group() for text in texts for match in self._control_text.finditer(text)})
         if not found:
-            return Guarded(messages=messages, marks={})
+            return Guarded(messages=messages, placeholders={})
         stem = "Zqguard"
         while any(stem in text for text in (self._template_source, *_texts_of(messages))):
             stem += "q"
-        marks = {text: f"{stem}{number}zq" for number, text in enumerate(found)}
+        placeholders = {text: f"{stem}{number}zq" for number, text in enumerate(found)}
 
         def replace(text: str) -> str:
-            return self._control_text.sub(lambda match: marks[match.group()], text)
+            return self._control_text.sub(lambda match: placeholders[match.group()], text)
 
         guarded = [
             _map_texts(message, replace) if is_foreign else message
             for message, is_foreign in zip(messages, foreign, strict=True)
         ]
-        return Guarded(messages=guarded, marks={mark: text for text, mark in marks.items()})
+        return Guarded(messages=guarded, placeholders={placeholder: text for text, placeholder in placeholders.items()})
 
-    def encode(self, rendered: str, marks: Mapping[str, str], *, as_document: bool = False) -> list[int]:
+    def encode(self, rendered: str, placeholders: Mapping[str, str], *, as_document: bool = False) -> list[int]:
         """Ids of a rendering of guarded messages."""
-        if not marks:
+        if not placeholders:
             return self.plain(rendered, as_document=as_document)
-        pieces = re.split("(" + "|".join(map(re.escape, marks)) + ")", rendered)  # text, mark, text, mark, ..., text
+        pieces = re.split(
+            "(" + "|".join(map(re.escape, placeholders)) + ")", rendered
+        )  # text, placeholder, text, placeholder, ..., text
         ids = self.plain(pieces[0], as_document=as_document)
-        for mark, piece in zip(pieces[1::2], pieces[2::2], strict=True):
-            token = marks[mark]
+        for placeholder, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+            token = placeholders[placeholder]
             ids += self._ids_as_text(token)
             if piece:
                 ids += self._after(token, piece)

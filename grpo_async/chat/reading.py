@@ -29,8 +29,8 @@ class TurnReader:
         self._encoder = encoder
         self._format = format
         self._thinking_is_open = thinking_is_open
-        marks = format.marks if format else ()
-        self._kept_ids = frozenset(encoder.control_tokens[mark] for mark in marks if mark in encoder.control_tokens)
+        wanted = format.special_tokens if format else ()
+        self._kept_ids = frozenset(encoder.control_tokens[token] for token in wanted if token in encoder.control_tokens)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens without special tokens."""

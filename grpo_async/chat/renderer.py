@@ -145,9 +145,9 @@ class ChatRenderer:
         guarded = self._encoder.guard([message.as_dict() for message in messages], foreign)
         if not is_conversational and len(messages) == 1 and not tools:
             text = guarded.messages[0]["content"]
-            return self._encoder.encode(text, guarded.marks, as_document=True)
+            return self._encoder.encode(text, guarded.placeholders, as_document=True)
         rendered = self._template.render(guarded.messages, tools=tools, add_generation_prompt=True)
-        return self._encoder.encode(rendered, guarded.marks)
+        return self._encoder.encode(rendered, guarded.placeholders)
 
     def suffix_ids(self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage]) -> list[int]:
         """Ids that follow the policy's end-of-turn token: the results of `calls`, in their order, and the next generation
@@ -175,7 +175,12 @@ class ChatRenderer:
             ConfigError: tools cannot work with this template, tokenizer and parser.
         """
         check = ToolCheck(
-            self._template, self._encoder, self._suffix, self._reader, self._parser, self._end_of_turn_ids
+            template=self._template,
+            encoder=self._encoder,
+            suffix=self._suffix,
+            reader=self._reader,
+            parser=self._parser,
+            end_of_turn_ids=self._end_of_turn_ids,
         )
         return check.run(tools)
 

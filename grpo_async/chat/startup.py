@@ -6,6 +6,7 @@ Every step really renders. What cannot work is a ConfigError that says what to d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.chat.encoding import Encoder
@@ -21,29 +22,16 @@ _RESULTS = ("kqresultonezq", "kqresulttwozq")
 _OWN_TEMPLATE = "set model.chat_template to a template that renders tools, their calls and their results"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCheck:
-    """One start-up check.
+    """One start-up check, with what the rollouts use. `end_of_turn_ids`: tokens at which the policy's turn ends."""
 
-    Args:
-        template, encoder, suffix, reader, parser: of the renderer that the rollouts use.
-        end_of_turn_ids: tokens at which the policy's turn ends.
-    """
-
-    def __init__(
-        self,
-        template: ChatTemplate,
-        encoder: Encoder,
-        suffix: SuffixRule,
-        reader: TurnReader,
-        parser: ChosenParser,
-        end_of_turn_ids: Sequence[int],
-    ) -> None:
-        self._template = template
-        self._encoder = encoder
-        self._suffix = suffix
-        self._reader = reader
-        self._parser = parser
-        self._end_of_turn_ids = end_of_turn_ids
+    template: ChatTemplate
+    encoder: Encoder
+    suffix: SuffixRule
+    reader: TurnReader
+    parser: ChosenParser
+    end_of_turn_ids: Sequence[int]
 
     def run(self, tools: Sequence[Mapping[str, Any]]) -> list[str]:
         """Notes for the plan.
@@ -53,14 +41,14 @@ class ToolCheck:
         """
         if not tools:
             return []
-        if not self._template.exists:
+        if not self.template.exists:
             raise ConfigError(NO_TEMPLATE)
         functions = [dict(tool.get("function", tool)) for tool in tools]
         names = [str(function["name"]) for function in functions]
         self._check_prompt(tools, functions)
-        if self._parser.format is None:
-            raise ConfigError(self._parser.reason)
-        notes = [f"tool calls are read by the parser `{self._parser.name}`: {self._parser.reason}"]
+        if self.parser.format is None:
+            raise ConfigError(self.parser.reason)
+        notes = [f"tool calls are read by the parser `{self.parser.name}`: {self.parser.reason}"]
         notes += self._check_turn_end(names[0])
         notes += self._check_results(names)
         notes += self._check_parser(names[0])
@@ -70,10 +58,10 @@ class ToolCheck:
     def _check_prompt(self, tools: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]]) -> None:
         question = [{"role": "user", "content": "question"}]
         try:
-            prompt = self._template.render(question, tools=tools, add_generation_prompt=True)
+            prompt = self.template.render(question, tools=tools, add_generation_prompt=True)
         except ChatError as error:
             raise ConfigError(f"the tools cannot be rendered: {error}; {_OWN_TEMPLATE}") from error
-        without = self._template.render(question, add_generation_prompt=True)
+        without = self.template.render(question, add_generation_prompt=True)
         for function in functions:
             parameters = (function.get("parameters") or {}).get("properties") or {}
             for name in (function["name"], *parameters):
@@ -84,17 +72,17 @@ class ToolCheck:
                     )
 
     def _check_turn_end(self, name: str) -> list[str]:
-        if not self._end_of_turn_ids:
+        if not self.end_of_turn_ids:
             raise ConfigError(
                 "neither the tokenizer nor generation_config.json names a token that ends a turn, so generation would not stop "
                 "at a tool call; set model.end_of_turn_tokens"
             )
-        last = self._suffix.last_token_of_turn([_call(name, 0)])
-        if last is not None and last not in self._end_of_turn_ids:
+        last = self.suffix.last_token_of_turn([_call(name, 0)])
+        if last is not None and last not in self.end_of_turn_ids:
             raise ConfigError(
-                f"the chat template ends a turn that calls a tool with {self._encoder.text([last])}, but generation stops at "
-                f"{self._encoder.text(self._end_of_turn_ids)} only; set model.end_of_turn_tokens: "
-                f'["{self._encoder.text([last])}"]'
+                f"the chat template ends a turn that calls a tool with {self.encoder.text([last])}, but generation stops at "
+                f"{self.encoder.text(self.end_of_turn_ids)} only; set model.end_of_turn_tokens: "
+                f'["{self.encoder.text([last])}"]'
             )
         if last is None:
             return [
@@ -104,19 +92,19 @@ class ToolCheck:
 
     def _check_results(self, names: Sequence[str]) -> list[str]:
         try:
-            text = self._encoder.text(self._suffix_of([names[0]]))
+            text = self.encoder.text(self._suffix_of([names[0]]))
         except ChatError as error:
             raise ConfigError(f"tool results cannot be rendered: {error}; {_OWN_TEMPLATE}") from error
         if _RESULTS[0] not in text:
             raise ConfigError(f"the chat template leaves out messages of the role `tool`; {_OWN_TEMPLATE}")
         notes = []
-        prompt = self._template.generation_prompt
+        prompt = self.template.generation_prompt
         if prompt.strip() and not text.endswith(prompt.rstrip()) and not text.rstrip().endswith(prompt.rstrip()):
             notes.append(
                 f"after tool results the chat template does not add {prompt!r}: the policy goes on right after the results"
             )
         try:
-            both = self._encoder.text(self._suffix_of([names[0], names[-1]]))
+            both = self.encoder.text(self._suffix_of([names[0], names[-1]]))
             problem = None if all(result in both for result in _RESULTS) else "it leaves out one of the results"
         except ChatError as error:
             problem = str(error)
@@ -128,7 +116,7 @@ class ToolCheck:
 
     def _suffix_of(self, names: Sequence[str]) -> list[int]:
         calls = [_call(name, number) for number, name in enumerate(names)]
-        return self._suffix.ids(calls, [_result(call, text) for call, text in zip(calls, _RESULTS, strict=False)])
+        return self.suffix.ids(calls, [_result(call, text) for call, text in zip(calls, _RESULTS, strict=False)])
 
     def _check_parser(self, name: str) -> list[str]:
         """Does the parser read a call as the template writes it?"""
@@ -142,16 +130,16 @@ class ToolCheck:
                 "tool_calls": [{"id": call.tool_call_id, "type": "function", "function": function}],
             }
             try:
-                before = self._template.render([question], add_generation_prompt=True)
-                after = self._template.render([question, answer], add_generation_prompt=False)
+                before = self.template.render([question], add_generation_prompt=True)
+                after = self.template.render([question, answer], add_generation_prompt=False)
             except ChatError:
                 continue
             if not after.startswith(before):
                 continue
-            found = self._reader.read(self._encoder.plain(after[len(before) :]), 0).tool_calls
+            found = self.reader.read(self.encoder.plain(after[len(before) :]), 0).tool_calls
             if [(one.name, dict(one.arguments)) for one in found] != [(name, {"kqkey": 1})]:
                 return [
-                    f"the parser `{self._parser.name}` does not read a call as this chat template writes it "
+                    f"the parser `{self.parser.name}` does not read a call as this chat template writes it "
                     f"({after[len(before) :].strip()[:80]!r}); check tool_calling.parser"
                 ]
             break
@@ -165,8 +153,8 @@ class ToolCheck:
         answered: Message = {"role": "assistant", "content": thinking + "answer"}
         messages = [asked, called, _result(call, "result").as_dict(), answered, asked]
         try:
-            shorter, longer = (self._template.render(messages[:count], add_generation_prompt=False) for count in (4, 5))
-            first, second = (self._template.render(messages[:count], add_generation_prompt=False) for count in (2, 3))
+            shorter, longer = (self.template.render(messages[:count], add_generation_prompt=False) for count in (4, 5))
+            first, second = (self.template.render(messages[:count], add_generation_prompt=False) for count in (2, 3))
         except ChatError:  # such as JSON text as arguments; only the note depends on it
             return "rollouts keep the sampled tokens; the chat template renders the new messages only"
         if longer.startswith(shorter) and second.startswith(first):

@@ -165,7 +165,7 @@ class SuffixRule:
         rendered = self._template.render(
             messages.messages, tools=_dummy_tools(form, calls), add_generation_prompt=False
         )
-        return self._encoder.encode(rendered, messages.marks)
+        return self._encoder.encode(rendered, messages.placeholders)
 
     def _before(self, form: DummyForm, calls: Sequence[ToolCall]) -> _Before:
         ids = self._before_ids(form, calls)
@@ -205,7 +205,7 @@ class SuffixRule:
         rendered = self._template.render(
             messages.messages, tools=_dummy_tools(form, calls), add_generation_prompt=is_last
         )
-        ids = self._encoder.encode(rendered, messages.marks)
+        ids = self._encoder.encode(rendered, messages.placeholders)
         num_kept = before.num_kept if is_first else len(before.ids)
         if ids[:num_kept] != before.ids[:num_kept]:
             at = next((n for n, pair in enumerate(zip(ids, before.ids, strict=False)) if pair[0] != pair[1]), len(ids))

@@ -76,7 +76,7 @@ class ReasoningGymTask(StrictModel):
     name: str
     """Name of the task, such as `chain_sum`."""
     weight: float = Field(default=1.0, gt=0.0)
-    """Its share of the rows, compared with the weights of the other tasks."""
+    """Its fraction of the rows, compared with the weights of the other tasks."""
     config: dict[str, Any] = Field(default_factory=dict)
     """The task's own settings, such as `{max_terms: 3}`."""
 
@@ -129,16 +129,16 @@ class DataSection(StrictModel):
     shuffle: bool = True
     """Shuffle anew in every epoch, by `run.seed`."""
     held_out: float | None = Field(default=None, gt=0.0)
-    """Rows of `train` that are kept for evaluation and not trained on: below 1 a share (0.05), else a number of rows (200).
+    """Rows of `train` that are kept for evaluation and not trained on: below 1 a fraction (0.05), else a number of rows (200).
     A row's own prompt decides, so that rows added later never move one from training to evaluation."""
     held_out_seed: Seed = 0
     """Another seed holds out other rows. Not `run.seed`: runs that differ in that are evaluated on the same rows."""
 
     @field_validator("held_out")
     @classmethod
-    def _is_a_share_or_a_number(cls, held_out: float | None) -> float | None:
+    def _is_a_fraction_or_a_number(cls, held_out: float | None) -> float | None:
         if held_out is not None and held_out >= 1 and held_out != int(held_out):
-            raise ValueError(f"{held_out:g} is neither a share (below 1) nor a whole number of rows")
+            raise ValueError(f"{held_out:g} is neither a fraction (below 1) nor a whole number of rows")
         return held_out
 
 
@@ -170,7 +170,7 @@ class EvaluationSection(StrictModel):
     leak_check: Literal["error", "warn", "off"] = "error"
     """What happens when a prompt to evaluate on is also trained on (letter case and white space aside)."""
     baseline_column: str | None = None
-    """If set, the report also states the share of the most frequent value of this column: the score of always giving it."""
+    """If set, the report also states the fraction of the most frequent value of this column: the score of always giving it."""
 
     @field_validator("temperature")
     @classmethod

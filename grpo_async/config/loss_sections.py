@@ -86,8 +86,8 @@ class BaseLoss(StrictModel):
     entropy_bonus: Weight = 0.0
     """This times the mean entropy is subtracted from the loss; with its exact gradient."""
     top_entropy_share: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Train only this share of the tokens of an optimizer update, those of the highest entropy (arXiv 2506.01939); costs a forward
-    pass. 1 = all."""
+    """Train only this fraction of the tokens of an optimizer update, those of the highest entropy (arXiv 2506.01939); costs a
+    forward pass. 1 = all."""
 
     @property
     def reduction_in_use(self) -> Reduction:

@@ -13,7 +13,7 @@ class RolloutRecordSection(StrictModel):
     """Which rollouts are kept, and how much room they may take."""
 
     sample_rate: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Share of the groups that are stored; which ones follows from the group's id. Failed and stale groups are always stored.
+    """Fraction of the groups that are stored; which ones follows from the group's id. Failed and stale groups are always stored.
     Metrics and the ledger count all groups, stored or not."""
     token_figures: bool = True
     """Store what the trainer found for each token: its log-probability, the proximal one, the importance ratio, the entropy, and

@@ -12,7 +12,7 @@ from grpo_async.config.base import Count, Dtype, FilePath, Host, Processes, Seco
 
 class VllmOptions(StrictModel):
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Share of a GPU's memory that vLLM takes (GPU only). null = 0.9 on GPUs of its own; on one that it shares with the
+    """Fraction of a GPU's memory that vLLM takes (GPU only). null = 0.9 on GPUs of its own; on one that it shares with the
     trainer, what the trainer leaves (the plan says how much)."""
     tensor_parallel_size: Processes = 1
     """GPUs that share one copy of the model."""

@@ -69,7 +69,7 @@ def split_held_out(rows: Rows, held_out: float, *, seed: int, columns: Collectio
     """(rows to train on, rows held out). The held-out rows come in the order of their hashes, which is a random one, so that
     the first of them are a fair sample; the others keep their order.
 
-    A share: a row is held out if its hash, as a number in [0, 1), is below it: 1000 rows and 0.05 give about 50. A number: the
+    A fraction: a row is held out if its hash, as a number in [0, 1), is below it: 1000 rows and 0.05 give about 50. A number: the
     rows with the smallest hashes, at least so many (rows with one key are not torn apart). Either way rows that are added later
     can push a held-out row back into training, but no row out of it.
 
@@ -86,7 +86,7 @@ def split_held_out(rows: Rows, held_out: float, *, seed: int, columns: Collectio
         chosen += [index for index in order[len(chosen) :] if keys[index] == keys[chosen[-1]]]
     if not chosen or len(chosen) == len(rows):
         what = "no row is held out" if not chosen else "all rows are held out and none is left to train on"
-        raise ConfigError(f"data.held_out: {held_out:g} of {len(rows)} rows: {what}; choose another share or number")
+        raise ConfigError(f"data.held_out: {held_out:g} of {len(rows)} rows: {what}; choose another fraction or number")
     train = rows.take(sorted(set(range(len(rows))) - set(chosen)))
     train.notes = rows.notes
     return train, rows.take(chosen)

@@ -41,7 +41,7 @@ CURVES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatus:
-    """One server, as the trainer last reported it. Figures that are not known are None."""
+    """One server, as the trainer last reported it. Numbers that are not known are None."""
 
     index: int
     url: str = ""

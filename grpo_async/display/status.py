@@ -51,7 +51,7 @@ _TOKENS = (
     ("perf/generated_tokens_per_s", "generated_tokens_per_s", "{:.0f} generated", 1.0),
     ("perf/trained_tokens_per_s", "trained_tokens_per_s", "{:.0f} trained", 1.0),
 )
-"""Figures: name in status.json, name in summary.json, how it is written, times what."""
+"""Name in status.json, name in summary.json, how it is written, times what."""
 _IDLE = (
     ("pipeline/trainer_idle_ratio", "trainer_idle_ratio", "trainer {:.0f}%", 100.0),
     ("pipeline/generator_idle_ratio", "generator_idle_ratio", "servers {:.0f}%", 100.0),
@@ -69,7 +69,7 @@ class RunStatus:
     """What speaks against the file."""
 
     means: Mapping[str, Any] = field(default_factory=dict)
-    """summary.json of a run that came to its end: figures of the whole attempt. Empty where there is none."""
+    """summary.json of a run that came to its end: means of the whole attempt. Empty where there is none."""
 
     run_dir: RunDir | None = None
     """None: status.json is all there is."""
@@ -167,8 +167,8 @@ def _rows(status: RunStatus, now: float) -> Iterator[tuple[str, str]]:
     reward = content.get("reward") or {}
     known = [f"{name} {reward[name]:.3f}" for name in ("last", "average") if isinstance(reward.get(name), int | float)]
     yield "reward", join([*known, "(all groups of a step)"]) if known else ""
-    yield "tokens/s", _figures(status, progress, _TOKENS)
-    yield "idle", _figures(status, progress, _IDLE)
+    yield "tokens/s", _means(status, progress, _TOKENS)
+    yield "idle", _means(status, progress, _IDLE)
     groups = (content.get("ledger") or {}).get("groups") or {}
     yield "groups", join(f"{state.replace('_', ' ')} {groups[state]}" for state in LEDGER_STATES if state in groups)
     for server in progress.servers if is_running else ():
@@ -209,14 +209,14 @@ def progress_of(content: Mapping[str, Any], *, now: float | None = None) -> Prog
     return progress
 
 
-def _figures(status: RunStatus, progress: Progress, figures: Sequence[tuple[str, str, str, float]]) -> str:
+def _means(status: RunStatus, progress: Progress, metrics: Sequence[tuple[str, str, str, float]]) -> str:
     """Of the newest step while the run goes on; after it the means of the whole run, or else those of the last step, named so."""
-    newest = join(progress.text(metric, form, scale=scale) for metric, _, form, scale in figures)
+    newest = join(progress.text(metric, form, scale=scale) for metric, _, form, scale in metrics)
     if status.state == RUNNING:
         return newest
     means = [
         form.format(value * scale)
-        for _, mean, form, scale in figures
+        for _, mean, form, scale in metrics
         if isinstance(value := status.means.get(mean), int | float)
     ]
     if means:

@@ -227,7 +227,10 @@ def test_a_rule_points_at_a_setting_that_is_written_the_override_first(tmp_path:
         ("rewards.0.wieght=2", "unknown key 'rewards.0.wieght'; did you mean 'weight'?"),
         ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2 (got 1)"),
         ("rollout={group_sise: 3}", "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
-        ("run.seed=99999999999999999999999", "99999999999999999999999 is beyond 64 bits; write a smaller number, or quote it if it is text"),
+        (
+            "run.seed=99999999999999999999999",
+            "99999999999999999999999 is beyond 64 bits; write a smaller number, or quote it if it is text",
+        ),
         ("run.name=${NOT_SET}", "run.name: the environment variable 'NOT_SET' is not set; set it or write ${NOT_SET:-default}"),
     ],
 )  # fmt: skip

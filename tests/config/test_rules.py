@@ -82,7 +82,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"evaluation": {}, "data": {"train": JSONL}}, "evaluation.data: there is none"),
         ({"evaluation": {"data": JSONL}}, "data.held_out: keeps rows back for evaluation, but evaluation.data names others"),
         # data
-        ({"data": {"train": JSONL, "held_out": 1.5}}, "1.5 is neither a share (below 1) nor a whole number of rows"),
+        ({"data": {"train": JSONL, "held_out": 1.5}}, "1.5 is neither a fraction (below 1) nor a whole number of rows"),
         (
             {"data": {"train": {**JSONL, "min_prompt_chars": 9, "max_prompt_chars": 3}}},
             "min_prompt_chars: 9 is more than max_prompt_chars: 3",

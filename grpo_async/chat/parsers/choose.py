@@ -49,7 +49,7 @@ class ChosenParser:
 def choose_parser(
     setting: str, tokenizer: Any, *, template_source: str, vocabulary: Mapping[str, int], generation_prompt: str
 ) -> ChosenParser:
-    """The parser that `setting` names. `auto`: the format whose marks the chat template writes, then the one whose marks are
+    """The parser that `setting` names. `auto`: the format whose tokens the chat template writes, then the one whose tokens are
     tokens, then the tokenizer's own `response_template`; that comes last because it cannot say which call is wrong, and why.
 
     Raises:
@@ -117,7 +117,7 @@ class ResponseTemplate:
         generation_prompt: text before the policy's turn.
     """
 
-    marks: tuple[str, ...] = ()
+    special_tokens: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: Any, generation_prompt: str) -> None:
         self._tokenizer = tokenizer
@@ -155,7 +155,7 @@ class UserParser:
         ConfigError: there is no such object, or it cannot be called as `parse(text)`.
     """
 
-    marks: tuple[str, ...] = ()
+    special_tokens: tuple[str, ...] = ()
 
     def __init__(self, reference: str, decode: Callable[[list[int]], str]) -> None:
         self._reference = reference

@@ -1,7 +1,7 @@
 """The formats in which models write tool calls, one class each. None of them raises, whatever the policy wrote: a call that
 cannot be read becomes a `ReadCall` whose `error` says what was wrong and how it is written.
 
-A format declares the special tokens that it needs to see (`marks`); all others are gone from the text it reads. Where the
+A format declares the special tokens that it needs to see (`special_tokens`); all others are gone from the text it reads. Where the
 turn begins with thinking, calls are looked for after it: a model that ponders a call has not made it.
 """
 
@@ -22,7 +22,7 @@ class Format(Protocol):
     """Reads the calls of one turn."""
 
     @property
-    def marks(self) -> Sequence[str]:
+    def special_tokens(self) -> Sequence[str]:
         """Special tokens that stay in the `marked_text` it is given."""
         ...
 
@@ -34,11 +34,11 @@ class Format(Protocol):
 class Hermes:
     """Hermes, Qwen2.5, Qwen3: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, any number of them."""
 
-    marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    special_tokens = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     how = 'write <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 
     def read(self, turn: SampledTurn) -> Reading:
-        text, opening = turn.marked_text, self.marks[0]
+        text, opening = turn.marked_text, self.special_tokens[0]
         found = text.find(opening, answer_start(turn))
         if found < 0:
             return Reading(content=turn.text)
@@ -52,7 +52,7 @@ class Hermes:
 
     def _block(self, text: str, start: int) -> tuple[list[ReadCall], int]:
         """The calls of the block whose inside begins at `start`, and the position after the block."""
-        opening, closing = self.marks[:2]
+        opening, closing = self.special_tokens[:2]
         try:
             value, end = scan_json(text, start)
         except UnreadableError as error:
@@ -77,12 +77,12 @@ class Llama3Json:
     """Llama 3: {"name": "add", "parameters": {"a": 1}} is the whole turn, or follows <|python_tag|>; several are separated by
     `;`, or stand in a list. Without the tag, JSON that is not a call is an answer like any other."""
 
-    marks = ("<|python_tag|>",)
+    special_tokens = ("<|python_tag|>",)
     how = 'write {"name": "...", "parameters": {...}} and nothing else'
     _BEGINS_LIKE_A_CALL = re.compile(r'\s*\[?\s*\{\s*"(?:name"\s*:|type"\s*:\s*"function")')
 
     def read(self, turn: SampledTurn) -> Reading:
-        text, tag = turn.marked_text, self.marks[0]
+        text, tag = turn.marked_text, self.special_tokens[0]
         start = answer_start(turn)
         tagged = text.find(tag, start)
         if tagged < 0 and text[start:].lstrip()[:1] not in ("{", "["):
@@ -112,7 +112,7 @@ class Llama3Json:
         return Reading(content=joined([outside, text[position:]]), calls=calls)
 
     def _skip_separators(self, text: str, position: int) -> int:
-        tag = self.marks[0]
+        tag = self.special_tokens[0]
         while position < len(text):
             if text.startswith(tag, position):
                 position += len(tag)
@@ -127,12 +127,12 @@ class Mistral:
     """Mistral: [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}], and since 2025
     [TOOL_CALLS]add[ARGS]{"a": 1}, once per call. An id that the model writes is the one its result refers to."""
 
-    marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
+    special_tokens = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
     how = 'write [TOOL_CALLS] [{"name": "...", "arguments": {...}}]'
     _NAME = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*([^\s\[{]*)\s*)?(?:\[ARGS\])?")
 
     def read(self, turn: SampledTurn) -> Reading:
-        text, mark = turn.marked_text, self.marks[0]
+        text, mark = turn.marked_text, self.special_tokens[0]
         found = text.find(mark, answer_start(turn))
         if found < 0:
             return Reading(content=turn.text)
@@ -150,7 +150,7 @@ class Mistral:
         try:
             value, end = scan_json(text, named.end() if named else start)
         except UnreadableError as error:
-            following = text.find(self.marks[0], start)
+            following = text.find(self.special_tokens[0], start)
             return [_failed(name, str(error), self.how)], following if following >= 0 else len(text)
         if named is None:
             return explained(calls_of(value), self.how), end
@@ -163,7 +163,7 @@ class Harmony:
     A turn is a row of messages on channels. `content` is what is said on the channel `final`; in a turn without one, as
     when it ends with a call, what is said on the others (GPT-OSS's template puts it back on `analysis`)."""
 
-    marks = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+    special_tokens = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
     how = "write to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>"
     _END = re.compile(r"<\|(?:end|return|call)\|>")
     _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -213,9 +213,9 @@ def answer_start(turn: SampledTurn) -> int:
     """Where the thinking at the beginning of a turn ends; the length of the text where it does not end. "<think>a</think>b"
     -> 16."""
     text = turn.marked_text
-    begun = text.lstrip()
+    stripped = text.lstrip()
     for opening, closing in _THINKING:
-        if begun.startswith(opening) or (turn.thinking_is_open and opening == "<think>"):
+        if stripped.startswith(opening) or (turn.thinking_is_open and opening == "<think>"):
             end = text.find(closing)
             return end + len(closing) if end >= 0 else len(text)
     return 0
