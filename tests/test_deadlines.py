@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import ast
 import re
-import types
-import typing
 from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel
 
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.shape import Shape
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {
@@ -47,27 +43,9 @@ def test_calls_that_wait_for_a_process_have_a_timeout() -> None:
     assert not found, f"give each of these a `timeout`: {', '.join(found)}"
 
 
-def _below(annotation: Any, name: str) -> list[Any]:
-    """The types that the key `name` may have in a value of this type; "*" stands for any key or index."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        field = annotation.model_fields.get(name)
-        return [] if field is None else [field.annotation]
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType, typing.Annotated):
-        return [below for argument in arguments for below in _below(argument, name)]
-    if origin is dict:
-        return [arguments[1]]
-    if origin is list:
-        return [arguments[0]] if name == "*" or name.isdigit() else []
-    return []
-
-
 def _exists(path: str) -> bool:
-    """Whether `training.queue_timeout_s`, `environments.*.timeout_s` is a setting."""
-    found: list[Any] = [ExperimentConfig]
-    for name in path.split("."):
-        found = [below for annotation in found for below in _below(annotation, name)]
-    return bool(found)
+    """Whether `training.queue_timeout_s`, `environments.*.timeout_s` is a setting; "*" stands for any key or index."""
+    return Shape.of(ExperimentConfig).find(tuple(path.replace("*", "0").split("."))) is not None
 
 
 def test_every_deadline_names_a_setting_that_exists() -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIGHT = (
-    "__main__", "buffer", "calls", "cli", "data", "envs", "errors", "findings", "growing_file", "loopback", "processes",
-    "references", "retry", "rewards", "run_state", "scoring", "store", "threads", "timeline", "timeline_file", "tools",
-    "tracking", "viewer",
+    "__main__", "buffer", "cli", "config", "data", "display", "envs", "errors", "findings", "processes", "records", "rewards",
+    "rundir", "scoring", "store", "tools", "tracking", "user_code", "utils", "viewer",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "vllm", "datasets", "textual")
 _IMPORT = """

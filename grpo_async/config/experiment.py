@@ -93,7 +93,7 @@ class ExperimentConfig(StrictModel):
 
     @property
     def max_groups_ahead(self) -> int:
-        """(max_staleness + 1) x groups_per_step: most groups started and not yet trained (design, invariant 3)."""
+        """(max_staleness + 1) x groups_per_step: most groups that are started and not yet trained."""
         return (self.rollout.max_staleness + 1) * self.rollout.groups_per_step
 
     @property

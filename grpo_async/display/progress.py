@@ -134,7 +134,7 @@ class Progress:
     def add_past_step(self, metrics: Mapping[str, float | None]) -> None:
         """The curves and the last rewards, of a step that lies behind."""
         for name, metric in CURVES.items():
-            value = _finite(metrics.get(metric))
+            value = finite_number(metrics.get(metric))
             if value is not None:
                 self.curves[name].append(value)
                 if name == "reward":
@@ -199,7 +199,7 @@ class Progress:
 
     def value(self, name: str) -> float | None:
         """The metric `name` of the newest step, or None where it is missing or not finite."""
-        return _finite(self.metrics.get(name))
+        return finite_number(self.metrics.get(name))
 
     def text(self, name: str, pattern: str, *, scale: float = 1.0) -> str | None:
         """The metric `name` in `pattern` ("push {:.2f} s"), or None where there is none."""
@@ -226,7 +226,7 @@ class Progress:
         return {**fractions, "save": saving} if saving >= 0.005 else fractions
 
 
-def _finite(value: object) -> float | None:
+def finite_number(value: object) -> float | None:
     """The number; None where there is none (metrics.jsonl has null for what was not finite)."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.checks.memory import describe_peak
-from grpo_async.display.progress import LEDGER_STATES, duration, join
+from grpo_async.display.progress import LEDGER_STATES, duration, finite_number, join
 from grpo_async.processes.wording import plain
 
 _FIRST = ("num_prompts", "reward", "reward_stderr")
@@ -47,13 +47,13 @@ def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *
 def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]]:
     def text(form: str, *names: str) -> str | None:
         """The numbers of these names in `form`, or None where one is missing or not finite."""
-        values = [value for name in names if (value := _number(summary, name)) is not None]
+        values = [value for name in names if (value := finite_number(summary.get(name))) is not None]
         return form.format(*values) if len(values) == len(names) else None
 
-    took = duration(_number(summary, "wall_s") or 0.0)
+    took = duration(finite_number(summary.get("wall_s")) or 0.0)
     yield "run", f"{summary.get('status', '?')} after {summary.get('steps', '?')} steps in {took}"
     yield "learning", str((summary.get("learning") or {}).get("text") or "")
-    first, last = _number(summary, "reward_first"), _number(summary, "reward_last")
+    first, last = finite_number(summary.get("reward_first")), finite_number(summary.get("reward_last"))
     if first is not None and last is not None:
         yield "reward", f"{first:.3f} -> {last:.3f} (all groups of the first and last 3 steps, {last - first:+.3f})"
     yield "held out", _held_out(summary.get("evaluation") or {})
@@ -77,9 +77,9 @@ def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]
 
 
 def _held_out(evaluation: Mapping[str, Any]) -> str:
-    results = [(when, _number(evaluation.get(when) or {}, "reward")) for when in ("before", "after")]
+    results = [(when, finite_number((evaluation.get(when) or {}).get("reward"))) for when in ("before", "after")]
     text = ", ".join(f"{value:.3f} {when}" for when, value in results if value is not None)
-    baseline = _number(evaluation, "majority_baseline")
+    baseline = finite_number(evaluation.get("majority_baseline"))
     return text if baseline is None else f"{text} (always the most frequent answer: {baseline:.3f})"
 
 
@@ -87,7 +87,9 @@ def _server_failures(failures: Sequence[Mapping[str, Any]]) -> str:
     """`2 failures, recovered after 12.3, 8.0 s; not recovered: server 1 (hung)`; empty where there were none."""
     if not failures:
         return ""
-    recovered = [f"{seconds:.1f}" for failure in failures if (seconds := _number(failure, "recovery_s")) is not None]
+    recovered = [
+        f"{seconds:.1f}" for failure in failures if (seconds := finite_number(failure.get("recovery_s"))) is not None
+    ]
     lost = [f"{each.get('server')} ({each.get('reason')})" for each in failures if each.get("recovery_s") is None]
     text = f"{len(failures)} failure{'' if len(failures) == 1 else 's'}"
     text += f", recovered after {', '.join(recovered)} s" if recovered else ""
@@ -100,11 +102,6 @@ def _next_commands(summary: Mapping[str, Any], run_dir: Path, report: Path | Non
     yield f"grpo-async inspect-rollouts {run_dir}    # read what was generated, and its rewards"
     if summary.get("status") == "stopped":
         yield f"grpo-async train {run_dir / 'config.yaml'} --resume auto    # go on from the checkpoint"
-
-
-def _number(values: Mapping[str, Any], key: str) -> float | None:
-    value = values.get(key)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _print_evaluation(console: Console, evaluation: Mapping[str, Any]) -> None:
