@@ -62,15 +62,6 @@ def test_a_tied_head_that_the_file_holds_too_counts_once(tmp_path: Path) -> None
     assert count_parameters(str(tmp_path)) == 84
 
 
-def test_files_of_an_index_are_added_up_and_others_are_left_out(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(3, 5), "counter": torch.zeros(7, dtype=torch.int64)}, tmp_path / "one.safetensors")
-    save_file({"b": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "two.safetensors")
-    save_file({"z": torch.zeros(1000)}, tmp_path / "other.safetensors")
-    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert count_parameters(str(tmp_path)) == 17  # 15 + 2; whole numbers are no parameters
-
-
 @pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{}", b"\xff" * 16, (5).to_bytes(8, "little") + b"[1,2]"])
 def test_a_broken_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)

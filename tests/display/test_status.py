@@ -322,11 +322,3 @@ def test_advice_is_given_every_so_many_steps_and_kept(run_dir: RunDir) -> None:
     assert [line["step"] for line in lines] == [10, 20, 30, 40], "a line of a later step goes when that step runs again"
     assert lines[-1]["bound_by"] == "generation"  # t = 1 s, g = 1.96 s of 2 s: two servers
     assert (lines[-1]["setting"], lines[-1]["current"], lines[-1]["suggested"]) == ("inference.replicas", 1, 2)
-
-
-def test_an_advice_file_that_cannot_be_used_costs_one_warning(run_dir: RunDir) -> None:
-    run_dir.advice.mkdir()
-    display = _advised(run_dir, 10)
-    (call,) = display.warning.call_args_list
-    assert "advice cannot be written" in call.args[0]
-    assert display.advice.call_count == 3
