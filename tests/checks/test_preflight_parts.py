@@ -63,7 +63,7 @@ def _problems(found: list[Found]) -> list[Found]:
     return [(status, detail) for status, detail in found if status != "pass"]
 
 
-@pytest.placeholder.parametrize("name", ["qwen2_5", "qwen3", "llama3", "chatml"])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "chatml"])
 def test_usual_templates_pass(tmp_path: Path, name: str) -> None:
     tokenizer = family(name)
     checks = check_chat_template(_context(tmp_path, tokenizer))
@@ -77,7 +77,7 @@ def test_tools_that_the_template_knows_are_named(tmp_path: Path) -> None:
     assert checks[0][1].endswith("tools: search")
 
 
-@pytest.placeholder.parametrize("template", ["no_tool_role", "chatml"])
+@pytest.mark.parametrize("template", ["no_tool_role", "chatml"])
 def test_a_template_without_tool_results_or_tools_fails(tmp_path: Path, template: str) -> None:
     (problem,) = _problems(check_chat_template(_context(tmp_path, family(template), tool_sets=[[TOOL]])))
     assert (problem[0], problem[1].startswith("tools (search, ...): ")) == ("fail", True)
@@ -132,7 +132,7 @@ def _server(url: str = "", **info: Any) -> Any:
     return SimpleNamespace(name="server 0", url=url, info=ServerInfo(**{**fields, **info}), control=None)
 
 
-@pytest.placeholder.parametrize(
+@pytest.mark.parametrize(
     ("more", "rows", "status"),
     [(0, 0, "pass"), (-1, 0, "fail"), (64, 0, "fail"), (267, 267, "pass"), (None, 0, "warn")],
     ids=["equal", "fewer", "more", "spare rows as Qwen has", "unknown"],
@@ -153,7 +153,7 @@ def _ids(name: str) -> Callable[[str], list[int]]:
     return lambda text: [int(token) for token in family(name)(text, add_special_tokens=False)["input_ids"]]
 
 
-@pytest.placeholder.parametrize(
+@pytest.mark.parametrize(
     ("tokenize", "status", "words"),
     [
         (_ids("chatml"), "pass", "4 texts have the same ids on both sides"),  # three of ours and the prompt
@@ -202,7 +202,7 @@ def _answering(status: int) -> Iterator[int]:
             thread.join(10.0)
 
 
-@pytest.placeholder.parametrize(
+@pytest.mark.parametrize(
     ("host", "status", "words"),
     [
         ("127.0.0.1", "pass", "is not reached from outside"),
@@ -215,7 +215,7 @@ def test_the_address_of_the_weight_group(tmp_path: Path, host: str, status: str,
     assert (found[0], words in found[1]) == (status, True), found
 
 
-@pytest.placeholder.parametrize(
+@pytest.mark.parametrize(
     ("host", "answer", "status", "words"),
     [
         ("127.0.0.1", 401, "pass", "is on loopback and wants the token"),
@@ -232,7 +232,7 @@ def test_a_server_must_want_the_token(tmp_path: Path, host: str, answer: int, st
     assert (found[0], words in found[1]) == (status, True), found
 
 
-@pytest.placeholder.parametrize(("url", "status"), [("http://127.0.0.1:9", "warn"), ("http://10.1.2.3:9", "fail")])
+@pytest.mark.parametrize(("url", "status"), [("http://127.0.0.1:9", "warn"), ("http://10.1.2.3:9", "fail")])
 def test_a_run_without_a_token_is_for_loopback_only(tmp_path: Path, url: str, status: str) -> None:
     _, found = preflight.check_addresses(_context(tmp_path, family("chatml"), servers=[_server(url)], token=None))
     assert found[0] == status
@@ -241,7 +241,7 @@ def test_a_run_without_a_token_is_for_loopback_only(tmp_path: Path, url: str, st
 NUMBER = 1_000_500
 
 
-@pytest.placeholder.parametrize(("fraction", "status"), [(2.0, "pass"), (1.05, "warn"), (0.1, "warn")])
+@pytest.mark.parametrize(("fraction", "status"), [(2.0, "pass"), (1.05, "warn"), (0.1, "warn")])
 def test_memory_that_training_will_still_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fraction: float, status: str
 ) -> None:
@@ -258,7 +258,7 @@ def test_memory_that_training_will_still_take(
 
 
 # keep_last 2: three checkpoints of 3 x 4 bytes x N, and an export of 4 bytes x N
-@pytest.placeholder.parametrize(
+@pytest.mark.parametrize(
     ("num_there", "free", "status"),
     [(0, 80 * NUMBER, "pass"), (0, 42 * NUMBER, "warn"), (0, 40 * NUMBER - 1, "fail"), (2, 32 * NUMBER, "pass")],
 )
