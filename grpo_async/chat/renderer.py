@@ -26,6 +26,7 @@ from grpo_async.chat.suffix import SuffixRule
 from grpo_async.chat.template import ChatTemplate
 from grpo_async.chat.turn import PolicyTurn
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, TaggedMessage, ToolCall
 
@@ -74,20 +75,8 @@ class ChatRenderer:
         )
 
     @classmethod
-    def load(
-        cls,
-        model_path: str,
-        *,
-        chat_template: Path | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
-        end_of_turn_tokens: Sequence[str] = (),
-        parser: str = "auto",
-        trust_remote_code: bool = False,
-    ) -> ChatRenderer:
+    def load(cls, model: ModelSection, *, parser: str = "auto") -> ChatRenderer:
         """Load the tokenizer of a model folder (or hub name), and the end-of-turn tokens of its generation_config.json.
-
-        Args:
-            trust_remote_code: run Python code that comes with the tokenizer.
 
         Raises:
             ConfigError: no tokenizer there, or the template file cannot be read.
@@ -95,23 +84,21 @@ class ChatRenderer:
         from transformers import AutoTokenizer  # slow import, needed by the trainer only
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         except Exception as error:  # whatever transformers makes of a broken file
             raise ConfigError(
-                f"model.path: cannot load a tokenizer from {model_path!r}: {type(error).__name__}: {error}"
+                f"model.path: cannot load a tokenizer from {model.path!r}: {type(error).__name__}: {error}"
             ) from error
-        template = None
-        if chat_template is not None:
-            try:
-                template = chat_template.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"model.chat_template: cannot read {chat_template}: {error}") from error
+        try:
+            template = None if model.chat_template is None else model.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"model.chat_template: cannot read {model.chat_template}: {error}") from error
         return cls(
             tokenizer,
             chat_template=template,
-            template_arguments=template_arguments,
-            end_of_turn_tokens=end_of_turn_tokens,
-            end_of_turn_ids=_generation_config_ends(model_path),
+            template_arguments=model.chat_template_arguments,
+            end_of_turn_tokens=model.end_of_turn_tokens,
+            end_of_turn_ids=_generation_config_ends(model.path),
             parser=parser,
         )
 
@@ -237,12 +224,4 @@ def load_renderer(config: ExperimentConfig) -> ChatRenderer:
     Raises:
         ConfigError: one of them cannot be loaded.
     """
-    model = config.model
-    return ChatRenderer.load(
-        model.path,
-        chat_template=model.chat_template,
-        template_arguments=model.chat_template_arguments,
-        end_of_turn_tokens=model.end_of_turn_tokens,
-        parser=config.tool_calling.parser,
-        trust_remote_code=model.trust_remote_code,
-    )
+    return ChatRenderer.load(config.model, parser=config.tool_calling.parser)

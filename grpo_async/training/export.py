@@ -85,7 +85,7 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
         CheckpointError: the checkpoint is missing or damaged, or the folder cannot be written.
         ConfigError: the base model cannot be loaded.
     """
-    from grpo_async.chat.renderer import ChatRenderer
+    from grpo_async.chat.renderer import load_renderer
     from grpo_async.training.load import load_policy
 
     checkpoint = run_dir.checkpoint(step)
@@ -111,15 +111,7 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
         except DCP_ERRORS as error:
             raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
         set_model_state_dict(policy, state["model"])
-    tokenizer = ChatRenderer.load(
-        config.model.path,
-        chat_template=config.model.chat_template,
-        template_arguments=config.model.chat_template_arguments,
-        end_of_turn_tokens=config.model.end_of_turn_tokens,
-        parser=config.tool_calling.parser,
-        trust_remote_code=config.model.trust_remote_code,
-    ).tokenizer
-    export_model(folder, policy, tokenizer, card=model_card(config, step=step))
+    export_model(folder, policy, load_renderer(config).tokenizer, card=model_card(config, step=step))
 
 
 def _in_thread(work: Callable[[], None], heartbeat: Callable[[], None]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpo_async.chat import ChatRenderer
+from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, TaggedMessage
 from tests.chat.helpers import TOOLS, rendered, renderer_of, tokens, user
@@ -69,32 +71,36 @@ def test_plain_maths_needs_neither_template_nor_parser() -> None:
 # --- where a turn ends
 
 
+def _load(folder: Path, **settings: Any) -> ChatRenderer:
+    return ChatRenderer.load(ModelSection(path=str(folder), **settings))
+
+
 def test_end_of_turn_ids_come_from_tokenizer_generation_config_and_settings(tmp_path: Path) -> None:
     tokenizer = family("gpt_oss")
     tokenizer.save_pretrained(tmp_path)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in ("<|return|>", "<|call|>", "<|end|>")}
-    assert ChatRenderer.load(str(tmp_path)).end_of_turn_ids == [ids["<|return|>"]]
+    assert _load(tmp_path).end_of_turn_ids == [ids["<|return|>"]]
     config = {"eos_token_id": [ids["<|return|>"], ids["<|call|>"]]}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    assert ChatRenderer.load(str(tmp_path)).end_of_turn_ids == [ids["<|return|>"], ids["<|call|>"]]
-    loaded = ChatRenderer.load(str(tmp_path), end_of_turn_tokens=["<|end|>"])
+    assert _load(tmp_path).end_of_turn_ids == [ids["<|return|>"], ids["<|call|>"]]
+    loaded = _load(tmp_path, end_of_turn_tokens=["<|end|>"])
     assert loaded.end_of_turn_ids == list(ids.values())
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"model\.path: cannot read .*generation_config\.json"):
-        ChatRenderer.load(str(tmp_path))
+        _load(tmp_path)
 
 
 def test_load_takes_template_and_arguments(tmp_path: Path) -> None:
     family("chatml").save_pretrained(tmp_path)
     file = tmp_path / "own.jinja"
     file.write_text("{{ mood }}{{ messages[0].content }}", encoding="utf-8")
-    renderer = ChatRenderer.load(str(tmp_path), chat_template=file, template_arguments={"mood": "kind "})
+    renderer = _load(tmp_path, chat_template=file, chat_template_arguments={"mood": "kind "})
     assert renderer.completion_text(renderer.prompt_ids([user("hello")])) == "kind hello"
     assert renderer.tokenizer.chat_template == "{{ mood }}{{ messages[0].content }}"  # what the export will carry
     with pytest.raises(ConfigError, match=r"model\.chat_template: cannot read"):
-        ChatRenderer.load(str(tmp_path), chat_template=tmp_path / "absent.jinja")
+        _load(tmp_path, chat_template=tmp_path / "absent.jinja")
     with pytest.raises(ConfigError, match=r"model\.path: cannot load a tokenizer"):
-        ChatRenderer.load(str(tmp_path / "absent"))
+        _load(tmp_path / "absent")
 
 
 def test_an_end_of_turn_token_must_be_one_token() -> None:

@@ -174,7 +174,7 @@ def test_the_trainer_agrees_with_the_embedded_engine_on_every_sampled_token_of_t
     model: Path, tmp_path: Path
 ) -> None:
     """R2.2, R4.5: the loss mask is 1 exactly on sampled tokens, and for those both sides have the same logprob."""
-    renderer = ChatRenderer.load(str(model), parser=PARSER)
+    renderer = ChatRenderer.load(ModelSection(path=str(model)), parser=PARSER)
     with _embedded(model, tmp_path) as (url, token):
         _agree(model, renderer, url, token, tolerance=2e-5)
 
@@ -185,7 +185,7 @@ def test_the_trainer_agrees_with_vllm_and_both_engines_have_the_same_greedy_conv
     needs_vllm: None, model: Path, tmp_path: Path
 ) -> None:
     """R2.2, R4.5: without a draw, ids, calls, results and suffixes are the same token by token."""
-    renderer = ChatRenderer.load(str(model), parser=PARSER)
+    renderer = ChatRenderer.load(ModelSection(path=str(model)), parser=PARSER)
     with _vllm(model, tmp_path) as (url, token):
         by_vllm = _agree(model, renderer, url, token, tolerance=1e-4)
     with _embedded(model, tmp_path) as (url, token):
