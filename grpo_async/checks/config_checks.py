@@ -76,11 +76,8 @@ def check_inputs(
     found.check_devices()
     train_rows, held_out_rows = found.check_data()
     participants = found.check_participants(train_rows, held_out_rows)
-    if participants is not None and has_model:
-        if participants.tool_sets:
-            found.check_template(participants)
-        if deep:
-            found.check_tokens(participants, train_rows)
+    if participants is not None and has_model and (participants.tool_sets or deep):
+        found.check_text(participants, train_rows, deep=deep)
     for name in ("baseline_column", "group_by"):
         column, rows = getattr(config.evaluation, name, None), held_out_rows or train_rows
         if rows and column is not None and column not in rows[0]:
@@ -258,15 +255,9 @@ class _Findings:
                     self.problems.extend(f"{key}, {problem}" for problem in found)
         return participants
 
-    def check_template(self, participants: Participants) -> None:
-        """Really render the tools, which takes the tokenizer: only where there are tools."""
-        with self.collecting():
-            renderer = load_renderer(self.config)
-            for schemas in participants.tool_sets:
-                self.note(renderer.check_tools(schemas))
-
-    def check_tokens(self, participants: Participants, rows: Rows | None) -> None:
-        """With the tokenizer: its ids against the model's, and what prompts leave of inference.max_model_len."""
+    def check_text(self, participants: Participants, rows: Rows | None, *, deep: bool) -> None:
+        """What takes the tokenizer: tools are really rendered; `deep`: its ids against the model's, and what prompts leave of
+        inference.max_model_len."""
         from grpo_async.data import make_prompt
 
         config = self.config
@@ -274,9 +265,11 @@ class _Findings:
         lengths: list[int] = []
         try:
             renderer, folder = load_renderer(config), Path(config.model.path)
-            if folder.is_dir():
+            for schemas in participants.tool_sets:
+                self.note(renderer.check_tools(schemas))
+            if deep and folder.is_dir():
                 check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
-            if not rows or config.rollout_function is not None:
+            if not deep or not rows or config.rollout_function is not None:
                 return
             count = token_counter(renderer, participants)
             for row in rows.take(range(0, len(rows), math.ceil(len(rows) / _NUM_MEASURED))):
