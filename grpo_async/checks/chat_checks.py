@@ -53,9 +53,11 @@ def check_chat(
     if found:
         return sorted(found)  # what fails first
     ends = " or ".join(renderer.tokenizer.convert_ids_to_tokens(renderer.end_of_turn_ids))
-    words = f"{len(prompts)} prompts decode and encode to the same ids; turns end with {ends}; foreign text makes no control tokens"
+    message = (
+        f"{len(prompts)} prompts decode and encode to the same ids; turns end with {ends}; foreign text stays text"
+    )
     names = ", ".join(map(_name_of, tool_sets))
-    return [("pass", f"{words}; tools: {names}" if names else words)]
+    return [("pass", f"{message}; tools: {names}" if names else message)]
 
 
 def _check_prompts(tokenizer: Any, prompts: Sequence[Sequence[int]], num_embeddings: int) -> Iterator[Found]:
@@ -64,19 +66,22 @@ def _check_prompts(tokenizer: Any, prompts: Sequence[Sequence[int]], num_embeddi
             yield "fail", f"prompt {number} renders to no tokens at all; look at model.chat_template"
             return
         if beyond := [token for token in ids if not 0 <= token < num_embeddings]:
-            words = f"prompt {number} has the ids {beyond[:4]}, the model only {num_embeddings}"
-            yield "fail", f"{words}: another tokenizer's"
+            message = f"prompt {number} has the ids {beyond[:4]}, the model only {num_embeddings}"
+            yield "fail", f"{message}: another tokenizer's"
             return
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         again = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
         if again != list(ids):
             pairs = enumerate(zip(ids, again, strict=False))
             place = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(again)))
-            words = (
+            message = (
                 f"prompt {number} as text encodes to other ids from token {place} on ({list(ids[place : place + 4])} becomes "
                 f"{again[place : place + 4]})"
             )
-            yield "warn", f"{words}: no harm here, but a rollout function or reward that tokenizes text gets other ids"
+            yield (
+                "warn",
+                f"{message}: no harm here, but a rollout function or reward that tokenizes text gets other ids",
+            )
             return
 
 

