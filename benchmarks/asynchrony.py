@@ -12,7 +12,7 @@ Steady state: all steps but the first --skip and the last, in which nothing is l
 each other down (caches, memory, clock), which the ideal does not know: on two cores about 1.1 times.
 
 The speed-up is that of steps. "In trained tokens" it is another where the two have learned completions of another length. Overlap
-efficiency is the share of the time in which the busier side is busy; whatever the trainer does but wait for samples is busy.
+efficiency is the fraction of the time in which the busier side is busy; whatever the trainer does but wait for samples is busy.
 
 compute     a random model of a few million parameters that learns to write digits. Its reward is never the same for a whole group,
             so every group is trained, and computing outweighs everything that is paid per request
@@ -33,9 +33,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Report, add_options, in_turns, ratios
+from benchmarks.report import ROOT, Report, in_turns, parser_of, ratios
 
-ROOT = Path(__file__).parents[1]
 RUN_TIMEOUT_S = 600.0
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
 TARGET_REWARDS = {"compute": 0.08, "quickstart": 0.8}
@@ -45,7 +44,7 @@ _REWARD_WINDOW = 3  # steps, whose mean has to reach the target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFigures:
+class RunStatistics:
     """One run in its steady state; seconds are of a mean step."""
 
     step_s: float
@@ -102,7 +101,7 @@ class Shape:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workload", choices=("compute", "quickstart"), default="compute")
     parser.add_argument("--pairs", type=int, default=3, help="of a synchronous and an asynchronous run")
     parser.add_argument("--steps", type=int, help="of each run (default: compute 12, quickstart 50)")
@@ -114,7 +113,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--slots", type=int, default=Shape().slots, help="completions generated at once")
     parser.add_argument("--target-reward", type=float, help="default: compute 0.08, quickstart 0.8")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config, for both")
-    add_options(parser)
     options = parser.parse_args(arguments)
     options.steps = options.steps or _STEPS[options.workload]
     options.target_reward = options.target_reward or TARGET_REWARDS[options.workload]
@@ -123,15 +121,15 @@ def main(arguments: list[str]) -> int:
     report = Report("asynchrony", options)
     shape = Shape(hidden=options.hidden, layers=options.layers, slots=options.slots)
 
-    runs: dict[str, list[RunFigures]] = {SYNCHRONOUS: [], ASYNCHRONOUS: []}
+    runs: dict[str, list[RunStatistics]] = {SYNCHRONOUS: [], ASYNCHRONOUS: []}
     with tempfile.TemporaryDirectory(prefix="grpo-async-bench-") as scratch:
         folder = Path(scratch)
         config = _config(options, folder, shape)
         for number, variant in in_turns(list(runs), options.pairs):
             lines = _run(config, folder / f"{variant}-{number}", variant, options)
             last = options.staleness + 1  # both: in the last steps of an asynchronous run nothing is left to generate
-            runs[variant].append(figures(lines, skip=options.skip, last=last, target=options.target_reward))
-    _tell(report, runs, options.target_reward)
+            runs[variant].append(statistics_of(lines, skip=options.skip, last=last, target=options.target_reward))
+    _report(report, runs, options.target_reward)
     return report.finish()
 
 
@@ -144,11 +142,11 @@ def _config(options: argparse.Namespace, folder: Path, shape: Shape) -> Path:
     return ROOT / "configs" / ("quickstart-vllm.yaml" if options.engine == "vllm" else "quickstart.yaml")
 
 
-def command(config: Path, rundir: Path, variant: str, options: argparse.Namespace) -> list[str]:
+def command(config: Path, run_dir: Path, variant: str, options: argparse.Namespace) -> list[str]:
     """What launches a run as a user does."""
     settings = {
-        "run.name": rundir.name,
-        "run.dir": str(rundir.parent),
+        "run.name": run_dir.name,
+        "run.dir": str(run_dir.parent),
         "run.seed": options.seed,
         "rollout.max_staleness": options.staleness if variant == ASYNCHRONOUS else 0,
         "training.max_steps": options.steps,
@@ -162,14 +160,14 @@ def command(config: Path, rundir: Path, variant: str, options: argparse.Namespac
     return made
 
 
-def _run(config: Path, rundir: Path, variant: str, options: argparse.Namespace) -> list[dict[str, float]]:
+def _run(config: Path, run_dir: Path, variant: str, options: argparse.Namespace) -> list[dict[str, float]]:
     """Launch a run; its metrics, step by step.
 
     Raises:
         RuntimeError: it failed.
     """
     done = subprocess.run(
-        command(config, rundir, variant, options),
+        command(config, run_dir, variant, options),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -178,10 +176,10 @@ def _run(config: Path, rundir: Path, variant: str, options: argparse.Namespace) 
     )
     if done.returncode != 0:
         raise RuntimeError(f"the {variant} run failed:\n{(done.stdout + done.stderr)[-4000:]}")
-    return [json.loads(line) for line in (rundir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def figures(lines: Sequence[Mapping[str, float]], *, skip: int, last: int, target: float) -> RunFigures:
+def statistics_of(lines: Sequence[Mapping[str, float]], *, skip: int, last: int, target: float) -> RunStatistics:
     """Of the lines of metrics.jsonl, without the first `skip` and the last `last`; the time to `target` counts from the first.
 
     Steps of 2 s with 1.5 s busy and of 4 s with 2.5 s busy: the server idles (6 - 4) / 6 = 0.33 of the time, not the mean of
@@ -191,8 +189,8 @@ def figures(lines: Sequence[Mapping[str, float]], *, skip: int, last: int, targe
     walls = [line["step_time"] for line in steady]
     wall = sum(walls)
 
-    def seconds(share: str) -> float:
-        return sum(line[share] * line["step_time"] for line in steady)
+    def seconds(fraction: str) -> float:
+        return sum(line[fraction] * line["step_time"] for line in steady)
 
     def mean(name: str) -> float:
         values = [line[name] for line in steady if line.get(name) is not None]
@@ -200,7 +198,7 @@ def figures(lines: Sequence[Mapping[str, float]], *, skip: int, last: int, targe
 
     waited = seconds("pipeline/trainer_idle_ratio")
     busy = wall - seconds("pipeline/generator_idle_ratio")
-    return RunFigures(
+    return RunStatistics(
         step_s=wall / len(steady),
         wait_s=waited / len(steady),
         busy_s=busy / len(steady),
@@ -228,7 +226,7 @@ def _time_to(lines: Sequence[Mapping[str, float]], target: float) -> float | Non
     return None
 
 
-def _tell(report: Report, runs: Mapping[str, Sequence[RunFigures]], target_reward: float) -> None:
+def _report(report: Report, runs: Mapping[str, Sequence[RunStatistics]], target_reward: float) -> None:
     for variant, made in runs.items():
         for name, attribute, unit in (
             ("trained tokens", "tokens_per_s", "1/s"),
@@ -237,52 +235,48 @@ def _tell(report: Report, runs: Mapping[str, Sequence[RunFigures]], target_rewar
             ("server busy", "busy_s", "s"),
             ("training", "training_s", "s"),
             ("push", "push_s", "s"),
-            ("trainer idle", "trainer_idle", "share"),
-            ("generator idle", "generator_idle", "share"),
-            ("overlap efficiency", "overlap", "share"),
+            ("trainer idle", "trainer_idle", "fraction"),
+            ("generator idle", "generator_idle", "fraction"),
+            ("overlap efficiency", "overlap", "fraction"),
             ("staleness, mean", "staleness", "steps"),
-            ("effective sample size", "ess", "share"),
+            ("effective sample size", "ess", "fraction"),
             ("all steps", "wall_s", "s"),
         ):
-            report.row(f"{variant}: {name}", [getattr(figures, attribute) for figures in made], unit)
-        report.row(f"{variant}: steps", [3600.0 / figures.step_s for figures in made], "1/h")
-        reached = [figures.target_s for figures in made if figures.target_s is not None]
+            report.row(f"{variant}: {name}", [getattr(run, attribute) for run in made], unit)
+        report.row(f"{variant}: steps", [3600.0 / run.step_s for run in made], "1/h")
+        reached = [run.target_s for run in made if run.target_s is not None]
         if len(reached) == len(made):
             report.row(f"{variant}: time to reward {target_reward:g}", reached, "s")
         else:
             report.note(f"{variant}: {len(reached)} of {len(made)} runs reached a reward of {target_reward:g}")
 
-    steps = {variant: [figures.step_s for figures in made] for variant, made in runs.items()}
+    steps = {variant: [run.step_s for run in made] for variant, made in runs.items()}
     speedups = ratios(steps, SYNCHRONOUS, ASYNCHRONOUS)
     synchronous = runs[SYNCHRONOUS]
     ideals = [(f.wait_s + f.work_s) / max(f.wait_s, f.work_s) for f in synchronous]
     report.row("speed-up", speedups, "ratio")
-    tokens = {variant: [figures.tokens_per_s for figures in made] for variant, made in runs.items()}
+    tokens = {variant: [run.tokens_per_s for run in made] for variant, made in runs.items()}
     report.row("speed-up in trained tokens", ratios(tokens, ASYNCHRONOUS, SYNCHRONOUS), "ratio")
     report.row("ideal speed-up, (g + t) / max(g, t)", ideals, "ratio")
-    shares = [a / b for a, b in zip(speedups, ideals, strict=True)]
-    report.row("speed-up / ideal", shares, "ratio")
-    overlap = statistics.median(figures.overlap for figures in runs[ASYNCHRONOUS])
-    report.target("speed-up / ideal", statistics.median(shares), at_least=0.9)
+    reached_fractions = [a / b for a, b in zip(speedups, ideals, strict=True)]
+    report.row("speed-up / ideal", reached_fractions, "ratio")
+    overlap = statistics.median(run.overlap for run in runs[ASYNCHRONOUS])
+    report.target("speed-up / ideal", statistics.median(reached_fractions), at_least=0.9)
     report.target("overlap efficiency", overlap, at_least=0.9)
 
 
 def digits(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-    """0 to 1: half of it for the share of the budget spent on digits, half for digits that follow on from the one before.
+    """0 to 1: half of it for the fraction of the budget spent on digits, half for digits that follow on from the one before.
 
     A budget of 4 tokens and "12a7": 3 of 4 are digits, 1 of 4 follows on (the 2): 0.5 * 3 / 4 + 0.5 * 1 / 4 = 0.5.
     """
-    texts = [c if isinstance(c, str) else str(c[-1]["content"]) for c in completions]
-    return [(0.5 * sum(map(_is_digit, t)) + 0.5 * _rises(t)) / MAX_COMPLETION_TOKENS for t in texts]
-
-
-def _is_digit(character: str) -> bool:
-    return character in "0123456789"
-
-
-def _rises(text: str) -> int:
-    pairs = [(a, b) for a, b in pairwise(text) if _is_digit(a) and _is_digit(b)]
-    return sum((int(a) + 1) % 10 == int(b) for a, b in pairs)
+    scores = []
+    for completion in completions:
+        text = completion if isinstance(completion, str) else str(completion[-1]["content"])
+        num_digits = sum(character in "0123456789" for character in text)
+        follow_on = sum(pair[0] + pair[1] in "01234567890" for pair in pairwise(text))
+        scores.append((0.5 * num_digits + 0.5 * follow_on) / MAX_COMPLETION_TOKENS)
+    return scores
 
 
 def make_compute(folder: Path, shape: Shape, *, seed: int) -> Path:

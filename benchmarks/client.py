@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._rollout_side import Load, Side, load_tokenizer, rollout_server, rollout_side
-from benchmarks.report import Report, add_options, in_turns
+from benchmarks.report import Report, in_turns, parser_of
 
 MOST_MS_PER_100_TOKENS = 1.0
 AT = 1024
@@ -39,7 +39,7 @@ TIMEOUT_S = 60.0
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--part", choices=["rollouts", "conversation"], default="rollouts")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024], help="rollouts at once")
     parser.add_argument("--rollouts", type=int, default=1024, help="of each measurement at once")
@@ -49,7 +49,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=64)
     parser.add_argument("--conversations", type=int, default=20)
-    add_options(parser)
     options = parser.parse_args(arguments)
     report = Report("client", options)
     (_rollouts if options.part == "rollouts" else _conversations)(report, options)

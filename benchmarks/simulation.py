@@ -2,48 +2,47 @@
 
     python -m benchmarks simulation [--gpus 8] [--sigma 1.0] [--staleness 0 1 2 4] [--queue 1 2] [--json FILE]
 
-Real: rollout worker, admission, buffer, ledger, staleness rules, and the trainer's loop with its order of taking, training,
-settling and pushing. Simulated: the servers (a decode step of n rows takes --decode-s + n x --row-s seconds; slots; keys and values
-are computed again after a push), the trainer (--train-s a token and GPU), the push. Time is virtual (_virtual_time.py): a run of
-hours takes a second, and the same seed gives the same figures.
+Real: rollout worker, admission, buffer, ledger, staleness rules. Simulated: the servers (a decode step of n rows takes --decode-s +
+n x --row-s seconds; slots; keys and values are computed again after a push) and the trainer, which takes groups, trains (--train-s
+a token and GPU) and pushes. Time is virtual (_simulated.py): a run of hours takes a second, the same for the same seed.
 
 First the target: with completions of constant length and max_staleness 1, at every split, at least 0.9 of the ideal speed-up
 (g + t) / max(g, t) over max_staleness 0. Then a sweep with long-tailed lengths: steps/h for each max_staleness, room in the queue
-(in steps) and split, and the best split of each. "thrown" is the share of generated tokens dropped as stale.
+(in steps) and split, and the best split of each. "thrown" is the fraction of generated tokens dropped as stale.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from types import SimpleNamespace
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from benchmarks._simulated_parts import (
+from benchmarks._simulated import (
     Lengths,
     ServerSpeed,
     SimulatedProducer,
     SimulatedScorer,
     SimulatedServer,
-    SimulatedSource,
     SimulatedStore,
-    SimulatedSync,
     TellingBuffer,
+    VirtualLoop,
+    num_tokens_of,
 )
-from benchmarks._virtual_time import VirtualLoop
-from benchmarks.report import Report, add_options
+from benchmarks.report import Report, parser_of
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, is_closed
-from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.buffer.sample_buffer import Watch
 from grpo_async.data.stream import PromptStream
-from grpo_async.records import GroupStatus, ScoredGroup
+from grpo_async.records import GroupStatus
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
 
 _SKIP = 4  # first steps: the pipeline fills
+_NEVER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class Setup:
     """Of a step, whatever its size."""
     push_s: float
     filtered: float
-    """Share of the groups with nothing to learn from; they keep their place in their step."""
+    """Fraction of the groups with nothing to learn from; they keep their place in their step."""
     steps: int
     seed: int
 
@@ -93,6 +92,15 @@ class Outcome:
         return self.step_s / max(self.wait_s, self.step_s - self.wait_s)
 
 
+class _Tick(NamedTuple):
+    """After a step: the time, what the trainer waited and the servers generated so far, staleness of the step's tokens."""
+
+    time_s: float
+    waited_s: float
+    busy_s: float
+    ages: Sequence[int]
+
+
 def simulate(setup: Setup) -> Outcome:
     """Run `setup.steps` steps in virtual time.
 
@@ -100,79 +108,17 @@ def simulate(setup: Setup) -> Outcome:
         StandstillError: worker and trainer wait for each other for ever.
         AssertionError: the ledger does not add up, or something staler than allowed was trained.
     """
-    from grpo_async.trainer.loop import LeaderLoop  # here: torch is not loaded for --help
-    from grpo_async.training.metrics import PipelineMeter, Reading
-    from grpo_async.training.step import StepResult
-
     loop = VirtualLoop()
     servers = [SimulatedServer(loop, setup.speed) for _ in range(setup.servers)]
-    ledger, admission = Ledger(), _admission(setup)
-    source, worker = _rollout_side(setup, loop, servers, ledger, admission)
-    ticks: list[tuple[float, float, float]] = []  # after each step: time, waited, busy
-    ages: list[dict[str, float]] = []
-    num_trainers = setup.gpus - setup.servers
-
-    def busy_s() -> float:
-        return sum(server.busy_s() for server in servers) / len(servers)
-
-    def train(*_: object) -> StepResult:
-        loop.run_for(setup.step_s + source.taken_tokens * setup.train_s / num_trainers)
-        return StepResult(loss=0.0, grad_norm=1.0, num_tokens=source.taken_tokens, updates=(True,), metrics={})
-
-    def on_step(step: int, metrics: dict[str, float]) -> None:
-        ticks.append((loop.time(), source.waited_s, busy_s()))
-        ages.append(metrics)
-
-    nothing = SimpleNamespace(poll=lambda: None, take_metrics=dict)
-    place: Any = SimpleNamespace(
-        config=_config(setup),
-        num_ranks=1,
-        channel=SimpleNamespace(send=lambda _: None),
-        step=train,
-        checkpoints=nothing,
-        obstacle_to_shared_prompts="a simulated sample is a length, and its time goes by that",
-    )
-    meter = PipelineMeter(Reading(time_s=0.0, generation_busy_s=0.0, generated_tokens=0))
-    trainer = LeaderLoop(
-        place,
-        source=source,  # type: ignore[arg-type]
-        sync=SimulatedSync(loop, servers, setup.push_s),  # type: ignore[arg-type]
-        read=lambda: Reading(time_s=loop.time(), generation_busy_s=busy_s(), generated_tokens=0),
-        on_step=on_step,
-        meter=meter,
-        progress={},
-    )
-    trainer.push(0)
-    running = loop.create_task(worker.run())
-    try:
-        trainer.run(first_step=1)
-        assert is_closed(ledger.snapshot()), ledger.snapshot()
-        assert all(age["async/staleness_max"] <= setup.max_staleness for age in ages if "async/staleness_max" in age)
-    finally:
-        running.cancel()
-        loop.run_for(0.0)
-        loop.close()
-    tokens = ledger.snapshot()["tokens"]
-    return _outcome(setup, ticks, ages, thrown=tokens[GroupStatus.STALE] / max(1, tokens["started"]))
-
-
-def _admission(setup: Setup) -> Admission:
-    return Admission(
+    ledger = Ledger()
+    admission = Admission(
         groups_per_step=setup.groups_per_step, max_staleness=setup.max_staleness, version=0, last_version=setup.steps
     )
-
-
-def _rollout_side(
-    setup: Setup, loop: VirtualLoop, servers: Sequence[SimulatedServer], ledger: Ledger, admission: Admission
-) -> tuple[SimulatedSource, RolloutWorker]:
-    def on_drop(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
-        worker.drop_scored(scored, status, step)
-
     buffer = TellingBuffer(
         loop,
         max_groups=setup.queue_steps * setup.groups_per_step,
         max_staleness=setup.max_staleness,
-        on_drop=on_drop,
+        on_drop=lambda scored, status, step: worker.drop_scored(scored, status, step),
     )
     scorer: Any = SimulatedScorer(filtered=setup.filtered, seed=setup.seed)
     store: Any = SimulatedStore()
@@ -194,50 +140,72 @@ def _rollout_side(
         admission=admission,
         store=store,
     )
-    return SimulatedSource(loop, worker, buffer, ledger, admission), worker
-
-
-def _config(setup: Setup) -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
-        {
-            "run": {"name": "simulated"},
-            "model": {"path": "none"},
-            "data": {"train": {"type": "jsonl", "path": "none.jsonl"}},
-            "rewards": [{"function": "none:none"}],
-            "rollout": {
-                "groups_per_step": setup.groups_per_step,
-                "group_size": setup.group_size,
-                "max_staleness": setup.max_staleness,
-            },
-            "training": {"max_steps": setup.steps},
-            "checkpoint": {"every_steps": 10 * setup.steps},
-            "record": {"rollouts": {"token_figures": False}},
-        }
+    watch = Watch(
+        timeout_s=_NEVER_S,
+        setting="training.stall_timeout_s",
+        progress=lambda: ledger.num_events,
+        heartbeat=loop.run_until_call,
+        heartbeat_s=0.0,  # it never blocks: virtual seconds pass in the heartbeat
     )
+    num_trainers = setup.gpus - setup.servers
+
+    def push(version: int) -> None:
+        for server in servers:
+            server.pause()
+        loop.run_for(setup.push_s)
+        for server in servers:
+            server.resume()
+        loop.call_soon(worker.on_version, version)
+        admission.advance(version)
+
+    ticks: list[_Tick] = []
+    waited_s = 0.0
+    push(0)
+    running = loop.create_task(worker.run())
+    try:
+        for step in range(1, setup.steps + 1):
+            began = loop.time()
+            groups = buffer.take(setup.groups_per_step, trainer_version=step - 1, watch=watch)
+            waited_s += loop.time() - began
+            trained = [group for group in groups if group.samples]
+            loop.run_for(setup.step_s + sum(map(num_tokens_of, trained)) * setup.train_s / num_trainers)
+            for group in groups:
+                status = GroupStatus.TRAINED if group.samples else GroupStatus.FILTERED
+                worker.settle_group(group.group, status, scored=group, step=step)
+            push(step)
+            samples = [sample for group in trained for sample in group.samples]
+            ages = [step - 1 - version for sample in samples for version in sample.policy_versions if version >= 0]
+            ticks.append(_Tick(loop.time(), waited_s, fmean(server.busy_s() for server in servers), ages))
+        assert is_closed(ledger.snapshot()), ledger.snapshot()
+        assert all(age <= setup.max_staleness for tick in ticks for age in tick.ages)
+    finally:
+        running.cancel()
+        loop.run_for(0.0)
+        loop.close()
+    tokens = ledger.snapshot()["tokens"]
+    return _outcome(setup, ticks, thrown=tokens[GroupStatus.STALE] / max(1, tokens["started"]))
 
 
-def _outcome(
-    setup: Setup, ticks: Sequence[tuple[float, float, float]], ages: Sequence[Mapping[str, float]], *, thrown: float
-) -> Outcome:
+def _outcome(setup: Setup, ticks: Sequence[_Tick], *, thrown: float) -> Outcome:
     """Without the first steps, and the last ones, in which nothing is left to generate."""
     first, last = ticks[_SKIP - 1], ticks[-2 - setup.max_staleness]
     count = len(ticks) - 1 - setup.max_staleness - _SKIP
-    wall, waited, busy = (b - a for a, b in zip(first, last, strict=True))
-    ages = [age for age in ages[_SKIP:] if "async/staleness_mean" in age]
+    wall, waited, busy = last.time_s - first.time_s, last.waited_s - first.waited_s, last.busy_s - first.busy_s
+    ages = [tick.ages for tick in ticks[_SKIP:] if tick.ages]
     return Outcome(
         step_s=wall / count,
         wait_s=waited / count,
         trainer_idle=waited / wall,
         generator_idle=1.0 - busy / wall,
         overlap=max(busy, wall - waited) / wall,
-        staleness=sum(age["async/staleness_mean"] for age in ages) / len(ages),
-        staleness_max=max(age["async/staleness_max"] for age in ages),
+        staleness=fmean(map(fmean, ages)),
+        staleness_max=max(map(max, ages)),
         thrown=thrown,
     )
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--servers", type=int, nargs="+", help="GPUs of them that generate (default: every split)")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
@@ -254,22 +222,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--train-s", type=float, default=0.0004, help="of a trained token, on one GPU")
     parser.add_argument("--step-s", type=float, default=1.0, help="of a step, whatever its size")
     parser.add_argument("--push-s", type=float, default=1.0)
-    parser.add_argument("--filtered", type=float, default=0.2, help="share of groups with nothing to learn from")
+    parser.add_argument("--filtered", type=float, default=0.2, help="fraction of groups with nothing to learn from")
     parser.add_argument("--steps", type=int, default=32)
-    add_options(parser)
     options = parser.parse_args(arguments)
     if options.steps < _SKIP + max(options.staleness) + 4:
         parser.error("--steps is too few for a steady state")
     report = Report("simulation", options)
-
-    sweep = Sweep(options)
-    _constant_lengths(report, sweep)
+    splits = options.servers or range(1, options.gpus)
+    _constant_lengths(report, [_setup(options, servers=servers) for servers in splits])
     lines = [_HEADER]
     options.outcomes = []
     for staleness in options.staleness:
         best: dict[int, tuple[float, int]] = {}  # by room in the queue: the fastest split
-        for queue, servers in product(options.queue or [staleness + 1], sweep.splits):
-            setup = sweep.setup(servers=servers, max_staleness=staleness, queue_steps=queue)
+        for queue, servers in product(options.queue or [staleness + 1], splits):
+            setup = replace(_setup(options, servers=servers), max_staleness=staleness, queue_steps=queue)
             outcome = simulate(setup)
             best[queue] = max(best.get(queue, (0.0, 0)), (outcome.steps_per_hour, servers))
             lines.append(_line(setup, outcome))
@@ -281,49 +247,40 @@ def main(arguments: list[str]) -> int:
     return report.finish()
 
 
-class Sweep:
-    """Makes setups from the options."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self.splits: Sequence[int] = options.servers or range(1, options.gpus)
-
-    def setup(self, *, servers: int, max_staleness: int, queue_steps: int) -> Setup:
-        """With the options' distribution of lengths."""
-        options = self._options
-        return Setup(
-            gpus=options.gpus,
-            servers=servers,
-            max_staleness=max_staleness,
-            queue_steps=queue_steps,
-            groups_per_step=options.groups,
-            group_size=options.group_size,
-            lengths=Lengths(mean=options.tokens, sigma=options.sigma, longest=options.longest),
-            speed=ServerSpeed(
-                slots=options.slots, decode_s=options.decode_s, row_s=options.row_s, prefill_s=options.prefill_s
-            ),
-            train_s=options.train_s,
-            step_s=options.step_s,
-            push_s=options.push_s,
-            filtered=options.filtered,
-            steps=options.steps,
-            seed=options.seed,
-        )
+def _setup(options: argparse.Namespace, *, servers: int) -> Setup:
+    """A synchronous run with the options' distribution of lengths."""
+    return Setup(
+        gpus=options.gpus,
+        servers=servers,
+        max_staleness=0,
+        queue_steps=1,
+        groups_per_step=options.groups,
+        group_size=options.group_size,
+        lengths=Lengths(mean=options.tokens, sigma=options.sigma, longest=options.longest),
+        speed=ServerSpeed(
+            slots=options.slots, decode_s=options.decode_s, row_s=options.row_s, prefill_s=options.prefill_s
+        ),
+        train_s=options.train_s,
+        step_s=options.step_s,
+        push_s=options.push_s,
+        filtered=options.filtered,
+        steps=options.steps,
+        seed=options.seed,
+    )
 
 
-def _constant_lengths(report: Report, sweep: Sweep) -> None:
+def _constant_lengths(report: Report, setups: Sequence[Setup]) -> None:
     """The target: completions of one length, no group filtered, max_staleness 1 against 0 at every split."""
-    shares, overlaps = [], []
-    for servers in sweep.splits:
-        base = sweep.setup(servers=servers, max_staleness=0, queue_steps=1)
-        base = replace(base, lengths=replace(base.lengths, sigma=0.0), filtered=0.0)
+    speedups, overlaps = [], []
+    for setup in setups:
+        base = replace(setup, lengths=replace(setup.lengths, sigma=0.0), filtered=0.0)
         synchronous = simulate(base)
         asynchronous = simulate(replace(base, max_staleness=1, queue_steps=2))
-        shares.append(synchronous.step_s / asynchronous.step_s / synchronous.ideal_speedup)
+        speedups.append(synchronous.step_s / asynchronous.step_s / synchronous.ideal_speedup)
         overlaps.append(asynchronous.overlap)
-    report.row("constant lengths, max_staleness 1: speed-up / ideal, over the splits", shares, "ratio")
-    report.row("constant lengths, max_staleness 1: overlap efficiency, over the splits", overlaps, "share")
-    report.target("constant lengths: lowest speed-up / ideal", min(shares), at_least=0.9)
+    report.row("constant lengths, max_staleness 1: speed-up / ideal, over the splits", speedups, "ratio")
+    report.row("constant lengths, max_staleness 1: overlap efficiency, over the splits", overlaps, "fraction")
+    report.target("constant lengths: lowest speed-up / ideal", min(speedups), at_least=0.9)
     report.target("constant lengths: lowest overlap efficiency", min(overlaps), at_least=0.9)
 
 

@@ -21,33 +21,24 @@ every run's timeline (`events.jsonl`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from benchmarks.report import Report, add_options, in_turns, ratios
+from benchmarks.report import ROOT, Report, in_turns, parser_of, ratios, seconds_of
 
 if TYPE_CHECKING:
-    import torch
-
     from benchmarks._step_sides import OurSide, PlainSide, StepOutcome
-    from grpo_async.records import RolloutSample
 
-VARIANTS = ("packed", "padded", "sorted")
-TIMEOUT_S = 1800.0
 SAME = 1e-3  # relative, of losses and norms of the first step, which all compute from the same weights
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=8, help="samples with one prompt")
     parser.add_argument("--prompt-tokens", type=int, default=48)
@@ -67,12 +58,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=0, help="of torch on each rank; 0 = cores / ranks")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-sorted", action="store_true", help="leave `sorted` out")
-    add_options(parser)
     options = parser.parse_args(arguments)
     if options.ranks > 1 and "RANK" not in os.environ:
         return _under_torchrun(options.ranks, arguments)
-    with _process_group(options.ranks):
-        return _measure(options)
+    return _measure(options)
 
 
 def _under_torchrun(num_ranks: int, arguments: list[str]) -> int:
@@ -81,68 +70,52 @@ def _under_torchrun(num_ranks: int, arguments: list[str]) -> int:
         "--nproc-per-node", str(num_ranks), "-m", "benchmarks.step", *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, timeout=TIMEOUT_S, check=False)
-    return done.returncode
-
-
-@contextlib.contextmanager
-def _process_group(num_ranks: int) -> Iterator[None]:
-    import torch
-    import torch.distributed as dist
-
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    timeout = timedelta(seconds=TIMEOUT_S)
-    if num_ranks > 1:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        folder = tempfile.mkdtemp()
-        dist.init_process_group(
-            backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1, timeout=timeout
-        )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    return subprocess.run(command, cwd=ROOT, env=environment, timeout=1800.0, check=False).returncode
 
 
 def _measure(options: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from benchmarks._step_sides import OurSide, PlainSide, make_samples
+    from benchmarks._step_sides import OurSide, PlainSide, make_samples, process_group
 
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    num_ranks = options.ranks
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // num_ranks))
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(device)
     samples = make_samples(options)
-    ours = OurSide(options, device, rank=rank, num_ranks=num_ranks)
-    sides: dict[str, OurSide | PlainSide] = {"packed": ours}
-    for name in VARIANTS[1 : 2 if options.no_sorted else 3]:
-        sides[name] = PlainSide(options, device, rank=rank, num_ranks=num_ranks, is_sorted=name == "sorted")
     trained = sum(sample.num_trained_tokens for sample in samples)
     real = sum(len(sample.token_ids) for sample in samples)
     report = Report("step", options)
-    outcomes = {}
-    for name, side in sides.items():  # memory, threads and optimizer states are there when it counts
-        outcomes[name] = side.step(samples)
-    for name, first in outcomes.items():
-        for value, wanted in ((first.loss, outcomes["packed"].loss), (first.grad_norm, outcomes["packed"].grad_norm)):
-            if options.dtype == "float32" and abs(value - wanted) > SAME * max(abs(wanted), 0.01):
-                raise SystemExit(f"{name} and packed do not compute the same: {first} and {outcomes['packed']}")
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _, name in in_turns(list(sides), options.rounds):
-        seconds[name].append(_timed(sides[name], samples, device))
+    with process_group(num_ranks, device):
+        rank = dist.get_rank()
+        ours = OurSide(options, device, rank=rank, num_ranks=num_ranks)
+        sides: dict[str, OurSide | PlainSide] = {"packed": ours}
+        for name in ("padded",) if options.no_sorted else ("padded", "sorted"):
+            sides[name] = PlainSide(options, device, rank=rank, num_ranks=num_ranks, is_sorted=name == "sorted")
+        # memory, threads and optimizer states are there when it counts
+        outcomes = {name: side.step(samples) for name, side in sides.items()}
+        wanted = outcomes["packed"]
+        for name, first in outcomes.items():
+            for value, right in ((first.loss, wanted.loss), (first.grad_norm, wanted.grad_norm)):
+                if options.dtype == "float32" and abs(value - right) > SAME * max(abs(right), 0.01):
+                    raise SystemExit(f"{name} and packed do not compute the same: {first} and {wanted}")
+
+        def step_of(side: OurSide | PlainSide) -> None:
+            side.step(samples)
+            if kind == "cuda":
+                torch.cuda.synchronize()
+
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for _, name in in_turns(list(sides), options.rounds):
+            dist.barrier()
+            seconds[name].append(seconds_of(partial(step_of, sides[name])))
     _report_speed(report, seconds, outcomes, trained=trained, real=real)
     report.note(
         f"{len(samples)} samples, {real} tokens, {trained} of them trained; {num_ranks} ranks, {torch.get_num_threads()} threads "
-        f"each, {device.type}; {sum(p.numel() for p in ours.policy.parameters()) / 1e6:.1f} M parameters"
+        f"each, {kind}; {sum(p.numel() for p in ours.policy.parameters()) / 1e6:.1f} M parameters"
     )
-    if rank > 0:
-        return 0
-    return report.finish()
+    return report.finish() if rank == 0 else 0
 
 
 def _report_speed(
@@ -161,24 +134,11 @@ def _report_speed(
         report.row(f"packed over {name}", ratios(seconds, name, "packed"), "ratio")
     for name, outcome in outcomes.items():
         needed = real - outcome.shared_tokens
-        report.row(f"{name}: needed / computed tokens", [needed / outcome.computed_tokens], "share")
+        report.row(f"{name}: needed / computed tokens", [needed / outcome.computed_tokens], "fraction")
         report.row(f"{name}: computed tokens", [outcome.computed_tokens], "of a step")
         report.row(f"{name}: micro-batches", [outcome.num_micro_batches], "of a rank")
     middle = statistics.median(ratios(seconds, "padded", "packed"))
     report.target("packed over padded, median of the rounds", middle, at_least=1.0)
-
-
-def _timed(side: OurSide | PlainSide, samples: list[RolloutSample], device: torch.device) -> float:
-    import torch
-    import torch.distributed as dist
-
-    if dist.get_world_size() > 1:
-        dist.barrier()
-    began = time.perf_counter()
-    side.step(samples)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m benchmarks store_writer [--rollouts 64] [--tokens 150] [--step-ms 1000] [--pairs 30] [--json FILE]
 
 A step is work as the trainer's main thread does it: matrix products, with the interpreter's lock released, and plain Python between
-them. With the store on, each step appends one group with all figures of the trainer; blocks are written and sealed as in a run.
+them. With the store on, each step appends one group with all statistics of the trainer; blocks are written and sealed as in a run.
 Off and on take turns (off, on, on, off, ...), so that a drift of the machine hits both. The slow-down is the median over the
 pairs of on / off - 1, and its spread the interval that holds 95% of the medians of resampled pairs. "processor" is the same of the
 seconds that all threads of the process computed: what a machine without an idle core would lose, and what a busy machine measures
@@ -13,28 +13,29 @@ more exactly. The defaults are 9600 tokens a second, more than one GPU trains of
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Report, add_options, median_interval
+from benchmarks.report import Report, in_turns, median_interval, parser_of, ratios, seconds_of
 
 MATRIX = 256
 PRODUCTS_PER_LOOP = 40
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rollouts", type=int, default=64, help="of the group that each step appends")
     parser.add_argument("--tokens", type=int, default=150, help="of each rollout")
     parser.add_argument("--step-ms", type=float, default=1000.0, help="about how long a step works")
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--block-mb", type=int, default=16, help="record.rollouts.block_mb")
     parser.add_argument("--max-percent", type=float, default=2.0)
-    add_options(parser)
     options = parser.parse_args(arguments)
     report = Report("store_writer", options)
     _measure(report, options)
@@ -46,69 +47,64 @@ def _measure(report: Report, options: argparse.Namespace) -> None:
 
     from grpo_async.config.record_sections import RolloutRecordSection
     from grpo_async.records import GroupStatus
-    from grpo_async.store.lines import Entry, line_of
     from grpo_async.store.rollout_store import RolloutStore
 
     torch.set_num_threads(1)
     matrix = torch.randn(MATRIX, MATRIX) / MATRIX**0.5
-    loops = max(1, round(options.step_ms / 1000 / _seconds(lambda: _work(matrix, 5)) * 5))
-    groups = [_group(options, index) for index in range(2 * options.pairs + 8)]
-    builds: list[float] = []
-    num_line_bytes = 0
-    for group, samples, figures in groups[-8:]:
-        entry = Entry(
-            seq=0, group=group, samples=samples, status=GroupStatus.TRAINED, step=1, written_at=0.0, figures=figures
-        )
-        began = time.perf_counter()
-        num_line_bytes = len(line_of(entry))
-        builds.append(time.perf_counter() - began)
+    loops = max(1, round(options.step_ms / 1000 / seconds_of(lambda: _work(matrix, 5)) * 5))
+    groups = [_group(options, index) for index in range(options.pairs + 9)]
+    lines = [_build_line(*groups.pop()) for _ in range(8)]
+    appends: list[float] = []
+    wall: dict[str, list[float]] = {"off": [], "on": []}
+    computed: dict[str, list[float]] = {"off": [], "on": []}
     with tempfile.TemporaryDirectory() as folder:
-        settings = RolloutRecordSection(block_mb=options.block_mb)
-        with RolloutStore(Path(folder), settings=settings) as store:
-            appends: list[float] = []
+        with RolloutStore(Path(folder), settings=RolloutRecordSection(block_mb=options.block_mb)) as store:
 
-            def off() -> tuple[float, float]:
-                computed = time.process_time()
-                return _seconds(lambda: _work(matrix, loops)), time.process_time() - computed
-
-            def on() -> tuple[float, float]:
+            def on() -> None:
                 group, samples, figures = groups.pop()
+                append = functools.partial(store.append, group, samples, GroupStatus.TRAINED, 1, figures=figures)
+                appends.append(seconds_of(append))
+                _work(matrix, loops)
 
-                def step() -> None:
-                    began = time.perf_counter()
-                    store.append(group, samples, GroupStatus.TRAINED, 1, figures=figures)
-                    appends.append(time.perf_counter() - began)
-                    _work(matrix, loops)
-
-                computed = time.process_time()
-                taken = _seconds(step)
+            steps: dict[str, Callable[[], None]] = {"off": lambda: _work(matrix, loops), "on": on}
+            for number, name in in_turns(("off", "on"), options.pairs + 1):
+                before = time.process_time()
+                seconds = seconds_of(steps[name])
                 store.flush()
-                return taken, time.process_time() - computed
-
-            off(), on()  # both warm
-            pairs = []
-            for index in range(options.pairs):
-                if index % 2:
-                    pairs.append((off(), on()))
-                else:
-                    taken = on()
-                    pairs.append((off(), taken))
-        num_groups = options.pairs + 1
+                if number > 0:  # the first pair warms up
+                    wall[name].append(seconds)
+                    computed[name].append(time.process_time() - before)
         sealed = sum(path.stat().st_size for path in Path(folder).glob("block-*.parquet"))
     tokens = options.rollouts * options.tokens
-    wall = [100 * (with_store[0] / without[0] - 1) for without, with_store in pairs]
-    computed = [100 * (with_store[1] / without[1] - 1) for without, with_store in pairs]
-    report.row("step without the store", [1000 * without[0] for without, _ in pairs], "ms")
-    report.row("slow-down by the store", wall, "%")
-    report.row("slow-down, of the processor", computed, "%")
+    report.row("step without the store", [1000 * seconds for seconds in wall["off"]], "ms")
+    slow_downs = {
+        name: [100 * (ratio - 1) for ratio in ratios(values, "on", "off")]
+        for name, values in (("slow-down by the store", wall), ("slow-down, of the processor", computed))
+    }
+    for name, values in slow_downs.items():
+        report.row(name, values, "%")
     report.row("append", [1000 * seconds for seconds in appends], "ms")
-    report.row("a line, on its thread", [1000 * seconds for seconds in builds], "ms")
-    report.row("as lines", [num_line_bytes / tokens], "bytes per token")
-    report.row("sealed", [sealed / (num_groups * tokens)], "bytes per token")
-    for name, values in (("slow-down", wall), ("slow-down of the processor", computed)):
+    report.row("a line, on its thread", [1000 * seconds for seconds, _ in lines], "ms")
+    report.row("as lines", [lines[-1][1] / tokens], "bytes per token")
+    report.row("sealed", [sealed / ((options.pairs + 1) * tokens)], "bytes per token")
+    for name, values in slow_downs.items():
         low, high = median_interval(values, seed=options.seed)
         report.note(f"the median of the {name} is within {low:.2f}% and {high:.2f}% (95%, bootstrap)")
-    report.target("slow-down by the store, median %", statistics.median(wall), at_most=options.max_percent)
+    median = statistics.median(slow_downs["slow-down by the store"])
+    report.target("slow-down by the store, median %", median, at_most=options.max_percent)
+
+
+def _build_line(group: Any, samples: list[Any], figures: dict[str, Any]) -> tuple[float, int]:
+    """Seconds that the line of a group takes to build, and its bytes."""
+    from grpo_async.records import GroupStatus
+    from grpo_async.store.lines import Entry, line_of
+
+    entry = Entry(
+        seq=0, group=group, samples=samples, status=GroupStatus.TRAINED, step=1, written_at=0.0, figures=figures
+    )
+    began = time.perf_counter()
+    line = line_of(entry)
+    return time.perf_counter() - began, len(line)
 
 
 def _work(matrix: Any, loops: int) -> None:
@@ -182,12 +178,6 @@ def _group(options: argparse.Namespace, group_id: int) -> tuple[Any, list[Any], 
     message = TaggedMessage(role="user", content="What is 3 + 4? " * 20, origin=Origin.PROMPT)
     prompt = Prompt(prompt_id=group_id, messages=[message], columns={"answer": "7"})
     return RolloutGroup(group_id=group_id, prompt=prompt, completions=completions), samples, figures
-
-
-def _seconds(work: Any) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

@@ -14,15 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import _trl_train as train
 from benchmarks import against_trl
-from benchmarks.against_trl import OURS, TRL, Outcome, both_settings, outcome, tell
+from benchmarks._trl_setting import Setting, Step, low_ids
+from benchmarks._trl_train import CpuKernel, EqualPush
+from benchmarks.against_trl import OURS, TRL, CpuUse, Outcome, both_settings, outcome, report_outcomes
 from benchmarks.report import Report
-from benchmarks.trl_side import environment, meter, ours, push, train
-from benchmarks.trl_side.attention import CpuKernel
-from benchmarks.trl_side.meter import CpuUse
-from benchmarks.trl_side.push import EqualPush
-from benchmarks.trl_side.reward import share_of_low_ids
-from benchmarks.trl_side.setting import Setting, Step
 from grpo_async.config.loader import load_config
 
 
@@ -31,9 +28,9 @@ def _options(*arguments: str) -> argparse.Namespace:
 
 
 def _step(**changed: float) -> Step:
-    figures = {"ended_at": 0.0, "wall_s": 2.0, "samples": 16.0, "tokens": 960.0, "waiting_s": 0.5, "forward_s": 0.4,
+    known = {"wall_s": 2.0, "samples": 16.0, "tokens": 960.0, "waiting_s": 0.5, "forward_s": 0.4,
                "backward_s": 0.6, "optimizer_s": 0.1, "sync_s": 0.2, "staleness": 1.0, "thrown_away": 0.0}  # fmt: skip
-    return Step(**{**figures, **changed})
+    return Step(**{**known, **changed})
 
 
 def _setting(folder: Path, *arguments: str) -> Setting:
@@ -73,7 +70,7 @@ def test_the_server_takes_what_either_side_may_have_in_flight(asked: list[str], 
 
 def test_the_two_configurations_ask_for_the_same_training(tmp_path: Path) -> None:
     setting = _setting(tmp_path)
-    config = load_config(ours.write_configuration(setting))
+    config = load_config(against_trl.write_config(setting))
     options = train.trainer_options(setting)
     assert config.rollout.group_size == options["num_generations"]
     assert config.rollout.group_size * config.rollout.groups_per_step == options["per_device_train_batch_size"]
@@ -97,7 +94,7 @@ def test_trl_takes_our_options_and_has_what_is_replaced(tmp_path: Path) -> None:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
     from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
-    assert importlib.metadata.version("trl") == environment.TRL_VERSION
+    assert importlib.metadata.version("trl") == against_trl.TRL_VERSION
     config = AsyncGRPOConfig(**train.trainer_options(_setting(tmp_path)))
     assert config.token_budget == 0
     assert not config.gradient_checkpointing
@@ -144,7 +141,7 @@ def test_the_steady_state_leaves_out_warm_up_and_end(tmp_path: Path) -> None:
     found = outcome(steps, CpuUse(trainer_s=4.8, server_s=2.4), setting)
     assert [step.wall_s for step in found.steps] == [3.0, 4.0, 5.0]
     assert found.thrown_away == 4.0 * 4 - 4.0 * 1
-    figures = {name.strip(): value for name, (value, _) in found.figures().items()}
+    figures = {name.strip(): value for name, (value, _) in found.statistics().items()}
     assert figures["trained samples"] == pytest.approx(48 / 12)
     assert figures["trained tokens"] == pytest.approx(3 * 960 / 12)
     assert figures["step"] == pytest.approx(4000)
@@ -162,13 +159,13 @@ def test_the_steady_state_leaves_out_warm_up_and_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("walls", "met"), [(((2.0, 3.2), (2.0, 3.0)), True), (((2.0, 3.2), (2.0, 2.9)), False)])
 def test_the_lowest_round_decides(walls: tuple[tuple[float, float], ...], met: bool, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    report = Report("against_trl", {"json": file, "seed": 0})
+    report = Report("against_trl", argparse.Namespace(json=file, seed=0))
     cpu = CpuUse(trainer_s=1.0, server_s=1.0)
     runs: dict[str, list[Outcome]] = {OURS: [], TRL: []}
     for our_s, their_s in walls:
         runs[OURS].append(Outcome(steps=[_step(wall_s=our_s)], cpu=cpu, thrown_away=0.0))
         runs[TRL].append(Outcome(steps=[_step(wall_s=their_s)], cpu=cpu, thrown_away=8.0))
-    tell(report, runs)
+    report_outcomes(report, runs)
     assert report.finish() == (0 if met else 1)
     rows: dict[str, Any] = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert rows["trained samples: grpo-async / TRL"]["values"] == pytest.approx([b / a for a, b in walls])
@@ -186,20 +183,11 @@ def test_our_steps_are_read_from_metrics_and_timeline() -> None:
         {"num_tokens": 100.0, "ledger/groups/trained": 2.0, **lost, "async/staleness_mean": 0.0},
         {"num_tokens": 90.0, "ledger/groups/trained": 3.0, **dict.fromkeys(lost, 1.0), "async/staleness_mean": 0.5},
     ]
-    first, second = ours.steps_of(lines, spans, group_size=8)
+    first, second = against_trl.steps_of(lines, spans, group_size=8)
     assert (first.samples, first.wall_s) == (16.0, 0.0)
     assert (second.samples, second.tokens, second.wall_s, second.thrown_away) == (8.0, 90.0, 2.0, 24.0)
     assert (first.staleness, second.staleness) == (0.0, 0.5)
     assert (second.waiting_s, second.forward_s, second.sync_s, second.other_s) == (0.25, 0.75, 0.5, 0.5)
-
-
-def test_trl_steps_are_read_from_its_own_metrics() -> None:
-    logs = {"perf/step_s": 2.0, "perf/fwd_s": 0.4, "perf/fwd_bwd_s": 1.0, "perf/optimizer_s": 0.1, "perf/rollout_wait_s": 0.5,
-            "perf/weight_sync_s": 0.2, "batch/samples_per_step": 15.999999, "batch/trained_tokens_per_step": 960.0,
-            "sample/staleness_mean": 1.0}  # fmt: skip
-    step = train.step_of(logs, ended_at=0.0, thrown_away=0.0)
-    assert step == _step(samples=16, backward_s=pytest.approx(0.6))
-    assert step.other_s == pytest.approx(0.2)
 
 
 def test_what_trl_drops_is_counted_from_the_beginning(tmp_path: Path) -> None:
@@ -213,41 +201,43 @@ def test_what_trl_drops_is_counted_from_the_beginning(tmp_path: Path) -> None:
     writer.on_log(None, None, None, {"train_runtime": 60.0})
     steps = [Step(**json.loads(line)) for line in (tmp_path / "steps").read_text().splitlines()]
     assert [step.thrown_away for step in steps] == [8.0, 8.0, 11.0]
-    assert all(step.wall_s == 2.0 for step in steps)
+    assert steps[0] == _step(samples=16, backward_s=pytest.approx(0.6), thrown_away=8.0)
+    assert steps[0].other_s == pytest.approx(0.2)
 
 
 def test_both_pushes_are_made_with_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}
-    monkeypatch.setattr(push, "push_weights", lambda parameters, **given: made.update(given))
+    monkeypatch.setattr(train, "push_weights", lambda parameters, **given: made.update(given))
     equal = EqualPush("http://127.0.0.1:9")
     equal.send_weights(iter({"a": torch.zeros(3)}.items()))
-    weights = load_config(ours.write_configuration(_setting(tmp_path))).weights
+    weights = load_config(against_trl.write_config(_setting(tmp_path))).weights
     assert (made["version"], made["settings"].mode) == (1, weights.mode)
-    assert weights.bucket_mb << 20 == push.BUCKET_BYTES
+    assert weights.bucket_mb << 20 == train.BUCKET_BYTES
 
 
 @pytest.mark.nightly
 def test_cpu_of_a_command_and_its_children_is_measured_between_two_of_its_steps(tmp_path: Path) -> None:
     """A child computes for 1 s before the first step and for 0.6 s between the two."""
-    steps, log = tmp_path / "steps", tmp_path / "log"
+    steps = tmp_path / "steps"
     code = (
         "import sys, time\nf = open(sys.argv[1], 'a', buffering=1)\n"
         "def compute(seconds):\n    end = time.process_time() + seconds\n    while time.process_time() < end: pass\n"
         "compute(1.0)\nf.write('1\\n')\ncompute(0.6)\nf.write('2\\n')\ntime.sleep(1.5)\n"
     )
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}, *sys.argv[1:]], timeout=60, check=True)"
-    fields: dict[str, Any] = {"steps_file": steps, "first": 1, "last": 2, "server_pid": 2**22 + 1, "log": log}
-    fields |= {"cwd": tmp_path, "environment": {}, "timeout_s": 60.0}
-    found = meter.run_metered([sys.executable, "-c", code, str(steps)], **fields)
+    setting = _setting(tmp_path, "--warm-up", "1", "--steps", "1")
+    fields: dict[str, Any] = {"steps_file": steps, "server_pid": 2**22 + 1}
+    found = against_trl.run_metered([sys.executable, "-c", code, str(steps)], setting, **fields)
     assert 0.1 <= found.trainer_s <= 0.8
     assert found.server_s == 0.0
     steps.unlink()
+    failing = "print('what it said'); raise SystemExit(3)"
     with pytest.raises(RuntimeError, match=r"(?s)ended with 3 before its steps.*what it said"):
-        meter.run_metered([sys.executable, "-c", "print('what it said'); raise SystemExit(3)"], **fields)
+        against_trl.run_metered([sys.executable, "-c", failing], setting, **fields)
 
 
 def test_the_environment_is_made_with_the_pinned_versions(tmp_path: Path) -> None:
-    venv, torch_step, packages = environment.install_commands(tmp_path)
+    venv, torch_step, packages = against_trl.install_commands(tmp_path)
     assert str(tmp_path) in venv
     assert torch_step[-1] == f"torch=={torch.__version__}"
     assert "requirements/constraints.txt" in packages
@@ -255,4 +245,4 @@ def test_the_environment_is_made_with_the_pinned_versions(tmp_path: Path) -> Non
 
 
 def test_the_reward_differs_by_completion() -> None:
-    assert share_of_low_ids([[1, 500], [2, 3]], prompts=["a", "b"]) == [0.5, 1.0]
+    assert low_ids([[1, 500], [2, 3]], prompts=["a", "b"]) == [0.5, 1.0]

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import simulation
-from benchmarks._simulated_parts import Lengths, ServerSpeed, SimulatedServer
-from benchmarks._virtual_time import StandstillError, VirtualLoop
+from benchmarks._simulated import Lengths, ServerSpeed, SimulatedServer, StandstillError, VirtualLoop
 from benchmarks.simulation import Outcome, Setup, main, simulate
 
 SETUP = Setup(
@@ -144,16 +143,5 @@ def test_the_worst_split_decides_and_the_fastest_is_the_best(tmp_path: Path, mon
         (pytest.approx(0.88), False),
     ]
     assert code == 1
-
-
-def test_the_benchmark_prints_a_row_for_each_split_and_writes_what_it_found(tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    sizes = ["--gpus", "3", "--groups", "2", "--group-size", "2", "--steps", "12", "--staleness", "0", "1"]
-    code = main([*sizes, "--queue", "1", "2", "--json", str(file)])
-    report = json.loads(file.read_text(encoding="utf-8"))
-    assert code == (0 if all(target["met"] for target in report["targets"]) else 1)
-    outcomes = report["settings"]["outcomes"]
-    assert [(o["max_staleness"], o["queue_steps"], o["servers"]) for o in outcomes] == [
-        (staleness, queue, servers) for staleness in (0, 1) for queue in (1, 2) for servers in (1, 2)
-    ]
-    assert all(0.0 <= o["trainer_idle"] < 1.0 and o["steps_per_hour"] > 0 for o in outcomes)
+    found = [(each["max_staleness"], each["queue_steps"], each["servers"]) for each in report["settings"]["outcomes"]]
+    assert found == [(1, queue, servers) for queue in (1, 2) for servers in (1, 2)]

@@ -1,4 +1,5 @@
-"""What both sides are given, in one record: model, prompts, batch, optimizer, threads, server."""
+"""What both sides of against_trl are given, what a step of either is, and their reward. Imported in TRL's environment, too, where
+grpo_async is importable but not installed."""
 
 from __future__ import annotations
 
@@ -23,9 +24,7 @@ class Setting:
     max_model_len: int
     max_staleness: int
     max_in_flight: int
-    """Requests at the server; -1: TRL's own choice."""
-    push_mode: str
-    """weights.mode of our side; TRL knows "recompute" only."""
+    """Requests at the server; -1: TRL's own choice, max_staleness steps' worth, one at least."""
     warm_up: int
     """Steps before those that are measured."""
     steps: int
@@ -39,6 +38,12 @@ class Setting:
     def samples_per_step(self) -> int:
         """group_size x groups_per_step."""
         return self.group_size * self.groups_per_step
+
+    @property
+    def in_flight(self) -> int:
+        """Requests at the server at most."""
+        own = max(1, self.max_staleness) * self.samples_per_step
+        return own if self.max_in_flight < 0 else self.max_in_flight
 
     @property
     def last_measured(self) -> int:
@@ -66,17 +71,13 @@ class Setting:
     def read(cls, path: Path) -> Setting:
         """Inverse of `write`."""
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        for name in ("folder", "model", "prompts"):
-            fields[name] = Path(fields[name])
-        return cls(**fields)
+        return cls(**fields | {name: Path(fields[name]) for name in ("folder", "model", "prompts")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One optimizer step of either side; seconds of wall time. What no part counts is `other_s`."""
 
-    ended_at: float
-    """Seconds since 1970."""
     wall_s: float
     samples: float
     tokens: float
@@ -99,3 +100,9 @@ class Step:
         """What is left of the step."""
         known = self.waiting_s + self.forward_s + self.backward_s + self.optimizer_s + self.sync_s
         return max(0.0, self.wall_s - known)
+
+
+def low_ids(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """The reward of both sides: cheap, and different for every completion, so that no group is without a signal. The fraction of a
+    completion's tokens whose id is below 192: [[1, 500], [2, 3]] -> [0.5, 1.0]."""
+    return [sum(token < 192 for token in ids) / max(1, len(ids)) for ids in completion_ids]

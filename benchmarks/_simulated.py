@@ -1,7 +1,11 @@
-"""What a simulated run has in place of models: servers that take seconds instead of computing, and what hangs on them.
+"""What a simulated run has in place of models: servers that take virtual seconds instead of computing, and what hangs on them.
 
-worker -> SimulatedProducer -> SimulatedServer (slots, continuous batching, pauses)      virtual seconds throughout
-trainer -> SimulatedSource (the real buffer, admission, worker, ledger) and SimulatedSync (pause, seconds, resume)
+worker -> SimulatedProducer -> SimulatedServer (slots, continuous batching, pauses)
+
+One thread has both sides. The trainer's side is ordinary blocking code; where it would block, it lets the VirtualLoop run:
+
+    run_for(s)     the trainer computes for s seconds: the loop goes on meanwhile
+    run_until_call the trainer waits: the loop goes on until somebody calls `give_back`
 """
 
 from __future__ import annotations
@@ -10,17 +14,14 @@ import asyncio
 import heapq
 import itertools
 import random
+import selectors
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
-from benchmarks._virtual_time import VirtualLoop
-from grpo_async.buffer.admission import Admission
-from grpo_async.buffer.ledger import Ledger
-from grpo_async.buffer.resume import ResumeState
-from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
+from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.records import (
     FinishReason,
     GroupStatus,
@@ -32,10 +33,73 @@ from grpo_async.records import (
     TurnRecord,
 )
 from grpo_async.rollout.producer import GroupRequest, Produced
-from grpo_async.rollout.worker import RolloutWorker
 
 _LENGTH = "simulated_length"
-_FAR = 1e9  # virtual seconds
+
+
+class StandstillError(RuntimeError):
+    """Nothing will ever happen again: everybody waits for somebody else."""
+
+
+class _Selector(selectors.SelectSelector):
+    """Never blocks: it moves the clock on to the next timer instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise StandstillError("no timer is set and nothing is ready")
+        self.now += max(0.0, timeout)
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop whose seconds pass only when nothing is left to do: hours are over in a second, the same each time. Not for
+    sockets, threads or processes: they know nothing of its seconds."""
+
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        self._failure: Mapping[str, Any] | None = None
+        self._is_asked_for = False
+        super().__init__(self._virtual)
+        self.set_exception_handler(self._note_failure)
+
+    def time(self) -> float:
+        """Seconds since the loop was made."""
+        return self._virtual.now
+
+    def run_for(self, seconds: float) -> None:
+        """Let this many seconds pass. Raises: what a callback raised."""
+        handle = self.call_later(seconds, self.stop)
+        try:
+            self._run()
+        finally:
+            handle.cancel()
+
+    def run_until_call(self) -> None:
+        """Go on until `give_back`. Raises: StandstillError; what a callback raised."""
+        self._is_asked_for = True
+        try:
+            self._run()
+        finally:
+            self._is_asked_for = False
+
+    def give_back(self) -> None:
+        """Let `run_until_call` return after what is ready now; `run_for` goes on."""
+        if self._is_asked_for:
+            self.stop()
+
+    def _run(self) -> None:
+        self.run_forever()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure.get("exception") or RuntimeError(failure["message"])
+
+    def _note_failure(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        self._failure = self._failure or context
+        self.stop()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +132,6 @@ class Lengths:
 class _Row:
     ends_at: float  # in decode steps of its server
     number: int
-    length: int = field(compare=False)
     done: asyncio.Future[None] = field(compare=False)
     began_at: float = field(compare=False)
 
@@ -101,7 +164,7 @@ class SimulatedServer:
         try:
             await self._slot()
             self._catch_up()
-            row = _Row(self._steps + length, next(self._numbers), length, self._loop.create_future(), self._steps)
+            row = _Row(self._steps + length, next(self._numbers), self._loop.create_future(), self._steps)
             on_start()
             heapq.heappush(self._rows, row)
             self._plan()
@@ -228,8 +291,13 @@ class SimulatedProducer:
         )
 
 
+def num_tokens_of(group: ScoredGroup) -> int:
+    """Simulated tokens of a group."""
+    return sum(completion.reward_columns[_LENGTH] for completion in group.group.completions)
+
+
 class SimulatedScorer:
-    """Rewards at once; a share of the groups, drawn by their ids, has nothing to learn from."""
+    """Rewards at once; a fraction of the groups, drawn by their ids, has nothing to learn from."""
 
     def __init__(self, *, filtered: float, seed: int) -> None:
         self._filtered, self._seed = filtered, seed
@@ -287,84 +355,3 @@ class TellingBuffer(SampleBuffer):
     def fail(self, error: BaseException) -> None:
         super().fail(error)
         self._virtual_loop.give_back()
-
-
-class SimulatedSource:
-    """rollout.source.AsyncRolloutSource over the real worker, buffer, ledger and admission, in virtual time."""
-
-    def __init__(
-        self, loop: VirtualLoop, worker: RolloutWorker, buffer: SampleBuffer, ledger: Ledger, admission: Admission
-    ) -> None:
-        self._loop, self._worker, self._buffer = loop, worker, buffer
-        self._ledger, self._admission = ledger, admission
-        self.waited_s = 0.0
-        self.taken_tokens = 0
-        """Of the groups of the last step that are trained, in simulated tokens."""
-
-    def take(
-        self,
-        num_groups: int,
-        *,
-        trainer_version: int,
-        heartbeat: Callable[[], None],
-        attend: Callable[[], None],
-    ) -> list[ScoredGroup] | None:
-        """See AsyncRolloutSource."""
-        began = self._loop.time()
-        watch = Watch(
-            timeout_s=_FAR,
-            setting="training.stall_timeout_s",
-            progress=lambda: self._ledger.num_events,
-            heartbeat=self._loop.run_until_call,
-            heartbeat_s=0.0,  # it never blocks: virtual seconds pass in the heartbeat
-        )
-        groups = self._buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
-        self.waited_s += self._loop.time() - began
-        trained = [group for group in groups if group.samples]
-        self.taken_tokens = sum(c.reward_columns[_LENGTH] for group in trained for c in group.group.completions)
-        return groups
-
-    def stores(self, group_id: int) -> bool:
-        return False
-
-    def settle_step(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int, **_: Any) -> None:
-        for group in groups:
-            self._worker.settle_group(group.group, status, scored=group, step=step)
-
-    def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        return {}
-
-    def advance(self, version: int) -> None:
-        self._loop.call_soon(self._worker.on_version, version)
-        self._admission.advance(version)
-
-    def resume_state(self) -> ResumeState:
-        return self._worker.resume_state()
-
-    def gauges(self) -> dict[str, float]:
-        return {"buffer/queued_groups": float(len(self._buffer))}
-
-
-class SimulatedSync:
-    """trainer.weight_sync.FleetSync: pause every server, take `push_s` seconds, resume."""
-
-    has_joiners = False
-    has_serving = True
-
-    def __init__(self, loop: VirtualLoop, servers: Sequence[SimulatedServer], push_s: float) -> None:
-        self._loop, self._servers, self._push_s = loop, servers, push_s
-
-    def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float]:
-        """See FleetSync."""
-        before_gather()
-        for server in self._servers:
-            server.pause()
-        self._loop.run_for(self._push_s)
-        for server in self._servers:
-            server.resume()
-        return {}
-
-    def verify(self, score: Callable[[Sequence[Sequence[int]]], list[list[float]]]) -> Mapping[str, float]:
-        return {}
-
-    def sleep_servers(self) -> None: ...

@@ -1,0 +1,147 @@
+"""A model with random weights and a server of it, started as `train` starts one: for push, gpu and against_trl."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import ROOT
+
+START_TIMEOUT_S = 600.0
+_END_TIMEOUT_S = 30.0
+_LOG_TIMEOUT_S = 10.0
+_LOADED = re.compile(r"loaded \d+ parameters in ([0-9.]+) s")
+
+
+def write_model(folder: Path, *, seed: int, dtype: str, **sizes: int) -> Any:
+    """Save a Qwen3 with these sizes (of transformers' Qwen3Config), and a tokenizer, to `folder`; returns the model."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)).to(getattr(torch, dtype))
+    model.save_pretrained(folder)
+    # byte-level without merges: 256 tokens and an end, enough for a server that takes ids
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    return model.eval().requires_grad_(False)
+
+
+def write_config(folder: Path, sections: Mapping[str, Any]) -> Path:
+    """A run's config for the model in `folder`/model, with these sections."""
+    import yaml
+
+    data = folder / "data.jsonl"
+    data.write_text('{"prompt": "1 + 1", "answer": "2"}\n', encoding="utf-8")
+    config = {
+        "run": {"name": "bench", "dir": str(folder)},
+        "model": {"path": str(folder / "model")},
+        "data": {"train": {"type": "jsonl", "path": str(data)}},
+        "rewards": [{"function": "grpo_async.quickstart.reward:exact_answer"}],
+        **sections,
+    }
+    path = folder / "bench.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One that runs."""
+
+    url: str
+    pid: int
+    log: Path
+
+    def load_times(self) -> list[float]:
+        """Seconds of each load of pushed weights that the server has written down so far."""
+        return [float(value) for value in _LOADED.findall(self.log.read_text(errors="replace"))]
+
+    def wait_for_load_time(self, seen: int) -> float:
+        """The load time of the push that just ended, of the slowest worker; `seen`: how many there were before it.
+
+        Raises:
+            SystemExit: the log does not say.
+        """
+        ends_at = time.monotonic() + _LOG_TIMEOUT_S
+        while len(times := self.load_times()) <= seen:
+            if time.monotonic() > ends_at:
+                raise SystemExit(f"the server's log has no load time: {self.log}")
+            time.sleep(0.01)
+        return max(times[seen:])
+
+
+# `serve-vllm` would make a token where there is none, and TRL sends none
+_WITHOUT_TOKEN = """
+import sys
+from grpo_async.config.loader import load_config
+from grpo_async.servers.vllm.command import serve_vllm
+serve_vllm(load_config(sys.argv[1]), int(sys.argv[3]))
+"""
+
+
+@contextmanager
+def serving(
+    config: Path, engine: str, *, environment: Mapping[str, str] | None = None, has_token: bool = True
+) -> Iterator[Server]:
+    """A server as `train` starts it, once it answers. `environment`: of its process; None: this one's. Without a token (vLLM only)
+    whoever is on this machine may ask it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = config.with_name("server.log")
+    command = ["-m", "grpo_async", f"serve-{engine}"] if has_token else ["-c", _WITHOUT_TOKEN]
+    command = [sys.executable, *command, str(config), "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        server = Server(f"http://127.0.0.1:{port}", process.pid, log)
+        _wait_until_healthy(server.url, process)
+        yield server
+    except BaseException:
+        print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+        raise
+    finally:
+        stop(process)
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
+    import httpx
+
+    ends_at = time.monotonic() + START_TIMEOUT_S
+    while True:
+        with suppress(httpx.TransportError):  # not yet
+            if httpx.get(f"{url}/health", timeout=5.0, trust_env=False).is_success:
+                return
+        if process.poll() is not None:
+            raise SystemExit(f"the server has ended with {process.returncode}")
+        if time.monotonic() > ends_at:
+            raise SystemExit(f"the server does not answer within {START_TIMEOUT_S:g} s")
+        time.sleep(0.1)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process that was started in a session of its own, and all of that session."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_END_TIMEOUT_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=_END_TIMEOUT_S)

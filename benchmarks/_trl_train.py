@@ -1,0 +1,226 @@
+"""A run of TRL's AsyncGRPOTrainer, in TRL's environment: `python -m benchmarks._trl_train SETTING.json`.
+
+The trainer and its rollout worker are TRL's, unmodified. Replaced is what it has for GPUs only, without which it does not run
+on a CPU: the weight transfer (EqualPush), the kernel of its attention (CpuKernel), and the question for the GPU's peak FLOP/s.
+Options that are not TRL's defaults: full float32 (as the server and our side), no gradient checkpointing (it only costs time
+here), a fixed number of samples a step (as ours), no logging service, no checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks._trl_setting import Setting, Step, low_ids
+from grpo_async.inference.control import ServerControl
+from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
+from grpo_async.weights.push import PushSettings, push_weights
+from grpo_async.weights.transport import WeightTransport
+
+BUCKET_BYTES = 8 << 20  # the default of weights.bucket_mb
+TIMEOUT_S = 120.0
+
+
+def main(arguments: list[str]) -> int:
+    setting = Setting.read(Path(arguments[0]))
+    torch.set_num_threads(setting.threads)
+    build_trainer(setting).train()
+    return 0
+
+
+def build_trainer(setting: Setting) -> Any:
+    """The trainer of TRL's side, ready to train."""
+    from datasets import Dataset
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+
+    packing._flash_attn = CpuKernel
+    async_grpo_trainer.get_peak_flops_per_device = no_peak_flops
+    rows = [json.loads(line) for line in setting.prompts.read_text(encoding="utf-8").splitlines()]
+    trainer = AsyncGRPOTrainer(
+        model=str(setting.model),
+        reward_funcs=low_ids,
+        args=AsyncGRPOConfig(**trainer_options(setting)),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+        weight_transfer=EqualPush(setting.server_url),
+    )
+    trainer.add_callback(step_writer(setting.steps_file))
+    return trainer
+
+
+def no_peak_flops(accelerator: Any, dtype: str) -> None:
+    """TRL's "not known for this device", which it logs no utilisation for; its own asks CUDA for the device's name."""
+
+
+def trainer_options(setting: Setting) -> dict[str, Any]:
+    """Fields of TRL's AsyncGRPOConfig."""
+    return {
+        "output_dir": str(setting.folder),
+        "max_steps": setting.max_steps,
+        "per_device_train_batch_size": setting.samples_per_step,
+        "gradient_accumulation_steps": 1,
+        "token_budget": 0,  # a fixed number of samples a step
+        "num_generations": setting.group_size,
+        "max_completion_length": setting.completion_tokens,
+        "temperature": 1.0,
+        "max_staleness": setting.max_staleness,
+        "max_inflight_tasks": setting.max_in_flight,
+        "learning_rate": setting.learning_rate,
+        "epsilon": 0.2,
+        "max_grad_norm": 1.0,
+        "weight_decay": 0.0,
+        "vllm_server_base_url": setting.server_url,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "seed": setting.seed,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def step_writer(path: Path) -> Any:
+    """A callback that appends a Step to `path` after every optimizer step, from what the trainer logs itself."""
+    from transformers import TrainerCallback
+
+    thrown_away = 0.0
+
+    class StepWriter(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
+            nonlocal thrown_away
+            if logs is None or "perf/fwd_s" not in logs:  # the summary at the end
+                return
+            thrown_away += logs.get("sample/dropped_stale_total") or 0.0
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(step_of(logs, thrown_away=thrown_away))) + "\n")
+
+    return StepWriter()
+
+
+def step_of(logs: dict[str, Any], *, thrown_away: float) -> Step:
+    """A Step from TRL's own metrics of one step. The first step has no `perf/step_s`, and counts as 0 s."""
+    return Step(
+        wall_s=logs.get("perf/step_s") or 0.0,
+        samples=round(logs["batch/samples_per_step"]),
+        tokens=logs["batch/trained_tokens_per_step"],
+        waiting_s=logs["perf/rollout_wait_s"],
+        forward_s=logs["perf/fwd_s"],
+        backward_s=logs["perf/fwd_bwd_s"] - logs["perf/fwd_s"],
+        optimizer_s=logs["perf/optimizer_s"],
+        sync_s=logs["perf/weight_sync_s"],
+        staleness=logs["sample/staleness_mean"],
+        thrown_away=thrown_away,
+    )
+
+
+class ListedParameters:
+    """Named tensors as a push wants them (`push.GatheredParameters`)."""
+
+    def __init__(self, named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self.specs: list[ParameterSpec] = []
+        for name, tensor in named:
+            self._tensors.append(tensor.contiguous())
+            dtype_name = str(tensor.dtype).removeprefix("torch.")
+            self.specs.append(ParameterSpec(name=name, dtype_name=dtype_name, shape=tuple(tensor.shape)))
+
+    def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+        """The tensors in the order of `specs`, one bucket at a time."""
+        tensors = iter(self._tensors)
+        for bucket in cut_into_buckets(self.specs, bucket_bytes):
+            yield [next(tensors) for _ in bucket]
+
+
+class EqualPush:
+    """TRL's `weight_transfer` over the push of this package, in place of NCCL, which needs a GPU: its trainer calls the same five
+    methods at the same places, and what happens is what a run of ours does: the same calls to the same server, the same buckets
+    over the same gloo broadcast, each request in flight recomputed with the new weights (TRL, too, pauses with mode=keep and
+    clears the caches). `pause` and `resume` do nothing: the push does both, around the sending."""
+
+    def __init__(self, server_url: str) -> None:
+        self._control = ServerControl(server_url, token=None, timeout_s=TIMEOUT_S)
+        self._transport = WeightTransport(
+            "gloo", host="127.0.0.1", bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, device=torch.device("cpu")
+        )
+        self._version = 0
+
+    def init_weight_transfer(self) -> None:
+        """Form the weight group with the server."""
+        self._control.info()
+        self._transport.connect([self._control])
+
+    def pause(self) -> None: ...
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Push all parameters as the next version.
+
+        Raises:
+            GrpoAsyncError: the server failed.
+        """
+        self._version += 1
+        push_weights(
+            ListedParameters(iterator),
+            version=self._version,
+            targets=[self._control],
+            transport=self._transport,
+            settings=PushSettings(mode="recompute", timeout_s=TIMEOUT_S, drain_timeout_s=TIMEOUT_S),
+        )
+
+    def resume(self) -> None: ...
+
+    def destroy(self) -> None:
+        """Leave the weight group."""
+        self._transport.close()
+        self._control.close()
+
+
+class CpuKernel:
+    """Stands for the module that TRL's `packing._flash_attn()` returns: TRL 1.16 packs the samples of a row into a prefix tree and
+    attends by `flash_attn_varlen_func`, one segment of the tree at a time; its only implementation is a GPU kernel."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        query: torch.Tensor,  # (N, H, D)
+        key: torch.Tensor,  # (K, H_kv, D)
+        value: torch.Tensor,  # (K, H_kv, D)
+        starts_q: torch.Tensor,  # (S + 1) segment boundaries
+        starts_k: torch.Tensor,  # (S + 1) path boundaries
+        longest_q: int,
+        longest_k: int,
+        *,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:
+        """Every segment's queries attend to the keys of its path, aligned at its end. Returns (N, H, D).
+
+        Raises:
+            NotImplementedError: a window or a mask that is not causal.
+        """
+        if not causal or window_size != (-1, -1):
+            raise NotImplementedError("plain causal attention only")
+        queries = torch.split(query, starts_q.diff().tolist())
+        keys, values = (torch.split(states, starts_k.diff().tolist()) for states in (key, value))
+        return torch.cat([_attend(*each, softmax_scale) for each in zip(queries, keys, values, strict=True)])
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Causal attention of the last tokens of a path to the path, (Q, H, D) and (K, H_kv, D); a root's Q is K."""
+    q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))
+    k, v = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (k, v))
+    if len(query) == len(key):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1)
+    visible = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)[0].transpose(0, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

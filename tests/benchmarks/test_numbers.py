@@ -1,0 +1,361 @@
+"""The arithmetic of the benchmarks, by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import _server, _step_sides, asynchrony, gpu, push, step
+from benchmarks._step_sides import PlainSide, StepOutcome
+from benchmarks.report import Report, Row, in_turns, median_interval, ratios
+from grpo_async.batching.prompts import num_prompt_tokens
+from grpo_async.records import RolloutSample
+
+
+def _rows(report: Report) -> dict[str, tuple[float, ...]]:
+    return {row.name: row.values for row in report.rows}
+
+
+# -------------------------------------------------------------------------------------------------------------- the report
+
+
+def test_a_row_has_median_quartiles_extremes_and_number() -> None:
+    # quantiles of 1 2 3 4 5, exclusive: position 0.25 x 6 = 1.5 -> 1.5, and 4.5
+    found = Row("step", "s", (5.0, 1.0, 4.0, 2.0, 3.0)).statistics()
+    assert found == {"median": 3.0, "quartile_1": 1.5, "quartile_3": 4.5, "lowest": 1.0, "highest": 5.0, "n": 5}
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "code"),
+    [
+        (1.0, {"at_most": 1.0}, 0),
+        (1.01, {"at_most": 1.0}, 1),
+        (0.9, {"at_least": 0.9}, 0),
+        (0.89, {"at_least": 0.9}, 1),
+        (float("nan"), {"at_most": 1.0}, 1),
+    ],
+)
+def test_the_exit_code_says_whether_every_target_is_met(
+    value: float, bound: dict[str, float], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Report("x", Namespace())
+    report.target("fine", 1.0, at_most=2.0)
+    report.target("ratio", value, **bound)
+    assert report.finish() == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("met     fine: 1 (at most 2)")
+    assert lines[-1].startswith("MISSED" if code else "met")
+
+
+def test_the_json_has_machine_versions_settings_and_every_value(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    report = Report("x", argparse.Namespace(seed=7, folder=Path("/f"), json=file))
+    report.row("step", [1, 2, 4], "s")
+    report.target("step", 4.0, at_most=3.0)
+    report.note("a note")
+    assert report.finish() == 1
+    written = json.loads(file.read_text(encoding="utf-8"))
+    assert (written["settings"], written["notes"]) == ({"seed": 7, "folder": "/f"}, ["a note"])
+    assert written["rows"][0]["values"] == [1.0, 2.0, 4.0]
+    assert written["targets"] == [{"what": "step", "value": 4.0, "at_most": 3.0, "at_least": None, "met": False}]
+    assert {"processor", "cpus", "memory_gib", "gpus", "system"} <= set(written["machine"])
+    assert {"python", "grpo-async", "torch"} <= set(written["versions"])
+
+
+def test_variants_take_turns_ratios_are_within_a_round_and_the_interval_of_a_median_is_the_same_for_a_seed() -> None:
+    assert list(in_turns(["a", "b", "c"], 2)) == [(0, "a"), (0, "b"), (0, "c"), (1, "c"), (1, "b"), (1, "a")]
+    assert ratios({"a": [2.0, 9.0], "b": [1.0, 3.0]}, "a", "b") == [2.0, 3.0]
+    with pytest.raises(ValueError, match="zip"):
+        ratios({"a": [2.0, 9.0], "b": [1.0]}, "a", "b")
+    values = [float(value) for value in range(1, 22)]
+    low, high = median_interval(values, seed=3)
+    assert 1 < low < 11 < high < 21
+    assert median_interval(values, seed=3) == (low, high)
+    assert median_interval([5.0]) == (5.0, 5.0)
+
+
+# --------------------------------------------------------------------------------------------------------------------- gpu
+
+SMALL = gpu.ModelSize(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
+PEAKS = gpu.Peaks(flops=1e6, memory=1e4, source="test")
+
+
+def test_parameters_and_flops_are_those_of_the_formula() -> None:
+    # a layer: q 4x4, o 4x4, k 4x2, v 4x2 = 48; MLP 3 x 4 x 8 = 96; two layers 288; head 10 x 4 = 40
+    assert SMALL.num_parameters == 328
+    assert SMALL.forward_flops(5) == 656 + 160  # 2 x 328 + 4 x 2 layers x 4 x 5 tokens
+    assert SMALL.training_flops(9) == 1968 + 480  # 6 x 328 + 6 x 2 x 4 x (9 + 1)
+    assert SMALL.kv_bytes(2) == 2 * 2 * 2 * 2
+
+
+def test_generation_is_bound_by_bytes_with_few_in_flight_and_by_flops_with_many() -> None:
+    # one: a step reads 656 + 5 x 16 = 736 bytes: 73.6 ms, computes 816: 0.8 ms; 2 steps; the prompt of 4: 4 x (656 + 64) / 1e6
+    bound_s = 2 * 0.0736 + 4 * 720 / 1e6
+    one = gpu.generation_bound_s(SMALL, PEAKS, in_flight=1, prompt=4, completion=2, itemsize=2)
+    assert one == pytest.approx(bound_s)
+    fast_memory = gpu.Peaks(flops=1e6, memory=1e12, source="test")
+    many = gpu.generation_bound_s(SMALL, fast_memory, in_flight=100, prompt=4, completion=2, itemsize=2)
+    assert many == pytest.approx(2 * 100 * 816 / 1e6 + 400 * 720 / 1e6)
+    report = Report("gpu", Namespace())
+    options = Namespace(completion_tokens=2, prompt_tokens=4, dtype="bfloat16")
+    gpu._report_generation(report, {1: [0.5], 100: [4.0, 8.0]}, SMALL, PEAKS, options)
+    rows = _rows(report)
+    assert rows["generate: 1 in flight"] == (4.0,)
+    assert rows["generate: 100 in flight"] == (50.0, 25.0)
+    assert rows["generate: 1 in flight, bound"] == pytest.approx((2 / bound_s,))
+    assert rows["generate: 1 in flight, of the bound"] == pytest.approx((bound_s / 0.5,))
+
+
+def test_mfu_counts_the_tokens_of_samples_without_padding() -> None:
+    """Two samples of 9 tokens, 2448 FLOPs each: 44064 of 1e6 a second; in a step of 0.1 s 0.44064."""
+    report = Report("gpu", Namespace())
+    found = {"seconds": [0.1, 0.2], "tokens": [24, 24], "lengths": [9, 9], "peak_bytes": 3 << 30}
+    gpu._report_training(report, found, SMALL, PEAKS)
+    rows = _rows(report)
+    assert rows["train: tokens of the samples"] == pytest.approx((180.0, 90.0))
+    assert rows["train: bound"] == pytest.approx((18 / 0.044064,))
+    assert rows["train: MFU"] == pytest.approx((0.44064, 0.22032))
+    assert rows["train: packing efficiency"] == pytest.approx((0.75, 0.75))
+    assert rows["train: memory, peak"] == (3.0,)
+
+
+def test_a_listed_gpu_is_found_and_without_any_the_exit_code_is_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [gpu.listed_peaks(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "Some other GPU")]
+    assert [peaks and peaks.flops for peaks in found] == [989e12, 756e12, None]
+    monkeypatch.setattr(gpu, "_has_gpu", lambda: False)
+    assert gpu.main([]) == 2
+    assert "torch sees none here; `--device cpu" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------------------- push
+
+
+def _push(push_s: float, **milliseconds: float) -> dict[str, float]:
+    phases = {f"sync/{phase}_ms": 1.0 for phase in push.PHASES}
+    phases |= {f"sync/{phase}_ms": value for phase, value in milliseconds.items()}
+    return {**phases, "sync/push_s": push_s, "sync/pause_s": 0.25, "sync/bytes": 4e8, "sync/bytes_per_s": 2e9}
+
+
+def test_a_push_is_compared_with_the_broadcast_and_the_load_of_its_own_round(tmp_path: Path) -> None:
+    """Bounds of 1.2 x 1 + 0.8 = 2 s and 1.2 x 0.5 + 0.4 = 1 s: pushes of 1 s, 1.1 s and 1.8 s are 0.5, 1.1 and 0.9 of them."""
+    measured = push.Measured(
+        pushes=[_push(1.0), _push(1.1, gather=80.0, send=200.0, transfer=220.0), _push(1.8)],
+        load_s=[0.8, 0.4, 0.8],
+        bare_s=[1.0, 0.5, 1.0],
+    )
+    file = tmp_path / "push.json"
+    options = {"json": file, "seed": 0, "dtype": "float32", "engine": "vllm", "transport": "gloo", "device": "cpu",
+               "mode": "recompute", "bucket_mb": 8}  # fmt: skip
+    assert push._report(measured, Namespace(**options)) == 0
+    found = json.loads(file.read_text())
+    values = {(row["name"], row["unit"]): row["values"] for row in found["rows"]}
+    assert values["push / (1.2 x bare + load)", "ratio"] == pytest.approx([0.5, 1.1, 0.9])
+    (target,) = found["targets"]
+    assert (target["value"], target["at_most"], target["met"]) == (pytest.approx(0.9), 1.0, True)
+    assert values["push", "ms"] == pytest.approx([1000.0, 1100.0, 1800.0])
+    assert values["bare broadcast", "MB/s"] == pytest.approx([400.0, 800.0, 400.0])
+    assert values["gather hidden behind send", "fraction"] == pytest.approx([1.0, 0.75, 1.0])
+    measured.bare_s[:] = [0.1, 0.1, 0.1]
+    assert push._report(measured, Namespace(**options)) == 1
+
+
+def test_the_first_round_of_pushes_warms_up_and_the_turns_alternate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    log = tmp_path / "server.log"
+    log.write_text("")
+
+    def one_push() -> dict[str, float]:
+        told.append("push")
+        with log.open("a") as lines:
+            lines.write(f"loaded 9 parameters in {len(told)} s\n")
+        return _push(float(len(told)))
+
+    @contextmanager
+    def bare(sizes: list[int], *, timeout_s: float) -> Iterator[Callable[[], float]]:
+        assert sizes == [7]
+        yield lambda: float(told.append("bare") or len(told))
+
+    monkeypatch.setattr(push, "bare_broadcast", bare)
+    pusher: Any = SimpleNamespace(push=one_push, bucket_sizes=[7])
+    measured = push._measure(pusher, _server.Server("", 0, log), Namespace(device="cpu", rounds=2))
+    assert told == ["bare", "push", "push", "bare", "bare", "push"]
+    assert [each["sync/push_s"] for each in measured.pushes] == measured.load_s == [3.0, 6.0]
+    assert measured.bare_s == [4.0, 5.0]
+
+
+# -------------------------------------------------------------------------------------------------------------- the step
+
+
+def test_a_group_has_one_prompt_and_completions_of_its_own() -> None:
+    samples = _step_sides.make_samples(
+        Namespace(samples=32, group_size=8, prompt_tokens=8, completion_tokens=32, vocab=256, seed=0)
+    )
+    prompts = [tuple(sample.token_ids[: num_prompt_tokens(sample)]) for sample in samples]
+    assert [len(set(prompts[start : start + 8])) for start in range(0, 32, 8)] == [1, 1, 1, 1]
+    assert len(set(prompts)) == 4
+    assert len({tuple(sample.token_ids) for sample in samples}) == 32
+
+
+def test_the_median_round_decides_and_speed_counts_trained_tokens_only() -> None:
+    """A step of 200 tokens, 120 of them trained. Rounds of 2, 2 and 1 s against 3, 4 and 0.5 s."""
+    report = Report("step", Namespace())
+    seconds = {"packed": [2.0, 2.0, 1.0], "padded": [3.0, 4.0, 0.5], "sorted": [1.0, 1.0, 1.0]}
+    outcomes = {
+        name: StepOutcome(
+            loss=0.0, grad_norm=1.0, computed_tokens=computed, shared_tokens=shared, num_micro_batches=number
+        )
+        for number, (name, computed, shared) in enumerate(
+            [("packed", 160, 48), ("padded", 400, 0), ("sorted", 250, 0)], 1
+        )
+    }
+    step._report_speed(report, seconds, outcomes, trained=120, real=200)
+    rows = _rows(report)
+    assert rows["packed: trained tokens/s"] == (60.0, 60.0, 120.0)
+    assert rows["packed over padded"] == (1.5, 2.0, 0.5)
+    assert rows["packed: needed / computed tokens"] == (0.95,)
+    assert rows["padded: needed / computed tokens"] == (0.5,)
+    (target,) = report.targets
+    assert (target.value, target.at_least, target.met) == (1.5, 1.0, True)
+
+
+def test_padding_keeps_what_a_sample_is_and_the_grid_is_what_is_computed() -> None:
+    samples = [_sample([1, 2, 3], trained=1, advantage=0.5), _sample([4, 5, 6], trained=2, advantage=-1.0)]
+    ids, mask, trained, old, advantages = (tensor.tolist() for tensor in _step_sides.pad(samples))
+    assert ids == [[1, 2, 3, 0], [0, 4, 5, 6]]
+    assert mask == [[1, 1, 1, 0], [0, 1, 1, 1]]
+    assert trained == [[1.0, 0.0], [1.0, 1.0]]
+    assert old == [[-3.0, 0.0], [-2.0, -3.0]]
+    assert advantages == [0.5, -1.0]
+    assert _step_sides._grid(samples) == (2, 4)
+
+
+@pytest.mark.parametrize(("is_sorted", "num_ranks", "lengths"), [
+    (False, 1, [[[2, 5], [3, 5]]]),  # 2 x 5 of at most 10 tokens
+    (True, 1, [[[5, 5], [3, 2]]]),
+    (False, 2, [[[2, 3]], [[5, 5]]]),
+])  # fmt: skip
+def test_the_loop_fills_its_micro_batches_with_padding_counted(
+    is_sorted: bool, num_ranks: int, lengths: list[list[list[int]]]
+) -> None:
+    side = PlainSide.__new__(PlainSide)
+    side._is_sorted, side._num_ranks, side._options = is_sorted, num_ranks, Namespace(micro_batch_tokens=10)
+    samples = [_sample(list(range(length)), trained=1, advantage=0.0) for length in (2, 5, 3, 5)]
+    found = side._cut(samples)
+    assert [[[len(sample.token_ids) for sample in batch] for batch in rank] for rank in found] == lengths
+
+
+def _sample(ids: list[int], *, trained: int, advantage: float) -> RolloutSample:
+    prompt = len(ids) - trained
+    return RolloutSample(
+        group_id=0, rollout_id="0", token_ids=ids, loss_mask=[0] * prompt + [1] * trained,
+        sampler_logprobs=[0.0] * prompt + [-float(place + 1) for place in range(prompt, len(ids))],
+        policy_versions=[-1] * prompt + [0] * trained, advantage=advantage, rewards={}, reward=None, truncated=False,
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------------- asynchrony
+
+
+def _line(step: int, wall: float, *, trainer_idle: float, generator_idle: float, reward: float) -> dict[str, float]:
+    return {
+        "step": step,
+        "step_time": wall,
+        "pipeline/trainer_idle_ratio": trainer_idle,
+        "pipeline/generator_idle_ratio": generator_idle,
+        "pipeline/training_share": 0.5,
+        "pipeline/pushing_share": 0.1,
+        "perf/trained_tokens_per_s": 100.0 * step,
+        "async/staleness_mean": 1.0,
+        "reward": reward,
+    }
+
+
+def test_the_steady_state_is_weighted_by_time_and_the_target_counts_from_the_first_step() -> None:
+    lines = [
+        _line(1, 9.0, trainer_idle=0.9, generator_idle=0.0, reward=0.0),
+        _line(2, 2.0, trainer_idle=0.5, generator_idle=0.25, reward=0.3),
+        _line(3, 4.0, trainer_idle=0.0, generator_idle=0.375, reward=0.6),
+        _line(4, 1.0, trainer_idle=0.0, generator_idle=1.0, reward=0.9),
+    ]
+    found = asynchrony.statistics_of(lines, skip=1, last=1, target=0.6)
+    assert found.step_s == 3.0  # (2 + 4) / 2
+    assert found.wait_s == 0.5  # 2 x 0.5 / 2
+    assert found.work_s == 2.5
+    assert found.busy_s == 2.0  # (1.5 + 2.5) / 2
+    assert found.generator_idle == pytest.approx(1 / 3)
+    assert found.trainer_idle == pytest.approx(1 / 6)
+    assert found.overlap == pytest.approx(5 / 6)  # the trainer's 5 s of 6
+    assert found.tokens_per_s == pytest.approx((200 * 2 + 300 * 4) / 6)
+    assert found.training_s == pytest.approx(1.5)
+    assert found.push_s == pytest.approx(0.3)
+    assert found.target_s == 16.0  # (0.3 + 0.6 + 0.9) / 3 after the last step
+    assert found.wall_s == 16.0
+    assert asynchrony.statistics_of(lines, skip=1, last=1, target=0.7).target_s is None
+
+
+def test_the_reward_counts_digits_and_those_that_follow_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asynchrony, "MAX_COMPLETION_TOKENS", 4)
+    assert asynchrony.digits(["p"] * 4, ["12a7", "", "9012", [{"role": "assistant", "content": "a5"}]]) == [
+        0.5 * 3 / 4 + 0.5 * 1 / 4,
+        0.0,
+        0.5 * 4 / 4 + 0.5 * 3 / 4,
+        0.5 * 1 / 4,
+    ]
+
+
+@pytest.mark.nightly
+def test_the_command_of_a_run_could_start_and_only_the_staleness_differs(tmp_path: Path) -> None:
+    config = asynchrony.make_compute(tmp_path, asynchrony.Shape(hidden=32, layers=1), seed=0)
+    options = Namespace(seed=3, staleness=2, steps=4, engine="embedded", set=["training.micro_batch_tokens=512"])
+    synchronous, asynchronous = (
+        asynchrony.command(config, tmp_path / "one", variant, options)
+        for variant in (asynchrony.SYNCHRONOUS, asynchrony.ASYNCHRONOUS)
+    )
+    assert set(synchronous) ^ set(asynchronous) == {"rollout.max_staleness=0", "rollout.max_staleness=2"}
+    done = subprocess.run(
+        [*asynchronous, "--dry-run"], cwd=asynchrony.ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _run(**changed: float) -> asynchrony.RunStatistics:
+    known = {"step_s": 5.0, "wait_s": 2.0, "busy_s": 2.0, "training_s": 2.5, "push_s": 0.5, "tokens_per_s": 100.0,
+             "generator_idle": 0.6, "trainer_idle": 0.4, "overlap": 0.6, "staleness": 0.0, "ess": 1.0,
+             "wall_s": 60.0}  # fmt: skip
+    return asynchrony.RunStatistics(**{**known, **changed}, target_s=None)
+
+
+def test_the_median_of_the_pairs_decides_with_the_ideal_of_each_pair() -> None:
+    """Pairs of 5 s (2 waiting) and of 4 s (1 waiting), whose ideals are 5/3 and 4/3."""
+    runs = {
+        asynchrony.SYNCHRONOUS: [_run(), _run(step_s=4.0, wait_s=1.0), _run()],
+        asynchrony.ASYNCHRONOUS: [
+            _run(step_s=seconds, tokens_per_s=150.0, overlap=overlap)
+            for seconds, overlap in ((4.0, 0.95), (4.0, 0.8), (3.0, 0.99))
+        ],
+    }
+    report = Report("asynchrony", Namespace())
+    asynchrony._report(report, runs, 0.5)
+    rows = _rows(report)
+    assert rows["speed-up"] == pytest.approx([5 / 4, 4 / 4, 5 / 3])
+    assert rows["speed-up in trained tokens"] == pytest.approx([1.5] * 3)
+    assert rows["ideal speed-up, (g + t) / max(g, t)"] == pytest.approx([5 / 3, 4 / 3, 5 / 3])
+    assert rows["speed-up / ideal"] == pytest.approx([0.75, 0.75, 1.0])
+    found = [(target.what, target.value, target.met) for target in report.targets]
+    assert found == [
+        ("speed-up / ideal", pytest.approx(0.75), False),
+        ("overlap efficiency", 0.95, True),
+    ]
