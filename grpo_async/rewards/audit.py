@@ -8,9 +8,9 @@ All of that happens in a process of its own: a function that holds the interpret
 stops every time limit that is kept inside its process. There it is killed, and what was seen until then is kept.
 
     parent                                       child
-    _Order (section, prompts, cases)  ------>    loads the function, `observe`s
+    section, prompts, cases           ------>    loads the function, `Observer`
     Trying, Observation, ...          <------    as it happens
-    Observations, or _Failed          <------    at the end
+    Observations, or an error's text  <------    at the end
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.errors import ConfigError, GrpoAsyncError
@@ -40,7 +40,6 @@ _MAX_TIMEOUTS = 2  # of one input, on different rows; then it is not tried again
 _MAX_TIMEOUTS_IN_ALL = 8  # then the function is left alone
 _NUM_AGAIN = 3  # calls that tell chance from neighbours
 _ROUNDING = 1e-3  # of the range of a row: smaller differences are rounding (batches of a reward model)
-_TICK_S = 0.02
 _GRACE_S = 10.0  # beyond the function's own time limit
 
 
@@ -63,21 +62,25 @@ class Observation:
     timed_out: bool = False
     duration_s: float = 0.0
     cpu_s: float = 0.0  # of this process; meaningful for functions in threads
-    blocked_s: float = 0.0  # longest time that the event loop stood still
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Observations:
     """All that was seen of one reward function."""
 
-    singles: Sequence[Observation]
-    unstable: Sequence[tuple[int, str]] = ()  # (row, input) whose score changes from call to call
-    leaking: Sequence[tuple[int, str]] = ()  # (row, input) whose score depends on the other completions of the call
-    batch_errors: Sequence[tuple[int, str]] = ()  # (row, error) of calls with inputs that are fine alone
-    stopped: str | None = None  # why the rest was not run
+    singles: list[Observation] = field(default_factory=list)
+    unstable: list[tuple[int, str]] = field(default_factory=list)
+    """(row, input) whose score changes from call to call."""
+    leaking: list[tuple[int, str]] = field(default_factory=list)
+    """(row, input) whose score depends on the other completions of the call."""
+    batch_errors: list[tuple[int, str]] = field(default_factory=list)
+    """(row, error) of calls with inputs that are fine alone."""
+    stopped: str | None = None
+    """Why the rest was not run."""
 
 
-class _Problem(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Problem:
     text: str
     timed_out: bool
 
@@ -108,40 +111,22 @@ class Observer:
         self._rng = random.Random(seed)
         self._slow_s = slow_s
         self._tell = tell
-        self._singles: list[Observation] = []
-        self._unstable: list[tuple[int, str]] = []
-        self._leaking: list[tuple[int, str]] = []
-        self._batch_errors: list[tuple[int, str]] = []
-        self._stopped: str | None = None
+        self._seen = Observations()
         self._timeouts: Counter[str] = Counter()  # by the name of the input
         self._slow: set[str] = set()
-        self._last_tick = self._longest_gap = 0.0
-        self._timer: asyncio.TimerHandle | None = None
 
     async def all(self) -> Observations:
         """Score every case of every row, alone and together."""
-        self._tick()
-        try:
-            await self._score(
-                0, self._rows[0][:1], "warming up"
-            )  # imports, caches and worker processes are not measured
-            for row, cases in enumerate(self._rows):
-                for case in cases:
-                    if self._stopped is None and self._timeouts[case.name] < _MAX_TIMEOUTS:
-                        self._singles.append(await self._alone(row, case))
-                        self._tell(self._singles[-1])
-                if self._stopped is None:
-                    await self._together(row)
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()
-        return Observations(
-            singles=self._singles,
-            unstable=self._unstable,
-            leaking=self._leaking,
-            batch_errors=self._batch_errors,
-            stopped=self._stopped,
-        )
+        seen = self._seen
+        await self._score(0, self._rows[0][:1], "warming up")  # imports, caches, worker processes are not measured
+        for row, cases in enumerate(self._rows):
+            for case in cases:
+                if seen.stopped is None and self._timeouts[case.name] < _MAX_TIMEOUTS:
+                    seen.singles.append(await self._alone(row, case))
+                    self._tell(seen.singles[-1])
+            if seen.stopped is None:
+                await self._together(row)
+        return seen
 
     async def _alone(self, row: int, case: Case) -> Observation:
         seen = await self._once(row, case)
@@ -155,27 +140,20 @@ class Observer:
 
     async def _once(self, row: int, case: Case) -> Observation:
         began, cpu = time.perf_counter(), time.process_time()
-        self._last_tick, self._longest_gap = began, 0.0
         result = await self._score(row, [case], case.name)
-        now = time.perf_counter()
-        problem = result if isinstance(result, _Problem) else None
-        return Observation(
-            row=row,
-            case=case,
-            value=None if isinstance(result, _Problem) else result[0],
-            error=problem and problem.text,
-            timed_out=problem is not None and problem.timed_out,
-            duration_s=now - began,
-            cpu_s=time.process_time() - cpu,
-            blocked_s=max(self._longest_gap, now - self._last_tick - _TICK_S),
-        )
+        duration_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+        if isinstance(result, _Problem):
+            return Observation(
+                row=row, case=case, error=result.text, timed_out=result.timed_out, duration_s=duration_s, cpu_s=cpu_s
+            )
+        return Observation(row=row, case=case, value=result[0], duration_s=duration_s, cpu_s=cpu_s)
 
     async def _together(self, row: int) -> None:
         """The cases of a row as one call, shuffled, some twice; what is too slow for that together stays out."""
         alone: dict[str, float | None] = {}
         cases: list[Case] = []
         time_left = 0.5 * self._reward.timeout_s
-        for seen in sorted((one for one in self._singles if one.row == row), key=lambda one: one.duration_s):
+        for seen in sorted((one for one in self._seen.singles if one.row == row), key=lambda one: one.duration_s):
             time_left -= seen.duration_s
             if seen.error is None and time_left > 0.0:
                 alone[seen.case.name] = seen.value
@@ -186,19 +164,19 @@ class Observer:
         self._rng.shuffle(group)
         result = await self._score(row, group, "all inputs together")
         if isinstance(result, _Problem):
-            self._batch_errors.append((row, result.text))
+            self._seen.batch_errors.append((row, result.text))
             return
         numbers = [value for value in alone.values() if value is not None]
         tolerance = _ROUNDING * (max(numbers) - min(numbers)) if numbers else 0.0
         changed = {
             case.name: case
             for case, value in zip(group, result, strict=True)
-            if not _same(value, alone[case.name], tolerance)
+            if not _is_same(value, alone[case.name], tolerance)
         }
         for name, case in changed.items():
             again = [await self._score(row, [case], name) for _ in range(_NUM_AGAIN)]
-            is_stable = all(not isinstance(r, _Problem) and _same(r[0], alone[name], tolerance) for r in again)
-            (self._leaking if is_stable else self._unstable).append((row, name))
+            is_stable = all(not isinstance(r, _Problem) and _is_same(r[0], alone[name], tolerance) for r in again)
+            (self._seen.leaking if is_stable else self._seen.unstable).append((row, name))
 
     async def _score(self, row: int, cases: Sequence[Case], name: str) -> list[float | None] | _Problem:
         prompt, count = self._prompts[row], len(cases)
@@ -213,49 +191,24 @@ class Observer:
         except RewardError as error:
             if isinstance(error.__cause__, ThreadsExhaustedError):
                 hangs = "hangs past its timeout_s in threads, which cannot be killed; set `run_in: process`"
-                self._stopped = f"It {hangs}"
+                self._seen.stopped = f"It {hangs}"
                 return _Problem(hangs, timed_out=True)
             timed_out = isinstance(error, RewardTimeoutError)
             if timed_out:
                 self._timeouts[name] += 1
                 if self._timeouts.total() >= _MAX_TIMEOUTS_IN_ALL:
-                    self._stopped = f"It took longer than its timeout_s {self._timeouts.total()} times"
+                    self._seen.stopped = f"It took longer than its timeout_s {self._timeouts.total()} times"
             return _Problem(error.problem.splitlines()[0], timed_out)
         return outcome.values
 
-    def _tick(self) -> None:
-        """Measures for how long the loop of the reward stands still: a timer that winds itself up."""
-        self._reward.on_its_loop(self._ticked)
-        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
-    def _ticked(self) -> None:
-        now = time.perf_counter()
-        self._longest_gap = max(self._longest_gap, now - self._last_tick - _TICK_S)
-        self._last_tick = now
-
-
-def _same(one: float | None, other: float | None, tolerance: float) -> bool:
+def _is_same(one: float | None, other: float | None, tolerance: float) -> bool:
     if one is None or other is None:
         return one is other
     return abs(one - other) <= tolerance
 
 
 # --------------------------------------------------------------------------------------------- in a process of its own
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
-    section: dict[str, Any]
-    path: str
-    prompts: Sequence[Prompt]
-    rows: Sequence[Sequence[Case]]
-    seed: int
-    slow_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    problem: str
 
 
 def observe_in_process(
@@ -273,11 +226,8 @@ def observe_in_process(
     Raises:
         ConfigError: the function cannot be loaded there, or a column cannot be pickled.
     """
-    order = _Order(
-        section=section.model_dump(mode="json"), path=path, prompts=prompts, rows=rows, seed=seed, slow_s=slow_s
-    )
     try:
-        payload = pickle.dumps(order)
+        order = pickle.dumps((section.model_dump(mode="json"), path, prompts, rows, seed, slow_s))
     except Exception as error:
         raise ConfigError(
             f"{path}: a column cannot be sent to the process that checks the function: {error}"
@@ -285,7 +235,7 @@ def observe_in_process(
     worker = WorkerProcess(section.function, module=__name__)
     try:
         worker.wait_until_ready(START_TIMEOUT_S)
-        worker.send(payload, START_TIMEOUT_S)
+        worker.send(order, START_TIMEOUT_S)
         return _follow(worker, section, sum(len(cases) for cases in rows), on_progress)
     finally:
         worker.kill()
@@ -296,35 +246,29 @@ def _follow(
     worker: WorkerProcess, section: RewardSection, total: int, on_progress: Callable[[int, int], None]
 ) -> Observations:
     singles: list[Observation] = []
-    trying: Trying | None = None
+    where = "While it was imported, it"
+    limit_s = section.timeout_s + _GRACE_S
     while True:
-        starts = trying is None or section.run_in == "process"
-        patience_s = section.timeout_s + _GRACE_S + (START_TIMEOUT_S if starts else 0.0)
+        starts = where.startswith("While") or section.run_in == "process"
         try:
-            message = pickle.loads(worker.receive(patience_s))
+            message = pickle.loads(worker.receive(limit_s + (START_TIMEOUT_S if starts else 0.0)))
         except TimeoutError:
             why = (
-                f"did not come back within {section.timeout_s + _GRACE_S:.0f} s and had to be killed: it holds the interpreter "
-                "or the event loop, so no time limit can end it and in training everything would stand still; set "
-                "`run_in: process`"
+                f"did not come back within {limit_s:.0f} s and had to be killed: it holds the interpreter or the event loop, so "
+                "no time limit can end it and in training everything would stand still; set `run_in: process`"
             )
-            return Observations(singles=singles, stopped=_stopped(trying, why))
+            return Observations(singles=singles, stopped=f"{where} {why}")
         except (EOFError, OSError):
-            return Observations(singles=singles, stopped=_stopped(trying, f"ended its process (exit {worker.reap()})"))
+            return Observations(singles=singles, stopped=f"{where} ended its process (exit {worker.reap()})")
         if isinstance(message, Trying):
-            trying = message
+            where = f"With `{message.name}` on row {message.row} it"
         elif isinstance(message, Observation):
             singles.append(message)
             on_progress(len(singles), total)
         elif isinstance(message, Observations):
             return message
-        elif isinstance(message, _Failed):
-            raise ConfigError(message.problem)
-
-
-def _stopped(trying: Trying | None, why: str) -> str:
-    where = "While it was imported, it" if trying is None else f"With `{trying.name}` on row {trying.row} it"
-    return f"{where} {why}"
+        else:
+            raise ConfigError(message)
 
 
 def main(descriptor: int, reference: str) -> None:
@@ -333,20 +277,19 @@ def main(descriptor: int, reference: str) -> None:
     os.dup2(2, 1)
     with Connection(descriptor) as connection:
         connection.send_bytes(READY)  # the owner kills this process
-        order: _Order = pickle.loads(connection.recv_bytes())
+        section, path, prompts, rows, seed, slow_s = pickle.loads(connection.recv_bytes())
 
         def send(message: Any) -> None:
             connection.send_bytes(pickle.dumps(message))
 
         try:
             # one worker: there is one call at a time, and the start of a second would be taken for a slow call
-            reward = load_reward(RewardSection.model_validate(order.section), order.path, num_workers=1)
+            reward = load_reward(RewardSection.model_validate(section), path, num_workers=1)
         except GrpoAsyncError as error:
-            send(_Failed(f"{reference}: {error}"))
+            send(f"{reference}: {error}")
             return
-        observer = Observer(reward, order.prompts, order.rows, seed=order.seed, slow_s=order.slow_s, tell=send)
         try:
-            seen = asyncio.run(observer.all())
+            seen = asyncio.run(Observer(reward, prompts, rows, seed=seed, slow_s=slow_s, tell=send).all())
         finally:
             reward.close()
         send(seen)

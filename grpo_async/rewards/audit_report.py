@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,7 +28,6 @@ _PAID = 0.1  # of gold's range: from here on a worthless input counts as paid
 _PAID_LIKE_GOLD = 0.9
 _BY_CHANCE = 0.25  # of the rows: up to here garbage may be right by luck
 _SAME = 1e-3  # of the function's range: smaller differences are rounding (batches of a reward model)
-_BLOCKED_S = 0.25
 
 T = TypeVar("T")
 
@@ -69,16 +68,6 @@ class RewardReport:
         return self.findings[0].severity if self.findings else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What is known of the function without calling it."""
-
-    place: str
-    timeout_s: float
-    slow_s: float
-    asks_for_gold: bool
-
-
 def check_reward(
     reward: RewardFunction,
     section: RewardSection,
@@ -108,34 +97,35 @@ def check_reward(
     cases = cases_of(prompts, gold_column=gold_column, seed=seed)
     seen = observe_in_process(section, path, prompts, cases, seed=seed, slow_s=slow_s, on_progress=on_progress)
     asks = any(reward.names(name) for prompt in prompts if (name := gold_column or find_gold_column(prompt.columns)))
-    subject = Subject(place=reward.place, timeout_s=reward.timeout_s, slow_s=slow_s, asks_for_gold=asks)
-    return make_report(reward.name, seen, subject)
+    return make_report(
+        seen, name=reward.name, place=reward.place, timeout_s=reward.timeout_s, slow_s=slow_s, asks_for_gold=asks
+    )
 
 
-def make_report(name: str, seen: Observations, subject: Subject) -> RewardReport:
-    """Counts, scores and findings of what was seen."""
-    singles = seen.singles
-    scored = [one for one in singles if one.error is None]
-    table = _Table(singles)
+def make_report(
+    seen: Observations, *, name: str, place: str, timeout_s: float, slow_s: float, asks_for_gold: bool
+) -> RewardReport:
+    """Counts, scores and findings of what was seen of the function `name`, which runs in `place` (event loop, thread, process)."""
+    singles, table = seen.singles, _Table(seen.singles)
     by_kind: dict[CaseKind, list[float]] = {kind: [] for kind in CaseKind if kind is not CaseKind.GOLD}
-    for one in scored:
+    for one in table.scored:
         if one.value is not None and one.case.kind in by_kind:
             by_kind[one.case.kind].append(one.value)
     slowest = max(singles, key=lambda one: one.duration_s, default=None)
+    findings = [*_failures(seen), *_values(table, asks_for_gold), *_stability(seen)]
+    findings += _slowness(singles, is_thread=place == "thread", timeout_s=timeout_s, slow_s=slow_s)
     return RewardReport(
         name=name,
-        place=subject.place,
+        place=place,
         num_inputs=len(singles),
-        num_failed=len(singles) - len(scored),
-        num_none=sum(one.value is None for one in scored),
+        num_failed=len(singles) - len(table.scored),
+        num_none=sum(one.value is None for one in table.scored),
         gold=Scores.of(list(table.golds.values())),
         others={kind.value: scores for kind, values in by_kind.items() if (scores := Scores.of(values)) is not None},
         median_s=statistics.median(one.duration_s for one in singles) if singles else 0.0,
         longest_s=slowest.duration_s if slowest else 0.0,
         slowest_input=slowest.case.name if slowest else None,
-        findings=worst_first(
-            [*_failures(seen), *_values(table, subject), *_stability(seen), *_times(singles, subject)]
-        ),
+        findings=worst_first(findings),
     )
 
 
@@ -151,6 +141,7 @@ class _Table:
                 self.rows[one.row].append((one.case, one.value))
         values = [value for row in self.rows.values() for _, value in row]
         self.range = max(values) - min(values) if values else 0.0
+        self.floors = {row: min(value for _, value in entries) for row, entries in self.rows.items()}
         self.golds: dict[int, float] = {}
         """The best that a rendering of the right answer got, by row."""
         for row, entries in self.rows.items():
@@ -158,26 +149,21 @@ class _Table:
             if got:
                 self.golds[row] = max(got)
 
-    def floor(self, row: int) -> float:
-        return min(value for _, value in self.rows[row])
-
-    def is_blind(self) -> bool | None:
-        """Whether gold and twins always got the same; None where there is nothing to compare. Where gold has no twins (no
-        letters or digits) the answers of other rows stand for them."""
+    def is_blind(self) -> bool:
+        """Whether gold and twins always got the same, and there was something to compare. Where gold has no twins (no letters or
+        digits) the answers of other rows stand for them."""
         kinds = {case.kind for row in self.rows.values() for case, _ in row}
         kind = CaseKind.TWIN if CaseKind.TWIN in kinds else CaseKind.WRONG
-        compared = False
+        differences = []
         for row in self.rows.values():
             by_rendering = {case.rendering: value for case, value in row if case.kind is CaseKind.GOLD}
             for case, value in row:
                 if case.kind is kind and case.rendering in by_rendering:
-                    compared = True
-                    if abs(value - by_rendering[case.rendering]) > _SAME * self.range:
-                        return False
-        return True if compared else None
+                    differences.append(abs(value - by_rendering[case.rendering]))
+        return bool(differences) and max(differences) <= _SAME * self.range
 
 
-def _failures(seen: Observations) -> Iterable[Finding]:
+def _failures(seen: Observations) -> Iterator[Finding]:
     by_error: dict[tuple[str, bool, bool], list[Observation]] = defaultdict(list)
     for one in seen.singles:
         if one.error is not None:
@@ -203,20 +189,22 @@ def _failures(seen: Observations) -> Iterable[Finding]:
         yield Finding(key="fails", severity=Severity.ERROR, what=f"{seen.stopped}.", do=do)
 
 
-def _values(table: _Table, subject: Subject) -> Iterable[Finding]:
+def _values(table: _Table, asks_for_gold: bool) -> Iterator[Finding]:
+    def finding(severity: Severity, what: str, do: str, rows: Sequence[int] = ()) -> Finding:
+        return Finding(key="values", severity=severity, what=what, do=do, rows=rows)
+
     if not table.scored:
         return
     numbers = [one.value for one in table.scored if one.value is not None]
     if not numbers:
         what = f"It returned None (not applicable) for all {len(table.scored)} inputs."
         do = "Check the column that says which rows it applies to; as it is, it never takes part in the reward."
-        yield Finding(key="values", severity=Severity.WARNING, what=what, do=do)
+        yield finding(Severity.WARNING, what, do)
         return
     if table.range == 0.0:
         what = f"It gives every input the same score ({numbers[0]:g})."
         do = "Without a difference there is no advantage and nothing to learn; leave it out, or mend it."
-        severity = Severity.ERROR if subject.asks_for_gold and table.is_blind() else Severity.WARNING
-        yield Finding(key="values", severity=severity, what=what, do=do)
+        yield finding(Severity.ERROR if asks_for_gold and table.is_blind() else Severity.WARNING, what, do)
         return
     if not table.has_gold:
         return
@@ -224,41 +212,41 @@ def _values(table: _Table, subject: Subject) -> Iterable[Finding]:
     if unscored:
         what = "It returned None for the right answer, in every form."
         do = "If it should apply to these rows, check their gold answers: it cannot read them."
-        yield Finding(key="values", severity=Severity.WARNING, what=what, do=do, rows=unscored)
+        yield finding(Severity.WARNING, what, do, unscored)
     if table.is_blind():
         what = "It does not tell gold from garbage: another answer of the same shape gets the same score."
-        if subject.asks_for_gold:
+        if asks_for_gold:
             do = "It asks for the gold column, so it should look at it; check what it compares."
-            yield Finding(key="values", severity=Severity.ERROR, what=what, do=do)
+            yield finding(Severity.ERROR, what, do)
         else:
             do = "Right for a format or length reward; give it a small weight beside one that judges the answer."
-            yield Finding(key="values", severity=Severity.NOTE, what=what, do=do)
+            yield finding(Severity.NOTE, what, do)
         return
     yield from _gold_too_low(table)
     yield from _paid(table)
 
 
-def _gold_too_low(table: _Table) -> Iterable[Finding]:
+def _gold_too_low(table: _Table) -> Iterator[Finding]:
     margin = _PAID * table.range
-    beaten: list[tuple[int, str, float]] = []
+    outdone: list[tuple[float, int, str]] = []  # (best score, row, its input)
     for row, gold in table.golds.items():
         judged = [(case, value) for case, value in table.rows[row] if case.kind is not CaseKind.STRESS]
         case, best = max(judged, key=lambda entry: entry[1])
         if best - gold > margin:
-            beaten.append((row, case.name, best))
-    if beaten:
-        row, name, best = max(beaten, key=lambda entry: entry[2])
+            outdone.append((best, row, case.name))
+    if outdone:
+        best, row, name = max(outdone, key=lambda entry: entry[0])
         yield Finding(
             key="gold-too-low",
             severity=Severity.ERROR,
             what=f"Gold is below the maximum: on row {row} gold got {table.golds[row]:g}, `{name}` got {best:g}.",
             do="The policy will learn what pays most; make the right answer the best one.",
-            inputs=_distinct(entry[1] for entry in beaten),
-            rows=_distinct(entry[0] for entry in beaten),
+            inputs=_distinct(name for _, _, name in outdone),
+            rows=_distinct(row for _, row, _ in outdone),
         )
     top = max(table.golds.values(), default=0.0)
     low = [row for row, gold in table.golds.items() if top - gold > margin]
-    lost = [row for row in low if table.golds[row] - table.floor(row) <= _SAME * table.range]
+    lost = [row for row in low if table.golds[row] - table.floors[row] <= _SAME * table.range]
     if lost:
         what = f"The right answer gets no more than garbage ({table.golds[lost[0]]:g}), where other rows' gets up to {top:g}."
         do = "Look at the gold answers of these rows: they may be wrong, or in a form that the function cannot read."
@@ -278,14 +266,14 @@ _NAMES = {
 }
 
 
-def _paid(table: _Table) -> Iterable[Finding]:
+def _paid(table: _Table) -> Iterator[Finding]:
     paid: dict[CaseKind, list[tuple[float, float, Case, int]]] = defaultdict(list)  # (fraction, value, case, row)
     tried: dict[CaseKind, set[int]] = defaultdict(set)
-    for row, entries in table.rows.items():
-        gold, floor = table.golds.get(row), table.floor(row)
-        if gold is None or gold - floor <= _SAME * table.range:
+    for row, gold in table.golds.items():
+        floor = table.floors[row]
+        if gold - floor <= _SAME * table.range:
             continue
-        for case, value in entries:
+        for case, value in table.rows[row]:
             kind: CaseKind = CaseKind.WRONG if case.kind is CaseKind.TWIN else case.kind
             if kind not in _NAMES:
                 continue
@@ -312,7 +300,7 @@ def _paid(table: _Table) -> Iterable[Finding]:
         yield Finding(key="pays", severity=severity, what=what, do=do, inputs=inputs, rows=rows)
 
 
-def _stability(seen: Observations) -> Iterable[Finding]:
+def _stability(seen: Observations) -> Iterator[Finding]:
     for found, what, do in (
         (
             seen.unstable,
@@ -330,24 +318,18 @@ def _stability(seen: Observations) -> Iterable[Finding]:
             yield Finding(key="unstable", severity=Severity.WARNING, what=what, do=do, inputs=inputs, rows=rows)
 
 
-def _times(singles: Sequence[Observation], subject: Subject) -> Iterable[Finding]:
-    in_time = [one for one in singles if not one.timed_out]
-    slow = [one for one in in_time if one.duration_s > min(subject.slow_s, 0.5 * subject.timeout_s)]
-    if slow:
-        worst = max(slow, key=lambda one: one.duration_s)
-        what = f"It is slow: `{worst.case.name}` took {worst.duration_s:.1f} s"
-        if worst.duration_s > 0.5 * subject.timeout_s:
-            what += f", more than half of timeout_s = {subject.timeout_s:g}"
-        do = "A group is scored in one call, so its completions share timeout_s; raise it, or make the function faster."
-        if subject.place == "thread" and max(one.cpu_s for one in slow) > 0.5 * subject.slow_s:
-            do += " It computes, which holds up the trainer's interpreter: set `run_in: process`."
-        yield _about("slow", Severity.WARNING, what + ".", do, slow)
-    blocking = [one for one in in_time if one.blocked_s > _BLOCKED_S] if subject.place == "event loop" else []
-    if blocking:
-        longest_s = max(one.blocked_s for one in blocking)
-        what = f"It blocks the event loop for {longest_s:.1f} s: while it does, none of its other calls goes on."
-        do = "Await its I/O (an async HTTP client), or make it a plain `def`, which runs in a thread."
-        yield _about("slow", Severity.WARNING, what, do, blocking)
+def _slowness(singles: Sequence[Observation], *, is_thread: bool, timeout_s: float, slow_s: float) -> Iterator[Finding]:
+    slow = [one for one in singles if not one.timed_out and one.duration_s > min(slow_s, 0.5 * timeout_s)]
+    if not slow:
+        return
+    worst = max(slow, key=lambda one: one.duration_s)
+    what = f"It is slow: `{worst.case.name}` took {worst.duration_s:.1f} s"
+    if worst.duration_s > 0.5 * timeout_s:
+        what += f", more than half of timeout_s = {timeout_s:g}"
+    do = "A group is scored in one call, so its completions share timeout_s; raise it, or make the function faster."
+    if is_thread and max(one.cpu_s for one in slow) > 0.5 * slow_s:
+        do += " It computes, which holds up the trainer's interpreter: set `run_in: process`."
+    yield _about("slow", Severity.WARNING, f"{what}.", do, slow)
 
 
 def _about(key: str, severity: Severity, what: str, do: str, group: Sequence[Observation]) -> Finding:

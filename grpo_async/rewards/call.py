@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.user_code.calls import Parameters, Raised, UserCall, read_number, shown
+from grpo_async.user_code.calls import Parameters, UserCall, read_number, shown
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +24,11 @@ RewardCallable = Callable[..., Any]
 Function = TypeVar("Function", bound=RewardCallable)
 
 ENVIRONMENTS = "environments"
-_ALWAYS_OFFERED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
-OFFERED = _ALWAYS_OFFERED | {ENVIRONMENTS}
+ALWAYS_OFFERED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+OFFERED = ALWAYS_OFFERED | {ENVIRONMENTS}
 """Arguments that every reward may ask for; no column of the data can have such a name."""
 # TRL's documentation spells it this way in its examples; given only to functions that name it.
-_ALIASES = {"completions_ids": "completion_ids"}
+ALIASES = {"completions_ids": "completion_ids"}
 
 
 class RewardError(GrpoAsyncError):
@@ -69,18 +69,6 @@ class RewardOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """What a call raised, in a form that crosses a process border.
-
-    `error` is None when it cannot; `summary` and `trace` always say what it was.
-    """
-
-    summary: str
-    trace: str
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
     """The arguments of one call; every list has one entry per completion. Picklable if the columns are and there are no
     `environments`: those are live objects. None = the run has none."""
@@ -93,6 +81,16 @@ class RewardRequest:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     trainer_state: TrainerState = field(default_factory=TrainerState)
     environments: Sequence[Any] | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {"prompts": len(self.prompts), "completion_ids": len(self.completion_ids)}
+        lengths |= {f"column {name!r}": len(values) for name, values in self.columns.items()}
+        if self.environments is not None:
+            lengths["environments"] = len(self.environments)
+        if any(length != len(self.completions) for length in lengths.values()):
+            raise ValueError(
+                f"rewards need one entry per completion in every list, got {len(self.completions)} completions and {lengths}"
+            )
 
 
 def read_parameters(function: RewardCallable) -> Parameters:
@@ -111,16 +109,52 @@ def read_parameters(function: RewardCallable) -> Parameters:
 
 def call_of(function: RewardCallable, request: RewardRequest) -> UserCall[RewardOutcome]:
     """The call of `function` that `request` asks for; TypeError where the signature cannot be read."""
-    log = _CallLog(len(request.completions))
-    return UserCall(function, _keywords(function, request, log), lambda raw: _finished(raw, request, log))
+    extra_columns: dict[str, list[Any]] = {}
+    metrics: dict[str, list[float]] = {}
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        values = list(values)
+        if len(values) != len(request.completions):
+            raise ValueError(
+                f"log_extra({column!r}) got {len(values)} values for {len(request.completions)} completions"
+            )
+        extra_columns[column] = values
+
+    def log_metric(name: str, value: float) -> None:
+        if math.isfinite(number := float(value)):
+            metrics.setdefault(name, []).append(number)
+        else:
+            logger.warning("log_metric(%r) got %s; left out, for it would spoil the mean", name, number)
+
+    def finish(raw: Any) -> RewardOutcome:
+        return RewardOutcome(
+            values=_checked_values(request.name, raw, len(request.completions)),
+            extra_columns=extra_columns,
+            metrics={name: sum(values) / len(values) for name, values in metrics.items()},
+        )
+
+    parameters = read_parameters(function)
+    offered: dict[str, Any] = {
+        **{column: list(values) for column, values in request.columns.items()},
+        **request.arguments,
+        # Fresh outer lists: a function that pops from them does not disturb the other functions.
+        "prompts": list(request.prompts),
+        "completions": list(request.completions),
+        "completion_ids": list(request.completion_ids),
+        "trainer_state": request.trainer_state,
+        "log_extra": log_extra,
+        "log_metric": log_metric,
+    }
+    if request.environments is not None:
+        offered[ENVIRONMENTS] = list(request.environments)
+    chosen = parameters.choose(offered)
+    for alias, name in ALIASES.items():
+        if alias in parameters.names and alias not in chosen:
+            chosen[alias] = offered[name]
+    return UserCall(function, chosen, finish)
 
 
-def failure_of(error: BaseException) -> Failure:
-    raised = Raised(error)
-    return Failure(summary=raised.summary, trace=raised.trace, error=error)
-
-
-def checked_values(name: str, raw: Any, count: int) -> list[float | None]:
+def _checked_values(name: str, raw: Any, count: int) -> list[float | None]:
     """`raw` (list, tuple, tensor or array) as `count` finite floats or Nones; a RewardError names the index."""
     if hasattr(raw, "tolist"):
         raw = raw.tolist()
@@ -137,68 +171,6 @@ def checked_values(name: str, raw: Any, count: int) -> list[float | None]:
         except ValueError as error:
             raise RewardError(name, f"for completion {index} it returned {error}") from error
     return values
-
-
-class _CallLog:
-    """Collects what one call logs."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self.extra_columns: dict[str, list[Any]] = {}
-        self._metrics: dict[str, list[float]] = {}
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        values = list(values)
-        if len(values) != self._count:
-            raise ValueError(f"log_extra({column!r}) got {len(values)} values for {self._count} completions")
-        self.extra_columns[column] = values
-
-    def log_metric(self, name: str, value: float) -> None:
-        number = float(value)
-        if math.isfinite(number):
-            self._metrics.setdefault(name, []).append(number)
-        else:
-            logger.warning("log_metric(%r) got %s; left out, for it would spoil the mean", name, number)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {name: sum(values) / len(values) for name, values in self._metrics.items()}
-
-
-def _keywords(function: RewardCallable, request: RewardRequest, log: _CallLog) -> dict[str, Any]:
-    parameters = read_parameters(function)
-    offered: dict[str, Any] = {
-        **{column: list(values) for column, values in request.columns.items()},
-        **request.arguments,
-        # Fresh outer lists: a function that pops from them does not disturb the other functions.
-        "prompts": list(request.prompts),
-        "completions": list(request.completions),
-        "completion_ids": list(request.completion_ids),
-        "trainer_state": request.trainer_state,
-        "log_extra": log.log_extra,
-        "log_metric": log.log_metric,
-    }
-    if request.environments is not None:
-        offered[ENVIRONMENTS] = list(request.environments)
-    chosen = parameters.choose(offered)
-    for alias, name in _ALIASES.items():
-        if alias in parameters.names and alias not in chosen:
-            chosen[alias] = offered[name]
-    return chosen
-
-
-def missing_columns(
-    parameters: Parameters, arguments: Mapping[str, Any], columns: Mapping[str, Any], *, has_environments: bool
-) -> list[str]:
-    """Parameters without a default that neither we, the `arguments` nor the `columns` fill; sorted. `environments` is among
-    them where the run has none."""
-    offered = OFFERED if has_environments else _ALWAYS_OFFERED
-    return parameters.missing({*offered, *_ALIASES, *arguments, *columns})
-
-
-def _finished(raw: Any, request: RewardRequest, log: _CallLog) -> RewardOutcome:
-    values = checked_values(request.name, raw, len(request.completions))
-    return RewardOutcome(values=values, extra_columns=log.extra_columns, metrics=log.metrics)
 
 
 # ------------------------------------------------------------------------------ arguments that are checked before the start

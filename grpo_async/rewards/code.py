@@ -33,16 +33,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from grpo_async.rewards.code_rows import (
-    AssertTests,
-    CallTests,
-    ProgramTests,
-    RowTests,
-    ScriptTests,
-    code_in,
-    names_of,
-    read_row,
-)
+from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, names_of, read_row
 from grpo_async.rewards.text import final_text
 from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, startup_notes
 
@@ -96,7 +87,7 @@ async def code_tests(
     require: Iterable[str] = REQUIRED,
     **_: Any,
 ) -> list[float | None]:
-    """The share of the row's tests that the completion's code passes; None where the row has no tests.
+    """The fraction of the row's tests that the completion's code passes; None where the row has no tests.
 
     The code is the last fenced block of the final assistant message, or all of the message when it has none.
     Once the code has hung or ended, the tests that were still to come have failed: order them as you want them to count.
@@ -135,8 +126,10 @@ async def code_tests(
             raise ValueError(f"code_tests, completion {index}: {error}") from error
         if row is None:
             return None
+        if row.kind is not RowKind.SCRIPT:
+            row = dataclasses.replace(row, tests=row.tests[:max_tests])
         async with slots:  # for runs that have limits
-            return await judge.score(code_in(final_text(completion)), _first(row, max_tests))
+            return await judge.score(code_in(final_text(completion)), row)
 
     tasks = [asyncio.create_task(score(index, completion)) for index, completion in enumerate(completions)]
     try:
@@ -162,23 +155,19 @@ class _Judge:
         self._all_or_nothing = all_or_nothing
 
     async def score(self, code: str, row: RowTests) -> float:
-        if isinstance(row.tests, ProgramTests):
-            passed, total = await self._run_programs(code, row.tests)
-        else:
-            passed, total = await self._examine(code, row)
-        if self._all_or_nothing:
-            return float(passed == total)
-        return passed / total
+        run = self._run_programs if row.kind is RowKind.PROGRAMS else self._examine
+        passed, total = await run(code, row)
+        return float(passed == total) if self._all_or_nothing else passed / total
 
-    async def _run_programs(self, code: str, tests: ProgramTests) -> tuple[int, int]:
+    async def _run_programs(self, code: str, row: RowTests) -> tuple[int, int]:
         passed = 0
-        for stdin, wanted in tests.cases:
+        for stdin, wanted in row.tests:
             result = await self._candidate.arun(code, stdin=stdin)
             if result.status.is_ok and is_same_output(result.stdout, wanted):
                 passed += 1
             elif self._all_or_nothing:
                 break
-        return passed, len(tests.cases)
+        return passed, len(row.tests)
 
     async def _examine(self, code: str, row: RowTests) -> tuple[int, int]:
         """Run the two processes; the candidate's end of the pipes closes with it, so the examiner never waits for it in vain."""
@@ -237,7 +226,7 @@ class _Descriptors(contextlib.AbstractContextManager["_Descriptors"]):
 
 def _verdict(told: str, row: RowTests) -> tuple[int, int]:
     """Passed and all tests, from the examiner's lines."""
-    passed, total = set(), _num_tests(row)
+    passed, total = set(), len(row.tests)
     for text in told.splitlines():
         try:
             line = json.loads(text)
@@ -257,39 +246,17 @@ def _say_refused(why: str) -> None:
     logger.warning("code_tests: a test was refused, which counts as failed: %s", why)
 
 
-def _num_tests(row: RowTests) -> int:
-    if isinstance(row.tests, AssertTests):
-        return len(row.tests.statements)
-    if isinstance(row.tests, CallTests):
-        return len(row.tests.cases)
-    return 1
-
-
 def _work(row: RowTests) -> dict[str, Any]:
     names = names_of(row)
-    work: dict[str, Any] = {
+    return {
+        "kind": row.kind,
+        "tests": list(row.tests),
         "entry_point": row.entry_point,
         "setup": row.setup,
         "names": names.wanted,
         "provided": names.provided,
         "may_be_nan": "nan" in f"{row.setup} {row.tests}".lower(),
     }
-    if isinstance(row.tests, AssertTests):
-        return {**work, "kind": "asserts", "script": list(row.tests.statements)}
-    if isinstance(row.tests, ScriptTests):
-        return {**work, "kind": "script", "script": row.tests.script}
-    assert isinstance(row.tests, CallTests)
-    return {**work, "kind": "calls", "cases": list(row.tests.cases)}
-
-
-def _first(row: RowTests, count: int | None) -> RowTests:
-    if count is None or isinstance(row.tests, ScriptTests):
-        return row
-    if isinstance(row.tests, AssertTests):
-        return dataclasses.replace(row, tests=AssertTests(statements=row.tests.statements[:count]))
-    if isinstance(row.tests, CallTests):
-        return dataclasses.replace(row, tests=CallTests(cases=row.tests.cases[:count]))
-    return dataclasses.replace(row, tests=ProgramTests(cases=row.tests.cases[:count]))
 
 
 def _slots_of_loop(count: int) -> asyncio.Semaphore:

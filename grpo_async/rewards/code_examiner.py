@@ -84,11 +84,12 @@ class _Examination:
         names, work = self._names, self._work
         steps: list[Callable[[], Any]]
         if work["kind"] == "asserts":
-            steps = [_bound(_run_text, text, names) for text in work["script"]]
+            steps = [_bound(_run_text, text, names) for text in work["tests"]]
         elif work["kind"] == "calls":
-            steps = [_bound(_call, names, work["entry_point"], *case) for case in work["cases"]]
+            steps = [_bound(_call, names, work["entry_point"], *case) for case in work["tests"]]
         else:
-            if not self._passes(0, lambda: _run_script(work["script"], names, work["entry_point"]), is_whole=True):
+            (script,) = work["tests"]
+            if not self._passes(0, lambda: _run_script(script, names, work["entry_point"]), is_whole=True):
                 self._tell("total", 1)
                 return
             steps = _tests_defined_by(names)

@@ -12,6 +12,7 @@ import symtable
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from grpo_async.rewards.text import after_thinking
@@ -19,42 +20,21 @@ from grpo_async.rewards.text import after_thinking
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AssertTests:
-    """Statements, each a test. MBPP's `test_list`: ["assert add(1, 2) == 3"]."""
+class RowKind(StrEnum):
+    """What `RowTests.tests` holds, and so how they are run."""
 
-    statements: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptTests:
-    """A script: `check(candidate)` as in HumanEval, functions `test_...`, unittest classes, or bare asserts (one test)."""
-
-    script: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallTests:
-    """Calls of the entry point: (arguments, expected result)."""
-
-    cases: Sequence[tuple[Sequence[Any], Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramTests:
-    """Runs of the whole program: (stdin, expected stdout)."""
-
-    cases: Sequence[tuple[str, str]]
-
-
-Tests = AssertTests | ScriptTests | CallTests | ProgramTests
+    ASSERTS = "asserts"  # statements, each a test. MBPP's `test_list`: "assert add(1, 2) == 3"
+    SCRIPT = "script"  # one script: `check(candidate)` as in HumanEval, functions `test_...`, unittest classes, or bare asserts
+    CALLS = "calls"  # calls of the entry point: (arguments, expected result)
+    PROGRAMS = "programs"  # runs of the whole program: (stdin, expected stdout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTests:
     """All tests of one row."""
 
-    tests: Tests
+    kind: RowKind
+    tests: Sequence[Any]
     entry_point: str | None = None
     setup: str = ""  # runs before the tests, in their process
 
@@ -78,11 +58,9 @@ def names_of(row: RowTests) -> Names:
     Raises:
         ValueError: which of several builtins the code defines cannot be told.
     """
-    if isinstance(row.tests, CallTests):
+    if row.kind is RowKind.CALLS:
         return Names(wanted=(str(row.entry_point), "Solution"), provided={})
-    assert not isinstance(row.tests, ProgramTests)
-    texts = row.tests.statements if isinstance(row.tests, AssertTests) else [row.tests.script]
-    return _names_in("\n".join([row.setup, *texts]), row.entry_point)
+    return _names_in("\n".join([row.setup, *row.tests]), row.entry_point)
 
 
 @functools.lru_cache(maxsize=256)  # all completions of a group have the same tests
@@ -161,78 +139,65 @@ def read_row(tests: Any, entry_point: Any = None, setup: Any = None) -> RowTests
         ValueError: they are in no form that is known, or cannot be parsed.
     """
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
-        tests = _from_json(tests)
+        tests = _json_or(tests)  # a script may begin with a bracket too
     if not tests:
         return None
-    name = str(entry_point) if entry_point else None
+    kind, found = _read(tests)
+    function = tests.get("fn_name") if isinstance(tests, Mapping) else None
+    name = str(function or entry_point) if function or entry_point else None
     before = "\n".join(setup) if isinstance(setup, list | tuple) else str(setup or "")
-    found = _read(tests, name)
-    if isinstance(tests, Mapping) and tests.get("fn_name"):
-        name = str(tests["fn_name"])
-    _check(found, name, before)
-    row = RowTests(tests=found, entry_point=name, setup=before)
-    if not isinstance(found, ProgramTests):
+    row = RowTests(kind=kind, tests=found, entry_point=name, setup=before)
+    _check(row)
+    if kind is not RowKind.PROGRAMS:
         names_of(row)
     return row
 
 
-def _read(tests: Any, entry_point: str | None) -> Tests:
+def _read(tests: Any) -> tuple[RowKind, list[Any]]:
     if isinstance(tests, str):
-        return ScriptTests(script=tests)
+        return RowKind.SCRIPT, [tests]
     if isinstance(tests, Mapping):
         if "inputs" in tests and "outputs" in tests:
             return _read_pairs(tests["inputs"], tests["outputs"], by_call=bool(tests.get("fn_name")))
         tests = [tests]
     if isinstance(tests, Sequence) and all(isinstance(test, str) for test in tests):
-        return AssertTests(statements=list(tests))
+        return RowKind.ASSERTS, list(tests)
     if isinstance(tests, Sequence) and all(isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in tests):
         kinds = {str(test.get("testtype") or "stdin") for test in tests}
         if kinds == {"functional"}:  # LiveCodeBench: one argument a line, as JSON
-            cases = [
+            return RowKind.CALLS, [
                 ([json.loads(line) for line in str(t["input"]).splitlines() if line.strip()], _json_or(t["output"]))
                 for t in tests
             ]
-            return CallTests(cases=cases)
         if kinds == {"stdin"}:
-            return ProgramTests(cases=[(_lines(test["input"]), _lines(test["output"])) for test in tests])
+            return RowKind.PROGRAMS, [(_lines(test["input"]), _lines(test["output"])) for test in tests]
     raise ValueError(
         f"the tests {_short(tests)} are in no known form; give a list of assert statements, a script, a list of "
         '{"input": ..., "output": ...}, or {"inputs": [...], "outputs": [...]}'
     )
 
 
-def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], *, by_call: bool) -> Tests:
+def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], *, by_call: bool) -> tuple[RowKind, list[Any]]:
     """APPS, TACO: with `fn_name` the inputs are lists of arguments."""
     if len(inputs) != len(outputs):
         raise ValueError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs; there must be one for each")
-    pairs = list(zip(inputs, outputs, strict=True))
+    pairs = zip(inputs, outputs, strict=True)
     if by_call:
-        return CallTests(cases=[(list(_json_or(given)), _json_or(wanted)) for given, wanted in pairs])
-    return ProgramTests(cases=[(_lines(given), _lines(wanted)) for given, wanted in pairs])
+        return RowKind.CALLS, [(list(_json_or(given)), _json_or(wanted)) for given, wanted in pairs]
+    return RowKind.PROGRAMS, [(_lines(given), _lines(wanted)) for given, wanted in pairs]
 
 
-def _check(tests: Tests, entry_point: str | None, setup: str) -> None:
-    if isinstance(tests, CallTests) and entry_point is None:
+def _check(row: RowTests) -> None:
+    if row.kind is RowKind.CALLS and row.entry_point is None:
         raise ValueError("tests that call a function need its name in the column `entry_point`")
-    texts = [setup]
-    if isinstance(tests, AssertTests):
-        texts += tests.statements
-    if isinstance(tests, ScriptTests):
-        texts.append(tests.script)
-    for text in texts:
+    has_source = row.kind in (RowKind.ASSERTS, RowKind.SCRIPT)
+    for text in [row.setup, *(row.tests if has_source else ())]:
         try:
-            tree = ast.parse(text)
+            ast.parse(text)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"the tests are no Python: {error}; in {_short(text)}") from error
-        if (
-            isinstance(tests, ScriptTests)
-            and text is tests.script
-            and entry_point is None
-            and _only_defines_check(tree)
-        ):
-            raise ValueError(
-                "the script defines `check` and never calls it; name its argument in the column `entry_point`"
-            )
+    if row.kind is RowKind.SCRIPT and row.entry_point is None and _only_defines_check(ast.parse(row.tests[0])):
+        raise ValueError("the script defines `check` and never calls it; name its argument in the column `entry_point`")
 
 
 def _only_defines_check(tree: ast.Module) -> bool:
@@ -242,15 +207,8 @@ def _only_defines_check(tree: ast.Module) -> bool:
     return defines and "check" not in names
 
 
-def _from_json(text: str) -> Any:
-    """Data sets keep nested tests as JSON text; a script may begin with a bracket too."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _json_or(value: Any) -> Any:
+    """Data sets keep nested values as JSON text; what is none stays as it is."""
     if not isinstance(value, str):
         return value
     try:

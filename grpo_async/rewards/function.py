@@ -8,17 +8,18 @@ is a RewardError that names it, with the original error chained. `close()` ends 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.rewards.call import (
+    ALIASES,
+    ALWAYS_OFFERED,
     CHECK,
     ENVIRONMENTS,
     OFFERED,
     ArgumentCheck,
-    Failure,
     RewardCallable,
     RewardError,
     RewardOutcome,
@@ -26,8 +27,6 @@ from grpo_async.rewards.call import (
     RewardTimeoutError,
     TrainerState,
     call_of,
-    failure_of,
-    missing_columns,
     read_parameters,
 )
 from grpo_async.rewards.workers import WorkerPool
@@ -111,17 +110,12 @@ class RewardFunction:
         """Whether the function cannot do without `environments`."""
         return ENVIRONMENTS in self._parameters.required
 
-    def missing_columns(self, columns: Iterable[str], *, has_environments: bool = False) -> list[str]:
-        """Columns that the function cannot do without and that are not among `columns`, sorted; with `environments` among
-        them if it needs those and the run has none."""
-        given = dict.fromkeys(columns)
-        return missing_columns(self._parameters, self._arguments, given, has_environments=has_environments)
-
     def lack(self, columns: Iterable[str], *, has_environments: bool = False) -> str | None:
         """What is missing and what to do about it, as the end of a sentence that begins with the function's name; None if
         nothing is: "needs the column(s) ['answer'], but the data has ['solution']; rename with ..."."""
         columns = sorted(columns)
-        missing = self.missing_columns(columns, has_environments=has_environments)
+        offered = OFFERED if has_environments else ALWAYS_OFFERED
+        missing = self._parameters.missing({*offered, *ALIASES, *self._arguments, *columns})
         if ENVIRONMENTS in missing:
             return "needs `environments`, but the run has none; give it a section `environments`, or give the parameter a default"
         if missing:
@@ -152,12 +146,6 @@ class RewardFunction:
             RewardError: the function raised, took too long, died with its process, or returned something unusable.
             ValueError: the lists differ in length.
         """
-        self._check_lengths(prompts, completions, completion_ids, columns, environments)
-        if not completions:
-            return RewardOutcome(values=[])
-        lack = self.lack(columns, has_environments=environments is not None)
-        if lack is not None:
-            raise RewardError(self.name, lack)
         request = RewardRequest(
             name=self.name,
             prompts=prompts,
@@ -168,69 +156,41 @@ class RewardFunction:
             trainer_state=trainer_state or TrainerState(),
             environments=environments,
         )
+        if not completions:
+            return RewardOutcome(values=[])
+        lack = self.lack(columns, has_environments=environments is not None)
+        if lack is not None:
+            raise RewardError(self.name, lack)
+        too_long = f"took longer than {self.timeout_s:g} s for {len(completions)} completions"
         try:
-            result = await self._run(request)
+            if self._pool is not None:
+                return await self._pool.run(dataclasses.replace(request, environments=None), self.timeout_s)
+            result = await self._caller.run(call_of(self._function, request))
         except LoopHeldError as error:
             raise RewardTimeoutError(
                 self.name,
-                f"took longer than {self.timeout_s:g} s for {len(completions)} completions, and holds its event loop at "
-                f"{error.where}; an async function must `await` what takes time: write it as a plain `def`, or set "
-                f"`{self._setting}.run_in: process`",
+                f"{too_long}, and holds its event loop at {error.where}; an async function must `await` what takes time: "
+                f"write it as a plain `def`, or set `{self._setting}.run_in: process`",
             ) from error
         except TimeoutError as error:
             raise RewardTimeoutError(
-                self.name,
-                f"took longer than {self.timeout_s:g} s for {len(completions)} completions; "
-                f"raise `{self._setting}.timeout_s` if this is expected",
+                self.name, f"{too_long}; raise `{self._setting}.timeout_s` if this is expected"
             ) from error
         except ThreadsExhaustedError as error:
             raise RewardError(
                 self.name, f"{error}; set `run_in: process` for it: worker processes are killed on time-out"
             ) from error
-        if isinstance(result, Failure):
-            raise self._error(result)
-        return result
+        if not isinstance(result, Raised):
+            return result
+        if isinstance(result.error, RewardError):
+            raise result.error
+        raise RewardError(self.name, f"raised {result.summary}") from result.error
 
     def close(self) -> None:
         """End the worker processes and the event loop, if any. Safe to call twice."""
         self._loop.close()
         if self._pool is not None:
             self._pool.close()
-
-    def on_its_loop(self, function: Callable[[], object]) -> None:
-        """Have `function` called soon on the event loop of the async function; now, if none runs yet."""
-        self._loop.soon(function)
-
-    async def _run(self, request: RewardRequest) -> RewardOutcome | Failure:
-        if self._pool is not None:
-            return await self._pool.run(dataclasses.replace(request, environments=None), self.timeout_s)
-        result = await self._caller.run(call_of(self._function, request))
-        return failure_of(result.error) if isinstance(result, Raised) else result
-
-    def _error(self, failure: Failure) -> RewardError:
-        if isinstance(failure.error, RewardError):
-            return failure.error
-        problem = f"raised {failure.summary}"
-        if failure.error is None or failure.error.__traceback__ is None:  # from a worker process: traces do not pickle
-            problem += f"\n{failure.trace.rstrip()}"
-        error = RewardError(self.name, problem)
-        error.__cause__ = failure.error
-        return error
-
-    @staticmethod
-    def _check_lengths(
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-        environments: Sequence[Any] | None,
-    ) -> None:
-        lengths = {"completions": len(completions), "prompts": len(prompts), "completion_ids": len(completion_ids)}
-        lengths.update({f"column {name!r}": len(values) for name, values in columns.items()})
-        if environments is not None:
-            lengths["environments"] = len(environments)
-        if len(set(lengths.values())) != 1:
-            raise ValueError(f"rewards need one entry per completion in every list, got {lengths}")
 
 
 def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
@@ -250,7 +210,9 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
             rewards.append(load_reward(section, f"rewards.{index}", loop=loop))
         except ConfigError as error:
             problems.append(str(error))
-    problems.extend(_names_used_twice(rewards))
+    names = [reward.name for reward in rewards]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems += [f"rewards: the name `{name}` belongs to more than one function; give each a `name`" for name in twice]
     if problems:
         raise ConfigError("\n".join(problems))
     return rewards
@@ -287,11 +249,12 @@ def load_reward(
             check(section.arguments)
         except ValueError as error:
             raise ConfigError(f"{path}.arguments.{error}") from error
-    attribute = section.function.rpartition(":")[2].rpartition(".")[2]
     name = own_name(function)
+    if name == "<lambda>":
+        name = section.function.rpartition(":")[2].rpartition(".")[2]
     return RewardFunction(
         function,
-        name=section.name or (attribute if name == "<lambda>" else name),
+        name=section.name or name,
         weight=section.weight,
         arguments=section.arguments,
         run_in=section.run_in,
@@ -301,9 +264,3 @@ def load_reward(
         num_workers=num_workers,
         loop=loop,
     )
-
-
-def _names_used_twice(rewards: Sequence[RewardFunction]) -> list[str]:
-    names = [reward.name for reward in rewards]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    return [f"rewards: the name `{name}` belongs to more than one function; give each a `name`" for name in twice]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -26,17 +26,10 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 
-from grpo_async.rewards.call import (
-    Failure,
-    RewardCallable,
-    RewardError,
-    RewardOutcome,
-    RewardRequest,
-    call_of,
-    failure_of,
-)
+from grpo_async.rewards.call import RewardCallable, RewardError, RewardOutcome, RewardRequest, call_of
 from grpo_async.user_code.calls import Raised
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.lifetime import die_with_parent
@@ -48,6 +41,15 @@ _BOOT = (
     "importlib.import_module(sys.argv[4]).main(int(sys.argv[2]), sys.argv[3])"
 )
 _REAP_TIMEOUT_S = 10.0  # after SIGKILL; more means a process stuck in the kernel
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What a call raised, in a form that crosses a process border: `error` is None where it cannot."""
+
+    summary: str
+    trace: str
+    error: BaseException | None
 
 
 class WorkerPool:
@@ -68,8 +70,9 @@ class WorkerPool:
         self._idle: list[WorkerProcess] = []  # the last one used is taken first
         self._closed = threading.Event()
 
-    async def run(self, request: RewardRequest, timeout_s: float) -> RewardOutcome | Failure:
-        """Run one call. TimeoutError after `timeout_s` seconds in a worker; RewardError when the worker died."""
+    async def run(self, request: RewardRequest, timeout_s: float) -> RewardOutcome:
+        """Run one call. TimeoutError after `timeout_s` seconds in a worker; RewardError when the function raised, with the trace in
+        its text (a pickled error has none), or the worker died."""
         try:
             call = _Call(pickle.dumps(request), timeout_s)
         except Exception as error:
@@ -86,10 +89,14 @@ class WorkerPool:
                 raise self._closed_error() from error  # `close` cancelled the waiting call, not our caller
             raise
         try:
-            result: RewardOutcome | Failure = pickle.loads(answer)
+            result: RewardOutcome | _Failure = pickle.loads(answer)
         except Exception as error:
             raise RewardError(self._name, f"a value given to log_extra cannot be read back: {error}") from error
-        return result
+        if not isinstance(result, _Failure):
+            return result
+        if isinstance(result.error, RewardError):
+            raise result.error
+        raise RewardError(self._name, f"raised {result.summary}\n{result.trace.rstrip()}") from result.error
 
     def close(self) -> None:
         """Kill the workers; calls in progress fail. Safe to call twice."""
@@ -279,45 +286,40 @@ def main(descriptor: int, reference: str) -> None:
     """Serve `reference` on the socket `descriptor` until the owner hangs up. The import happens before the first call, outside its
     time limit."""
     die_with_parent()
-    functions: dict[str, RewardCallable] = {}
     with Connection(descriptor) as connection:
         with contextlib.suppress(Exception):  # the first call meets it again and reports it
-            _load(reference, functions)
+            _load(reference)
         connection.send_bytes(READY)  # the owner kills this process
         with contextlib.suppress(EOFError):  # the owner hung up
             while True:
-                request = connection.recv_bytes()
-                connection.send_bytes(_answer(reference, request, functions))  # the owner kills this process
+                connection.send_bytes(_answer(reference, connection.recv_bytes()))  # the owner kills this process
 
 
-def _answer(reference: str, request: bytes, functions: dict[str, RewardCallable]) -> bytes:
-    """Run one pickled RewardRequest; returns a pickled RewardOutcome or Failure."""
+def _answer(reference: str, request: bytes) -> bytes:
+    """Run one pickled RewardRequest; returns a pickled RewardOutcome or _Failure."""
     try:
         loaded: RewardRequest = pickle.loads(request)
-        result = call_of(_load(reference, functions), loaded).attempt()
+        result = call_of(_load(reference), loaded).attempt()
     except BaseException as error:  # noqa: BLE001 - travels as a value, see grpo_async.user_code.calls
         result = Raised(error)
-    return _pickled(failure_of(result.error) if isinstance(result, Raised) else result)
-
-
-def _load(reference: str, functions: dict[str, RewardCallable]) -> RewardCallable:
-    """Import once; the module's `prepare_worker()`, if it has one, does what should not count as part of a call."""
-    if reference not in functions:
-        function = resolve(reference)
-        prepare = getattr(sys.modules[reference.partition(":")[0]], "prepare_worker", None)
-        if callable(prepare):
-            prepare()
-        functions[reference] = function
-    return functions[reference]
-
-
-def _pickled(result: RewardOutcome | Failure) -> bytes:
+    if not isinstance(result, Raised):
+        try:
+            return pickle.dumps(result)
+        except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises
+            result = Raised(TypeError(f"a value given to log_extra cannot leave the worker process: {error}"))
     try:
-        payload = pickle.dumps(result)
-        if isinstance(result, Failure):
-            pickle.loads(payload)  # exceptions with an `__init__` of their own often pickle but do not unpickle
-    except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises
-        if isinstance(result, Failure):
-            return pickle.dumps(dataclasses.replace(result, error=None))
-        return _pickled(failure_of(TypeError(f"a value given to log_extra cannot leave the worker process: {error}")))
+        payload = pickle.dumps(_Failure(result.summary, result.trace, result.error))
+        pickle.loads(payload)  # exceptions with an `__init__` of their own often pickle but do not unpickle
+    except Exception:  # noqa: BLE001 - as above
+        return pickle.dumps(_Failure(result.summary, result.trace, None))
     return payload
+
+
+@functools.cache
+def _load(reference: str) -> RewardCallable:
+    """Import once; the module's `prepare_worker()`, if it has one, does what should not count as part of a call."""
+    function: RewardCallable = resolve(reference)
+    prepare = getattr(sys.modules[reference.partition(":")[0]], "prepare_worker", None)
+    if callable(prepare):
+        prepare()
+    return function

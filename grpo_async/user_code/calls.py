@@ -13,20 +13,13 @@ import math
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from grpo_async.records import LARGEST_REWARD
 from grpo_async.user_code.loop import UserLoop
+from grpo_async.user_code.threads import InstanceThread, ThreadRunner
 
 Result = TypeVar("Result")
-
-
-class Threads(Protocol):
-    """Where plain functions run: a ThreadRunner, or the one thread of an environment's instance."""
-
-    async def run(self, work: Callable[[], Result], timeout_s: float) -> Result:
-        """Run `work`, which does not raise; TimeoutError after `timeout_s` seconds."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +94,9 @@ class TimedCaller:
         loop: where async functions run; None: on one of their own.
     """
 
-    def __init__(self, threads: Threads, timeout_s: float, *, loop: UserLoop | None = None) -> None:
+    def __init__(
+        self, threads: ThreadRunner | InstanceThread, timeout_s: float, *, loop: UserLoop | None = None
+    ) -> None:
         self._threads = threads
         self._loop = loop or UserLoop("async calls")
         self.timeout_s = timeout_s

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import sys
 import threading
 import traceback
@@ -56,26 +55,23 @@ class UserLoop:
             TimeoutError: it took longer than `timeout_s` seconds, and was cancelled; LoopHeldError: it cannot be.
             ThreadsExhaustedError: too many loops are held.
         """
-        loop = self._usable()
-        future, give_up = loop.start(work)
+        future, loop = self._start(work)
         waiter = asyncio.wrap_future(future)
         try:
             done, _ = await asyncio.wait({waiter}, timeout=timeout_s)
         finally:
-            if not future.done():
-                give_up()
-            waiter.cancel()  # without effect on one that is done
-        if done and not future.cancelled():
-            return future.result(timeout=0.0)
-        if not await loop.answers(_ANSWERS_WITHIN_S):
+            waiter.cancel()  # and with it the coroutine; without effect on one that is done
+        if done and not waiter.cancelled():
+            return waiter.result()
+        if not done and not await loop.answers():
             where = loop.held_at()
             self._abandon(loop)
             raise LoopHeldError(where)
-        raise TimeoutError
+        raise TimeoutError  # or the loop was closed meanwhile
 
     def post(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Future[Result]:
         """Start the coroutine that `work` makes, which raises nothing. ThreadsExhaustedError: too many loops are held."""
-        return self._usable().start(work)[0]
+        return self._start(work)[0]
 
     def close(self) -> None:
         """End the loop and cancel what runs on it. Safe to call twice."""
@@ -85,16 +81,7 @@ class UserLoop:
             loop.stop()
             loop.thread.join(_CLOSES_WITHIN_S)
 
-    def soon(self, function: Callable[[], object]) -> None:
-        """Have `function` called on the loop; here, if there is none."""
-        with self._lock:
-            loop = self._current
-        if loop is None:
-            function()
-        else:
-            loop.soon(function)
-
-    def _usable(self) -> _Loop:
+    def _start(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> tuple[Future[Result], _Loop]:
         with self._lock:
             self._abandoned = [loop for loop in self._abandoned if loop.thread.is_alive()]
             if len(self._abandoned) >= self._max_abandoned:
@@ -105,7 +92,7 @@ class UserLoop:
             if self._current is None:
                 self._current = _Loop(self._name)
                 weakref.finalize(self, self._current.stop)
-            return self._current
+            return asyncio.run_coroutine_threadsafe(work(), self._current.loop), self._current
 
     def _abandon(self, loop: _Loop) -> None:
         """Of several calls that meet the same held loop the first one does it."""
@@ -120,42 +107,15 @@ class _Loop:
     """A running loop and its thread."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=_serve, args=(self._loop,), name=name, daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=_serve, args=(self.loop,), name=name, daemon=True)
         self.thread.start()
 
-    def start(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> tuple[Future[Result], Callable[[], None]]:
-        """Its result to be, cancelled where the coroutine was; and what gives it up."""
-        future: Future[Result] = Future()
-        tasks: list[asyncio.Task[Result]] = []
-
-        def begin() -> None:
-            if future.set_running_or_notify_cancel():
-                task = self._loop.create_task(work())
-                tasks.append(task)  # keeps it alive
-                task.add_done_callback(end)
-
-        def end(task: asyncio.Task[Result]) -> None:
-            if task.cancelled():
-                future.set_exception(TimeoutError())
-            else:
-                future.set_result(task.result())
-
-        def cancel() -> None:
-            for task in tasks:
-                task.cancel()
-
-        def give_up() -> None:
-            future.cancel()  # before it began
-            self.soon(cancel)
-
-        self.soon(begin, contextvars.copy_context())
-        return future, give_up
-
-    async def answers(self, timeout_s: float) -> bool:
+    async def answers(self) -> bool:
+        """Whether it runs callbacks, and is not held by a function that blocks."""
         answer: Future[None] = Future()
-        self.soon(lambda: answer.set_result(None))
-        done, _ = await asyncio.wait({asyncio.wrap_future(answer)}, timeout=timeout_s)
+        self._soon(lambda: answer.set_result(None))
+        done, _ = await asyncio.wait({asyncio.wrap_future(answer)}, timeout=_ANSWERS_WITHIN_S)
         return bool(done)
 
     def held_at(self) -> str:
@@ -168,11 +128,11 @@ class _Loop:
         return " > ".join(f"{each.filename}:{each.lineno} in {each.name}" for each in shown) or "a line unknown"
 
     def stop(self) -> None:
-        self.soon(self._loop.stop)
+        self._soon(self.loop.stop)
 
-    def soon(self, function: Callable[[], object], context: contextvars.Context | None = None) -> None:
+    def _soon(self, function: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # it was closed meanwhile
-            self._loop.call_soon_threadsafe(function, context=context)
+            self.loop.call_soon_threadsafe(function)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

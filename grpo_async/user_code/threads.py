@@ -2,19 +2,17 @@
 (rewards, tools), an InstanceThread those of one environment.
 
 A thread cannot be killed. One that outlives its call's time limit is abandoned and counted until it ends; with too many of
-them running, further calls are refused. One whose caller was cancelled is not abandoned: it keeps its place among the calls
-that run at once until it ends, or until the limit of its call has passed, and only then counts. So neither hanging nor cancelled
-calls pile up threads: there are never more than `max_threads` + `max_abandoned`. Threads are daemons, so one that is left
-does not keep the process from ending.
+them running, further calls are refused. One whose caller was cancelled keeps its place among the calls that run at once until it
+ends or until the limit of its call has passed, and only then counts as abandoned. So neither hanging nor cancelled calls pile
+up threads: there are never more than `max_threads` + `max_abandoned`. Threads are daemons, so one that is left does not keep the
+process from ending.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -45,15 +43,13 @@ class ThreadRunner:
         # An asyncio semaphore belongs to one event loop, a function may serve several in turn.
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._max_abandoned = max_abandoned
-        self._left: dict[Future[Any], float] = {}  # calls that run and that nobody waits for -> when their limit passes
-        self._lock = threading.Lock()
+        self._abandoned: set[Future[Any]] = set()
+        self._running: set[asyncio.Task[Any]] = set()  # event loops hold their tasks weakly
 
     @property
     def num_abandoned(self) -> int:
         """Threads that outlived their call's time limit and still run."""
-        now = time.monotonic()
-        with self._lock:
-            return sum(deadline <= now for deadline in self._left.values())
+        return len(self._abandoned)
 
     async def run(self, work: Callable[[], Result], timeout_s: float) -> Result:
         """Run `work`, which must not raise, in a thread.
@@ -64,59 +60,29 @@ class ThreadRunner:
         """
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_threads))
         await slots.acquire()  # the calls that hold them have limits
-        keeps_slot = False
+        # A task of its own: it keeps the slot where the caller is cancelled.
+        task = asyncio.create_task(self._run(work, timeout_s, slots))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    async def _run(self, work: Callable[[], Result], timeout_s: float, slots: asyncio.Semaphore) -> Result:
         try:
-            abandoned = self.num_abandoned
-            if abandoned >= self._max_abandoned:
+            if self.num_abandoned >= self._max_abandoned:
                 raise ThreadsExhaustedError(
-                    f"{self._name}: {abandoned} of its threads still run past their time limit, and threads "
+                    f"{self._name}: {self.num_abandoned} of its threads still run past their time limit, and threads "
                     "cannot be killed"
                 )
             future, make = _job(work)
             threading.Thread(target=make, name=self._name, daemon=True).start()
-            deadline = time.monotonic() + timeout_s
             try:
-                return await result_within(future, timeout_s)
-            except TimeoutError:
-                self._leave(future, time.monotonic())
-                raise
-            except asyncio.CancelledError:
-                self._leave(future, deadline)
-                _release_later(slots, future, deadline)
-                keeps_slot = True
+                return await _result_within(future, timeout_s)
+            except (TimeoutError, asyncio.CancelledError):  # the latter: the event loop ends
+                self._abandoned.add(future)
+                future.add_done_callback(self._abandoned.discard)
                 raise
         finally:
-            if not keeps_slot:
-                slots.release()
-
-    def _leave(self, future: Future[Any], deadline: float) -> None:
-        with self._lock:
-            self._left[future] = deadline
-        future.add_done_callback(self._forget)
-
-    def _forget(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._left.pop(future, None)
-
-
-def _release_later(slots: asyncio.Semaphore, future: Future[Any], deadline: float) -> None:
-    """Release a slot when `future` is done or the deadline has passed, whichever comes first."""
-    loop = asyncio.get_running_loop()
-    is_held = True
-
-    def release() -> None:
-        nonlocal is_held
-        if is_held:
-            is_held = False
-            timer.cancel()
             slots.release()
-
-    def release_from_thread(_: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits for its slots any more
-            loop.call_soon_threadsafe(release)
-
-    timer = loop.call_later(max(0.0, deadline - time.monotonic()), release)
-    future.add_done_callback(release_from_thread)
 
 
 class InstanceThread:
@@ -141,27 +107,20 @@ class InstanceThread:
 
     async def run(self, work: Callable[[], Result], timeout_s: float) -> Result:
         """Run `work`; it goes on in the thread where this is cancelled or too slow (TimeoutError)."""
-        return await result_within(self.post(work), timeout_s)
+        return await _result_within(self.post(work), timeout_s)
 
     def stop(self) -> None:
         """End the thread after what is already there."""
         self._queue.put(None)
 
 
-async def result_within(future: Future[Result], timeout_s: float) -> Result:
-    """The result of work in another thread; TimeoutError after `timeout_s` seconds."""
-    waiter = asyncio.wrap_future(future)
-    try:
-        done, _ = await asyncio.wait({waiter}, timeout=timeout_s)
-        if not done:
-            raise TimeoutError
-        return waiter.result()
-    finally:
-        waiter.cancel()  # without effect on one that is done
+async def _result_within(future: Future[Result], timeout_s: float) -> Result:
+    async with asyncio.timeout(timeout_s):
+        return await asyncio.wrap_future(future)
 
 
 def _job(work: Callable[[], Result]) -> tuple[Future[Result], Callable[[], None]]:
-    """The result to be, and what makes it, with the caller's context variables."""
+    """The future result, and what makes it, with the caller's context variables."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()  # so that nobody's cancellation makes set_result raise
     context = contextvars.copy_context()

@@ -161,15 +161,6 @@ def test_an_unusable_reset_is_said_and_breaks_the_instance(returned: Any, proble
     with_one("Bare", use)
 
 
-@pytest.mark.parametrize(("returned", "reward"), [(None, None), (1, 1.0), (True, 1.0), (0.25, 0.25)])
-def test_a_reward_is_a_number_or_none(returned: Any, reward: float | None) -> None:
-    async def use(environment: Environment) -> float | None:
-        await environment.reset({"reward": returned})
-        return await environment.get_reward()
-
-    assert with_one("Full", use) == reward
-
-
 @pytest.mark.parametrize(
     ("returned", "problem"),
     [
@@ -182,8 +173,11 @@ def test_a_reward_is_a_number_or_none(returned: Any, reward: float | None) -> No
         ("good", "`get_reward` returned 'good' (str); it must be a number or None"),
     ],
 )
-def test_an_unusable_reward_is_said(returned: Any, problem: str) -> None:
+def test_a_reward_is_a_number_or_none_and_another_is_said(returned: Any, problem: str) -> None:
     async def use(environment: Environment) -> None:
+        for usable, reward in ((None, None), (True, 1.0), (0.25, 0.25)):
+            await environment.reset({"reward": usable})
+            assert await environment.get_reward() == reward
         await environment.reset({"reward": returned})
         with pytest.raises(EnvironmentCallError) as caught:
             await environment.get_reward()

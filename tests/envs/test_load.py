@@ -99,15 +99,6 @@ def test_one_environment_needs_no_column_but_a_column_must_name_it() -> None:
             environments.for_row({"environment": "other"})
 
 
-def test_required_columns_of_reset_are_checked() -> None:
-    with loaded(only=section("Database")) as environments:
-        assert environments.check_rows([{"text": "a", "seed": 1}]) == []
-        (problem,) = environments.check_rows([{"text": "a", "prompt": "p"}])
-    assert problem.startswith(
-        "row 0: `reset` of Database (environments.only) needs the column(s) ['seed'], but there are ['prompt'"
-    )
-
-
 def test_reward_weights_are_by_class_and_one_class_has_one_weight() -> None:
     """R1.13"""
     sections = {"a": section("Full", reward_weight=0.5), "b": section("Full", reward_weight=0.5), "c": section("Bare")}
@@ -118,19 +109,3 @@ def test_reward_weights_are_by_class_and_one_class_has_one_weight() -> None:
         assert environments.all_have_rewards
     with pytest.raises(ConfigError, match=r"\['a', 'b'\] are all Full, .* differ: \[0.5, 1.0\]"):
         load_environments({"a": section("Full", reward_weight=0.5), "b": section("Full")})
-
-
-def test_settings_and_attributes_without_effect_are_noted() -> None:
-    with loaded(only=section("Attributes", reward_weight=2.0)) as environments:
-        assert environments.notes == [
-            "environments.only: `is_done` is no method, so it is not called",
-            "environments.only: `reward_weight` has no effect, for there is no `get_reward`",
-        ]
-
-
-def test_no_environments_are_none() -> None:
-    environments = load_environments({}, load_tools([ToolSection(function="tests.tools.sample_tools:multiply")]))
-    assert len(environments) == 0
-    assert [schema["function"]["name"] for schema in environments.schemas_for({"environment": "x"})] == ["multiply"]
-    assert environments.check_rows([{"environment": "x"}]) == []
-    asyncio.run(environments.close())

@@ -23,7 +23,7 @@ def test_the_code_of_the_readme_loads_in_every_role(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path)
     try:
         (reward,) = load_rewards([RewardSection(function="mine:exact_answer")])
-        assert reward.missing_columns(["answer"]) == []
+        assert reward.lack(["answer"]) is None
         tools = load_tools([ToolSection(function="mine:multiply")])
         assert [tool.name for tool in tools] == ["multiply"]
         environments = load_environments({"counter": EnvironmentSection(factory="mine:Counter")}, tools)

@@ -81,26 +81,9 @@ def dies(completions: list[str], **kwargs: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-async def blocks_the_loop(completions: list[str], answer: list[str]) -> list[float]:
-    time.sleep(0.4 if completions == [""] else 0.0)  # noqa: ASYNC251 - the fault
-    return [float(c == gold) for c, gold in zip(completions, answer, strict=True)]
-
-
 def slow_on_nothing(completions: list[str], answer: list[str]) -> list[float]:
     time.sleep(0.3 if completions == [""] else 0.0)
     return [float(c == gold) for c, gold in zip(completions, answer, strict=True)]
-
-
-def burns_on_nothing(completions: list[str], answer: list[str]) -> list[float]:
-    end = time.thread_time() + (0.3 if completions == [""] else 0.0)
-    while time.thread_time() < end:
-        pass
-    return [float(c == gold) for c, gold in zip(completions, answer, strict=True)]
-
-
-def contents(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """As TRL's documentation writes it: the first message's content."""
-    return [float(c[0]["content"].strip() == gold) for c, gold in zip(completions, answer, strict=True)]
 
 
 def prints(completions: list[str], answer: list[str]) -> list[float]:

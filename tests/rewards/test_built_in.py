@@ -9,7 +9,6 @@ import pytest
 from grpo_async.rewards.format import think_format
 from grpo_async.rewards.length import cosine_length, soft_overlong
 from grpo_async.rewards.text import (
-    after_thinking,
     exact_match,
     final_text,
     last_boxed,
@@ -31,11 +30,6 @@ def test_final_text_is_the_last_assistant_message() -> None:
     assert final_text([{"role": "assistant", "content": None, "tool_calls": []}]) == ""
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
     assert final_text([{"role": "assistant", "content": parts}]) == "ab"
-
-
-def test_after_thinking_is_what_follows_the_last_tag() -> None:
-    assert after_thinking("<think>1</think>2</think> 3") == " 3"
-    assert after_thinking("no tags") == "no tags"
 
 
 @pytest.mark.parametrize(
@@ -100,9 +94,7 @@ def test_exact_match_ignores_outer_space_and_thinking() -> None:
     answers = ["Paris", "Paris", "Paris", "Paris", None]
     assert exact_match(completions, answers) == [1.0, 1.0, 0.0, 1.0, None]
     assert exact_match(["paris"], ["Paris"], ignore_case=True) == [1.0]
-
-
-def test_regex_match_searches_anywhere() -> None:
+    assert exact_match(["<think>1</think>2</think> 3"], ["3"]) == [1.0]
     assert regex_match(["say 12 times", _chat("never")], pattern=r"\d{2}") == [1.0, 0.0]
 
 

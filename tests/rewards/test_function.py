@@ -17,7 +17,7 @@ from grpo_async.rewards.call import RewardTimeoutError
 from grpo_async.user_code.calls import TimedCaller
 from grpo_async.user_code.threads import ThreadRunner
 from tests.rewards import faulty_rewards
-from tests.rewards.helpers import FAULTY, TRL, loaded, score
+from tests.rewards.helpers import FAULTY, loaded, score
 from tests.support.waiting import until
 
 
@@ -96,26 +96,6 @@ def test_an_unusable_result_is_an_error_that_names_function_and_index(raw: Any, 
     assert text in str(caught.value)
 
 
-def test_an_error_of_the_function_is_chained() -> None:
-    with (
-        loaded(f"{FAULTY}:raises") as reward,
-        pytest.raises(RewardError, match="reward `raises`: raised KeyError") as e,
-    ):
-        asyncio.run(score(reward, ["a"]))
-    assert isinstance(e.value.__cause__, KeyError)
-
-
-def test_sys_exit_in_a_reward_is_an_error_of_that_call_only() -> None:
-    with loaded(f"{FAULTY}:exits") as reward, pytest.raises(RewardError, match="raised SystemExit: enough"):
-        asyncio.run(score(reward, ["a"]))
-
-
-def test_a_missing_column_is_named_with_what_there_is() -> None:
-    with loaded(f"{TRL}:boxed_reward") as reward, pytest.raises(RewardError) as caught:
-        asyncio.run(score(reward, ["a"], columns={"answer": ["1"]}))
-    assert "needs the column(s) ['ground_truth'], but the data has ['answer']" in str(caught.value)
-
-
 def test_only_accepted_columns_are_passed_and_arguments_win_over_columns() -> None:
     def strict(completions: list[str], level: int) -> list[float]:
         return [float(level)] * len(completions)
@@ -128,12 +108,6 @@ def test_lists_of_unequal_length_are_refused() -> None:
     reward = RewardFunction(lambda completions: [0.0] * len(completions))
     with pytest.raises(ValueError, match=r"one entry per completion.*column 'answer'.: 1"):
         asyncio.run(score(reward, ["a", "b"], columns={"answer": ["1"]}))
-
-
-def test_a_function_that_needs_environments_is_told_where_there_are_none() -> None:
-    with loaded(f"{TRL}:counter_reward") as reward, pytest.raises(RewardError) as caught:
-        asyncio.run(score(reward, ["a"]))
-    assert "needs `environments`, but the run has none; give it a section `environments`" in str(caught.value)
 
 
 def test_a_function_that_empties_its_lists_does_not_disturb_the_caller() -> None:
@@ -177,18 +151,6 @@ def test_log_metric_averages_and_leaves_out_nan() -> None:
     assert outcome.values == [4.0]
     assert outcome.extra_columns == {"upper": ["AB"]}
     assert outcome.metrics == {"share": 0.75}  # (1.0 + 0.5) / 2
-
-
-def test_the_event_loop_runs_while_a_thread_blocks(released: None) -> None:
-    async def run() -> list[float | None]:
-        with loaded(f"{FAULTY}:blocks") as reward:
-            task = asyncio.create_task(score(reward, ["a"]))
-            await asyncio.sleep(0.05)  # the loop is free, or this would not return
-            assert not task.done()
-            faulty_rewards.release.set()
-            return (await task).values
-
-    assert asyncio.run(run()) == [0.0]
 
 
 def test_a_thread_past_its_time_limit_is_an_error_and_too_many_are_refused(released: None) -> None:

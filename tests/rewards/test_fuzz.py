@@ -38,15 +38,6 @@ def test_of_a_whole_solution_the_final_part_is_tried_too(solution: str, core: st
     assert rf"\boxed{{{core}}}" in gold
 
 
-def test_the_same_seed_gives_the_same_garbage_and_rows_differ() -> None:
-    def garbage(number: int, seed: int) -> list[Any]:
-        return _texts(make_cases(_prompt(number=number), gold=None, other_gold=None, seed=seed), CaseKind.GARBAGE)
-
-    assert garbage(0, 0) == garbage(0, 0)
-    assert garbage(0, 0) != garbage(0, 1)
-    assert garbage(0, 0) != garbage(1, 0)
-
-
 def test_a_conversational_row_gets_messages_and_some_shapes_of_its_own() -> None:
     cases = make_cases(_prompt([{"role": "user", "content": "Hi?"}]), gold="72", other_gold=None, seed=0)
     assert cases[0].completion == [{"role": "assistant", "content": "72"}]

@@ -16,25 +16,12 @@ def _message(*functions: str, **section: object) -> str:
     return str(caught.value)
 
 
-def test_a_module_that_is_not_there_is_named_with_its_nearest() -> None:
-    message = _message("tests.rewards.trl_style_reward:x")
-    assert message.startswith("rewards.0.function: tests.rewards.trl_style_reward:x: there is no module")
-    assert "`trl_style_rewards`; did you mean that?" in message
-
-
 def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rewards_of_the_user.py").write_text("def f(completions):\n    return [1.0] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["/usr/lib/nothing-here"])
     (reward,) = load_rewards([RewardSection(function="rewards_of_the_user:f")])
     assert reward.name == "f"
-
-
-def test_a_module_that_needs_another_one_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "needy.py").write_text("import surely_not_installed\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert "importing `needy` failed: No module named 'surely_not_installed'" in _message("needy:f")
 
 
 def test_a_module_that_raises_says_what_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,66 +32,40 @@ def test_a_module_that_raises_says_what_and_where(tmp_path: Path, monkeypatch: p
     assert "broken_at_import.py, line 2" in message
 
 
-def test_an_attribute_that_is_not_there_is_named_with_its_nearest() -> None:
-    assert "has no `boxed_rewards`; it has `boxed_reward`; did you mean that?" in _message(f"{TRL}:boxed_rewards")
-
-
 @pytest.mark.parametrize(
-    ("attribute", "text"),
+    ("function", "section", "text"),
     [
-        ("a_number", "is a int, which cannot be called"),
-        ("NotAnInstance", "is a class; make an instance"),
-        ("positional_only", "['completions'] are positional-only"),
-        ("takes_nothing", "takes no keyword arguments"),
+        ("tests.rewards.trl_style_reward:x", {}, "there is no module `tests.rewards.trl_style_reward`"),
+        (f"{TRL}:boxed_rewards", {}, "has no `boxed_rewards`; it has `boxed_reward`; did you mean that?"),
+        (f"{FAULTY}:a_number", {}, "is a int, which cannot be called"),
+        (f"{FAULTY}:NotAnInstance", {}, "is a class; make an instance"),
+        (f"{FAULTY}:positional_only", {}, "['completions'] are positional-only"),
+        (f"{FAULTY}:takes_nothing", {}, "takes no keyword arguments"),
+        (f"{FAULTY}:burns", {"arguments": {"second": 1.0}}, "arguments.second: "),
+        (f"{TRL}:scaled", {"arguments": {"prompts": []}}, "arguments.prompts: every reward gets `prompts`"),
+        (f"{TRL}:counter_reward", {"run_in": "process"}, "run_in: process: "),
     ],
 )
-def test_what_cannot_be_a_reward_is_refused(attribute: str, text: str) -> None:
-    assert text in _message(f"{FAULTY}:{attribute}")
-
-
-def test_an_argument_that_the_function_does_not_take_is_refused() -> None:
-    message = _message(f"{FAULTY}:burns", arguments={"second": 1.0})
-    assert message.startswith("rewards.0.arguments.second:")
-    assert "it takes ['completions', 'seconds']" in message
-
-
-def test_an_argument_that_the_run_provides_is_refused() -> None:
-    assert "rewards.0.arguments.prompts: every reward gets `prompts`" in _message(
-        f"{TRL}:scaled", arguments={"prompts": []}
-    )
+def test_what_cannot_be_a_reward_is_refused(function: str, section: dict[str, object], text: str) -> None:
+    assert text in _message(function, **section)
 
 
 def test_all_problems_come_at_once_with_their_index() -> None:
-    lines = _message(f"{TRL}:zzz", f"{FAULTY}:a_number").splitlines()
-    assert [line.split(":")[0] for line in lines] == ["rewards.0.function", "rewards.1.function"]
+    lines = _message(f"{TRL}:zzz", f"{FAULTY}:a_number", f"{TRL}:scaled_by_ten", f"{TRL}:scaled").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["rewards.0.function", "rewards.1.function", "rewards"]
+    assert "the name `scaled` belongs to more than one function" in lines[2]
 
 
-def test_two_functions_of_one_name_are_refused() -> None:
-    message = _message(f"{TRL}:scaled_by_ten", f"{TRL}:scaled")
-    assert "the name `scaled` belongs to more than one function" in message
-
-
-def test_missing_columns_are_known_before_the_run() -> None:
-    (reward,) = load_rewards([RewardSection(function=f"{TRL}:boxed_reward")])
-    assert reward.missing_columns(["answer"]) == ["ground_truth"]
-    assert reward.missing_columns(["ground_truth"]) == []
-
-
-def test_missing_environments_are_known_before_the_run() -> None:
+def test_missing_columns_and_environments_are_known_before_the_run() -> None:
     (reward,) = load_rewards([RewardSection(function=f"{TRL}:counter_reward")])
     assert reward.needs_environments
-    assert reward.missing_columns(["answer"]) == ["environments"]
-    assert reward.missing_columns(["answer"], has_environments=True) == []
     assert "the run has none" in (reward.lack(["answer"]) or "")
     assert reward.lack(["answer"], has_environments=True) is None
     (reward,) = load_rewards([RewardSection(function=f"{TRL}:counter_if_there_is_one")])
     assert not reward.needs_environments
-
-
-def test_environments_cannot_be_sent_to_a_process() -> None:
-    message = _message(f"{TRL}:counter_reward", run_in="process")
-    assert message.startswith("rewards.0.run_in: process:")
-    assert "leave out `run_in`, or score in the environment's `get_reward`" in message
+    (reward,) = load_rewards([RewardSection(function=f"{TRL}:boxed_reward")])
+    assert "needs the column(s) ['ground_truth'], but the data has ['answer']" in (reward.lack(["answer"]) or "")
+    assert reward.lack(["ground_truth"]) is None
 
 
 @pytest.mark.parametrize(

@@ -205,61 +205,43 @@ def test_garbage_is_worth_nothing_in_all_tasks() -> None:
 
 # ------------------------------------------------------------------------------- answers that a scorer would evaluate
 
-ATTACKS = [
-    "__import__('os').system('true')",
-    " __import__('os').system('true')",
-    "\t\n print(1)",
-    "().__class__.__bases__",
-    "[x for x in ().__class__.__mro__]",
-    "(lambda: 1)()",
-    "exec('1')",
-    "f'{print(1)}'",
-    "[0] * 10**9",
-    "getattr(int, 'x')",
-    "(y := 1)",
-]
 
-
-@pytest.mark.parametrize("text", ATTACKS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('true')",
+        " __import__('os').system('true')",
+        "\t\n print(1)",
+        "().__class__.__bases__",
+        "[x for x in ().__class__.__mro__]",
+        "(lambda: 1)()",
+        "f'{print(1)}'",
+        "[0] * 10**9",
+        "getattr(int, 'x')",
+        "(y := 1)",
+    ],
+)
 def test_code_is_neither_a_literal_nor_a_formula(text: str) -> None:
     assert not is_harmless_literal(text)
     assert not is_formula(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["[[0, 1], [1, 0]]", "['A', 'B']", "('_', 'Q')", "ABC", "0 1 2\n1 0 1", "-3", "{}", "", "(((("]
-)
-def test_lists_and_text_that_is_no_python_are_harmless(text: str) -> None:
-    assert is_harmless_literal(text)
+def test_lists_text_and_formulas_pass() -> None:
+    harmless = ["[[0, 1], [1, 0]]", "['A', 'B']", "('_', 'Q')", "ABC", "0 1 2\n1 0 1", "-3", "{}", "", "(((("]
+    assert [text for text in harmless if not is_harmless_literal(text)] == []
+    formulas = [
+        "(8 - 2) * 4",
+        "x**2/2 + sin(2*x) + C",
+        "-31.5*X**6/7",
+        "exp(-x)*log(x)",
+        " 1 + 1 ",
+        "x**(1/2)",
+        "2**-3",
+    ]
+    assert [text for text in formulas if not is_formula(text)] == []
 
 
-@pytest.mark.parametrize(
-    "text", ["(8 - 2) * 4", "x**2/2 + sin(2*x) + C", "-31.5*X**6/7", "exp(-x)*log(x)", " 1 + 1 ", "x**(1/2)", "2**-3"]
-)
-def test_formulas_pass(text: str) -> None:
-    assert is_formula(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "9**9**9",
-        "9**(9**9)",
-        "2**1000000",
-        "2**(50*99999)",
-        "9" * 5000,
-        "x!",
-        "print(1)!",
-        "0.2[1]",
-        "24 # 1 2 3 4",
-        "'a'",
-        "sin(x, evaluate=1)",
-        "x.diff",
-        "1 2",
-        "",
-        "True",
-        "a if b else c",
-    ],
-)
-def test_what_would_compute_for_ever_or_is_rewritten_by_sympy_is_no_formula(text: str) -> None:
-    assert not is_formula(text)
+def test_what_would_compute_for_ever_or_is_rewritten_by_sympy_is_no_formula() -> None:
+    texts = ["9**9**9", "9**(9**9)", "2**1000000", "2**(50*99999)", "9" * 5000, "x!", "print(1)!", "0.2[1]", "24 # 1 2 3 4",
+             "'a'", "sin(x, evaluate=1)", "x.diff", "1 2", "", "True", "a if b else c"]  # fmt: skip
+    assert [text for text in texts if is_formula(text)] == []

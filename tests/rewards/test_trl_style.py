@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from tests.rewards.helpers import TRL, loaded, score, values_of
 
 
-def test_a_function_with_only_kwargs_beside_completion_ids_gets_the_ids() -> None:
-    assert values_of(f"{TRL}:length_in_tokens", ["a", "b"]) == [1.0, 2.0]
-
-
-def test_the_spelling_of_the_documentation_is_understood() -> None:
-    assert values_of(f"{TRL}:documented_spelling", ["a", "b"]) == [1.0, 2.0]
-
-
-def test_a_function_gets_prompts_completions_and_ids_together() -> None:
-    # "What is it?" has 11 characters: 11 + 2 + 1 and 11 + 0 + 2
-    assert values_of(f"{TRL}:all_three", ["ab", ""]) == [14.0, 13.0]
-
-
-def test_a_conversational_completion_arrives_as_messages() -> None:
-    good = [{"role": "assistant", "content": "<think>so</think><answer>12</answer>"}]
-    bad = [{"role": "assistant", "content": "12"}]
-    assert values_of(f"{TRL}:format_reward", [good, bad]) == [1.0, 0.0]
-
-
-def test_a_column_of_the_data_arrives_as_keyword() -> None:
-    completions = [r"It is \boxed{2}.", r"It is \boxed{6}."]
-    columns = {"ground_truth": ["2", "5"], "unrelated": [0, 0]}
-    assert values_of(f"{TRL}:boxed_reward", completions, columns) == [1.0, 0.0]
-
-
-def test_multi_task_functions_answer_none_where_they_do_not_apply() -> None:
-    """R1.11: the documentation's pair of functions for two tasks, as it is written there."""
-    completions = ["it is 4", "def f(): pass", "it is 5"]
-    columns = {"task": ["math", "coding", "math"]}
-    assert values_of(f"{TRL}:math_reward_func", completions, columns) == [1.0, None, -1.0]
-    assert values_of(f"{TRL}:coding_reward_func", completions, columns) == [None, 1.0, None]
+@pytest.mark.parametrize(
+    ("function", "completions", "columns", "values"),
+    [
+        ("length_in_tokens", ["a", "b"], {}, [1.0, 2.0]),
+        ("documented_spelling", ["a", "b"], {}, [1.0, 2.0]),
+        ("all_three", ["ab", ""], {}, [14.0, 13.0]),  # "What is it?" has 11 characters: 11 + 2 + 1 and 11 + 0 + 2
+        ("format_reward", [[{"role": "assistant", "content": "<think>so</think><answer>12</answer>"}],
+                           [{"role": "assistant", "content": "12"}]], {}, [1.0, 0.0]),
+        ("boxed_reward", [r"It is \boxed{2}.", r"It is \boxed{6}."], {"ground_truth": ["2", "5"], "unrelated": [0, 0]},
+         [1.0, 0.0]),
+        ("math_reward_func", ["it is 4", "def f(): pass", "it is 5"], {"task": ["math", "coding", "math"]}, [1.0, None, -1.0]),
+        ("coding_reward_func", ["it is 4", "def f(): pass", "it is 5"], {"task": ["math", "coding", "math"]}, [None, 1.0, None]),
+        ("async_reward", ["is 4", "is 5"], {"ground_truth": ["4", "4"]}, [1.0, 0.0]),
+        ("async_partial", ["4"], {"ground_truth": ["4"]}, [1.0]),
+    ],
+)  # fmt: skip
+def test_functions_of_the_documentation_get_what_they_ask_for(
+    function: str, completions: list[Any], columns: dict[str, list[Any]], values: list[float | None]
+) -> None:
+    """R1.11: sync or async, functions or partials, for plain text or messages; None where they do not apply."""
+    assert values_of(f"{TRL}:{function}", completions, columns) == values
 
 
 class Counting:
@@ -73,12 +64,8 @@ def test_a_function_in_a_process_gets_no_environments_but_the_rest() -> None:
     assert _with_environments("counter_if_there_is_one", [Counting(3), Counting(5)], run_in="process") == [None, None]
 
 
-def test_an_async_function_is_awaited() -> None:
-    assert values_of(f"{TRL}:async_reward", ["is 4", "is 5"], {"ground_truth": ["4", "4"]}) == [1.0, 0.0]
-
-
 def test_names_of_functions_partials_and_objects_and_an_async_call_is_awaited() -> None:
-    """R1.11: names of functions, partials and callable objects; an async `__call__` is awaited."""
+    """R1.11: names of functions, partials and callable objects; an async `__call__` is awaited. The section's name wins."""
     cases = {
         "length_in_characters": ("length_in_characters", [3.0]),
         "scaled_by_ten": ("scaled", [30]),
@@ -89,12 +76,9 @@ def test_names_of_functions_partials_and_objects_and_an_async_call_is_awaited() 
         with loaded(f"{TRL}:{attribute}") as reward:
             assert reward.name == name
             assert asyncio.run(score(reward, ["abc"])).values == values
-
-
-def test_an_async_partial_is_awaited_and_a_name_in_the_section_wins() -> None:
-    with loaded(f"{TRL}:async_partial", name="judge") as reward:
+    with loaded(f"{TRL}:scaled", name="judge", arguments={"factor": 3}) as reward:
         assert reward.name == "judge"
-        assert asyncio.run(score(reward, ["4"], columns={"ground_truth": ["4"]})).values == [1.0]
+        assert asyncio.run(score(reward, ["ab"])).values == [6.0]
 
 
 def test_several_extra_columns_and_a_metric_are_kept_as_documented() -> None:
@@ -109,8 +93,3 @@ def test_several_extra_columns_and_a_metric_are_kept_as_documented() -> None:
 def test_a_function_sees_the_state_of_the_trainer(step: int, value: float) -> None:
     with loaded(f"{TRL}:curriculum") as reward:
         assert asyncio.run(score(reward, ["a"], step=step)).values == [value]
-
-
-def test_arguments_of_the_section_are_bound() -> None:
-    with loaded(f"{TRL}:scaled", arguments={"factor": 3}) as reward:
-        assert asyncio.run(score(reward, ["ab"])).values == [6.0]

@@ -88,20 +88,6 @@ def test_a_limit_that_only_seems_to_hold_is_not_claimed(monkeypatch: pytest.Monk
     assert [c.name for c in capabilities() if not c.is_available] == ["processes"]
 
 
-def test_the_restrictions_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def try_restrictions() -> Findings:
-        calls.append(1)
-        return _NOTHING
-
-    monkeypatch.setattr("grpo_async.sandbox.restrictions._findings", None)
-    monkeypatch.setattr("grpo_async.sandbox.restrictions.try_restrictions", try_restrictions)
-    capabilities()
-    startup_notes(require=())
-    assert calls == [1]
-
-
 def test_a_refused_mechanism_is_replaced_by_the_next_and_its_answer_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[set[str]] = []
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.errors import ConfigError
 from grpo_async.sandbox import Sandbox, SandboxLimits, SandboxStatus
 from grpo_async.sandbox.execution import find_interpreter
 from tests.sandbox.support import Run, descendants
@@ -129,11 +128,6 @@ def test_an_owner_that_ignores_the_death_of_children_still_gets_results(restrict
         signal.signal(signal.SIGCHLD, handler)
 
 
-def test_text_that_is_not_utf8_is_marked(run_strongest: Run) -> None:
-    result = run_strongest("import os; os.write(1, b'a\\xff\\xe2\\x82'); os.write(1, b'\\xac'); os.write(2, b'\\xe2')")
-    assert (result.stdout, result.stderr) == ("a�€", "�")
-
-
 def test_reading_stdin_ends_with_what_was_given(run_strongest: Run) -> None:
     assert run_strongest("import sys; print(len(sys.stdin.read()))").stdout == "0\n"
     assert run_strongest("import sys; print(len(sys.stdin.read()))", stdin="x" * 1_000_000).stdout == "1000000\n"
@@ -185,13 +179,6 @@ def test_no_descriptor_and_no_directory_is_left_behind(
         run(code)
     assert len(os.listdir("/dev/fd")) == len(before)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_limits_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`wall_s` is 0; it must be a number above 0"):
-        SandboxLimits(wall_s=0)
-    with pytest.raises(ConfigError, match=r"`memory_mb` is 0\.5; it must be a whole number"):
-        SandboxLimits(memory_mb=0.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -95,19 +95,6 @@ def test_calls_with_one_serial_key_run_one_after_the_other_in_their_order() -> N
     assert events == ["begin 0", "end 0", "begin 1", "end 1", "begin 2", "end 2"]
 
 
-def test_an_unread_call_is_answered_with_its_error_and_nothing_is_called() -> None:
-    calls: list[int] = []
-
-    def probe() -> None:
-        """Notes the call."""
-        calls.append(1)
-
-    unread = ToolCall(tool_call_id="call00000", name="probe", error="this is no JSON: {")
-    (record,) = execute([probe], [unread])
-    assert error_of(record) == "this is no JSON: {"
-    assert calls == []
-
-
 def test_an_unknown_tool_is_answered_with_those_that_there_are() -> None:
     far, near = execute([sample_tools.multiply, sample_tools.async_add], [call("fly"), call("multipy")])
     assert error_of(far) == "there is no tool 'fly'; there is multiply, async_add"
@@ -167,10 +154,3 @@ def test_a_cancelled_turn_cancels_its_calls() -> None:
         await until(cancelled.is_set)
 
     asyncio.run(run())
-
-
-def test_schemas_are_those_of_the_tools_and_names_are_unique() -> None:
-    tool = Tool.from_function(sample_tools.multiply)
-    assert ToolExecutor([tool], max_result_chars=16).schemas == [tool.schema]
-    with pytest.raises(ValueError, match="different names"):
-        ToolExecutor([tool, tool], max_result_chars=16)

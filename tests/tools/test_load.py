@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -16,12 +15,6 @@ SAMPLES = "tests.tools.sample_tools"
 
 def section(attribute: str, **fields: Any) -> ToolSection:
     return ToolSection(function=f"{SAMPLES}:{attribute}", **fields)
-
-
-def test_tools_are_loaded_with_their_fixed_arguments() -> None:
-    tools = load_tools([section("multiply"), section("search", arguments={"index": "books"}), section("shout")])
-    assert [tool.name for tool in tools] == ["multiply", "search", "shout"]
-    assert asyncio.run(tools[1].call({"query": "cats"})) == "cats in books, 3, asc"
 
 
 def test_every_problem_of_every_tool_is_in_one_error() -> None:

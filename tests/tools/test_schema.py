@@ -36,12 +36,6 @@ def test_a_bound_method_is_described_without_self() -> None:
     }
 
 
-def test_a_callable_object_has_its_classes_name_and_the_docstring_of_its_call() -> None:
-    function = build_spec(sample_tools.greeter).schema["function"]
-    assert (function["name"], function["description"]) == ("Greeter", "Greets somebody.")
-    assert list(function["parameters"]["properties"]) == ["name"]
-
-
 @pytest.mark.parametrize(("function", "hidden"), [(sample_tools.search, {"index"}), (sample_tools.search_books, set())])
 def test_arguments_that_config_or_partial_fix_are_hidden_and_need_no_text_or_type(
     function: Any, hidden: set[str]
