@@ -9,8 +9,8 @@ generate  tokens/s of a server with --in-flight completions at once, and fractio
 train     tokens/s of a training step and MFU = tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see ModelSize
 
 Pushes on GPUs are measured by `push --device cuda`, both sides on one GPU by `asynchrony --engine vllm`.
-Weights are random, made here. Peaks: --peak-tflops, --memory-gbs; else a data sheet's, where the GPU is listed; else what one large
-product and one large copy reach here. Without a GPU and without --device cpu: exit code 2. There are no targets.
+Weights are random, made here. Peaks: --peak-tflops, --memory-gbs; else a data sheet's, where the GPU is listed. Without a GPU and
+without --device cpu: exit code 2. There are no targets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _server
-from benchmarks.report import ROOT, Report, parser_of, seconds_of
+from benchmarks.report import ROOT, Report, parser_of
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _CHILD_TIMEOUT_S = 3600.0
@@ -174,42 +174,21 @@ def listed_peaks(device_name: str) -> Peaks | None:
     return None
 
 
-def _measured_peaks(device: str, dtype: str) -> Peaks:
-    """The best of some runs of one large product and of one large copy: what the machine itself has shown."""
-    import torch
-
-    size, megabytes = (4096, 1024) if device == "cuda" else (1024, 64)
-    left = torch.randn(size, size, dtype=getattr(torch, dtype), device=device)
-    source = torch.zeros(megabytes << 20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-
-    def product() -> None:
-        _ = left @ left
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    def copy() -> None:
-        target.copy_(source)
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    product_s, copy_s = (
-        min([seconds_of(work) for _ in range(6)][1:]) for work in (product, copy)
-    )  # the first warms up
-    memory = 2 * source.nbytes / copy_s  # read and written
-    return Peaks(flops=2 * size**3 / product_s, memory=memory, source="measured here")
-
-
 def _peaks(options: argparse.Namespace) -> Peaks:
+    """Raises: SystemExit, the GPU is not listed and not both are given."""
     import torch
 
     given = {"flops": (options.peak_tflops or 0) * 1e12, "memory": (options.memory_gbs or 0) * 1e9}
     given = {name: value for name, value in given.items() if value}
     if len(given) == 2:
         return Peaks(**given, source="given")
-    listed = listed_peaks(torch.cuda.get_device_name()) if options.device == "cuda" else None
-    peaks = listed or _measured_peaks(options.device, options.dtype)
-    return replace(peaks, **given, source=f"given, else {peaks.source}" if given else peaks.source)
+    if options.device == "cpu":
+        return replace(Peaks(flops=1e12, memory=1e11, source="assumed"), **given)
+    device = torch.cuda.get_device_name()
+    listed = listed_peaks(device)
+    if listed is None:
+        raise SystemExit(f"the peaks of {device} are not listed here; give --peak-tflops and --memory-gbs")
+    return replace(listed, **given, source=f"given, else {listed.source}" if given else listed.source)
 
 
 def generation_bound_s(

@@ -170,7 +170,7 @@ def _make_step(
         else:
             loss = loss_of(*(chunked() if variant == "chunked" else full()), slice(None))
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = sum(float(tensor.grad.float().norm()) ** 2 for tensor in inputs) ** 0.5  # type: ignore[union-attr]
+        norm = float(nn.utils.get_total_norm([tensor.grad.float() for tensor in inputs if tensor.grad is not None]))
         for tensor in inputs:
             tensor.grad = None
         return float(loss.detach()), norm

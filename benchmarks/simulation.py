@@ -114,6 +114,7 @@ def simulate(setup: Setup) -> Outcome:
     admission = Admission(
         groups_per_step=setup.groups_per_step, max_staleness=setup.max_staleness, version=0, last_version=setup.steps
     )
+    worker: RolloutWorker
     buffer = TellingBuffer(
         loop,
         max_groups=setup.queue_steps * setup.groups_per_step,

@@ -83,11 +83,6 @@ class Environment:
     def timeout_s(self) -> float:
         return self._kind.timeout_s
 
-    @property
-    def is_idle(self) -> bool:
-        """No call runs."""
-        return not self._running
-
     async def reset(self, row: Mapping[str, Any]) -> str | None:
         """Begin an episode; returns the text that is added to the prompt.
 
@@ -160,24 +155,26 @@ class Environment:
         if self._running:
             await asyncio.wait(set(self._running), timeout=self.timeout_s + 1.0)
 
+    @property
+    def is_idle(self) -> bool:
+        """No call runs."""
+        return not self._running
+
     def begin_lease(self) -> None:
         """Forget the event loop of the last lease; there must be no call."""
         self._lock = asyncio.Lock()  # asyncio's locks belong to the loop that first waited for them
 
     async def close(self) -> None:
-        """End the instance and its thread. Failures are logged, not raised."""
-        if "close" in self._kind.methods and self.broken is None:
-            try:
-                await self._call("close", UserCall(self.instance.close))
-            except EnvironmentCallError as error:
-                logger.warning("%s", error)
-        self.broken = self.broken or "it was closed"
-        self._thread.stop()
+        """End the instance and its thread, within the time limit of a call. Failures are logged, not raised."""
+        freed = asyncio.wrap_future(self.discard())
+        done, _ = await asyncio.wait({freed}, timeout=self.timeout_s)
+        if not done:
+            logger.warning("environment `%s`: `close` took longer than %g s", self.name, self.timeout_s)
 
     def discard(self) -> Future[None]:
         """End the instance without waiting: `close` runs behind a call that hangs in the instance's thread, and the future is done
         when the thread is free and `close` has come to an end, which has the time limit of every call if it is async."""
-        self.broken = self.broken or "it was given up"
+        self.broken = self.broken or "it was closed"
         freed = self._thread.post(self._close_in_thread)
         self._thread.stop()
         return freed

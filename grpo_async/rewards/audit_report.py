@@ -1,6 +1,6 @@
 """What the observations of one reward function mean, and the report of its check: behind `grpo-async check-reward`.
 
-A function that scores gold and its twins (another answer in the same shape) alike on every row looks at the form only. That
+A function that scores gold and its lookalikes (another answer in the same shape) alike on every row looks at the form only. That
 is what format and length rewards are for, so it is a note; it is an error if the function asks for the gold column by name.
 All other functions are judged by what they pay: fraction = (score - lowest of the row) / (gold - lowest of the row).
 
@@ -150,10 +150,10 @@ class _Table:
                 self.golds[row] = max(got)
 
     def is_blind(self) -> bool:
-        """Whether gold and twins always got the same, and there was something to compare. Where gold has no twins (no letters or
-        digits) the answers of other rows stand for them."""
+        """Whether gold and lookalikes always got the same, and there was something to compare. Where gold has no lookalikes (no
+        letters or digits) the answers of other rows stand for them."""
         kinds = {case.kind for row in self.rows.values() for case, _ in row}
-        kind = CaseKind.TWIN if CaseKind.TWIN in kinds else CaseKind.WRONG
+        kind = CaseKind.LOOKALIKE if CaseKind.LOOKALIKE in kinds else CaseKind.WRONG
         differences = []
         for row in self.rows.values():
             by_rendering = {case.rendering: value for case, value in row if case.kind is CaseKind.GOLD}
@@ -274,7 +274,7 @@ def _paid(table: _Table) -> Iterator[Finding]:
         if gold - floor <= _SAME * table.range:
             continue
         for case, value in table.rows[row]:
-            kind: CaseKind = CaseKind.WRONG if case.kind is CaseKind.TWIN else case.kind
+            kind: CaseKind = CaseKind.WRONG if case.kind is CaseKind.LOOKALIKE else case.kind
             if kind not in _NAMES:
                 continue
             tried[kind].add(row)

@@ -48,7 +48,7 @@ def run_examiner(descriptors: tuple[int, int]) -> None:
     """Main function of the examiner's process: reads the work from stdin, where no other process finds it, and writes one JSON
     line for each step to stdout:
 
-    ["begun"], then ["not loaded", why], or ["total", number of tests] and [test number, passed, why not, whether it was
+    ["started"], then ["not loaded", why], or ["total", number of tests] and [test number, passed, why not, whether it was
     refused] for each, and ["done"]. Where it ends earlier, the tests that it does not name have failed.
     """
     work = read_json(sys.stdin.read())
@@ -60,7 +60,7 @@ def run_examiner(descriptors: tuple[int, int]) -> None:
         verdicts.write("[" + ",".join([peer.encode(item) for item in line]) + "]\n")
         verdicts.flush()
 
-    tell("begun")
+    tell("started")
     try:
         _Examination(peer, work, tell).run()
         tell("done")

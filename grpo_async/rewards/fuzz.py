@@ -4,8 +4,7 @@
 form in which the row's prompt is given: plain text, or messages.
 
 Worked example, gold "72": the gold cases are `72`, `\\boxed{72}`, `<answer>72</answer>`, each also after thinking, and a code
-block; the twins are the same with "83" (other digits, same shape), so a function that scores gold and twin alike looks at the
-form only.
+block; the lookalikes are the same with "83" (other digits, same shape), so a function that scores both alike looks at the form.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class CaseKind(StrEnum):
     """What an input stands for."""
 
     GOLD = "gold"  # the right answer, in one of its renderings
-    TWIN = "twin"  # a gold case with another answer of the same shape
+    LOOKALIKE = "lookalike"  # a gold case with another answer of the same shape
     WRONG = "wrong"  # the answer of another row
     EMPTY = "empty"  # nothing, or white space
     GARBAGE = "garbage"  # noise, lists of guesses, very long repetitions
@@ -39,7 +38,7 @@ class CaseKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One completion for one row. Gold, twin and wrong cases of one `rendering` differ in the answer only."""
+    """One completion for one row. Gold, lookalike and wrong cases of one `rendering` differ in the answer only."""
 
     kind: CaseKind
     name: str
@@ -77,7 +76,7 @@ def make_cases(prompt: Prompt, *, gold: str | None, other_gold: str | None, seed
 
     Args:
         prompt: the row.
-        gold: its right answer; None = there is none, and so no gold, twins or wrong answers.
+        gold: its right answer; None = there is none, and so no gold, lookalikes or wrong answers.
         other_gold: the right answer of another row.
         seed: of the garbage.
     """
@@ -93,8 +92,8 @@ def make_cases(prompt: Prompt, *, gold: str | None, other_gold: str | None, seed
 
 def same_shape(text: str) -> str | None:
     """Another text of the same length and kind of characters: "72 km" -> "83 ln"; None without letters and digits."""
-    twin = "".join(_next(character) for character in text)
-    return None if twin == text else twin
+    lookalike = "".join(_next(character) for character in text)
+    return None if lookalike == text else lookalike
 
 
 def _answers(gold: str | None, other_gold: str | None) -> Iterator[tuple[CaseKind, str, str, str]]:
@@ -104,11 +103,11 @@ def _answers(gold: str | None, other_gold: str | None) -> Iterator[tuple[CaseKin
     if cores[" (final part)"] == gold:
         del cores[" (final part)"]
     for part, core in cores.items():
-        twin = same_shape(core)
+        lookalike = same_shape(core)
         for rendering, text in _renderings(core).items():
             yield CaseKind.GOLD, f"gold, {rendering}{part}", text, rendering + part
-        for rendering, text in _renderings(twin).items() if twin is not None else ():
-            yield CaseKind.TWIN, f"same shape as gold, {rendering}{part}", text, rendering + part
+        for rendering, text in _renderings(lookalike).items() if lookalike is not None else ():
+            yield CaseKind.LOOKALIKE, f"same shape as gold, {rendering}{part}", text, rendering + part
     if other_gold is not None and _key(_final_part(other_gold)) != _key(_final_part(gold)):
         for rendering, text in _renderings(_final_part(other_gold)).items():
             yield CaseKind.WRONG, f"another row's answer, {rendering}", text, rendering

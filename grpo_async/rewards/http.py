@@ -158,8 +158,7 @@ async def remote_reward(
         if unknown:
             raise ValueError(f"columns: the data has no {unknown}; it has {sorted(columns)}")
         columns = {name: columns[name] for name in settings.columns}
-    call = Call(prompts=prompts, completions=completions, completion_ids=completion_ids, columns=columns)
-    requests = requests_for(call, settings)
+    requests = _requests(settings, prompts, completions, completion_ids, columns)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(_scores(settings, request)) for request in requests]
@@ -189,7 +188,7 @@ _Key = tuple[str, str | None, int, float]
 _connections: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, _Connection]] = WeakKeyDictionary()
 
 
-async def _scores(settings: RemoteSettings, request: Request) -> list[float | None]:
+async def _scores(settings: RemoteSettings, request: _Request) -> list[float | None]:
     connection = _connection(settings)
     policy = RetryPolicy(max_retries=settings.max_retries)
     async with connection.slots:  # for requests that have limits
@@ -206,7 +205,7 @@ async def _scores(settings: RemoteSettings, request: Request) -> list[float | No
             f"{settings.url} answered something that is no JSON: {response.content[:200]!r}"
         ) from error
     try:
-        return request.scores(answer)
+        return _read_scores(settings, request, answer)
     except RemoteRewardError as error:
         raise RemoteRewardError(f"{settings.url}: {error}") from error
 
@@ -282,105 +281,64 @@ async def _keep(client: httpx.AsyncClient) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call of the reward function; every list has one entry per completion."""
-
-    prompts: Sequence[Any]
-    completions: Sequence[Any]
-    completion_ids: Sequence[Sequence[int]]
-    columns: Mapping[str, Sequence[Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class _Request:
     """One HTTP request: the completions `first` to `first + count - 1` of the call."""
 
-    format: str
     first: int
     count: int
     body: bytes
-    score_index: int
-
-    def scores(self, answer: Any) -> list[float | None]:
-        """The scores in an answer (parsed JSON), [count].
-
-        Raises:
-            RemoteRewardError: too few or too many scores, one that is missing or not finite, or another shape of answer.
-        """
-        found = _member(answer, "rewards" if self.format == "json" else "data", "an answer")
-        if not isinstance(found, list):
-            raise RemoteRewardError(
-                f"the answer holds {_short(found)} where a list of {self.count} scores should stand"
-            )
-        if len(found) != self.count:
-            last = self.first + self.count - 1
-            raise RemoteRewardError(
-                f"the answer has {len(found)} scores for {self.count} completions ({self.first} to {last})"
-            )
-        if self.format == "json":
-            return [None if value is None else _finite(value, self.first + index) for index, value in enumerate(found)]
-        by_index = {item.get("index"): item for item in found if isinstance(item, dict)}
-        missing = [self.first + index for index in range(self.count) if index not in by_index]
-        if missing:
-            raise RemoteRewardError(f"the answer has no score for completion {missing[0]}")
-        return [self._score(by_index[index], self.first + index) for index in range(self.count)]
-
-    def _score(self, item: Mapping[str, Any], position: int) -> float:
-        where = f"the answer for completion {position}"
-        if self.format == "score":
-            return _finite(_member(item, "score", where), position)
-        values = _member(item, "probs" if self.format == "classify" else "data", where)
-        if isinstance(values, list) and values and isinstance(values[-1], list):
-            values = values[-1]  # a score for every token: that of the last one, as outcome reward models mean it
-        if not isinstance(values, list) or not -len(values) <= self.score_index < len(values):
-            raise RemoteRewardError(
-                f"{where} has {_short(values)}, which has no score_index {self.score_index}; choose one of its positions"
-            )
-        return _finite(values[self.score_index], position)
 
 
-def requests_for(call: Call, settings: RemoteSettings) -> list[Request]:
-    """The requests of one call, in order.
+def _requests(
+    settings: RemoteSettings,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]],
+) -> list[_Request]:
+    """The requests of one call, in order; every list has one entry per completion.
 
     Raises:
         RemoteRewardError: a column cannot be sent as JSON.
     """
-    total, kind = len(call.completions), settings.format
-    has_messages = kind in ("classify", "pooling") and any(not isinstance(c, str) for c in call.completions)
+    kind = settings.format
+    has_messages = kind in ("classify", "pooling") and any(not isinstance(c, str) for c in completions)
     size = 1 if has_messages else settings.batch_size
     requests = []
-    for first in range(0, total, size):
-        count = min(size, total - first)
-        part = slice(first, first + count)
+    for first in range(0, len(completions), size):
+        part = slice(first, first + size)
+        given, made = prompts[part], completions[part]
+        body: dict[str, Any]
         if kind == "json":
-            body = _json_body(call, part, with_ids=settings.send_completion_ids)
+            body = {"prompts": list(given), "completions": list(made)}
+            if settings.send_completion_ids:
+                body["completion_ids"] = [list(ids) for ids in completion_ids[part]]
+            body["columns"] = {name: list(values[part]) for name, values in columns.items()}
         else:
-            body = _pairs(call, part) if kind == "score" else _text_or_messages(call, part)
+            body = _pairs(given, made) if kind == "score" else _text_or_messages(given, made)
             fields = {"model": settings.model, "use_activation": settings.use_activation}
-            body.update({name: value for name, value in fields.items() if value is not None})
-        requests.append(
-            Request(format=kind, first=first, count=count, body=_encoded(body), score_index=settings.score_index)
-        )
+            body |= {name: value for name, value in fields.items() if value is not None}
+        requests.append(_Request(first=first, count=len(made), body=_encoded(body)))
     return requests
 
 
-def _json_body(call: Call, part: slice, *, with_ids: bool) -> dict[str, Any]:
-    body: dict[str, Any] = {"prompts": list(call.prompts[part]), "completions": list(call.completions[part])}
-    if with_ids:
-        body["completion_ids"] = [list(ids) for ids in call.completion_ids[part]]
-    body["columns"] = {name: list(values[part]) for name, values in call.columns.items()}
-    for name, values in body["columns"].items():
-        try:
-            json.dumps(values)
-        except (TypeError, ValueError) as error:
-            raise RemoteRewardError(
-                f"the column `{name}` cannot be sent as JSON ({error}); name the columns to send in `columns`"
-            ) from error
-    return body
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    try:
+        # A model can sample half a surrogate pair; it has no UTF-8, so it travels as an escape.
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        for name, values in body.get("columns", {}).items():
+            try:
+                json.dumps(values, allow_nan=False)
+            except (TypeError, ValueError):
+                raise RemoteRewardError(
+                    f"the column `{name}` cannot be sent as JSON ({error}); name the columns to send in `columns`"
+                ) from error
+        raise RemoteRewardError(f"the request cannot be sent as JSON: {error}") from error
 
 
-def _text_or_messages(call: Call, part: slice) -> dict[str, Any]:
-    pairs = list(zip(call.prompts[part], call.completions[part], strict=True))
+def _text_or_messages(prompts: Sequence[Any], completions: Sequence[Any]) -> dict[str, Any]:
+    pairs = list(zip(prompts, completions, strict=True))
     if all(isinstance(completion, str) for _, completion in pairs):
         return {"input": [_prompt_text(prompt) + completion for prompt, completion in pairs]}
     ((prompt, completion),) = pairs
@@ -389,11 +347,8 @@ def _text_or_messages(call: Call, part: slice) -> dict[str, Any]:
     return {"messages": [_openai(message) for message in [*before, *after]]}
 
 
-def _pairs(call: Call, part: slice) -> dict[str, Any]:
-    return {
-        "queries": [_prompt_text(prompt) for prompt in call.prompts[part]],
-        "documents": [final_text(completion) for completion in call.completions[part]],
-    }
+def _pairs(prompts: Sequence[Any], completions: Sequence[Any]) -> dict[str, Any]:
+    return {"queries": list(map(_prompt_text, prompts)), "documents": list(map(final_text, completions))}
 
 
 def _prompt_text(prompt: Any) -> str:
@@ -413,12 +368,42 @@ def _openai(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else dict(message)
 
 
-def _encoded(body: Mapping[str, Any]) -> bytes:
-    try:
-        # A model can sample half a surrogate pair; it has no UTF-8, so it travels as an escape.
-        return json.dumps(body, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
-        raise RemoteRewardError(f"the request cannot be sent as JSON: {error}") from error
+def _read_scores(settings: RemoteSettings, request: _Request, answer: Any) -> list[float | None]:
+    """The scores in an answer (parsed JSON), [request.count].
+
+    Raises:
+        RemoteRewardError: too few or too many scores, one that is missing or not finite, or another shape of answer.
+    """
+    first, count = request.first, request.count
+    found = _member(answer, "rewards" if settings.format == "json" else "data", "an answer")
+    if not isinstance(found, list):
+        raise RemoteRewardError(f"the answer holds {_short(found)} where a list of {count} scores should stand")
+    if len(found) != count:
+        raise RemoteRewardError(
+            f"the answer has {len(found)} scores for {count} completions ({first} to {first + count - 1})"
+        )
+    if settings.format == "json":
+        return [None if value is None else _finite(value, first + index) for index, value in enumerate(found)]
+    by_index = {item.get("index"): item for item in found if isinstance(item, dict)}
+    missing = [first + index for index in range(count) if index not in by_index]
+    if missing:
+        raise RemoteRewardError(f"the answer has no score for completion {missing[0]}")
+    return [_read_score(settings, by_index[index], first + index) for index in range(count)]
+
+
+def _read_score(settings: RemoteSettings, item: Mapping[str, Any], position: int) -> float:
+    where = f"the answer for completion {position}"
+    if settings.format == "score":
+        return _finite(_member(item, "score", where), position)
+    values = _member(item, "probs" if settings.format == "classify" else "data", where)
+    if isinstance(values, list) and values and isinstance(values[-1], list):
+        values = values[-1]  # a score for every token: that of the last one, as outcome reward models mean it
+    index = settings.score_index
+    if not isinstance(values, list) or not -len(values) <= index < len(values):
+        raise RemoteRewardError(
+            f"{where} has {_short(values)}, which has no score_index {index}; choose one of its positions"
+        )
+    return _finite(values[index], position)
 
 
 def _member(holder: Any, name: str, where: str) -> Any:

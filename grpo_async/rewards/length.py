@@ -77,8 +77,8 @@ def cosine_length(
             scores.append(exceed)
         else:
             short, long = (correct_short, correct_long) if correct > 0.5 else (wrong_short, wrong_long)
-            share = (1.0 + math.cos(math.pi * len(ids) / max_completion_tokens)) / 2.0
-            scores.append(long + (short - long) * share)
+            fraction = (1.0 + math.cos(math.pi * len(ids) / max_completion_tokens)) / 2.0
+            scores.append(long + (short - long) * fraction)
     return scores
 
 

@@ -142,7 +142,7 @@ def task_score(
         floor: a lower score counts as 0.0.
         max_answer_chars: a longer answer gets 0.0 unread.
         answer_timeout_s: time for one answer in `run_in: process`, then it gets 0.0.
-        log_metric: gets the shares of answers that were refused unread and for which the scorer failed.
+        log_metric: gets the fractions of answers that were refused unread and for which the scorer failed.
     """
     if answer_from not in ("after_thinking", "boxed", "tag"):
         raise ValueError(f"answer_from must be after_thinking, boxed or tag, got {answer_from!r}")

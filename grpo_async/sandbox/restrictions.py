@@ -9,6 +9,7 @@ Restrictions, strongest first; the next one is tried where the kernel, or a cont
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -20,9 +21,18 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from grpo_async.sandbox.execution import Execution, Job, MechanismError, SandboxError, SandboxLimits, find_interpreter
+from grpo_async.sandbox.execution import (
+    Job,
+    MechanismError,
+    SandboxError,
+    SandboxLimits,
+    SandboxResult,
+    execute,
+    find_interpreter,
+)
 
 NAMES = LIMITS, NETWORK, FILESYSTEM, PROCESSES, SIGNALS, TOTALS = (
     "limits",
@@ -67,6 +77,12 @@ class Capability:
     is_available: bool
     how: str  # by what means; where it is not available: what was tried and the system's answer
     consequence: str  # what follows where it is not available
+
+
+def execute_in_thread(job: Job) -> tuple[SandboxResult, list[str]]:
+    """As `execute`, and wait for it; whether or not an event loop runs in this thread."""
+    with ThreadPoolExecutor(1, "sandbox") as threads:
+        return threads.submit(asyncio.run, execute(job)).result()  # the run has wall_s
 
 
 _lock = threading.Lock()
@@ -278,18 +294,16 @@ def _attack(mechanisms: frozenset[str]) -> frozenset[str]:
             "directory_mb": _LIMITS.directory_mb,
             "cpu_s": int(_LIMITS.cpu_s),
         }
-        execution = Execution(
-            Job(
-                code=PROGRAM,
-                files={"given.json": json.dumps(given).encode()},
-                limits=_LIMITS,
-                interpreter=find_interpreter(),
-                mechanisms=mechanisms,
-                pass_descriptors=(until, held),
-            )
+        job = Job(
+            code=PROGRAM,
+            files={"given.json": json.dumps(given).encode()},
+            limits=_LIMITS,
+            interpreter=find_interpreter(),
+            mechanisms=mechanisms,
+            pass_descriptors=(until, held),
         )
         try:
-            result = execution.run()
+            result, notes = execute_in_thread(job)
         finally:
             os.close(until)
             os.close(held)
@@ -301,9 +315,9 @@ def _attack(mechanisms: frozenset[str]) -> frozenset[str]:
             ) from error
         if not _is_closed_within(seen, _DAEMON_DIES_WITHIN_S):
             passed.add("daemon")
-        if "proc /proc cannot be mounted" in execution.notes or "namespaces" not in mechanisms:
+        if "proc /proc cannot be mounted" in notes or "namespaces" not in mechanisms:
             passed.add("together")
-        if any(note.startswith("limits RLIMIT_CPU") for note in execution.notes):
+        if any(note.startswith("limits RLIMIT_CPU") for note in notes):
             passed.add("cpu")
         return frozenset(passed)
 

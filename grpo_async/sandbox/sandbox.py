@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 
 from grpo_async.errors import ConfigError
-from grpo_async.sandbox.execution import END_TIMEOUT_S, Execution, Job, SandboxLimits, SandboxResult, find_interpreter
-from grpo_async.sandbox.restrictions import LIMITS, NAMES, NETWORK, PROCESSES, capabilities, describe, findings
+from grpo_async.sandbox.execution import Job, SandboxLimits, SandboxResult, execute, find_interpreter
+from grpo_async.sandbox.restrictions import (
+    LIMITS,
+    NAMES,
+    NETWORK,
+    PROCESSES,
+    capabilities,
+    describe,
+    execute_in_thread,
+    findings,
+)
 
 REQUIRED = (LIMITS, NETWORK, PROCESSES)
 """Without these, one completion can end the run or leave the machine, so their absence is refused unless asked for.
@@ -61,7 +67,7 @@ class Sandbox:
         Raises:
             SandboxError: the sandbox failed; whatever the code does is a result.
         """
-        return Execution(self._job(code, stdin, files, pass_descriptors)).run()
+        return execute_in_thread(self._job(code, stdin, files, pass_descriptors))[0]
 
     async def arun(
         self,
@@ -72,26 +78,7 @@ class Sandbox:
         pass_descriptors: Sequence[int] = (),
     ) -> SandboxResult:
         """As `run`, without holding the event loop. Cancelling it kills the code and all its processes first."""
-        run = Execution(self._job(code, stdin, files, pass_descriptors))
-        future: Future[SandboxResult] = Future()
-        future.set_running_or_notify_cancel()
-
-        def work() -> None:
-            try:
-                future.set_result(run.run())
-            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-                future.set_exception(error)
-
-        threading.Thread(target=work, name="sandbox", daemon=True).start()
-        waiter = asyncio.wrap_future(future)
-        try:
-            return await asyncio.shield(waiter)  # the run has wall_s
-        except asyncio.CancelledError:
-            run.cancel()
-            await asyncio.wait({waiter}, timeout=2 * END_TIMEOUT_S)
-            if waiter.done() and not waiter.cancelled():
-                waiter.exception()  # nobody else asks for it
-            raise
+        return (await execute(self._job(code, stdin, files, pass_descriptors)))[0]
 
     def _job(
         self, code: str, stdin: str, files: Mapping[str, str | bytes] | None, pass_descriptors: Sequence[int]

@@ -33,7 +33,7 @@ def group_advantages(rewards: Rewards, *, scale: Literal["group", "none"] = "gro
         none     A = r - mean                   (Dr. GRPO, arXiv 2503.20783)
 
     Unscored rewards and groups with fewer than two scored ones get 0. So do rewards that are equal but for float noise:
-    divided by a tiny std it would become advantages of up to +-1, and 0.1 + 0.2 would beat 0.3.
+    divided by a tiny std it would become advantages of up to +-1, and 0.1 + 0.2 would win over 0.3.
 
     Example: [1, 0, None, 1, 0]: mean 0.5, std = sqrt(4 x 0.25 / 3) = 0.57735, A = +-0.5 / 0.57745 = +-0.86588, and 0.
     """

@@ -23,7 +23,7 @@ class Vote:
 
 
 def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
-    """Unbiased estimate of pass@k (arXiv 2107.03374, equation 1): the share of the subsets of k that have one that passes,
+    """Unbiased estimate of pass@k (arXiv 2107.03374, equation 1): the fraction of the subsets of k that have one that passes,
 
         1 - C(n - c, k) / C(n, k)        n = num_completions, c = num_passed
 
@@ -41,7 +41,7 @@ def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
 def majority_at_k(votes: Sequence[Vote], k: int) -> float:
     """Unbiased estimate of majority@k: the mean over the disjoint blocks of k votes, in their order, of
 
-        share of the completions with the block's most frequent answer that pass; several such answers: the mean of theirs
+        fraction of the completions with the block's most frequent answer that pass; several such answers: the mean of theirs
 
     which is the expectation when a tie is broken at random. A block in which no answer can be read does not pass. Votes that fill
     no block (5 votes, k = 2: the last one) are left out.

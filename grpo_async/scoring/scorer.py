@@ -55,7 +55,7 @@ class Scorer:
         max_steps: int = 0,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
-        self._lanes = timeline.slots("scoring")
+        self._tracks = timeline.slots("scoring")
         self._rewards = rewards
         self._train_zero_variance = train_zero_variance
         self._train_truncated = train_truncated
@@ -122,7 +122,7 @@ class Scorer:
             columns[name] = [completion.reward_columns.get(name) for completion in completions]
         ids = [completion.completion_ids for completion in completions]
         name = completions[0].rollout_id.rpartition("-")[0]
-        with self._lanes.span("score", group=name, rollouts=len(completions)) as (_, span):
+        with self._tracks.span("score", group=name, rollouts=len(completions)) as (_, span):
 
             async def score(reward: RewardFunction) -> RewardOutcome:
                 outcome = await reward.score(

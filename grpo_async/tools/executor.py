@@ -27,7 +27,7 @@ class ToolExecutor:
 
     Args:
         tools: with different names.
-        max_result_chars: longer results are cut, with a mark.
+        max_result_chars: longer results are truncated, with a note that says so.
     """
 
     def __init__(self, tools: Sequence[Tool], *, max_result_chars: int) -> None:

@@ -42,7 +42,7 @@ async def _run_python(
     """
     limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb, max_output_chars=max_output_chars)
     sandbox = await asyncio.to_thread(Sandbox, limits, require=tuple(require), with_site_packages=with_site_packages)
-    return _in_words(await sandbox.arun(code), limits)
+    return _describe(await sandbox.arun(code), limits)
 
 
 _run_python.__name__ = "run_python"
@@ -59,7 +59,7 @@ run_python = functools.partial(
 run_python.startup_notes = startup_notes  # type: ignore[attr-defined]
 
 
-def _in_words(result: SandboxResult, limits: SandboxLimits) -> str:
+def _describe(result: SandboxResult, limits: SandboxLimits) -> str:
     """Output first, then what went wrong; never empty."""
     problem = {
         SandboxStatus.OK: "",

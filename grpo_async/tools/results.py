@@ -58,7 +58,7 @@ def joined_parts(value: Any) -> str | None:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """The first `max_chars` characters and a mark: cut("abcdef", 4) -> "abcd [cut: 2 more characters]"."""
+    """The first `max_chars` characters and a note: cut("abcdef", 4) -> "abcd [cut: 2 more characters]"."""
     missing = len(text) - max_chars
     return text if missing <= 0 else f"{text[:max_chars]} [cut: {missing} more characters]"
 

@@ -24,7 +24,7 @@ def test_gold_is_tried_in_every_rendering_with_a_twin_for_each() -> None:
     gold = _texts(cases, CaseKind.GOLD)
     assert gold[:4] == ["72", r"\boxed{72}", "<answer>72</answer>", "```python\n72\n```"]
     assert gold[4:] == [f"<think>Let me see.</think>\n{text}" for text in gold[:4]]
-    assert _texts(cases, CaseKind.TWIN) == [text.replace("72", "83") for text in gold]
+    assert _texts(cases, CaseKind.LOOKALIKE) == [text.replace("72", "83") for text in gold]
     assert _texts(cases, CaseKind.WRONG) == [text.replace("72", "5") for text in gold]
 
 
@@ -49,7 +49,7 @@ def test_a_conversational_row_gets_messages_and_some_shapes_of_its_own() -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "twin"),
+    ("text", "lookalike"),
     [
         ("72 km", "83 ln"),
         ("Yes", "Zft"),
@@ -60,8 +60,8 @@ def test_a_conversational_row_gets_messages_and_some_shapes_of_its_own() -> None
         ("", None),
     ],
 )
-def test_a_twin_has_the_same_shape_and_other_characters(text: str, twin: str | None) -> None:
-    assert same_shape(text) == twin
+def test_a_twin_has_the_same_shape_and_other_characters(text: str, lookalike: str | None) -> None:
+    assert same_shape(text) == lookalike
 
 
 def test_the_gold_column_is_the_first_usual_one_with_a_usable_value() -> None:

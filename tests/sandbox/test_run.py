@@ -184,7 +184,7 @@ def test_no_descriptor_and_no_directory_is_left_behind(
 @pytest.mark.parametrize(
     ("before", "printed"),
     [
-        ("print('begun', flush=True)", "begun\n"),
+        ("print('started', flush=True)", "started\n"),
         ("for n in range(3): os.close(n)", ""),  # that its streams end does not end the watch
         (
             "for n in set(range(1, 65)) - {9, 19, 32, 33}: signal.signal(n, signal.SIG_IGN)\n"

@@ -239,7 +239,7 @@ def _exceeds(limit_kb: int) -> bool:
     pids = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
     if sum(map(_resident_kb, pids)) <= limit_kb:
         return False
-    return sum(map(_own_share_kb, pids)) > limit_kb  # a forked child shares pages with its parent
+    return sum(map(_proportional_kb, pids)) > limit_kb  # a forked child shares pages with its parent
 
 
 def _resident_kb(pid: str) -> int:
@@ -250,7 +250,7 @@ def _resident_kb(pid: str) -> int:
         return 0  # ended meanwhile
 
 
-def _own_share_kb(pid: str) -> int:
+def _proportional_kb(pid: str) -> int:
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             for line in file:
