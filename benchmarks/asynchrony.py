@@ -37,10 +37,8 @@ from benchmarks.report import ROOT, Report, in_turns, parser_of, ratios
 
 RUN_TIMEOUT_S = 600.0
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
-TARGET_REWARDS = {"compute": 0.08, "quickstart": 0.8}
 _STEPS = {"compute": 12, "quickstart": 50}
 MAX_COMPLETION_TOKENS = 48  # of the computing workload
-_REWARD_WINDOW = 3  # steps, whose mean has to reach the target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +59,6 @@ class RunStatistics:
     overlap: float
     staleness: float
     ess: float
-    target_s: float | None
-    """From the first step until the reward was reached; None: never."""
     wall_s: float
     """Of all steps."""
 
@@ -111,11 +107,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--hidden", type=int, default=Shape().hidden, help="width of the computing workload's model")
     parser.add_argument("--layers", type=int, default=Shape().layers)
     parser.add_argument("--slots", type=int, default=Shape().slots, help="completions generated at once")
-    parser.add_argument("--target-reward", type=float, help="default: compute 0.08, quickstart 0.8")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config, for both")
     options = parser.parse_args(arguments)
     options.steps = options.steps or _STEPS[options.workload]
-    options.target_reward = options.target_reward or TARGET_REWARDS[options.workload]
     if options.steps <= options.skip + options.staleness + 1:
         parser.error("--steps leaves no step between those that are skipped and the last")
     report = Report("asynchrony", options)
@@ -128,8 +122,8 @@ def main(arguments: list[str]) -> int:
         for number, variant in in_turns(list(runs), options.pairs):
             lines = _run(config, folder / f"{variant}-{number}", variant, options)
             last = options.staleness + 1  # both: in the last steps of an asynchronous run nothing is left to generate
-            runs[variant].append(statistics_of(lines, skip=options.skip, last=last, target=options.target_reward))
-    _report(report, runs, options.target_reward)
+            runs[variant].append(statistics_of(lines, skip=options.skip, last=last))
+    _report(report, runs)
     return report.finish()
 
 
@@ -179,8 +173,8 @@ def _run(config: Path, run_dir: Path, variant: str, options: argparse.Namespace)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def statistics_of(lines: Sequence[Mapping[str, float]], *, skip: int, last: int, target: float) -> RunStatistics:
-    """Of the lines of metrics.jsonl, without the first `skip` and the last `last`; the time to `target` counts from the first.
+def statistics_of(lines: Sequence[Mapping[str, float]], *, skip: int, last: int) -> RunStatistics:
+    """Of the lines of metrics.jsonl, without the first `skip` and the last `last`.
 
     Steps of 2 s with 1.5 s busy and of 4 s with 2.5 s busy: the server idles (6 - 4) / 6 = 0.33 of the time, not the mean of
     0.25 and 0.375.
@@ -210,23 +204,11 @@ def statistics_of(lines: Sequence[Mapping[str, float]], *, skip: int, last: int,
         overlap=max(busy, wall - waited) / wall,
         staleness=mean("async/staleness_mean"),
         ess=mean("sampling/ess"),
-        target_s=_time_to(lines, target),
         wall_s=sum(line["step_time"] for line in lines),
     )
 
 
-def _time_to(lines: Sequence[Mapping[str, float]], target: float) -> float | None:
-    elapsed = 0.0
-    rewards: list[float] = []
-    for line in lines:
-        elapsed += line["step_time"]
-        rewards = [*rewards, line["reward"]][-_REWARD_WINDOW:]
-        if len(rewards) == _REWARD_WINDOW and statistics.fmean(rewards) >= target:
-            return elapsed
-    return None
-
-
-def _report(report: Report, runs: Mapping[str, Sequence[RunStatistics]], target_reward: float) -> None:
+def _report(report: Report, runs: Mapping[str, Sequence[RunStatistics]]) -> None:
     for variant, made in runs.items():
         for name, attribute, unit in (
             ("trained tokens", "tokens_per_s", "1/s"),
@@ -244,12 +226,6 @@ def _report(report: Report, runs: Mapping[str, Sequence[RunStatistics]], target_
         ):
             report.row(f"{variant}: {name}", [getattr(run, attribute) for run in made], unit)
         report.row(f"{variant}: steps", [3600.0 / run.step_s for run in made], "1/h")
-        reached = [run.target_s for run in made if run.target_s is not None]
-        if len(reached) == len(made):
-            report.row(f"{variant}: time to reward {target_reward:g}", reached, "s")
-        else:
-            report.note(f"{variant}: {len(reached)} of {len(made)} runs reached a reward of {target_reward:g}")
-
     steps = {variant: [run.step_s for run in made] for variant, made in runs.items()}
     speedups = ratios(steps, SYNCHRONOUS, ASYNCHRONOUS)
     synchronous = runs[SYNCHRONOUS]

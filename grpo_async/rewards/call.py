@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.user_code.calls import Parameters, UserCall, read_number, shown
+from grpo_async.user_code.calls import Parameters, UserCall, read_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +127,12 @@ def call_of(function: RewardCallable, request: RewardRequest) -> UserCall[Reward
             logger.warning("log_metric(%r) got %s; left out, for it would spoil the mean", name, number)
 
     def finish(raw: Any) -> RewardOutcome:
-        return RewardOutcome(
-            values=_checked_values(request.name, raw, len(request.completions)),
-            extra_columns=extra_columns,
-            metrics={name: sum(values) / len(values) for name, values in metrics.items()},
-        )
+        try:
+            numbers = read_numbers(raw, len(request.completions), of="completion")
+        except ValueError as error:
+            raise RewardError(request.name, str(error)) from error
+        means = {name: sum(values) / len(values) for name, values in metrics.items()}
+        return RewardOutcome(values=numbers, extra_columns=extra_columns, metrics=means)
 
     parameters = read_parameters(function)
     offered: dict[str, Any] = {
@@ -152,25 +153,6 @@ def call_of(function: RewardCallable, request: RewardRequest) -> UserCall[Reward
         if alias in parameters.names and alias not in chosen:
             chosen[alias] = offered[name]
     return UserCall(function, chosen, finish)
-
-
-def _checked_values(name: str, raw: Any, count: int) -> list[float | None]:
-    """`raw` (list, tuple, tensor or array) as `count` finite floats or Nones; a RewardError names the index."""
-    if hasattr(raw, "tolist"):
-        raw = raw.tolist()
-    if not isinstance(raw, (list, tuple)):
-        raise RewardError(name, f"returned {shown(raw)}; it must return a list with one number or None per completion")
-    if len(raw) != count:
-        raise RewardError(
-            name, f"returned {len(raw)} values for {count} completions; it must return one per completion"
-        )
-    values: list[float | None] = []
-    for index, value in enumerate(raw):
-        try:
-            values.append(read_number(value))
-        except ValueError as error:
-            raise RewardError(name, f"for completion {index} it returned {error}") from error
-    return values
 
 
 # ------------------------------------------------------------------------------ arguments that are checked before the start

@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.errors import RunError
-from grpo_async.records import LARGEST_REWARD, ScoredGroup
+from grpo_async.records import ScoredGroup
 from grpo_async.scoring.advantages import (
     Rewards,
     batch_advantages,
@@ -23,7 +22,7 @@ from grpo_async.scoring.advantages import (
     normalize_each,
     normalized_over_step,
 )
-from grpo_async.user_code.calls import Raised
+from grpo_async.user_code.calls import Raised, read_numbers
 from grpo_async.user_code.references import resolve_plain_function
 
 
@@ -122,27 +121,10 @@ class UserAdvantage:
         except Exception as error:  # anything may be raised by code that is not ours: it fails this group
             raised = Raised(error)
             raise RunError(f"advantage {self._name} raised {raised.summary}{raised.place}") from error
-        values = self._checked(result, len(rewards))
-        return [0.0 if reward is None else value for reward, value in zip(rewards, values, strict=True)]
-
-    def _checked(self, result: object, count: int) -> list[float]:
-        if not isinstance(result, Iterable) or isinstance(result, str | bytes):
-            raise RunError(
-                f"advantage {self._name} returned a {type(result).__name__}; it is to return a list of {count} numbers"
-            )
-        entries = list(result)
-        if len(entries) != count:
-            raise RunError(f"advantage {self._name} returned {len(entries)} advantages for {count} rewards")
-        values = []
-        for index, entry in enumerate(entries):
-            try:
-                value = math.nan if isinstance(entry, str | bytes) else float(entry)
-            except (TypeError, ValueError):
-                value = math.nan
-            if not abs(value) <= LARGEST_REWARD:
-                raise RunError(
-                    f"advantage {self._name} returned {entry!r} for reward {index}; it is to be a finite number of at most "
-                    f"{LARGEST_REWARD:g}"
-                )
-            values.append(value)
-        return values
+        try:
+            values = read_numbers(result, len(rewards), of="reward")
+            if any(value is None and reward is not None for value, reward in zip(values, rewards, strict=True)):
+                raise ValueError("returned None for a reward that is a number")
+        except ValueError as error:
+            raise RunError(f"advantage {self._name} {error}") from error
+        return [0.0 if reward is None else value or 0.0 for reward, value in zip(rewards, values, strict=True)]

@@ -180,6 +180,30 @@ def read_number(value: Any) -> float | None:
     return number
 
 
+def read_numbers(raw: Any, count: int, *, of: str) -> list[float | None]:
+    """What a user's function returned for `count` things (list, tuple, tensor or array), as finite floats or Nones.
+
+    Args:
+        of: what there is one number for: "completion".
+
+    Raises:
+        ValueError: it is something else; the text continues the function's name, and names the index.
+    """
+    if hasattr(raw, "tolist"):
+        raw = raw.tolist()
+    if not isinstance(raw, (list, tuple)):
+        raise ValueError(f"returned {shown(raw)}; it must return a list with one number or None per {of}")
+    if len(raw) != count:
+        raise ValueError(f"returned {len(raw)} values for {count} {of}s; it must return one per {of}")
+    values: list[float | None] = []
+    for index, value in enumerate(raw):
+        try:
+            values.append(read_number(value))
+        except ValueError as error:
+            raise ValueError(f"for {of} {index} it returned {error}") from error
+    return values
+
+
 def shown(value: Any) -> str:
     """Value and type in a few words, for errors."""
     text = repr(value)

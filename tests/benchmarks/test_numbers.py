@@ -269,7 +269,7 @@ def _sample(ids: list[int], *, trained: int, advantage: float) -> RolloutSample:
 # -------------------------------------------------------------------------------------------------------------- asynchrony
 
 
-def _line(step: int, wall: float, *, trainer_idle: float, generator_idle: float, reward: float) -> dict[str, float]:
+def _line(step: int, wall: float, *, trainer_idle: float, generator_idle: float) -> dict[str, float]:
     return {
         "step": step,
         "step_time": wall,
@@ -279,18 +279,17 @@ def _line(step: int, wall: float, *, trainer_idle: float, generator_idle: float,
         "pipeline/pushing_share": 0.1,
         "perf/trained_tokens_per_s": 100.0 * step,
         "async/staleness_mean": 1.0,
-        "reward": reward,
     }
 
 
-def test_the_steady_state_is_weighted_by_time_and_the_target_counts_from_the_first_step() -> None:
+def test_the_steady_state_is_weighted_by_time() -> None:
     lines = [
-        _line(1, 9.0, trainer_idle=0.9, generator_idle=0.0, reward=0.0),
-        _line(2, 2.0, trainer_idle=0.5, generator_idle=0.25, reward=0.3),
-        _line(3, 4.0, trainer_idle=0.0, generator_idle=0.375, reward=0.6),
-        _line(4, 1.0, trainer_idle=0.0, generator_idle=1.0, reward=0.9),
+        _line(1, 9.0, trainer_idle=0.9, generator_idle=0.0),
+        _line(2, 2.0, trainer_idle=0.5, generator_idle=0.25),
+        _line(3, 4.0, trainer_idle=0.0, generator_idle=0.375),
+        _line(4, 1.0, trainer_idle=0.0, generator_idle=1.0),
     ]
-    found = asynchrony.statistics_of(lines, skip=1, last=1, target=0.6)
+    found = asynchrony.statistics_of(lines, skip=1, last=1)
     assert found.step_s == 3.0  # (2 + 4) / 2
     assert found.wait_s == 0.5  # 2 x 0.5 / 2
     assert found.work_s == 2.5
@@ -301,9 +300,7 @@ def test_the_steady_state_is_weighted_by_time_and_the_target_counts_from_the_fir
     assert found.tokens_per_s == pytest.approx((200 * 2 + 300 * 4) / 6)
     assert found.training_s == pytest.approx(1.5)
     assert found.push_s == pytest.approx(0.3)
-    assert found.target_s == 16.0  # (0.3 + 0.6 + 0.9) / 3 after the last step
     assert found.wall_s == 16.0
-    assert asynchrony.statistics_of(lines, skip=1, last=1, target=0.7).target_s is None
 
 
 def test_the_reward_counts_digits_and_those_that_follow_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +332,7 @@ def _run(**changed: float) -> asynchrony.RunStatistics:
     known = {"step_s": 5.0, "wait_s": 2.0, "busy_s": 2.0, "training_s": 2.5, "push_s": 0.5, "tokens_per_s": 100.0,
              "generator_idle": 0.6, "trainer_idle": 0.4, "overlap": 0.6, "staleness": 0.0, "ess": 1.0,
              "wall_s": 60.0}  # fmt: skip
-    return asynchrony.RunStatistics(**{**known, **changed}, target_s=None)
+    return asynchrony.RunStatistics(**{**known, **changed})
 
 
 def test_the_median_of_the_pairs_decides_with_the_ideal_of_each_pair() -> None:
@@ -348,7 +345,7 @@ def test_the_median_of_the_pairs_decides_with_the_ideal_of_each_pair() -> None:
         ],
     }
     report = Report("asynchrony", Namespace())
-    asynchrony._report(report, runs, 0.5)
+    asynchrony._report(report, runs)
     rows = _rows(report)
     assert rows["speed-up"] == pytest.approx([5 / 4, 4 / 4, 5 / 3])
     assert rows["speed-up in trained tokens"] == pytest.approx([1.5] * 3)

@@ -10,10 +10,6 @@ def above(rewards: list[float | None], *, baseline: float = 0.5) -> list[float]:
     return [7.0 if reward is None else reward - baseline for reward in rewards]
 
 
-def ranks(rewards: list[float | None]) -> tuple[int, ...]:
-    return tuple(range(len(rewards)))
-
-
 def takes_nothing() -> list[float]:
     return []
 

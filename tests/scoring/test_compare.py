@@ -159,10 +159,10 @@ def test_one_that_cannot_be_used_is_told_of_at_the_start(name: str, arguments: d
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("too_few", "returned 1 advantages for 2 rewards"),
-        ("not_finite", "returned nan for reward 0"),
-        ("words", "returned '1' for reward 0"),
-        ("none_at_all", "returned a NoneType"),
+        ("too_few", "returned 1 values for 2 rewards"),
+        ("not_finite", "for reward 0 it returned nan"),
+        ("words", "for reward 0 it returned '1'"),
+        ("none_at_all", "returned None"),
         ("raises", r"raised ZeroDivisionError: no baseline for 2 rewards \(.*own_advantages.py, line \d+\)"),
     ],
 )
