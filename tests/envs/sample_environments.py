@@ -176,20 +176,6 @@ class AsyncClose:
         events.append("closed")
 
 
-class Attributes:
-    """An attribute with a reserved name, as environments written before there was an `is_done` may have."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-
-    def reset(self, *, box: list[int], other: int = 0) -> None:
-        box.append(len(box))
-
-    def nod(self) -> str:
-        """Nods."""
-        return "nodded"
-
-
 class NoReset:
     def nod(self) -> str:
         return "nodded"

@@ -157,6 +157,23 @@ def test_an_instance_whose_reset_raised_is_thrown_away() -> None:
     run("Full", use)
 
 
+@pytest.mark.parametrize(
+    ("factory", "problem"),
+    [
+        ("OnlyOnce", "environment `only`: making an instance raised ConnectionError: too many sessions"),
+        ("changing", "environment `only`: its factory made a Changed, after a Changing"),
+    ],
+)
+def test_a_failed_construction_fails_the_lease_and_keeps_what_there_is(factory: str, problem: str) -> None:
+    async def use(pool: EnvironmentPool) -> None:
+        with pytest.raises(EnvironmentCallError, match=problem):
+            async with pool.lease(2):
+                pass
+        assert (pool.num_taken, pool.num_free) == (0, 1)
+
+    run(factory, use)
+
+
 def test_a_slow_construction_ends_at_its_limit_and_what_it_makes_is_closed() -> None:
     async def use(pool: EnvironmentPool) -> None:
         samples.gate.clear()

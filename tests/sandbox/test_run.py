@@ -48,7 +48,10 @@ def test_the_status_says_how_it_ended(run_strongest: Run, code: str, status: San
 
 def test_the_working_directory_is_empty_and_writable_and_another_in_each_run(run: Run) -> None:
     code = "import os, tempfile; print(os.listdir()); open('a', 'w').close(); tempfile.mkstemp(); print(os.listdir())"
-    assert [run(code).stdout for _ in range(2)] == ["[]\n['a']\n"] * 2
+    code += "; print(set('abcdefgh'), hash('a'))"  # sets have the same order in every run
+    first, second = (run(code).stdout for _ in range(2))
+    assert first == second
+    assert first.startswith("[]\n['a']\n")
 
 
 def test_files_are_there_and_can_be_imported(run: Run) -> None:
@@ -99,11 +102,6 @@ print(found)
     assert result.stdout == "[0, 1, 2]\n"
 
 
-def test_sets_have_the_same_order_in_every_run(run_strongest: Run) -> None:
-    code = "print(set('abcdefgh'), hash('a'))"
-    assert run_strongest(code).stdout == run_strongest(code).stdout
-
-
 def test_site_packages_are_there_only_if_asked_for(
     restrictions: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,13 +126,9 @@ def test_an_owner_that_ignores_the_death_of_children_still_gets_results(restrict
         signal.signal(signal.SIGCHLD, handler)
 
 
-def test_reading_stdin_ends_with_what_was_given(run_strongest: Run) -> None:
-    assert run_strongest("import sys; print(len(sys.stdin.read()))").stdout == "0\n"
-    assert run_strongest("import sys; print(len(sys.stdin.read()))", stdin="x" * 1_000_000).stdout == "1000000\n"
-
-
 def test_a_stdin_that_nobody_reads_holds_nothing_up(run_strongest: Run) -> None:
     assert run_strongest("print(1)", stdin="x" * 1_000_000).stdout == "1\n"
+    assert run_strongest("import sys; print(len(sys.stdin.read()))", stdin="x" * 1_000_000).stdout == "1000000\n"
     assert run_strongest("import os, time; os.close(0); print(1)", stdin="x" * 1_000_000).stdout == "1\n"
 
 
