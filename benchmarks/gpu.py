@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -178,17 +178,16 @@ def _peaks(options: argparse.Namespace) -> Peaks:
     """Raises: SystemExit, the GPU is not listed and not both are given."""
     import torch
 
-    given = {"flops": (options.peak_tflops or 0) * 1e12, "memory": (options.memory_gbs or 0) * 1e9}
-    given = {name: value for name, value in given.items() if value}
-    if len(given) == 2:
-        return Peaks(**given, source="given")
+    flops, memory = (options.peak_tflops or 0) * 1e12, (options.memory_gbs or 0) * 1e9
+    if flops and memory:
+        return Peaks(flops=flops, memory=memory, source="given")
     if options.device == "cpu":
-        return replace(Peaks(flops=1e12, memory=1e11, source="assumed"), **given)
+        return Peaks(flops=flops or 1e12, memory=memory or 1e11, source="assumed")
     device = torch.cuda.get_device_name()
     listed = listed_peaks(device)
     if listed is None:
         raise SystemExit(f"the peaks of {device} are not listed here; give --peak-tflops and --memory-gbs")
-    return replace(listed, **given, source=f"given, else {listed.source}" if given else listed.source)
+    return Peaks(flops=flops or listed.flops, memory=memory or listed.memory, source=listed.source)
 
 
 def generation_bound_s(
