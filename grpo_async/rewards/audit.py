@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo_async.config.interaction_sections import RewardSection
@@ -32,7 +31,7 @@ from grpo_async.records import Prompt
 from grpo_async.rewards.call import RewardError, RewardTimeoutError
 from grpo_async.rewards.function import RewardFunction, load_reward
 from grpo_async.rewards.fuzz import Case
-from grpo_async.rewards.workers import READY, START_TIMEOUT_S, WorkerProcess
+from grpo_async.rewards.workers import START_TIMEOUT_S, Owner, Worker
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.lifetime import die_with_parent
 
@@ -232,64 +231,64 @@ def observe_in_process(
         raise ConfigError(
             f"{path}: a column cannot be sent to the process that checks the function: {error}"
         ) from error
-    worker = WorkerProcess(section.function, module=__name__)
-    try:
-        worker.wait_until_ready(START_TIMEOUT_S)
-        worker.send(order, START_TIMEOUT_S)
-        return _follow(worker, section, sum(len(cases) for cases in rows), on_progress)
-    finally:
-        worker.kill()
-        worker.close()
+    return asyncio.run(_follow(order, section, sum(len(cases) for cases in rows), on_progress))
 
 
-def _follow(
-    worker: WorkerProcess, section: RewardSection, total: int, on_progress: Callable[[int, int], None]
+async def _follow(
+    order: bytes, section: RewardSection, total: int, on_progress: Callable[[int, int], None]
 ) -> Observations:
     singles: list[Observation] = []
     where = "While it was imported, it"
     limit_s = section.timeout_s + _GRACE_S
-    while True:
-        starts = where.startswith("While") or section.run_in == "process"
-        try:
-            message = pickle.loads(worker.receive(limit_s + (START_TIMEOUT_S if starts else 0.0)))
-        except TimeoutError:
-            why = (
-                f"did not come back within {limit_s:.0f} s and had to be killed: it holds the interpreter or the event loop, so "
-                "no time limit can end it and in training everything would stand still; set `run_in: process`"
-            )
-            return Observations(singles=singles, stopped=f"{where} {why}")
-        except (EOFError, OSError):
-            return Observations(singles=singles, stopped=f"{where} ended its process (exit {worker.reap()})")
-        if isinstance(message, Trying):
-            where = f"With `{message.name}` on row {message.row} it"
-        elif isinstance(message, Observation):
-            singles.append(message)
-            on_progress(len(singles), total)
-        elif isinstance(message, Observations):
-            return message
-        else:
-            raise ConfigError(message)
+    worker = Worker(section.function, module=__name__)
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await worker.wait_until_ready()
+            await worker.send(order)
+        while True:
+            starts = where.startswith("While") or section.run_in == "process"
+            async with asyncio.timeout(limit_s + (START_TIMEOUT_S if starts else 0.0)):
+                message = pickle.loads(await worker.receive())
+            if isinstance(message, Trying):
+                where = f"With `{message.name}` on row {message.row} it"
+            elif isinstance(message, Observation):
+                singles.append(message)
+                on_progress(len(singles), total)
+            elif isinstance(message, Observations):
+                return message
+            else:
+                raise ConfigError(message)
+    except TimeoutError:
+        why = (
+            f"did not come back within {limit_s:.0f} s and had to be killed: it holds the interpreter or the event loop, so no "
+            "time limit can end it and in training everything would stand still; set `run_in: process`"
+        )
+        return Observations(singles=singles, stopped=f"{where} {why}")
+    except (EOFError, OSError):
+        return Observations(singles=singles, stopped=f"{where} ended its process (exit {worker.reap()})")
+    finally:
+        worker.kill()
 
 
 def main(descriptor: int, reference: str) -> None:
     """The child. What functions print goes to stderr: the parent's stdout is the report."""
     die_with_parent()
     os.dup2(2, 1)
-    with Connection(descriptor) as connection:
-        connection.send_bytes(READY)  # the owner kills this process
-        section, path, prompts, rows, seed, slow_s = pickle.loads(connection.recv_bytes())
+    owner = Owner(descriptor)
+    owner.send()
+    section, path, prompts, rows, seed, slow_s = pickle.loads(owner.receive())
 
-        def send(message: Any) -> None:
-            connection.send_bytes(pickle.dumps(message))
+    def send(message: Any) -> None:
+        owner.send(pickle.dumps(message))
 
-        try:
-            # one worker: there is one call at a time, and the start of a second would be taken for a slow call
-            reward = load_reward(RewardSection.model_validate(section), path, num_workers=1)
-        except GrpoAsyncError as error:
-            send(f"{reference}: {error}")
-            return
-        try:
-            seen = asyncio.run(Observer(reward, prompts, rows, seed=seed, slow_s=slow_s, tell=send).all())
-        finally:
-            reward.close()
-        send(seen)
+    try:
+        # one worker: there is one call at a time, and the start of a second would be taken for a slow call
+        reward = load_reward(RewardSection.model_validate(section), path, num_workers=1)
+    except GrpoAsyncError as error:
+        send(f"{reference}: {error}")
+        return
+    try:
+        seen = asyncio.run(Observer(reward, prompts, rows, seed=seed, slow_s=slow_s, tell=send).all())
+    finally:
+        reward.close()
+    send(seen)

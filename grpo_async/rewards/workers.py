@@ -1,9 +1,9 @@
 """Worker processes of one reward function, both ends of them: started at the first call, killed on time-out, replaced when they
 die. A death or a time-out is an error of that call only.
 
-    WorkerPool     threads, each of which serves one call at a time with a worker that nobody else uses
-    WorkerProcess  one worker as its owner sees it: start, exchange bytes, kill
-    main           its inside: imports the function by its name, so it may be a lambda, a partial or an object, then answers calls
+    WorkerPool   calls, each of which has a worker for itself; on an event loop of its own
+    Worker       one process as its owner sees it: start, exchange messages, kill
+    main         its inside: imports the function by its name, so it may be a lambda, a partial or an object, then answers calls
 
 A worker is a fresh interpreter with a socket to its owner. (multiprocessing's spawn would import the trainer's main module, and so
 torch, into every worker.) It has a process group of its own, so Ctrl-C does not reach it and killing it also kills what the
@@ -24,32 +24,21 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
 
 from grpo_async.rewards.call import RewardCallable, RewardError, RewardOutcome, RewardRequest, call_of
 from grpo_async.user_code.calls import Raised
+from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.lifetime import die_with_parent
 
 START_TIMEOUT_S = 120.0  # a new worker imports the function's module, which may import torch on a busy machine
-READY = b"ready"
 _BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "importlib.import_module(sys.argv[4]).main(int(sys.argv[2]), sys.argv[3])"
 )
 _REAP_TIMEOUT_S = 10.0  # after SIGKILL; more means a process stuck in the kernel
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """What a call raised, in a form that crosses a process border: `error` is None where it cannot."""
-
-    summary: str
-    trace: str
-    error: BaseException | None
+_LENGTH = struct.Struct(">Q")  # stands before each message
 
 
 class WorkerPool:
@@ -63,30 +52,28 @@ class WorkerPool:
 
     def __init__(self, name: str, reference: str, *, num_workers: int | None = None) -> None:
         self._name, self._reference = name, reference
-        count = num_workers or max(1, min(4, (os.cpu_count() or 1) // 2))
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix=f"reward-{name}")
-        self._lock = threading.Lock()
-        self._workers: set[WorkerProcess] = set()
-        self._idle: list[WorkerProcess] = []  # the last one used is taken first
-        self._closed = threading.Event()
+        self._loop = UserLoop(f"workers of reward-{name}")  # nothing but this class runs there
+        self._slots = asyncio.Semaphore(num_workers or max(1, min(4, (os.cpu_count() or 1) // 2)))
+        self._workers: set[Worker] = set()
+        self._idle: list[Worker] = []  # the last one used is taken first
+        self._is_closed = False
 
     async def run(self, request: RewardRequest, timeout_s: float) -> RewardOutcome:
-        """Run one call. TimeoutError after `timeout_s` seconds in a worker; RewardError when the function raised, with the trace in
-        its text (a pickled error has none), or the worker died."""
+        """Run one call; cancelled, it kills the worker. TimeoutError after `timeout_s` seconds in a worker; RewardError when the
+        function raised, with the trace in its text (a pickled error has none), or the worker died."""
         try:
-            call = _Call(pickle.dumps(request), timeout_s)
+            payload = pickle.dumps(request)
         except Exception as error:
             raise RewardError(self._name, f"its arguments cannot be sent to a worker process: {error}") from error
-        if self._closed.is_set():
+        if self._is_closed:
             raise self._closed_error()
+        future = self._loop.post(lambda: self._serve(payload, timeout_s))
         try:
-            # Those before it have limits too.
-            answer = await asyncio.wrap_future(self._threads.submit(self._serve, call))
+            answer = await asyncio.wrap_future(future)
         except asyncio.CancelledError as error:
-            call.cancel()
             task = asyncio.current_task()
-            if self._closed.is_set() and task is not None and not task.cancelling():
-                raise self._closed_error() from error  # `close` cancelled the waiting call, not our caller
+            if self._is_closed and task is not None and not task.cancelling():
+                raise self._closed_error() from error  # `close` cancelled the call, not our caller
             raise
         try:
             result: RewardOutcome | _Failure = pickle.loads(answer)
@@ -99,104 +86,74 @@ class WorkerPool:
         raise RewardError(self._name, f"raised {result.summary}\n{result.trace.rstrip()}") from result.error
 
     def close(self) -> None:
-        """Kill the workers; calls in progress fail. Safe to call twice."""
-        with self._lock:
-            self._closed.set()
-            workers, self._workers = self._workers, set()
-        for worker in workers:
-            worker.kill()
-        self._threads.shutdown(cancel_futures=True)  # only for threads whose worker was just killed
-        for worker in workers:
-            worker.close()
+        """Kill the workers; calls in progress and those that wait fail. Safe to call twice."""
+        self._is_closed = True
+        if self._workers:
+            self._loop.post(self._kill_all).result(2 * _REAP_TIMEOUT_S)
+        self._loop.close()
 
-    def _serve(self, call: _Call) -> bytes:
-        worker = self._ready_worker()
-        try:
-            answer = call.exchange_with(worker)
-        except TimeoutError:
-            worker.kill()
-            self._forget(worker)
-            raise
-        except (EOFError, OSError) as error:
-            ending = _ending(self._forget(worker))
-            if self._closed.is_set():
-                raise self._closed_error() from error
-            raise RewardError(self._name, f"its worker process {ending} during the call") from error
-        with self._lock:
+    async def _kill_all(self) -> None:
+        while self._workers:
+            self._workers.pop().kill()
+
+    async def _serve(self, payload: bytes, timeout_s: float) -> bytes:
+        async with self._slots:  # those before it have limits too
+            if self._is_closed:
+                raise self._closed_error()
+            while self._idle and not self._idle[-1].is_alive:
+                self._end(self._idle.pop())
+            is_new = not self._idle
+            worker = Worker(self._reference) if is_new else self._idle.pop()
+            self._workers.add(worker)
+            try:
+                if is_new:
+                    async with asyncio.timeout(START_TIMEOUT_S):
+                        await worker.wait_until_ready()
+                    is_new = False
+                async with asyncio.timeout(timeout_s):
+                    answer = await worker.exchange(payload)
+            except TimeoutError as error:
+                self._end(worker)
+                if not is_new:
+                    raise
+                took = f"importing `{self._reference.partition(':')[0]}` in a worker process took over {START_TIMEOUT_S:.0f} s"
+                raise RewardError(self._name, took) from error
+            except (EOFError, OSError) as error:
+                ending = _ending(self._end(worker, hung_up=True))
+                if self._is_closed:
+                    raise self._closed_error() from error
+                when = "while it started" if is_new else "during the call"
+                raise RewardError(self._name, f"its worker process {ending} {when}") from error
+            except asyncio.CancelledError:
+                self._end(worker)
+                raise
             self._idle.append(worker)
-        return answer
+            return answer
 
-    def _ready_worker(self) -> WorkerProcess:
-        """An idle one that lives, or a new one."""
-        while True:
-            with self._lock:
-                if self._closed.is_set():
-                    raise self._closed_error()
-                worker = self._idle.pop() if self._idle else None
-                if worker is None:
-                    worker = WorkerProcess(self._reference)
-                    self._workers.add(worker)
-                    break
-            if worker.is_alive:
-                return worker
-            self._forget(worker)
-        try:
-            worker.wait_until_ready(START_TIMEOUT_S)
-        except TimeoutError as error:
-            worker.kill()
-            self._forget(worker)
-            module = self._reference.partition(":")[0]
-            raise RewardError(
-                self._name, f"importing `{module}` in a worker process took over {START_TIMEOUT_S:.0f} s"
-            ) from error
-        except (EOFError, OSError) as error:
-            ending = _ending(self._forget(worker))
-            raise RewardError(self._name, f"its worker process {ending} while it started") from error
-        return worker
-
-    def _forget(self, worker: WorkerProcess) -> int:
-        with self._lock:
-            self._workers.discard(worker)
-        return worker.reap()
+    def _end(self, worker: Worker, *, hung_up: bool = False) -> int:
+        self._workers.discard(worker)
+        return worker.reap() if hung_up else worker.kill()
 
     def _closed_error(self) -> RewardError:
         return RewardError(self._name, "was closed, and cannot be called any more")
 
 
-class _Call:
-    """One call on its way, which its caller may give up while a thread waits for the answer."""
-
-    def __init__(self, payload: bytes, timeout_s: float) -> None:
-        self._payload, self._timeout_s = payload, timeout_s
-        self._lock = threading.Lock()
-        self._worker: WorkerProcess | None = None
-        self._is_cancelled = False
-
-    def exchange_with(self, worker: WorkerProcess) -> bytes:
-        """The worker's answer; b"" for a call that was given up before it began, which nobody reads."""
-        with self._lock:
-            if self._is_cancelled:
-                return b""
-            self._worker = worker
-        try:
-            return worker.exchange(self._payload, self._timeout_s)
-        finally:
-            with self._lock:
-                self._worker = None
-
-    def cancel(self) -> None:
-        """Give the call up; kills the worker that runs it."""
-        with self._lock:
-            self._is_cancelled = True
-            if self._worker is not None:
-                self._worker.kill()
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
 
 
-class WorkerProcess:
-    """A worker that serves the function `reference` (`module:attribute`); `module` holds its `main(descriptor, reference)`."""
+class Worker:
+    """A process that serves the function `reference` (`module:attribute`); `module` holds its `main(descriptor, reference)`. It
+    belongs to the event loop in which it is made, whose thread must not end before it. Messages raise EOFError or OSError once it
+    has died; the callers set their time limits."""
 
     def __init__(self, reference: str, *, module: str = __name__) -> None:
-        self._connection, theirs = Pipe()
+        self._socket, theirs = socket.socketpair()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         with theirs:
             command = [
                 sys.executable,
@@ -216,83 +173,85 @@ class WorkerProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until the function is imported. TimeoutError, or EOFError / OSError when the worker died."""
-        self.receive(timeout_s)
+    async def wait_until_ready(self) -> None:
+        """Wait until the function is imported."""
+        self._streams = await asyncio.open_unix_connection(sock=self._socket)
+        await self.receive()
 
-    def exchange(self, request: bytes, timeout_s: float) -> bytes:
-        """Send a request and wait for its answer. TimeoutError, or EOFError / OSError when the worker died."""
-        self.send(request, timeout_s)
-        return self.receive(timeout_s)
+    async def exchange(self, request: bytes) -> bytes:
+        """Send a request and wait for its answer."""
+        await self.send(request)
+        return await self.receive()
 
-    def send(self, request: bytes, timeout_s: float) -> None:
-        """Send one message. TimeoutError: the worker took nothing of it for so long, and must be killed; OSError: it died."""
-        self._limit(socket.SO_SNDTIMEO, timeout_s)
-        try:
-            self._connection.send_bytes(request)  # SO_SNDTIMEO ends it
-        except BlockingIOError as error:
-            raise TimeoutError from error
+    async def send(self, message: bytes) -> None:
+        assert self._streams is not None
+        self._streams[1].write(_LENGTH.pack(len(message)) + message)
+        await self._streams[1].drain()
 
-    def receive(self, timeout_s: float) -> bytes:
-        """Wait for the next message. TimeoutError, or EOFError / OSError when the worker died."""
-        if not self._connection.poll(timeout_s):
-            raise TimeoutError
-        self._limit(socket.SO_RCVTIMEO, timeout_s)  # the rest of a message whose beginning is there
-        try:
-            return self._connection.recv_bytes()  # SO_RCVTIMEO ends it
-        except BlockingIOError as error:
-            raise TimeoutError from error
-
-    def _limit(self, direction: int, timeout_s: float) -> None:
-        """Bound every single read or write of the socket; multiprocessing's connections have no time-outs."""
-        seconds = max(1e-3, timeout_s)  # 0 would mean: no limit
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as handle:
-            handle.setblocking(True)  # whatever socket.setdefaulttimeout says
-            handle.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+    async def receive(self) -> bytes:
+        assert self._streams is not None
+        (length,) = _LENGTH.unpack(await self._streams[0].readexactly(_LENGTH.size))
+        return await self._streams[0].readexactly(length)
 
     def kill(self) -> int:
-        """Kill the worker and its group and reap it; returns the exit code, negative for a signal. From any thread."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself since `poll`
+        """Kill the worker and its group and reap it; returns the exit code, negative for a signal. Blocks for a moment."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself since
                 os.killpg(self._process.pid, signal.SIGKILL)
+        if self._streams is not None:
+            self._streams[1].close()
+        else:
+            self._socket.close()
         return self._process.wait(_REAP_TIMEOUT_S)
 
     def reap(self) -> int:
-        """Wait for a worker that hung up, and close its socket; returns the exit code. Kills it if it does not end."""
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            code = self.kill()
-        self.close()
-        return code
-
-    def close(self) -> None:
-        """Close the socket; only when no thread uses it."""
-        self._connection.close()
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"
+        """The exit code of a worker that hung up. Kills it if it does not end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        return self.kill()
 
 
 # ------------------------------------------------------------------------------------------------- inside the worker
+
+
+class Owner:
+    """The worker's end of the socket."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._stream = socket.socket(fileno=descriptor).makefile("rwb")
+
+    def send(self, message: bytes = b"") -> None:
+        self._stream.write(_LENGTH.pack(len(message)) + message)
+        self._stream.flush()  # the owner kills this process
+
+    def receive(self) -> bytes:
+        """Wait for a message; EOFError when the owner hangs up."""
+        head = self._stream.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            raise EOFError
+        return self._stream.read(_LENGTH.unpack(head)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What a call raised, in a form that crosses a process border: `error` is None where it cannot."""
+
+    summary: str
+    trace: str
+    error: BaseException | None
 
 
 def main(descriptor: int, reference: str) -> None:
     """Serve `reference` on the socket `descriptor` until the owner hangs up. The import happens before the first call, outside its
     time limit."""
     die_with_parent()
-    with Connection(descriptor) as connection:
-        with contextlib.suppress(Exception):  # the first call meets it again and reports it
-            _load(reference)
-        connection.send_bytes(READY)  # the owner kills this process
-        with contextlib.suppress(EOFError):  # the owner hung up
-            while True:
-                connection.send_bytes(_answer(reference, connection.recv_bytes()))  # the owner kills this process
+    owner = Owner(descriptor)
+    with contextlib.suppress(Exception):  # the first call meets it again and reports it
+        _load(reference)
+    owner.send()
+    with contextlib.suppress(EOFError):  # the owner hung up
+        while True:
+            owner.send(_answer(reference, owner.receive()))
 
 
 def _answer(reference: str, request: bytes) -> bytes:

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, Process, SubprocessStreamProtocol
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -315,8 +315,9 @@ async def _launcher(
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(report_out, "rb", buffering=0)
     )
-    with contextlib.closing(transport):
-        process = await _start(job, base, report_in)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(transport.close)
+        process = await _start(job, base, report_in, stack)
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -335,12 +336,14 @@ async def _launcher(
                 task.cancel()
 
 
-async def _start(job: Job, base: str, report_in: int) -> Process:
+async def _start(job: Job, base: str, report_in: int, stack: contextlib.AsyncExitStack) -> Process:
+    loop = asyncio.get_running_loop()
     try:
         with tempfile.TemporaryFile() as plan:
             plan.write(job.plan(base))
             plan.seek(0)
-            return await asyncio.create_subprocess_exec(
+            transport, protocol = await loop.subprocess_exec(
+                lambda: SubprocessStreamProtocol(limit=_CHUNK, loop=loop),
                 *(
                     job.interpreter.executable,
                     "-I",
@@ -351,9 +354,6 @@ async def _start(job: Job, base: str, report_in: int) -> Process:
                     str(plan.fileno()),
                     str(report_in),
                 ),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
                 env=job.interpreter.launcher_environment,
                 cwd="/",
                 pass_fds=[plan.fileno(), report_in, *job.pass_descriptors],
@@ -363,6 +363,8 @@ async def _start(job: Job, base: str, report_in: int) -> Process:
         raise SandboxError(f"the sandbox cannot start a process: {error}") from error
     finally:
         os.close(report_in)
+    stack.callback(transport.close)  # asyncio's own `create_subprocess_exec` leaves that to the garbage collector
+    return Process(transport, protocol, loop)
 
 
 class _Output:

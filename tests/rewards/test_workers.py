@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,7 @@ import pytest
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.rewards.function import load_reward
-from grpo_async.rewards.workers import WorkerProcess
-from tests.rewards.helpers import FAULTY, TRL, loaded, score
+from tests.rewards.helpers import FAULTY, loaded, score
 from tests.support.waiting import eventually, is_alive
 
 
@@ -167,38 +164,16 @@ def _workers() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if any("rewards.worker" in word for word in child.cmdline())]
 
 
-# ----------------------------------------- one that neither reads nor ends: SIGSTOP, as a debugger or a full machine does it
+def test_a_stopped_worker_that_takes_only_the_beginning_of_a_request_is_killed_in_time() -> None:
+    """SIGSTOP, as a debugger or a full machine does it; the request is more than a socket holds."""
 
-MORE_THAN_A_SOCKET_HOLDS = b"x" * 8_000_000
+    async def use(reward: RewardFunction) -> Any:
+        await score(reward, ["warm"])
+        (worker,) = _workers()
+        worker.suspend()
+        with pytest.raises(RewardError, match="took longer than 1 s"):
+            await score(reward, ["x" * 8_000_000])
+        assert not worker.is_running()
+        return (await score(reward, ["next"])).values
 
-
-@pytest.fixture
-def stopped_worker() -> Iterator[WorkerProcess]:
-    worker = WorkerProcess(f"{TRL}:length_target")
-    try:
-        worker.wait_until_ready(60.0)
-        os.kill(worker._process.pid, signal.SIGSTOP)
-        yield worker
-    finally:
-        worker.kill()
-        worker.close()
-
-
-def test_a_request_that_the_worker_does_not_take_times_out(stopped_worker: WorkerProcess) -> None:
-    began = time.monotonic()
-    with pytest.raises(TimeoutError):
-        stopped_worker.exchange(MORE_THAN_A_SOCKET_HOLDS, 0.5)
-    assert 0.4 < time.monotonic() - began < 10.0
-
-
-def test_an_answer_that_stops_half_way_times_out(stopped_worker: WorkerProcess) -> None:
-    """Its beginning is there, so looking whether something came does not help."""
-    near, far = socket.socketpair()
-    with near:
-        os.dup2(near.fileno(), stopped_worker._connection.fileno())  # the test takes the worker's place
-    with far:
-        far.sendall((1000).to_bytes(4, "big") + b"only the beginning")  # multiprocessing's frame: length, then content
-        began = time.monotonic()
-        with pytest.raises(TimeoutError):
-            stopped_worker.receive(0.5)
-        assert 0.4 < time.monotonic() - began < 10.0
+    assert _in_process(f"{FAULTY}:sleeps_if_asked", use, timeout_s=1.0) == [1.0]
