@@ -315,7 +315,7 @@ async def _launcher(
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(report_out, "rb", buffering=0)
     )
-    async with contextlib.AsyncExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         stack.callback(transport.close)
         process = await _start(job, base, report_in, stack)
         assert process.stdin is not None
@@ -336,24 +336,17 @@ async def _launcher(
                 task.cancel()
 
 
-async def _start(job: Job, base: str, report_in: int, stack: contextlib.AsyncExitStack) -> Process:
+async def _start(job: Job, base: str, report_in: int, stack: contextlib.ExitStack) -> Process:
     loop = asyncio.get_running_loop()
     try:
         with tempfile.TemporaryFile() as plan:
             plan.write(job.plan(base))
             plan.seek(0)
+            command = [job.interpreter.executable, "-I", "-S", "-c", BOOT]
+            command += [str(_PACKAGE), str(plan.fileno()), str(report_in)]
             transport, protocol = await loop.subprocess_exec(
                 lambda: SubprocessStreamProtocol(limit=_CHUNK, loop=loop),
-                *(
-                    job.interpreter.executable,
-                    "-I",
-                    "-S",
-                    "-c",
-                    BOOT,
-                    str(_PACKAGE),
-                    str(plan.fileno()),
-                    str(report_in),
-                ),
+                *command,
                 env=job.interpreter.launcher_environment,
                 cwd="/",
                 pass_fds=[plan.fileno(), report_in, *job.pass_descriptors],
