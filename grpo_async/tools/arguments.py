@@ -1,6 +1,6 @@
-"""Checks the arguments that a model wrote against a tool's JSON schema, before the tool is called.
+"""Checks the arguments that a model wrote against a tool's type hints, before the tool is called.
 
-Nothing is guessed: "3" is no integer, and an error teaches the model to write 3. The one conversion is 3.0 -> 3 where an
+pydantic does it, strictly: "3" is no integer, and an error teaches the model to write 3. The one conversion is 3.0 -> 3 where an
 integer is wanted, for JSON has only one kind of number and JSON schema calls 3.0 an integer.
 """
 
@@ -8,131 +8,69 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NotRequired, Required
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from grpo_async.tools.results import ToolError
 
-_TYPE_WORDS = {
-    "integer": "an integer",
-    "number": "a number",
-    "string": "a string",
-    "boolean": "true or false",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-}
+Arguments = TypeAdapter[dict[str, Any]]
 
 
-class _Misfit(Exception):
-    """A value that its schema does not allow; the text continues "argument x"."""
+def arguments_of(name: str, hints: Mapping[str, Any], required: Collection[str]) -> Arguments:
+    """What reads the arguments of the tool `name`: type hint by argument, and which have no default."""
+    make: Any = TypedDict  # its fields are not known to type checkers
+    kind = make(name, {key: Required[hint] if key in required else NotRequired[hint] for key, hint in hints.items()})
+    kind.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    return TypeAdapter(kind)
 
 
-def check_arguments(name: str, parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of the tool `name`; `parameters` is that part of its schema.
+def check_arguments(reader: Arguments, parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call; `parameters` is that part of the tool's schema.
 
     Raises:
         ToolError: everything that is wrong with them, and what the tool takes.
     """
-    properties: Mapping[str, Any] = parameters.get("properties", {})
-    problems = [f'missing argument "{wanted}"' for wanted in parameters.get("required", ()) if wanted not in arguments]
-    checked = {}
-    for key, value in arguments.items():
-        if key not in properties:
-            problems.append(f'unknown argument "{_clipped(key)}"{_did_you_mean(key, properties)}')
-            continue
-        try:
-            checked[key] = _fit(value, properties[key])
-        except _Misfit as misfit:
-            problems.append(f'argument "{key}" {misfit}')
-    if problems:
-        raise ToolError(f"{'; '.join(problems[:8])}. {_signature(name, parameters)}")
-    return checked
-
-
-def _fit(value: Any, schema: Mapping[str, Any]) -> Any:
-    if value is None and schema.get("nullable"):
-        return None
-    if "anyOf" in schema:
-        return _fit_any(value, schema["anyOf"])
-    types = schema.get("type")
-    if types is not None:
-        value = _fit_type(value, [types] if isinstance(types, str) else list(types), schema)
-    if "enum" in schema and not any(value == allowed and type(value) is type(allowed) for allowed in schema["enum"]):
-        choices = ", ".join(_shown(allowed) for allowed in schema["enum"])
-        raise _Misfit(f"must be one of {choices}, not {_shown(value)}")
-    return value
-
-
-def _fit_any(value: Any, schemas: list[Mapping[str, Any]]) -> Any:
-    problems = []
-    for schema in schemas:
-        try:
-            return _fit(value, schema)
-        except _Misfit as misfit:
-            problems.append(str(misfit))
-    raise _Misfit(", or ".join(problems))
-
-
-def _fit_type(value: Any, types: list[str], schema: Mapping[str, Any]) -> Any:
-    kind = _json_type(value)
-    if kind not in types and not (kind == "integer" and "number" in types):
-        if kind == "number" and "integer" in types and value.is_integer():
-            return int(value)
-        wanted = " or ".join(_TYPE_WORDS.get(name, name) for name in types)
-        raise _Misfit(f"must be {wanted}, not {_shown(value)}")
-    if kind == "array":
-        return _fit_items(value, schema)
-    if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
-        return {key: _fit_inside(item, schema["additionalProperties"], f'"{key}"') for key, item in value.items()}
-    return value
-
-
-def _fit_items(value: list[Any], schema: Mapping[str, Any]) -> list[Any]:
-    if "prefixItems" in schema:
-        schemas = schema["prefixItems"]
-        if len(schemas) != len(value):
-            raise _Misfit(f"must have {len(schemas)} items, not {len(value)}")
-        return [_fit_inside(item, schemas[index], str(index)) for index, item in enumerate(value)]
-    if "items" in schema:
-        return [_fit_inside(item, schema["items"], str(index)) for index, item in enumerate(value)]
-    return value
-
-
-def _fit_inside(value: Any, schema: Mapping[str, Any], place: str) -> Any:
     try:
-        return _fit(value, schema)
-    except _Misfit as misfit:
-        raise _Misfit(f"at {place} {misfit}") from None
+        return reader.validate_json(json.dumps(_with_integers(arguments)))
+    except ValidationError as error:
+        problems = [_problem(each, parameters) for each in error.errors(include_url=False)]
+    raise ToolError(f"{'; '.join(problems[:8])}. {_signature(parameters)}")
 
 
-def _json_type(value: Any) -> str:
-    if value is None:
-        return "null"
-    for kind, types in (("boolean", bool), ("integer", int), ("number", float), ("string", str)):
-        if isinstance(value, types):
-            return kind
-    return "array" if isinstance(value, (list, tuple)) else "object"
+def _with_integers(value: Any) -> Any:
+    """{"a": [3.0, 3.5]} -> {"a": [3, 3.5]}; a float's hint turns 3 into 3.0 again."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _with_integers(item) for key, item in value.items()}
+    return [_with_integers(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _signature(name: str, parameters: Mapping[str, Any]) -> str:
-    """`guess takes number: integer`; an argument that may be left out has a `?`."""
+def _problem(error: Any, parameters: Mapping[str, Any]) -> str:
+    """One of pydantic's errors in words: `argument "flags" at 1: input should be a valid boolean, not 1`."""
+    key, *inside = error["loc"] or ("",)
+    if error["type"] == "missing" and not inside:
+        return f'missing argument "{key}"'
+    if error["type"] == "extra_forbidden" and not inside:
+        nearest = difflib.get_close_matches(key, list(parameters.get("properties", {})), n=1)
+        return f'unknown argument "{_clipped(key)}"' + (f', did you mean "{nearest[0]}"?' if nearest else "")
+    place = f" at {'.'.join(map(str, inside))}" if inside else ""
+    given = _clipped(json.dumps(error["input"], ensure_ascii=False, default=str))
+    return f'argument "{key}"{place}: {error["msg"][0].lower()}{error["msg"][1:]}, not {given}'
+
+
+def _signature(parameters: Mapping[str, Any]) -> str:
+    """`it takes number: integer, unit?: string`; an argument that may be left out has a `?`."""
     required = set(parameters.get("required", ()))
     parts = []
     for key, schema in parameters.get("properties", {}).items():
         types = schema.get("type", "any")
-        words = types if isinstance(types, str) else " or ".join(types)
-        parts.append(f"{key}{'' if key in required else '?'}: {words}")
-    return f"{name} takes {', '.join(parts) or 'no arguments'}"
-
-
-def _did_you_mean(key: str, properties: Mapping[str, Any]) -> str:
-    nearest = difflib.get_close_matches(key, list(properties), n=1)
-    return f', did you mean "{nearest[0]}"?' if nearest else ""
-
-
-def _shown(value: Any) -> str:
-    return _clipped(json.dumps(value, ensure_ascii=False, default=str))
+        kind = types if isinstance(types, str) else " or ".join(types)
+        parts.append(f"{key}{'' if key in required else '?'}: {kind}")
+    return f"It takes {', '.join(parts) or 'no arguments'}"
 
 
 def _clipped(text: str) -> str:

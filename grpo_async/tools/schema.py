@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_async.tools.arguments import Arguments, arguments_of
 from grpo_async.user_code.calls import own_name, unwrap_partial
 
 
@@ -25,10 +26,11 @@ class BadFunctionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """Name and schema of one tool, `{"type": "function", "function": {...}}`; shared by all instances of an environment."""
+    """What is known of one tool; shared by all instances of an environment."""
 
     name: str
-    schema: Mapping[str, Any]
+    schema: Mapping[str, Any]  # {"type": "function", "function": {...}}
+    arguments: Arguments
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -94,7 +96,9 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
     except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
         raise BadFunctionError([f"cannot be described to the model: {' '.join(str(error).split())}"]) from error
     _refuse_media(schema)
-    return ToolSpec(name, schema)
+    resolved = {key: hint for key, hint in view.__annotations__.items() if key != "return"}
+    required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+    return ToolSpec(name, schema, arguments_of(name, resolved, required))
 
 
 def _signed(function: Callable[..., Any]) -> Any:

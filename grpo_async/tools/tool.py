@@ -113,7 +113,7 @@ class Tool:
         Raises:
             ToolError: wrong arguments, or the function raised; ToolTimeoutError: it took too long.
         """
-        checked = check_arguments(self.name, self._spec.parameters, arguments)
+        checked = check_arguments(self._spec.arguments, self._spec.parameters, arguments)
         try:
             result = await self._caller.run(UserCall(self.function, {**checked, **self._fixed}, as_text))
         except TimeoutError as error:

@@ -1,8 +1,8 @@
-"""Arguments that models write, against schemas."""
+"""Arguments that models write, against type hints."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -20,6 +20,7 @@ def tool(
     table: dict[str, int] = {},  # noqa: B006
     either: int | list[str] = 0,
     anything: Any = None,
+    unit: Literal["m", "ft"] = "m",
 ) -> None:
     """Takes many kinds.
 
@@ -32,43 +33,44 @@ def tool(
         table: A table.
         either: This or that.
         anything: Anything (really).
+        unit: A unit.
     """
 
 
-PARAMETERS = build_spec(tool).parameters
+SPEC = build_spec(tool)
 
 
 def check(**arguments: Any) -> dict[str, Any]:
-    return check_arguments("tool", PARAMETERS, {"count": 1, **arguments})
+    return check_arguments(SPEC.arguments, SPEC.parameters, {"count": 1, **arguments})
 
 
-def test_a_whole_number_is_an_integer_however_json_wrote_it() -> None:
+def test_what_fits_passes_and_a_whole_number_is_an_integer_however_json_wrote_it() -> None:
+    arguments = {"text": None, "flags": [True, False], "table": {"x": 1}, "either": ["a"], "anything": {"deep": [None]}}
+    assert check(**arguments, pair=[1, "a"], ratio=1) == {**arguments, "count": 1, "pair": (1, "a"), "ratio": 1.0}
     checked = check(count=3.0, either=4.0)
     assert checked == {"count": 3, "either": 4}
-    assert type(checked["count"]) is int
-    assert type(checked["either"]) is int
+    assert type(checked["count"]) is type(checked["either"]) is int
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"count": "3"}, 'argument "count" must be an integer, not "3"'),
-        ({"count": 3.5}, 'argument "count" must be an integer, not 3.5'),
-        ({"count": True}, 'argument "count" must be an integer, not true'),
-        ({"count": None}, 'argument "count" must be an integer, not null'),
-        ({"ratio": "half"}, 'argument "ratio" must be a number, not "half"'),
-        ({"text": 3}, 'argument "text" must be a string, not 3'),
-        ({"flags": "yes"}, 'argument "flags" must be a list, not "yes"'),
-        ({"flags": [True, 1]}, 'argument "flags" at 1 must be true or false, not 1'),
-        ({"pair": [1]}, 'argument "pair" must have 2 items, not 1'),
-        ({"pair": ["a", "b"]}, 'argument "pair" at 0 must be an integer, not "a"'),
-        ({"table": {"x": "y"}}, 'argument "table" at "x" must be an integer, not "y"'),
-        ({"either": "a"}, 'argument "either" must be an integer, not "a", or must be a list, not "a"'),
+        ({"count": "3"}, 'argument "count": input should be a valid integer, not "3"'),
+        ({"count": 3.5}, 'argument "count": input should be a valid integer, not 3.5'),
+        ({"count": True}, 'argument "count": input should be a valid integer, not true'),
+        ({"count": None}, 'argument "count": input should be a valid integer, not null'),
+        ({"ratio": "half"}, 'argument "ratio": input should be a valid number, not "half"'),
+        ({"text": 3}, 'argument "text": input should be a valid string, not 3'),
+        ({"flags": [True, 1]}, 'argument "flags" at 1: input should be a valid boolean, not 1'),
+        ({"pair": [1]}, 'argument "pair" at 1: field required'),
+        ({"table": {"x": "y"}}, 'argument "table" at x: input should be a valid integer, not "y"'),
+        ({"either": "a"}, 'argument "either" at list[str]: input should be a valid array, not "a"'),
+        ({"unit": "km"}, """argument "unit": input should be 'm' or 'ft', not "km\""""),
         ({"ration": 1}, 'unknown argument "ration", did you mean "ratio"?'),
-        ({"text": "x" * 99 + "\n", "count": "y" * 99}, 'must be an integer, not "' + "y" * 56 + "..."),
+        ({"text": "x" * 99 + "\n", "count": "y" * 99}, 'valid integer, not "' + "y" * 56 + "..."),
     ],
 )
-def test_a_misfit_is_said_in_words(arguments: dict[str, Any], problem: str) -> None:
+def test_a_misfit_is_said_in_one_line(arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(ToolError) as caught:
         check(**arguments)
     assert problem in str(caught.value)
@@ -76,14 +78,18 @@ def test_a_misfit_is_said_in_words(arguments: dict[str, Any], problem: str) -> N
 
 
 def test_everything_wrong_is_said_at_once_with_what_the_tool_takes() -> None:
-    parameters = {
-        "type": "object",
-        "properties": {"number": {"type": "integer"}, "unit": {"type": "string", "enum": ["m", "ft"]}},
-        "required": ["number"],
-    }
+    def measure(number: int, unit: str = "m") -> None:
+        """Measures.
+
+        Args:
+            number: How many.
+            unit: Of what.
+        """
+
+    spec = build_spec(measure)
     with pytest.raises(ToolError) as caught:
-        check_arguments("measure", parameters, {"numbr": 1, "unit": "km"})
+        check_arguments(spec.arguments, spec.parameters, {"numbr": 1, "unit": 3})
     assert str(caught.value) == (
-        'missing argument "number"; unknown argument "numbr", did you mean "number"?; argument "unit" must be one of '
-        '"m", "ft", not "km". measure takes number: integer, unit?: string'
+        'missing argument "number"; argument "unit": input should be a valid string, not 3; unknown argument "numbr", did you '
+        'mean "number"?. It takes number: integer, unit?: string'
     )

@@ -49,7 +49,7 @@ def test_two_calls_of_which_one_fails_are_two_records_in_their_order() -> None:
         False,
     )
     assert bad.tool_call_id == "call00002"
-    assert 'argument "a" must be an integer' in error_of(bad)
+    assert 'argument "a": input should be a valid integer' in error_of(bad)
     assert good.duration_s >= 0.0
 
 
