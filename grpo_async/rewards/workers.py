@@ -72,8 +72,8 @@ class WorkerPool:
             answer = await asyncio.wrap_future(future)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
-            if self._is_closed and task is not None and not task.cancelling():
-                raise self._closed_error() from error  # `close` cancelled the call, not our caller
+            if task is not None and not task.cancelling():  # it was `close` that cancelled the call
+                raise self._closed_error() from error
             raise
         try:
             result: RewardOutcome | _Failure = pickle.loads(answer)
