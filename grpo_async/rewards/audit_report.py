@@ -137,7 +137,7 @@ class _Table:
         self.scored = [one for one in singles if one.error is None]
         self.rows: dict[int, list[tuple[Case, float]]] = defaultdict(list)
         for one in self.scored:
-            if one.value is not None and one.case.kind is not CaseKind.RARE:
+            if one.value is not None:
                 self.rows[one.row].append((one.case, one.value))
         values = [value for row in self.rows.values() for _, value in row]
         self.range = max(values) - min(values) if values else 0.0
@@ -164,19 +164,15 @@ class _Table:
 
 
 def _failures(seen: Observations) -> Iterator[Finding]:
-    by_error: dict[tuple[str, bool, bool], list[Observation]] = defaultdict(list)
+    by_error: dict[tuple[str, bool], list[Observation]] = defaultdict(list)
     for one in seen.singles:
         if one.error is not None:
-            by_error[one.error, one.timed_out, one.case.kind is CaseKind.RARE].append(one)
-    for (error, timed_out, is_rare), group in by_error.items():
-        severity = Severity.ERROR
+            by_error[one.error, one.timed_out].append(one)
+    for (error, timed_out), group in by_error.items():
         do = "Catch what can go wrong with a model's text and return 0.0, or None where the function does not apply."
         if timed_out:
             do = "Make it faster for such inputs or cut them; in training every group that holds one fails."
-        elif is_rare:
-            severity = Severity.WARNING
-            do = "Our rollouts do not give this, but a rollout function of your own may; return 0.0 or None for it."
-        yield _about("fails", severity, f"It {error}.", do, group)
+        yield _about("fails", Severity.ERROR, f"It {error}.", do, group)
     rows_of: dict[str, list[int]] = defaultdict(list)
     for row, error in seen.batch_errors:
         rows_of[error].append(row)

@@ -33,7 +33,6 @@ class CaseKind(StrEnum):
     GARBAGE = "garbage"  # noise, lists of guesses, very long repetitions
     ECHO = "echo"  # the prompt
     STRESS = "stress"  # must not raise or hang; what it earns is not judged
-    RARE = "rare"  # forms that our rollouts do not give, but other sources of completions may
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,7 @@ def make_cases(prompt: Prompt, *, gold: str | None, other_gold: str | None, seed
         for kind, name, text, rendering in (*_answers(gold, other_gold), *_noise(prompt, gold, rng))
     ]
     if prompt.is_conversational:
-        cases.extend(_messages_only())
+        cases.append(_tool_call())
     return cases
 
 
@@ -158,16 +157,13 @@ def _noise(prompt: Prompt, gold: str | None, rng: random.Random) -> Iterator[tup
     yield CaseKind.STRESS, "200k opening braces", "{" * LONG_CHARACTERS, ""
 
 
-def _messages_only() -> Iterator[Case]:
+def _tool_call() -> Case:
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": {"key": "value"}}}
-    tool = {"role": "tool", "content": "", "name": "look_up", "tool_call_id": "abcdefghi"}
-    shapes: tuple[tuple[CaseKind, str, list[dict[str, Any]]], ...] = (
-        (CaseKind.EMPTY, "a tool call without text", [{"role": "assistant", "content": "", "tool_calls": [call]}, tool]),
-        (CaseKind.RARE, "a tool call, content null", [{"role": "assistant", "content": None, "tool_calls": [call]}, tool]),
-        (CaseKind.RARE, "no messages", []),
-    )  # fmt: skip
-    for kind, name, messages in shapes:
-        yield Case(kind=kind, name=name, completion=messages, completion_ids=_ids(""))
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "", "name": "look_up", "tool_call_id": "abcdefghi"},
+    ]
+    return Case(kind=CaseKind.EMPTY, name="a tool call without text", completion=messages, completion_ids=_ids(""))
 
 
 def _case(prompt: Prompt, kind: CaseKind, name: str, text: str, rendering: str) -> Case:
