@@ -60,8 +60,8 @@ class Environment:
         self._thread = thread
         self._caller = TimedCaller(thread, kind.timeout_s, loop=ASYNC_LOOP)
         self._is_done: Callable[[], Any] | None = instance.is_done if "is_done" in kind.methods else None
-        self._running: set[asyncio.Task[Any]] = set()
-        self._lock = asyncio.Lock()
+        self._running: asyncio.Task[Any] | None = None
+        self._lock = asyncio.Lock()  # held as long as a call runs
         self.tools = [
             Tool(getattr(instance, name), spec, self, serial_key=id(self), failures=kind.failures)
             for name, spec in kind.specs.items()
@@ -144,21 +144,20 @@ class Environment:
         if self.broken is not None:
             self._lock.release()
             self._refuse_if_broken()
-        work = self._run(call)
-        task = asyncio.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._ran)
+        # A task of its own: it goes on where the caller is cancelled. Event loops hold their tasks weakly.
+        task = self._running = asyncio.create_task(self._run(call))
+        task.add_done_callback(lambda _: self._lock.release())
         return await asyncio.shield(task)  # the call has a limit
 
     async def wait_idle(self) -> None:
         """Wait for the call that runs, if any; its own time limit bounds this."""
-        if self._running:
-            await asyncio.wait(set(self._running), timeout=self.timeout_s + 1.0)
+        if self._running is not None:
+            await asyncio.wait({self._running}, timeout=self.timeout_s + 1.0)
 
     @property
     def is_idle(self) -> bool:
         """No call runs."""
-        return not self._running
+        return self._running is None or self._running.done()
 
     def begin_lease(self) -> None:
         """Forget the event loop of the last lease; there must be no call."""
@@ -215,10 +214,6 @@ class Environment:
         except asyncio.CancelledError:  # the loop ends
             self.broken = self.broken or "a call was cut off"
             raise
-
-    def _ran(self, task: asyncio.Task[Any]) -> None:
-        self._running.discard(task)
-        self._lock.release()
 
     def _refuse_if_broken(self) -> None:
         if self.broken is not None:
