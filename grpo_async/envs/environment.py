@@ -139,14 +139,14 @@ class Environment:
             TimeoutError: it took too long; the instance is broken.
             EnvironmentCallError: the instance was broken before.
         """
-        # Cancelled here, nothing was started.
-        await self._lock.acquire()  # the call before has a limit
+        lock = self._lock  # the next lease has another one
+        await lock.acquire()  # the call before has a limit; cancelled here, nothing was started
         if self.broken is not None:
-            self._lock.release()
+            lock.release()
             self._refuse_if_broken()
         # A task of its own: it goes on where the caller is cancelled. Event loops hold their tasks weakly.
         task = self._running = asyncio.create_task(self._run(call))
-        task.add_done_callback(lambda _: self._lock.release())
+        task.add_done_callback(lambda _: lock.release())
         return await asyncio.shield(task)  # the call has a limit
 
     async def wait_idle(self) -> None:
