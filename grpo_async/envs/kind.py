@@ -12,20 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_async.config.interaction_sections import EnvironmentSection
-from grpo_async.tools.schema import BadFunctionError, ToolSpec, build_spec
+from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec
 from grpo_async.tools.tool import FailureLog
 from grpo_async.user_code.calls import Parameters
 
 RESERVED = frozenset({"reset", "is_done", "get_reward", "close", "startup_notes"})
 _OPTIONAL = ("is_done", "get_reward", "close")
-
-
-class BadEnvironmentError(Exception):
-    """An environment that cannot be used; `problems` are sentences without a subject."""
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-        super().__init__("; ".join(problems))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +55,7 @@ def examine(
     """Check a new instance of an environment.
 
     Raises:
-        BadEnvironmentError: all that is wrong with it.
+        UnusableError: all that is wrong with it.
     """
     problems: list[str] = []
     notes: list[str] = []
@@ -72,7 +64,7 @@ def examine(
     for method_name in _public_methods(probe):
         try:
             specs[method_name] = build_spec(getattr(probe, method_name), name=method_name)
-        except BadFunctionError as error:
+        except UnusableError as error:
             problems.extend(
                 f"`{method_name}` is a public method, so a tool, but {problem}; or begin its name with `_`"
                 for problem in error.problems
@@ -84,7 +76,7 @@ def examine(
     if section.reward_weight != 1.0 and "get_reward" not in methods:
         notes.append("`reward_weight` has no effect, for there is no `get_reward`")
     if problems or parameters is None:
-        raise BadEnvironmentError(problems)
+        raise UnusableError(problems)
     return EnvironmentKind(
         name=name,
         factory=factory,

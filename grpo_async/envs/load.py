@@ -15,9 +15,10 @@ from typing import Any
 
 from grpo_async.config.interaction_sections import EnvironmentSection
 from grpo_async.envs.environment import COLUMN, Environment, EnvironmentCallError
-from grpo_async.envs.kind import BadEnvironmentError, EnvironmentKind, examine
+from grpo_async.envs.kind import EnvironmentKind, examine
 from grpo_async.envs.pool import Construction, EnvironmentPool
 from grpo_async.errors import ConfigError
+from grpo_async.tools.schema import UnusableError
 from grpo_async.tools.tool import Tool
 from grpo_async.user_code.calls import Parameters
 from grpo_async.user_code.references import resolve
@@ -150,9 +151,9 @@ def _load(name: str, section: EnvironmentSection, *, selected_by_column: bool) -
     try:
         probe = construction.finish()
         kind = examine(probe, name=name, factory=factory, section=section, selected_by_column=selected_by_column)
-    except (EnvironmentCallError, BadEnvironmentError) as error:
+    except (EnvironmentCallError, UnusableError) as error:
         construction.give_up()
-        problems = error.problems if isinstance(error, BadEnvironmentError) else [error.problem]
+        problems = error.problems if isinstance(error, UnusableError) else [error.problem]
         raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems)) from error
     return kind, Environment(probe, kind, construction.thread)
 

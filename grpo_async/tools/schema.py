@@ -16,8 +16,9 @@ from grpo_async.tools.arguments import Arguments, arguments_of
 from grpo_async.user_code.calls import own_name, unwrap_partial
 
 
-class BadFunctionError(Exception):
-    """A function that cannot be a tool; `problems` are sentences without a subject ("has no docstring; ...")."""
+class UnusableError(Exception):
+    """A function that cannot be a tool, or an environment that cannot be used; `problems` are sentences without a subject ("has no
+    docstring; ...")."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -53,7 +54,7 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         "object", "properties": {"a": {"type": "integer", "description": "One number."}}, "required": ["a"]}, ...}}
 
     Raises:
-        BadFunctionError: everything that is wrong with it.
+        UnusableError: everything that is wrong with it.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -67,7 +68,7 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
     try:
         signature = inspect.signature(function)
     except ValueError as error:
-        raise BadFunctionError(["has no signature that can be read; wrap it in a `def`"]) from error
+        raise UnusableError(["has no signature that can be read; wrap it in a `def`"]) from error
     hidden = {*hidden, *_fixed_by_partial(function)}
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in hidden]
     documentation = _documentation(function)
@@ -84,7 +85,7 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
                 f"has no description of {_listed(missing)} in the `Args:` of its docstring; add `name: text`"
             )
     if problems:
-        raise BadFunctionError(problems)
+        raise UnusableError(problems)
     hints = {parameter.name: parameter.annotation for parameter in parameters}
     view = _view(name, documentation, signature.replace(parameters=parameters), hints)
     try:
@@ -92,9 +93,9 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         _add_return_hint(view, signature, getattr(target, "__globals__", {}))
         schema = get_json_schema(view)
     except (NameError, AttributeError, SyntaxError) as error:
-        raise BadFunctionError([f"has a type hint that cannot be resolved: {error}"]) from error
+        raise UnusableError([f"has a type hint that cannot be resolved: {error}"]) from error
     except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
-        raise BadFunctionError([f"cannot be described to the model: {' '.join(str(error).split())}"]) from error
+        raise UnusableError([f"cannot be described to the model: {' '.join(str(error).split())}"]) from error
     _refuse_media(schema)
     resolved = {key: hint for key, hint in view.__annotations__.items() if key != "return"}
     required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
@@ -176,7 +177,7 @@ def _refuse_media(schema: Mapping[str, Any]) -> None:
     properties = schema["function"]["parameters"]["properties"]
     media = [key for key, value in properties.items() if value.get("type") in ("image", "audio")]
     if media:
-        raise BadFunctionError([f"wants an image or audio as {_listed(media)}, which the model cannot write"])
+        raise UnusableError([f"wants an image or audio as {_listed(media)}, which the model cannot write"])
 
 
 def _listed(names: list[str]) -> str:

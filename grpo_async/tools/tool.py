@@ -15,7 +15,7 @@ from grpo_async.config.interaction_sections import ToolSection
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.tools.arguments import check_arguments
 from grpo_async.tools.results import ToolError, ToolTimeoutError, as_text
-from grpo_async.tools.schema import BadFunctionError, ToolSpec, build_spec
+from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec
 from grpo_async.user_code.calls import Raised, Result, TimedCaller, UserCall
 from grpo_async.user_code.loop import LoopHeldError, UserLoop
 from grpo_async.user_code.references import resolve_function
@@ -89,7 +89,7 @@ class Tool:
         """A tool that stands alone: plain functions run in threads, async ones on the loop of the tools.
 
         Raises:
-            BadFunctionError: it cannot be described to a model.
+            UnusableError: it cannot be described to a model.
         """
         spec = build_spec(function, hidden=set(arguments or {}))
         threads = ThreadRunner(f"tool-{spec.name}", max_threads=_MAX_THREADS, max_abandoned=_MAX_THREADS)
@@ -166,7 +166,7 @@ def _load(section: ToolSection, path: str) -> Tool:
             problems.append(f"{path}.arguments.{argument}: {section.function} takes no `{argument}`; {takes}")
     try:
         tool = Tool.from_function(function, arguments=section.arguments, timeout_s=section.timeout_s)
-    except BadFunctionError as error:
+    except UnusableError as error:
         problems.extend(f"{where}: {problem}" for problem in error.problems)
     if problems:
         raise ConfigError("\n".join(problems))

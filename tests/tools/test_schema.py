@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.tools.schema import BadFunctionError, build_spec
+from grpo_async.tools.schema import UnusableError, build_spec
 from tests.tools import sample_tools
 
 
@@ -60,7 +60,7 @@ def test_arguments_that_config_or_partial_fix_are_hidden_and_need_no_text_or_typ
     ],
 )
 def test_all_that_is_wrong_with_a_function_is_said_at_once(function: Any, problems: list[str]) -> None:
-    with pytest.raises(BadFunctionError) as caught:
+    with pytest.raises(UnusableError) as caught:
         build_spec(function)
     assert len(caught.value.problems) == len(problems)
     for found, wanted in zip(caught.value.problems, problems, strict=True):
