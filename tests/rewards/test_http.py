@@ -114,26 +114,25 @@ def test_a_server_that_has_too_much_to_do_is_asked_again_when_it_says(server: Re
     assert [_seconds(text) for text in ("3600", "-1", "nan", "")] == [60.0, 0.0, 0.0, 0.0]  # nobody can ask for an hour
 
 
-def test_retries_are_bounded_and_the_last_error_is_told(server: RewardServer) -> None:
-    server.otherwise = lambda body: (502, b'{"detail": "no upstream"}')
-    assert "failed 2 times; the last time: it answered 502: no upstream" in _problem(server, ["a"], max_retries=1)
-    assert len(server.bodies) == 2
-
-
-def test_a_refusal_is_not_retried_and_carries_the_body(server: RewardServer) -> None:
-    server.otherwise = lambda body: (400, b'{"error": {"message": "completion too long"}}')
-    problem = _problem(server, ["a"])
-    assert problem.startswith("reward `judge`: raised RemoteRewardError: ")
-    assert "refused the request: it answered 400: completion too long" in problem
-    assert len(server.bodies) == 1
-
-
-def test_silence_is_an_error_and_is_not_asked_again(server: RewardServer) -> None:
-    server.otherwise = lambda body: HANG
+@pytest.mark.parametrize(
+    ("answer", "arguments", "text", "num_asked"),
+    [
+        ((502, b'{"detail": "no upstream"}'), {"max_retries": 1}, "failed 2 times; the last time: it answered 502: no upstream", 2),
+        ((400, b'{"error": {"message": "too long"}}'), {}, "refused the request: it answered 400: too long", 1),
+        (HANG, {"request_timeout_s": 0.3}, "was silent for 0.3 s; raise `request_timeout_s`", 1),
+    ],
+    ids=["server error", "refusal", "silence"],
+)  # fmt: skip
+def test_only_what_may_go_away_is_asked_again(
+    server: RewardServer, answer: Any, arguments: dict[str, Any], text: str, num_asked: int
+) -> None:
+    server.otherwise = lambda body: answer
     began = time.monotonic()
-    assert "was silent for 0.3 s; raise `request_timeout_s`" in _problem(server, ["a"], request_timeout_s=0.3)
+    problem = _problem(server, ["a"], **arguments)
+    assert problem.startswith("reward `judge`: raised RemoteRewardError: ")
+    assert text in problem
     assert time.monotonic() - began < 5.0
-    assert len(server.bodies) == 1
+    assert len(server.bodies) == num_asked
 
 
 def test_a_server_that_is_not_there_is_asked_again_and_then_named() -> None:
