@@ -30,6 +30,7 @@ if importlib.util.find_spec("math_verify") is None:
 _EXPRESSION_TIMEOUT_S = 5
 _MAX_TEXT = 1500  # characters of one answer
 _MAX_DIGITS = 5000.0
+_MAX_LOG10 = 300.0  # of a float
 _MAX_NODES = 600
 _MAX_TERMS = 10_000.0  # of a sum or product with numbers as limits
 _MAX_DEPTH = 60  # of braces; the LaTeX parser's time grows much faster than this
@@ -155,7 +156,7 @@ def _is_small(expression: Any) -> bool:
     if not isinstance(expression, sympy.Basic):
         return True
     num_nodes = sum(1 for _ in itertools.islice(sympy.preorder_traversal(expression), _MAX_NODES + 1))
-    return num_nodes <= _MAX_NODES and _digits(expression) <= _MAX_DIGITS
+    return num_nodes <= _MAX_NODES and _size(expression)[0] <= _MAX_DIGITS
 
 
 def _depth(text: str) -> int:
@@ -170,46 +171,35 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _digits(node: Any) -> float:
-    """Most decimal digits that `node`, or anything inside it, has when evaluated, on the safe side."""
+def _size(node: Any) -> tuple[float, float]:
+    """On the safe side: most decimal digits that `node`, or anything inside it, has when evaluated; and log10 of |node|, at most
+    300, 0 for letters. They differ: a fraction has digits on both sides. 2^3 -> (0.9, 0.9), 1/1000 -> (3, -3)."""
     import sympy
 
     if isinstance(node, sympy.Rational):
-        return max(_log10(abs(node.p)), _log10(node.q))
+        above, below = _log10(abs(node.p)), _log10(node.q)
+        return max(above, below), min(above - below, _MAX_LOG10) if node.p else 0.0
     if isinstance(node, sympy.Float):
-        return 17.0
-    inside = [_digits(argument) for argument in node.args]
-    largest = max(inside, default=1.0)
+        return 17.0, min(_log10(abs(float(node))), _MAX_LOG10) if node else 0.0
+    inside = [_size(argument) for argument in node.args]
+    digits, magnitudes = [size for size, _ in inside], [magnitude for _, magnitude in inside]
+    largest, magnitude = max(digits, default=1.0), max(magnitudes, default=0.0)
     if isinstance(node, sympy.Pow):
+        power = 10.0 ** magnitudes[1]
         is_root = node.exp.is_Rational and abs(node.exp) <= 1
-        return largest if is_root else max(largest, inside[0] * 10.0 ** _magnitude(node.exp))
-    if isinstance(node, (sympy.factorial, sympy.factorial2, sympy.gamma, sympy.subfactorial, sympy.binomial)):
-        return max(largest, _factorial_digits(10.0 ** max(_magnitude(argument) for argument in node.args)))
-    if isinstance(node, (sympy.Sum, sympy.Product)):
-        return math.inf if _num_terms(node) > _MAX_TERMS else largest * _num_terms(node)
-    if isinstance(node, (sympy.Add, sympy.Mul)):
-        return sum(inside)
-    return largest
-
-
-def _magnitude(node: Any) -> float:
-    """log10 of |node|, at most 300; 0 for letters: 2^3 -> 0.9. Unlike its digits, which a fraction has on both sides."""
-    import sympy
-
-    if isinstance(node, sympy.Rational):
-        return min(_log10(abs(node.p)) - _log10(node.q), 300.0) if node.p else 0.0
-    if isinstance(node, sympy.Float):
-        return min(_log10(abs(float(node))), 300.0) if node else 0.0
-    inside = [_magnitude(argument) for argument in node.args]
-    if isinstance(node, sympy.Pow):
-        return min(max(inside[0], 0.0) * float(10.0 ** inside[1]), 300.0)
-    if isinstance(node, sympy.Mul):
-        return min(sum(inside), 300.0)
-    if isinstance(node, sympy.Add):
-        return min(max(inside) + math.log10(len(inside)), 300.0)
-    if isinstance(node, (sympy.factorial, sympy.factorial2, sympy.gamma, sympy.subfactorial, sympy.binomial)):
-        return min(_factorial_digits(10.0 ** max(inside)), 300.0)
-    return max(inside, default=0.0)
+        largest = largest if is_root else max(largest, digits[0] * power)
+        magnitude = max(magnitudes[0], 0.0) * power
+    elif isinstance(node, (sympy.factorial, sympy.factorial2, sympy.gamma, sympy.subfactorial, sympy.binomial)):
+        magnitude = _factorial_digits(10.0**magnitude)
+        largest = max(largest, magnitude)
+    elif isinstance(node, (sympy.Sum, sympy.Product)):
+        num_terms = _num_terms(node)
+        largest = math.inf if num_terms > _MAX_TERMS else largest * num_terms
+    elif isinstance(node, sympy.Add):
+        largest, magnitude = sum(digits), magnitude + math.log10(len(inside))
+    elif isinstance(node, sympy.Mul):
+        largest, magnitude = sum(digits), sum(magnitudes)
+    return largest, min(magnitude, _MAX_LOG10)
 
 
 def _num_terms(node: Any) -> float:
