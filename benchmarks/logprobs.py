@@ -166,7 +166,11 @@ def _make_step(
 
     def step() -> tuple[float, float]:
         if variant == "chunked" and not options.any_loss:
-            loss = chunked_objective(hidden, targets, head, gradients, temperature=0.9, chunk_tokens=options.chunk)[2]
+            made = chunked_logprobs(
+                hidden, targets, head, temperature=0.9, chunk_tokens=options.chunk, objective=gradients
+            ).objective
+            assert made is not None
+            loss = made
         else:
             loss = loss_of(*(chunked() if variant == "chunked" else full()), slice(None))
         loss.backward()  # type: ignore[no-untyped-call]
