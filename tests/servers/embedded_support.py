@@ -1,10 +1,10 @@
-"""Builders for the tests of the embedded engine: models, requests, and the service on a real port in this process."""
+"""Builders for the tests of the embedded engine: models, requests, and the server on a real port in this process."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,10 +15,13 @@ import httpx
 import torch
 import uvicorn
 
+from grpo_async.inference.guard import TokenGuard
 from grpo_async.inference.surface import GENERATE_PATH, GenerateChunk, GenerateRequest, ServerInfo
+from grpo_async.servers.app import RolloutApp
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.embedded.main import bind_listener
-from grpo_async.servers.embedded.service import EmbeddedService
+from grpo_async.servers.embedded.server import EmbeddedEngine
+from tests.support.waiting import eventually
 
 
 def load(folder: Path) -> Any:
@@ -36,7 +39,7 @@ def with_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:
 
 
 def perturbed(model: Any, seed: int) -> dict[str, torch.Tensor]:
-    """Other weights of the same shapes: each matrix scaled and shuffled a little, norms kept."""
+    """Other weights of the same shapes: each matrix shifted a little, norms kept."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: p + 0.05 * torch.randn(p.shape, generator=generator) if p.dim() > 1 else p.clone()
@@ -89,17 +92,22 @@ def step(engine: SlotEngine, times: int = 1) -> None:
 
 
 def hand_out(engine: SlotEngine) -> None:
-    for sequence, chunk in engine.drain():
+    for sequence, chunk in engine.take_chunks():
         sequence.sink(chunk)
+
+
+def finish(engine: SlotEngine) -> None:
+    """Step until every request is over."""
+    for _ in range(2000):
+        if not engine.num_active:
+            return
+        step(engine)
+    raise AssertionError("the engine does not finish")
 
 
 def generate(engine: SlotEngine, *requests: GenerateRequest) -> list[Output]:
     outputs = [submit(engine, request)[1] for request in requests]
-    steps = 0
-    while engine.num_active:
-        step(engine)
-        steps += 1
-        assert steps < 2000, "the engine does not finish"
+    finish(engine)
     return outputs
 
 
@@ -109,6 +117,14 @@ def teacher_forced(model: Any, context: Sequence[int], output: Sequence[int], te
     tokens = torch.tensor([[*context, *output]])
     logprobs: torch.Tensor = (model(tokens).logits[0] / temperature).log_softmax(-1)
     return logprobs[len(context) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+def by_version(
+    models: Mapping[int, Any], context: Sequence[int], output: Sequence[int], versions: Sequence[int]
+) -> torch.Tensor:
+    """Logprob of each output token under the model of its version, with the context recomputed. [len(output)]"""
+    each = {version: teacher_forced(model, context, output) for version, model in models.items()}
+    return torch.stack([each[version][place] for place, version in enumerate(versions)])
 
 
 @torch.no_grad()
@@ -132,31 +148,35 @@ def over_kept_cache(
 
 
 def worst_error(model: Any, request: GenerateRequest, output: Output) -> float:
+    """0 where there is no token."""
     expected = teacher_forced(model, request.token_ids, output.token_ids, request.temperature or 1.0)
-    return float((expected - torch.tensor(output.logprobs)).abs().max())
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Poll a served engine from outside; it tells nobody."""
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline, f"waited 20 s for {what}"
-        time.sleep(0.01)
+    return max((expected - torch.tensor(output.logprobs)).abs().tolist(), default=0.0)
 
 
 @dataclass
 class Live:
-    """A served engine. `engine` belongs to its thread: patch it, but call nothing on it."""
+    """A served engine. `engine` belongs to its thread: patch it, but call nothing on it. `paths` are those of its routes."""
 
     url: str
     engine: SlotEngine
+    server: EmbeddedEngine
+    routes: Sequence[Any]
     client: httpx.Client
+    pool: ThreadPoolExecutor
     failed: threading.Event
     stop: Callable[[], None]
-    service: EmbeddedService
 
     def info(self) -> ServerInfo:
         return ServerInfo.model_validate_json(self.client.get("/rollout/info").content)
+
+    def wait_until(self, condition: Callable[[ServerInfo], bool]) -> None:
+        assert eventually(lambda: condition(self.info()), 30.0), self.info()
+
+    def post(self, path: str, json: Any = None, **query: str) -> httpx.Response:
+        return self.client.post(path, json=json, params=query)
+
+    def is_paused(self) -> bool:
+        return bool(self.client.get("/is_paused").json()["is_paused"])
 
     def generate(self, request: GenerateRequest) -> Output:
         output = Output()
@@ -169,6 +189,13 @@ class Live:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 yield GenerateChunk.model_validate_json(line)
+
+    def ask(self, *requests: GenerateRequest) -> list[Future[Output]]:
+        """Send requests, and return when the server has them: in the engine, or held by a pause."""
+        wanted = self.info().active_requests + len(requests)
+        answers = [self.pool.submit(self.generate, request) for request in requests]
+        self.wait_until(lambda info: info.active_requests == wanted)
+        return answers
 
 
 def serves(server: Live, model: Any, version: int) -> bool:
@@ -189,8 +216,8 @@ def live(
 ) -> Iterator[Live]:
     """Serve `model` over HTTP on a free port, with a real engine thread. `model_path` is where it says that it comes from."""
     engine = SlotEngine(model, num_slots=num_slots, max_model_len=max_model_len)
-    failed = threading.Event()
-    info = ServerInfo(
+    failed, started = threading.Event(), threading.Event()
+    description = ServerInfo(
         engine="embedded",
         engine_version="test",
         model=model_path,
@@ -198,23 +225,21 @@ def live(
         max_model_len=max_model_len,
         policy_version=0,
     )
-    service = EmbeddedService(engine, info=info, on_failure=failed.set, engine_timeout_s=engine_timeout_s)
+    served = EmbeddedEngine(engine, description=description, on_failure=failed.set, timeout_s=engine_timeout_s)
+    app = RolloutApp(served).app
     listener = bind_listener("127.0.0.1", 0)
-    started = threading.Event()
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
-            service.start()
+            served.start()
             await super().startup(sockets)
             started.set()
 
         async def shutdown(self, sockets: Any = None) -> None:
-            await service.stop(timeout_s=10.0)
+            await served.stop(timeout_s=10.0)
             await super().shutdown(sockets)
 
-    server = Server(
-        uvicorn.Config(service.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5)
-    )
+    server = Server(uvicorn.Config(TokenGuard(app), log_level="warning", lifespan="off", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="live-server")
     thread.start()
 
@@ -224,8 +249,11 @@ def live(
     try:
         assert started.wait(30.0), "the server did not start"
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
-            yield Live(url, engine, client, failed, stop, service)
+        with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client, ThreadPoolExecutor(32) as pool:
+            try:
+                yield Live(url, engine, served, app.routes, client, pool, failed, stop)
+            finally:
+                stop()  # ends open answers, for which the pool waits
     finally:
         stop()
         thread.join(30.0)

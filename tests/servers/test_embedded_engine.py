@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from grpo_async.errors import ConfigError
-from grpo_async.inference.surface import GenerateRequest
 from grpo_async.servers.embedded.engine import SlotEngine, check_against_model
 from tests.servers.embedded_support import (
-    Output,
+    by_version,
+    finish,
     generate,
     hand_out,
     load,
@@ -34,86 +34,73 @@ def model(tiny_model: Path) -> Any:
     return load(tiny_model)
 
 
-def _engine(model: Any, num_slots: int = 8, max_model_len: int = 256) -> SlotEngine:
-    return SlotEngine(model, num_slots=num_slots, max_model_len=max_model_len)
+def _engine(model: Any, num_slots: int = 8) -> SlotEngine:
+    return SlotEngine(model, num_slots=num_slots, max_model_len=256)
 
 
-def _ragged_requests(num_requests: int) -> list[GenerateRequest]:
-    return [
+def test_logprobs_of_many_ragged_requests_equal_a_teacher_forced_forward(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_async.servers.embedded.engine._PREFILL_TOKENS", 100)  # prompts are filled in pieces
+    lengths = [1 + (i * 11) % 40 for i in range(39)] + [150]
+    requests = [
         make_request(
-            prompt(1 + (i * 11) % 40, start=i),
-            seed=i,
-            max_tokens=1 + (i * 7) % 30,
-            temperature=(1.0, 0.7, 1.3, 0.0)[i % 4],
+            prompt(length, start=i), seed=i, max_tokens=1 + (i * 7) % 30, temperature=(1.0, 0.7, 1.3, 0.0)[i % 4]
         )
-        for i in range(num_requests)
+        for i, length in enumerate(lengths)
     ]
-
-
-def test_logprobs_of_many_ragged_requests_equal_a_teacher_forced_forward(model: Any) -> None:
-    requests = _ragged_requests(40)
-    outputs = generate(_engine(model, num_slots=8), *requests)  # five times more requests than slots
+    outputs = generate(_engine(model), *requests)  # five times more requests than slots
     for request, output in zip(requests, outputs, strict=True):
-        assert output.finish_reason == "length"
-        assert len(output.token_ids) == request.max_tokens
+        assert (output.finish_reason, len(output.token_ids)) == ("length", request.max_tokens)
         assert worst_error(model, request, output) < 1e-5
 
 
 def test_a_continued_request_goes_on_as_if_it_had_not_been_cut(model: Any) -> None:
-    whole_request = make_request(prompt(9), seed=11, max_tokens=20)
-    [whole] = generate(_engine(model), whole_request)
-    rest_request = make_request([*prompt(9), *whole.token_ids[:6]], seed=11, max_tokens=14)
-    [rest] = generate(_engine(model), rest_request)
+    [whole] = generate(_engine(model), make_request(prompt(9), seed=11, max_tokens=20))
+    [rest] = generate(_engine(model), make_request([*prompt(9), *whole.token_ids[:6]], seed=11, max_tokens=14))
     assert rest.token_ids == whole.token_ids[6:]
 
 
-def test_a_group_shares_its_prompt_and_each_completion_is_exact(model: Any) -> None:
+def test_a_group_shares_its_prompt_and_each_completion_is_exact(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = _engine(model, num_slots=16)
-    shapes: list[tuple[int, int]] = []
+    prefills: list[tuple[int, int]] = []
     forward = model.forward
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         if kwargs["input_ids"].shape[1] > 1:
-            shapes.append(tuple(kwargs["input_ids"].shape))
+            prefills.append(tuple(kwargs["input_ids"].shape))
         return forward(*args, **kwargs)
 
-    model.forward = counting
-    try:
-        requests = [make_request(prompt(30), seed=i, max_tokens=5) for i in range(8)]
-        outputs = generate(engine, *requests)
-        late = [submit(engine, make_request(prompt(30), seed=i, max_tokens=9))[1] for i in range(2)]
-        step(engine, 3)
-        late.append(submit(engine, make_request(prompt(30), seed=2, max_tokens=9))[1])  # while the others run
-        while engine.num_active:
-            step(engine)
-    finally:
-        model.forward = forward
-    assert shapes == [
-        (1, 32),
-        (1, 32),
-    ]  # 29, rounded up: one for the group, then one for both late ones and none for the third
+    monkeypatch.setattr(model, "forward", counting)
+    requests = [make_request(prompt(30), seed=i, max_tokens=5 + i) for i in range(11)]
+    outputs = generate(engine, *requests[:8])
+    outputs += [submit(engine, request)[1] for request in requests[8:10]]
+    step(engine, 3)
+    outputs.append(submit(engine, requests[10])[1])  # while the others run
+    finish(engine)
+    monkeypatch.undo()
+    # 29, rounded up: one for the group, then one for both late ones and none for the third
+    assert prefills == [(1, 32), (1, 32)]
     for request, output in zip(requests, outputs, strict=True):
         assert worst_error(model, request, output) < 1e-5
-    for output in late:
-        expected = teacher_forced(model, prompt(30), output.token_ids)
-        assert torch.allclose(expected, torch.tensor(output.logprobs), atol=1e-5)
 
 
 def test_generation_ends_at_eos_at_a_stop_token_and_at_the_limit(model: Any) -> None:
     engine = _engine(model)
-    [free] = generate(engine, make_request(prompt(5), seed=2, max_tokens=12))
-    third = free.token_ids[2]
-    assert third not in free.token_ids[:2]
-    [stopped] = generate(engine, make_request(prompt(5), seed=2, max_tokens=12, stop_token_ids=[third]))
-    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:3], "stop")
-    engine.eos_ids = (third,)
-    [ended] = generate(engine, make_request(prompt(5), seed=2, max_tokens=12, ignore_eos=False))
-    assert (ended.token_ids, ended.finish_reason) == (free.token_ids[:3], "stop")
-    [ignoring] = generate(engine, make_request(prompt(5), seed=2, max_tokens=12, ignore_eos=True))
-    assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids, "length")
+
+    def run(**fields: Any) -> tuple[list[int], str | None]:
+        [output] = generate(engine, make_request(prompt(5), seed=2, **{"max_tokens": 12, **fields}))
+        return output.token_ids, output.finish_reason
+
+    free, reason = run()
+    third = free[2]
+    assert (third in free[:2], reason) == (False, "length")
+    assert run(stop_token_ids=[third]) == (free[:3], "stop")
     # a stop token as the very last allowed token is a stop, not a cut
-    [both] = generate(engine, make_request(prompt(5), seed=2, max_tokens=3, stop_token_ids=[third]))
-    assert both.finish_reason == "stop"
+    assert run(stop_token_ids=[third], max_tokens=3) == (free[:3], "stop")
+    engine.eos_ids = (third,)
+    assert run(ignore_eos=False) == (free[:3], "stop")
+    assert run(ignore_eos=True) == (free, "length")
 
 
 def test_abort_frees_the_slot_and_leaves_the_other_rows_exact(model: Any) -> None:
@@ -122,42 +109,48 @@ def test_abort_frees_the_slot_and_leaves_the_other_rows_exact(model: Any) -> Non
     handles = [submit(engine, request) for request in requests]
     step(engine, 5)
     assert handles[3][1].num_chunks == 0  # no slot yet
-    engine.abort(handles[0][0])
-    engine.abort(handles[0][0])  # a second time does nothing
+    for _ in range(2):  # the second time does nothing
+        engine.abort(handles[0][0])
     hand_out(engine)
     aborted = handles[0][1]
     assert (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 5)
     assert engine.num_active == 3
-    while engine.num_active:
-        step(engine)
+    finish(engine)
     for request, (_, output) in zip(requests[1:], handles[1:], strict=True):
         assert output.finish_reason == "length"
         assert worst_error(model, request, output) < 1e-5
     assert engine.num_generated_tokens == 5 + 3 * 20
 
 
-def test_new_weights_between_two_tokens_recompute_the_context_and_stamp_the_version(tiny_model: Path) -> None:
-    served, old = load(tiny_model), load(tiny_model)
-    new = load(tiny_model)
-    weights = perturbed(old, seed=1)
-    new.load_state_dict(weights, strict=False)
-    engine = _engine(served, num_slots=8)
-    requests = [make_request(prompt(3 + 5 * i, start=i), seed=i, max_tokens=12 + i) for i in range(10)]
-    outputs = [submit(engine, request)[1] for request in requests]
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_new_weights_between_two_tokens_stamp_the_version_over_a_recomputed_or_a_kept_context(
+    tiny_model: Path, keep_cache: bool
+) -> None:
+    old = load(tiny_model)
+    weights = {version: perturbed(old, seed=version) for version in (1, 2)}
+    models = {0: old} | {version: with_weights(tiny_model, tensors) for version, tensors in weights.items()}
+    engine = _engine(load(tiny_model), num_slots=6)
+    requests = [make_request(prompt(20 + 7 * (i // 2), start=i // 2), seed=i, max_tokens=25) for i in range(4)]
+    running = [submit(engine, request)[1] for request in requests]
     step(engine, 6)
-    engine.load_weights(weights, policy_version=17)
-    while engine.num_active:
-        step(engine)
-    num_mixed = 0
-    for request, output in zip(requests, outputs, strict=True):
-        before = teacher_forced(old, request.token_ids, output.token_ids)
-        after = teacher_forced(new, request.token_ids, output.token_ids)
-        expected = torch.where(torch.tensor(output.versions) == 17, after, before)
+    for version, tensors in weights.items():
+        # the same prompt, while rows with keys and values of older weights hold it; one arrives before the update
+        new_requests = [make_request(prompt(20), seed=50 + i, max_tokens=4) for i in range(2)]
+        outputs = [submit(engine, new_requests[0])[1]]
+        engine.load_weights(tensors, policy_version=version, keep_cache=keep_cache)
+        outputs.append(submit(engine, new_requests[1])[1])
+        step(engine, 6)
+        for request, output in zip(new_requests, outputs, strict=True):
+            assert output.versions == [version] * 4
+            assert worst_error(models[version], request, output) < 1e-5
+    finish(engine)
+    for request, output in zip(requests, running, strict=True):
+        assert output.versions == [0] * 6 + [1] * 6 + [2] * 13
+        case = models, request.token_ids, output.token_ids, output.versions
+        recomputed, kept = by_version(*case), over_kept_cache(*case)
+        expected, other = (kept, recomputed) if keep_cache else (recomputed, kept)
         assert torch.allclose(expected, torch.tensor(output.logprobs), atol=1e-5)
-        assert (before - after).abs().max() > 0.01  # the two models can be told apart
-        num_mixed += len(set(output.versions)) == 2
-    assert num_mixed == 8  # all that were running
-    assert outputs[9].versions == [17] * 21  # waited for a slot
+        assert (expected - other)[6:].abs().max() > 0.01  # the two ways can be told apart
 
 
 @pytest.mark.parametrize("keep_cache", [False, True])
@@ -171,8 +164,7 @@ def test_weights_that_are_not_finite_fail_the_requests_and_good_ones_repair_the_
     step(engine, 3)
     engine.load_weights({name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()}, policy_version=1)
     step(engine)
-    assert running.error is not None
-    assert "not finite" in running.error
+    assert "not finite" in str(running.error)
     assert (len(running.token_ids), engine.num_active) == (3, 0)
     engine.load_weights(good, policy_version=2, keep_cache=keep_cache)
     # The one-token prompt gets the poisoned slot without a prefill that would overwrite it; the long one makes the step
@@ -182,38 +174,8 @@ def test_weights_that_are_not_finite_fail_the_requests_and_good_ones_repair_the_
         assert worst_error(model, request, output) < 1e-5
 
 
-def test_with_a_kept_cache_running_rows_go_on_over_old_keys_and_values_and_share_them_with_nobody(
-    tiny_model: Path,
-) -> None:
-    old = load(tiny_model)
-    weights = {version: perturbed(old, seed=version) for version in (1, 2)}
-    models = {0: old} | {version: with_weights(tiny_model, tensors) for version, tensors in weights.items()}
-    engine = _engine(load(tiny_model), num_slots=6)
-    requests = [make_request(prompt(20 + 7 * (i // 2), start=i // 2), seed=i, max_tokens=25) for i in range(4)]
-    running = [submit(engine, request)[1] for request in requests]
-    step(engine, 6)
-    for version, tensors in weights.items():
-        # the same prompt, while rows with keys and values of older weights hold it; one arrives before the update
-        new_requests = [make_request(prompt(20), seed=50 + i, max_tokens=4) for i in range(2)]
-        outputs = [submit(engine, new_requests[0])[1]]
-        engine.load_weights(tensors, policy_version=version, keep_cache=True)
-        outputs.append(submit(engine, new_requests[1])[1])
-        step(engine, 6)
-        for request, output in zip(new_requests, outputs, strict=True):
-            assert output.versions == [version] * 4
-            assert worst_error(models[version], request, output) < 1e-5
-    while engine.num_active:
-        step(engine)
-    for request, output in zip(requests, running, strict=True):
-        assert output.versions == [0] * 6 + [1] * 6 + [2] * 13
-        expected = over_kept_cache(models, request.token_ids, output.token_ids, output.versions)
-        assert torch.allclose(expected, torch.tensor(output.logprobs), atol=1e-5)
-        recomputed = teacher_forced(models[2], request.token_ids, output.token_ids)[12:]
-        assert (recomputed - expected[12:]).abs().max() > 0.01  # the two ways can be told apart
-
-
 @pytest.mark.parametrize("rows", [1, 7, 256])
-def test_scores_are_those_of_one_plain_forward_however_they_are_cut(
+def test_scores_are_those_of_one_plain_forward_however_they_are_cut_and_touch_no_running_request(
     model: Any, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     monkeypatch.setattr("grpo_async.servers.embedded.engine._SCORED_ROWS", rows)
@@ -225,54 +187,46 @@ def test_scores_are_those_of_one_plain_forward_however_they_are_cut(
         num_logits.append(output.logits.shape[1])
         return output
 
-    engine = _engine(model)
-    running_request = make_request(prompt(9), max_tokens=12)
-    running = submit(engine, running_request)[1]
+    engine, request = _engine(model), make_request(prompt(9), max_tokens=12)
+    running = submit(engine, request)[1]
     step(engine, 4)
-    model.forward = counting
-    try:
-        scores = {length: engine.score(prompt(length)) for length in (2, 8, 30)}
-    finally:
-        model.forward = forward
+    monkeypatch.setattr(model, "forward", counting)
+    scores = {length: engine.score(prompt(length)) for length in (2, 8, 30)}
+    monkeypatch.undo()
     for length, given in scores.items():
         expected = teacher_forced(model, prompt(length)[:1], prompt(length)[1:])
         assert torch.allclose(expected, torch.tensor(given), atol=1e-5)
     assert max(num_logits) <= rows
-    while engine.num_active:
-        step(engine)
-    assert worst_error(model, running_request, running) < 1e-5  # scoring touched no slot
-
-
-def test_long_and_short_prompts_are_filled_in_bounded_pieces(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.servers.embedded.engine._PREFILL_TOKENS", 100)
-    lengths = [150, 40, 60, 1, 20, 21, 22, 2]
-    requests = [make_request(prompt(length, start=length), seed=length, max_tokens=6) for length in lengths]
-    for request, output in zip(requests, generate(_engine(model), *requests), strict=True):
-        assert worst_error(model, request, output) < 1e-5
+    finish(engine)
+    assert worst_error(model, request, running) < 1e-5
 
 
 def test_a_zero_flush_interval_sends_every_token_and_a_long_one_only_the_end(model: Any) -> None:
-    eager = make_request(prompt(4), max_tokens=5, flush_interval_s=0.0)
-    lazy = make_request(prompt(4), max_tokens=5, flush_interval_s=60.0)
-    outputs: list[Output] = generate(_engine(model), eager, lazy)
-    assert [output.num_chunks for output in outputs] == [5, 1]
+    requests = [make_request(prompt(4), max_tokens=5, flush_interval_s=interval) for interval in (0.0, 60.0)]
+    assert [output.num_chunks for output in generate(_engine(model), *requests)] == [5, 1]
 
 
-def test_the_self_check_accepts_a_served_architecture_and_refuses_a_broken_one(tiny_model: Path) -> None:
+def test_the_self_check_accepts_a_served_architecture_and_refuses_one_that_differs_or_raises(tiny_model: Path) -> None:
     model = load(tiny_model)
     engine = _engine(model)
     check_against_model(engine, model)
     assert (engine.num_generated_tokens, engine.num_active) == (0, 0)
+    kind: Any = type(model)
 
-    class ForgetsPositions(type(model)):  # type: ignore[misc]
+    class ForgetsPositions(kind):
         def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
             if position_ids is not None:
                 position_ids = torch.zeros_like(position_ids)
             return super().forward(*args, position_ids=position_ids, **kwargs)
 
-    model.__class__ = ForgetsPositions
-    with pytest.raises(ConfigError, match="not served right"):
-        check_against_model(engine, model)
+    class Raises(kind):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            raise KeyError("no such cache")
+
+    for broken, words in ((ForgetsPositions, "not served right"), (Raises, "no such cache.*inference.engine: vllm")):
+        model.__class__ = broken
+        with pytest.raises(ConfigError, match=words):
+            check_against_model(_engine(model), model)
 
 
 @pytest.mark.parametrize("num_slots", [3, 40])
@@ -286,5 +240,4 @@ def test_tokens_and_logprobs_are_the_same_to_the_last_bit_alone_and_among_others
     alone = [generate(_engine(model), request)[0] for request in requests[:10]]
     for other in (again, alone):
         for one, two in zip(together, other, strict=False):
-            assert one.token_ids == two.token_ids
-            assert one.logprobs == two.logprobs
+            assert (one.token_ids, one.logprobs) == (two.token_ids, two.logprobs)

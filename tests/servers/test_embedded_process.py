@@ -95,26 +95,6 @@ def _served(
         process.communicate(timeout=20.0)
 
 
-def test_a_server_process_asks_for_its_token_and_ends_at_sigterm_with_an_open_stream(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    with _served(tiny_model, tmp_path) as (process, url), httpx.Client(base_url=url, timeout=60.0) as client:
-        assert client.get("/health").status_code == 200
-        assert client.get("/rollout/info").status_code == 401
-        info = client.get("/rollout/info", headers=HEADERS).json()
-        assert (info["engine"], info["dtype"], info["generated_tokens"]) == ("embedded", "float32", 0)
-        body = make_request(prompt(4), max_tokens=1500, flush_interval_s=0.0).model_dump_json()
-        with client.stream("POST", GENERATE_PATH, content=body, headers=HEADERS) as response:
-            lines = response.iter_lines()
-            assert GenerateChunk.model_validate_json(next(lines)).token_ids
-            began = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            last = GenerateChunk.model_validate_json(list(lines)[-1])
-        assert last.finish_reason == "abort"
-        process.wait(timeout=10.0)
-        assert time.monotonic() - began < 10.0
-
-
 def test_a_server_whose_engine_fails_logs_the_traceback_and_exits_with_1(tiny_model: Path, tmp_path: Path) -> None:
     with _served(tiny_model, tmp_path, FAIL_AT_TENTH_STEP) as (process, url):
         body = make_request(prompt(4), max_tokens=500).model_dump_json()
@@ -147,19 +127,30 @@ def _tls(folder: Path, certificate: str = "server.pem", key: str = "server.key")
     return {"certificate": str(folder / certificate), "key": str(folder / key)}
 
 
-def test_a_server_with_a_certificate_speaks_https_only(tiny_model: Path, tmp_path: Path, tls_files: Path) -> None:
-    with _served(tiny_model, tmp_path, tls=_tls(tls_files)) as (_, url):
-        trusting = ssl.create_default_context(cafile=str(tls_files / "authority.pem"))
-        with httpx.Client(base_url=url, verify=trusting, timeout=60.0, trust_env=False) as client:
-            assert client.get("/health").status_code == 200
-            assert client.get("/rollout/info").status_code == 401
-            body = make_request(prompt(4), max_tokens=5).model_dump_json()
-            response = client.post(GENERATE_PATH, content=body, headers=HEADERS)
-            assert GenerateChunk.model_validate_json(response.text.splitlines()[-1]).finish_reason == "length"
+def test_a_server_with_a_certificate_speaks_https_only_and_ends_at_sigterm_with_an_open_stream(
+    tiny_model: Path, tmp_path: Path, tls_files: Path
+) -> None:
+    with _served(tiny_model, tmp_path, tls=_tls(tls_files)) as (process, url):
         with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
             httpx.get(url + "/health", timeout=20.0, trust_env=False)
         with pytest.raises(httpx.TransportError):
             httpx.get(url.replace("https", "http") + "/health", timeout=20.0, trust_env=False)
+        trusting = ssl.create_default_context(cafile=str(tls_files / "authority.pem"))
+        with httpx.Client(base_url=url, verify=trusting, timeout=60.0, trust_env=False) as client:
+            assert client.get("/health").status_code == 200
+            assert client.get("/rollout/info").status_code == 401
+            info = client.get("/rollout/info", headers=HEADERS).json()
+            assert (info["engine"], info["dtype"], info["generated_tokens"]) == ("embedded", "float32", 0)
+            body = make_request(prompt(4), max_tokens=1500, flush_interval_s=0.0).model_dump_json()
+            with client.stream("POST", GENERATE_PATH, content=body, headers=HEADERS) as response:
+                lines = response.iter_lines()
+                assert GenerateChunk.model_validate_json(next(lines)).token_ids
+                began = time.monotonic()
+                process.send_signal(signal.SIGTERM)
+                last = GenerateChunk.model_validate_json(list(lines)[-1])
+            assert last.finish_reason == "abort"
+            process.wait(timeout=10.0)
+            assert time.monotonic() - began < 10.0
 
 
 def test_tls_files_that_cannot_be_used_are_said_before_the_model_is_loaded(tmp_path: Path, tls_files: Path) -> None:
@@ -193,7 +184,9 @@ def test_tls_files_that_cannot_be_used_are_said_before_the_model_is_loaded(tmp_p
     )  # none of its own
 
 
-def test_code_that_comes_with_a_model_runs_only_where_the_config_says_so(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_model_loads_in_bfloat16_and_its_own_code_runs_only_where_the_config_says_so(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text())
     settings |= {"model_type": "tiny_own", "architectures": ["Own"]}
@@ -204,12 +197,14 @@ def test_code_that_comes_with_a_model_runs_only_where_the_config_says_so(tiny_mo
         "class OwnConfig(Qwen3Config):\n    model_type = 'tiny_own'\n"
         "class Own(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
     )
+    config = _config(folder, dtype="bfloat16")
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        load_engine(_config(folder))
-    trusting = _config(folder).model_copy(
-        update={"model": _config(folder).model.model_copy(update={"trust_remote_code": True})}
-    )
-    assert "model.norm.weight" in load_engine(trusting).parameters()
+        load_engine(config)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        load_engine(_config(tmp_path / "nothing"))
+    trusted = config.model.model_copy(update={"trust_remote_code": True})
+    parameters = load_engine(config.model_copy(update={"model": trusted})).parameters()
+    assert {str(parameter.dtype) for parameter in parameters.values()} == {"torch.bfloat16"}
 
 
 def test_an_address_that_others_reach_is_refused_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,21 +215,13 @@ def test_an_address_that_others_reach_is_refused_without_a_token(monkeypatch: py
     bind_listener("0.0.0.0", 0).close()
 
 
-def test_a_port_in_use_and_a_model_that_is_not_there_are_config_errors(tmp_path: Path) -> None:
+def test_a_port_in_use_is_a_config_error() -> None:
     with bind_listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{port}: another process.*--port"):
-            bind_listener("127.0.0.1", port)  # the first does not listen yet: its model is being loaded
-        start_listening(listener)
-        with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{port}: another process.*--port"):
-            bind_listener("127.0.0.1", port)
-    with pytest.raises(ConfigError, match=r"model\.path"):
-        load_engine(_config(tmp_path / "nothing"))
-
-
-def test_a_bfloat16_engine_loads_and_passes_its_self_check(tiny_model: Path) -> None:
-    engine = load_engine(_config(tiny_model, dtype="bfloat16"))
-    assert {str(p.dtype) for p in engine.parameters().values()} == {"torch.bfloat16"}
+        for _ in range(2):  # the first time, it does not listen yet: its model is being loaded
+            with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{port}: another process.*--port"):
+                bind_listener("127.0.0.1", port)
+            start_listening(listener)
 
 
 def test_connections_that_say_nothing_or_show_no_token_keep_nobody_out(tiny_model: Path, tmp_path: Path) -> None:

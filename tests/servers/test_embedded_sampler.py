@@ -52,22 +52,18 @@ def test_numbers_of_neighbouring_seeds_and_positions_do_not_correlate() -> None:
         assert abs(np.corrcoef(numbers[:-1], other)[0, 1]) < 4 / math.sqrt(5000)
 
 
-def test_top_k_keeps_the_k_largest_and_renormalises() -> None:
-    kept = filter_logits(PROBABILITIES.log()[None], _batch({"top_k": 2})).softmax(-1)[0]
-    assert torch.allclose(kept, torch.tensor([0.625, 0.0, 0.375, 0.0]))  # 0.5 / 0.8, 0.3 / 0.8
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
-    # 0.5 < 0.6 <= 0.5 + 0.3, so the two most likely stay; at 0.5 the first alone reaches it.
-    kept = filter_logits(PROBABILITIES.log().expand(2, -1), _batch({"top_p": 0.6}, {"top_p": 0.5})).softmax(-1)
-    assert torch.allclose(kept[0], torch.tensor([0.625, 0.0, 0.375, 0.0]))
-    assert torch.allclose(kept[1], torch.tensor([1.0, 0.0, 0.0, 0.0]))
-
-
-def test_min_p_keeps_what_is_near_the_most_likely() -> None:
-    kept = filter_logits(PROBABILITIES.log()[None], _batch({"min_p": 0.25})).softmax(-1)[0]
-    # the floor is 0.25 x 0.5 = 0.125: 0.05 goes, 0.15 stays; the rest sums to 0.95
-    assert torch.allclose(kept, torch.tensor([0.5, 0.0, 0.3, 0.15]) / 0.95)
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ({"top_k": 2}, [0.625, 0.0, 0.375, 0.0]),  # 0.5 / 0.8, 0.3 / 0.8
+        ({"top_p": 0.6}, [0.625, 0.0, 0.375, 0.0]),  # 0.5 < 0.6 <= 0.5 + 0.3: the two most likely stay
+        ({"top_p": 0.5}, [1.0, 0.0, 0.0, 0.0]),  # the first alone reaches it
+        ({"min_p": 0.25}, [0.5 / 0.95, 0.0, 0.3 / 0.95, 0.15 / 0.95]),  # the floor is 0.25 x 0.5 = 0.125: 0.05 goes
+    ],
+)
+def test_a_filter_keeps_the_most_likely_and_renormalises(setting: dict[str, float], expected: list[float]) -> None:
+    kept = filter_logits(PROBABILITIES.log()[None], _batch(setting)).softmax(-1)[0]
+    assert torch.allclose(kept, torch.tensor(expected))
 
 
 def test_a_filtered_token_is_never_drawn_and_logprobs_are_of_the_filtered_distribution() -> None:

@@ -19,18 +19,18 @@ from grpo_async.inference.surface import PARAMETERS_PATH, ServedParameters, Weig
 from grpo_async.weights.rendezvous import Rendezvous
 from tests.servers.embedded_support import (
     Live,
+    by_version,
     live,
     load,
     make_request,
     perturbed,
     prompt,
     serves,
-    teacher_forced,
-    wait_until,
     with_weights,
     worst_error,
 )
 from tests.support.tiny_model import build_tiny_model
+from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher, push_state_dict
 
 
@@ -45,17 +45,16 @@ def test_tokens_around_pushes_in_flight_are_of_the_version_they_carry(server: Li
     weights = {version: perturbed(old, seed=version) for version in (5, 6)}
     models = {0: old} | {version: with_weights(tiny_model, tensors) for version, tensors in weights.items()}
     requests = [make_request(prompt(3 + i, start=i), seed=i, max_tokens=300) for i in range(24)]
-    with ThreadPoolExecutor(24) as pool, WeightPusher(server.url, None) as pusher:
-        answers = [pool.submit(server.generate, request) for request in requests]
+    with WeightPusher(server.url, None) as pusher:
+        answers = server.ask(*requests)
         pusher.connect()
-        wait_until(lambda: server.info().generated_tokens > 50, "the first tokens")
+        server.wait_until(lambda info: info.generated_tokens > 50)
         for version, tensors in weights.items():
             pusher.push(tensors, version, bucket_bytes=50_000)  # several buckets
         outputs = [answer.result(60.0) for answer in answers]
     num_mixed = 0
     for request, output in zip(requests, outputs, strict=True):
-        by_version = {v: teacher_forced(m, request.token_ids, output.token_ids) for v, m in models.items()}
-        expected = torch.stack([by_version[version][i] for i, version in enumerate(output.versions)])
+        expected = by_version(models, request.token_ids, output.token_ids, output.versions)
         assert torch.allclose(expected, torch.tensor(output.logprobs), atol=1e-5)
         assert output.versions == sorted(output.versions)
         num_mixed += len(set(output.versions)) > 1
@@ -72,14 +71,11 @@ def test_a_model_with_its_own_lm_head_is_updated_too(tmp_path: Path) -> None:
         assert serves(server, with_weights(folder, weights), version=1)
 
 
-def test_the_server_names_what_an_update_has_to_bring(server: Live, tiny_model: Path) -> None:
-    served = ServedParameters.model_validate_json(server.client.get(PARAMETERS_PATH).content)
-    assert served.shapes == {name: list(p.shape) for name, p in load(tiny_model).named_parameters()}
-    assert served.optional == ["lm_head.weight"]  # tied to the embedding
-
-
 def test_a_tied_head_may_be_sent_if_it_is_the_embedding(server: Live, tiny_model: Path) -> None:
     old, head = load(tiny_model), "lm_head.weight"
+    served = ServedParameters.model_validate_json(server.client.get(PARAMETERS_PATH).content)
+    assert served.shapes == {name: list(p.shape) for name, p in old.named_parameters()}
+    assert served.optional == [head]
     weights = perturbed(old, seed=1)
     embedding = weights["model.embed_tokens.weight"]
     with WeightPusher(server.url, None, timeout_s=10.0) as pusher:
@@ -113,7 +109,7 @@ def test_an_update_that_does_not_fit_is_refused_with_names_and_the_old_weights_s
             assert response.status_code == 400
             assert words in response.json()["error"]
             # nothing to finish: the new version must not name the old weights
-            assert pusher.client.post("/finish_weight_update", json={"weight_version": "9"}).status_code == 400
+            assert pusher.client.post("/finish_weight_update", json={"weight_version": "9"}).status_code == 409
             assert serves(server, old, version=0)
         assert pusher.client.post("/start_weight_update", json={}).status_code == 400  # the group is gone
         pusher.connect()
@@ -180,9 +176,8 @@ def test_a_new_trainer_does_not_wait_for_what_an_earlier_one_left(server: Live, 
             stuck.connect()
             stuck.post("/start_weight_update")
             unsent = pool.submit(stuck.post, "/update_weights", {"update_info": _announcement(weights)})
-            wait_until(
-                lambda: _num_waiting() == 2, "the server to wait for the first bucket, and for the group that is gone"
-            )
+            # for the first bucket, and for the group that is gone
+            assert eventually(lambda: _num_waiting() == 2)
             pusher.connect()
             pusher.push(weights, 5)
             assert time.monotonic() - began < 10.0
@@ -204,7 +199,7 @@ def test_the_engine_answers_and_generates_while_an_update_is_received(server: Li
         pusher.post("/start_weight_update")
         update = {"update_info": _announcement(perturbed(old, seed=1)) | {"timeout_s": 20.0}}
         answer = pool.submit(pusher.post, "/update_weights", update)
-        wait_until(lambda: _num_waiting() >= 1, "the server to wait for the first bucket")
+        assert eventually(lambda: _num_waiting() >= 1), "the server does not wait for the first bucket"
         for _ in range(5):
             assert server.client.get("/is_paused", timeout=5.0).json() == {"is_paused": False}
             assert serves(server, old, version=0)
@@ -218,20 +213,6 @@ def test_the_engine_answers_and_generates_while_an_update_is_received(server: Li
 def _num_waiting() -> int:
     """Threads of servers that wait for a group or for weights."""
     return sum(thread.name == "weight-update" for thread in threading.enumerate())
-
-
-def test_a_trainer_that_dies_in_an_update_leaves_the_old_weights_serving(server: Live, tiny_model: Path) -> None:
-    old = load(tiny_model)
-    weights = perturbed(old, seed=1)
-    with WeightPusher(server.url, None, timeout_s=5.0) as pusher:
-        pusher.connect()
-        pusher.post("/start_weight_update")
-        with pytest.raises(httpx.HTTPStatusError, match=r"500.*did not arrive"):
-            pusher.update(weights, bucket_bytes=50_000, stop_after=2)
-        assert serves(server, old, version=0)
-    # the trainer comes back with a new group
-    push_state_dict(server.url, None, weights, 3)
-    assert serves(server, with_weights(tiny_model, weights), version=3)
 
 
 @pytest.mark.slow
@@ -249,13 +230,11 @@ def test_a_trainer_that_is_killed_leaves_the_old_weights_and_the_next_one_goes_o
 ) -> None:
     old = load(tiny_model)
     request = make_request(prompt(20), seed=1, max_tokens=400)
-    with ThreadPoolExecutor(1) as pool:
-        _dying_trainer(server.url, tiny_model, moment)
-        assert server.client.get("/is_paused", timeout=10.0).json() == {"is_paused": True}
-        answer = pool.submit(server.generate, request)
-        wait_until(lambda: server.info().active_requests == 1, "the request to arrive")
-        server.client.post("/resume")
-        output = answer.result(60.0)
+    _dying_trainer(server.url, tiny_model, moment)
+    assert server.is_paused()
+    [answer] = server.ask(request)
+    server.post("/resume")
+    output = answer.result(60.0)
     assert set(output.versions) == {0}
     assert worst_error(old, request, output) < 1e-5
     weights = perturbed(old, seed=2)
@@ -316,28 +295,26 @@ def test_received_weights_serve_only_once_the_update_is_finished(server: Live, t
         pusher.post("/finish_weight_update", {"weight_version": "4"})  # a retry after a lost answer
 
 
-def test_an_update_out_of_order_is_refused(server: Live) -> None:
-    client = server.client
-    assert "init_weight_transfer_engine" in client.post("/start_weight_update", json={}).json()["error"]
-    empty = _announcement({})
-    response = client.post("/update_weights", json={"update_info": empty})
-    assert (response.status_code, "start_weight_update" in response.json()["error"]) == (400, True)
-
-
-def test_a_start_counts_for_the_group_that_it_was_made_in(server: Live) -> None:
+def test_an_update_out_of_order_is_refused_and_a_start_counts_for_the_group_that_it_was_made_in(server: Live) -> None:
     """A trainer that joins anew begins anew, also when its group does not form."""
     update = {"update_info": _announcement({})}
+
+    def is_not_started() -> bool:
+        response = server.post("/update_weights", update)
+        return (response.status_code, "start_weight_update" in response.json()["error"]) == (409, True)
+
+    assert "init_weight_transfer_engine" in server.post("/start_weight_update", {}).json()["error"]
+    assert is_not_started()
     with WeightPusher(server.url, None) as pusher:
         pusher.connect()
         for fails in (False, True):
             pusher.post("/start_weight_update")
-            if fails:
-                info = {"init_info": _membership(timeout_s=5.0) | {"transport": "nccl"}}
-                assert pusher.client.post("/init_weight_transfer_engine", json=info).status_code == 500
-                assert pusher.client.post("/start_weight_update", json={}).status_code == 400
-            pusher.connect()
-            response = pusher.client.post("/update_weights", json=update)
-            assert (response.status_code, "start_weight_update" in response.json()["error"]) == (400, True)
+            if fails:  # nobody listens there
+                gone = {"init_info": _membership(timeout_s=0.5)}
+                assert server.post("/init_weight_transfer_engine", gone).status_code == 500
+            else:
+                pusher.connect()
+            assert is_not_started()
 
 
 def _membership(*, port: int = 1, timeout_s: float) -> dict[str, Any]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from typing import Any
 
 import pytest
 
-from grpo_async.inference import guard
 from grpo_async.inference.guard import TokenGuard
 from grpo_async.inference.surface import TOKEN_VARIABLE
 
@@ -48,72 +46,34 @@ def test_the_right_token_and_get_health_pass() -> None:
     assert _ask(_http("GET", "/health")) == (True, [])
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [],
-        [(b"authorization", b"")],
-        [(b"authorization", b"Bearer ")],
-        [(b"authorization", b"Bearer wrong")],
-        [(b"authorization", b"Bearer secre")],
-        [(b"authorization", b"Bearer secretx")],
-        [(b"authorization", b"Basic secret")],
-        [(b"authorization", b"secret")],
-        [(b"authorization", "Bearer s\u00e9cret".encode())],
-        [(b"authorization", b"Bearer \xff\xfe")],
-        [(b"x-authorization", b"Bearer secret")],
-        [RIGHT, (b"authorization", b"Bearer wrong")],
-        [(b"authorization", b"Bearer wrong"), RIGHT],
-        [RIGHT, RIGHT],
-    ],
-)
-def test_anything_else_is_refused_with_401_before_its_body_is_read(headers: Headers) -> None:
-    reached, sent = _ask(_http(headers=headers))
-    assert not reached
-    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
-    assert sent[0]["status"] == 401
-    assert {(b"www-authenticate", b"Bearer"), (b"connection", b"close")} <= set(sent[0]["headers"])
-    assert b"secret" not in sent[1]["body"]
+def test_anything_else_is_refused_with_401_before_its_body_is_read() -> None:
+    values = [b"", b"Bearer ", b"Bearer wrong", b"Bearer secre", b"Bearer secretx", b"Basic secret", b"secret"]
+    values += ["Bearer s\u00e9cret".encode(), b"Bearer \xff\xfe"]
+    cases: list[Headers] = [[], [(b"x-authorization", b"Bearer secret")], [RIGHT, RIGHT]]
+    cases += [[(b"authorization", value)] for value in values]
+    cases += [[RIGHT, (b"authorization", b"Bearer wrong")], [(b"authorization", b"Bearer wrong"), RIGHT]]
+    for headers in cases:
+        reached, sent = _ask(_http(headers=headers))
+        assert not reached, headers
+        assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+        assert sent[0]["status"] == 401
+        assert {(b"www-authenticate", b"Bearer"), (b"connection", b"close")} <= set(sent[0]["headers"])
+        assert b"secret" not in sent[1]["body"]
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", "/health"),
-        ("HEAD", "/health"),
-        ("OPTIONS", "/health"),
-        ("GET", "/health/"),
-        ("GET", "//health"),
-        ("GET", "/healthx"),
-        ("GET", "/x/health"),
-        ("GET", "/Health"),
-        ("GET", ""),
-    ],
-)
-def test_only_get_health_is_open(method: str, path: str) -> None:
-    reached, sent = _ask(_http(method, path))
-    assert (reached, sent[0]["status"]) == (False, 401)
+def test_only_get_health_is_open() -> None:
+    for method, path in [
+        *(("POST", "/health"), ("HEAD", "/health"), ("OPTIONS", "/health"), ("GET", "")),
+        *(("GET", path) for path in ("/health/", "//health", "/healthx", "/x/health", "/Health")),
+    ]:
+        reached, sent = _ask(_http(method, path))
+        assert (reached, sent[0]["status"]) == (False, 401), (method, path)
 
 
 def test_a_websocket_needs_the_token_too_even_for_health() -> None:
     scope = {"type": "websocket", "path": "/health", "headers": []}
     assert _ask(scope) == (False, [{"type": "websocket.close", "code": 1008}])
     assert _ask({**scope, "headers": [RIGHT]}) == (True, [])
-
-
-def test_the_comparison_takes_as_long_whatever_the_letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = []
-
-    def compare(given: bytes, expected: bytes) -> bool:
-        compared.append((given, expected))
-        return hmac.compare_digest(given, expected)
-
-    class Hmac:
-        compare_digest = staticmethod(compare)
-
-    monkeypatch.setattr(guard, "hmac", Hmac)
-    assert _ask(_http(headers=[(b"authorization", b"Bearer sXcret")]))[0] is False
-    assert compared == [(b"Bearer sXcret", b"Bearer secret")]
 
 
 def test_without_a_token_everything_passes(monkeypatch: pytest.MonkeyPatch) -> None:

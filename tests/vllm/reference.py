@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from tests.vllm.server import Completion
+
 # Largest |server - reference| seen: 4e-6 in float32 on CPU; a wrong model is off by 0.1 to 7.
 TOLERANCE = 1e-4
 
@@ -57,3 +59,10 @@ def largest_difference(first: list[float], second: list[float]) -> float:
     assert len(first) == len(second), f"{len(first)} and {len(second)} logprobs"
     assert first, "nothing to compare"
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def assert_exact(model: Reference, prompt: list[int], completion: Completion, version: int) -> None:
+    """Every token is of `version`, with the logprob that `model` has for it."""
+    assert set(completion.versions) == {version}
+    expected = model.logprobs(prompt, completion.token_ids, temperature=1.0)
+    assert largest_difference(completion.logprobs, expected) < TOLERANCE

@@ -13,7 +13,7 @@ import pytest
 from grpo_async.inference.surface import GENERATE_PATH, GenerateChunk
 from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
-from tests.vllm.reference import TOLERANCE, Reference, largest_difference
+from tests.vllm.reference import TOLERANCE, Reference, assert_exact, largest_difference
 from tests.vllm.server import MAX_NUM_SEQS, Completion, VllmServer, join, request_body
 
 pytestmark = pytest.mark.vllm
@@ -60,12 +60,6 @@ def _exchange_weights(pusher: WeightPusher, model: Reference, version: int) -> N
     pusher.post("/finish_weight_update", {"weight_version": str(version)})
 
 
-def _assert_exact(model: Reference, prompt: list[int], completion: Completion, version: int) -> None:
-    assert set(completion.versions) == {version}
-    expected = model.logprobs(prompt, completion.token_ids, temperature=1.0)
-    assert largest_difference(completion.logprobs, expected) < TOLERANCE
-
-
 def _wait_until_queued(server: VllmServer, number: int) -> None:
     """Until vLLM runs as many requests as it can and `number` more stand in its queue. A request that only the server's process
     has seen would be held by a pause, not part of it."""
@@ -100,8 +94,8 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_queued_ones_start_wit
         assert not held.done.done()
         pusher.post("/resume")
         for stream in (queued, held):
-            _assert_exact(model_b, LONG_PROMPT, stream.done.result(60), version + 1)
-        _assert_exact(model_b, LONG_PROMPT, vllm_server.generate(LONG_PROMPT, max_tokens=24), version + 1)
+            assert_exact(model_b, LONG_PROMPT, stream.done.result(60), version + 1)
+        assert_exact(model_b, LONG_PROMPT, vllm_server.generate(LONG_PROMPT, max_tokens=24), version + 1)
         score = vllm_server.score(scored_prompt)
         expected = model_b.logprobs(scored_prompt[:1], scored_prompt[1:], temperature=1.0)
         assert largest_difference(score.logprobs, expected) < TOLERANCE
@@ -145,23 +139,19 @@ def test_a_score_that_waits_in_the_queue_is_of_the_new_weights_alone(
     assert largest_difference(answer.logprobs, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("keep_cache", ["false"])
 def test_drain_lets_requests_end_with_the_old_weights_and_holds_new_ones_for_the_new(
     vllm_server: VllmServer,
     model_a: Reference,
     model_b: Reference,
     version: int,
     pusher: WeightPusher,
-    keep_cache: str,
 ) -> None:
     with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
         prompts = [[*LONG_PROMPT, 30 + number] for number in range(MAX_NUM_SEQS + 1)]  # one of them queued in vLLM
         running = [start(prompt, 350) for prompt in prompts]
         assert all(stream.began.wait(30) for stream in running[:1])
         _wait_until_queued(vllm_server, 1)
-        pausing = vllm_server.begin_post(
-            pool, "/pause", params={"mode": "drain", "keep_cache": keep_cache, "timeout_s": "60"}
-        )
+        pausing = vllm_server.begin_post(pool, "/pause", params={"mode": "drain", "timeout_s": "60"})
         held = start(LONG_PROMPT, 24)
         assert pausing.result(60).status_code == 200
         assert all(stream.done.result(5).finish_reason == "length" for stream in running)
@@ -170,8 +160,8 @@ def test_drain_lets_requests_end_with_the_old_weights_and_holds_new_ones_for_the
         _exchange_weights(pusher, model_b, version + 1)
         pusher.post("/resume")
         for stream in running:
-            _assert_exact(model_a, stream.prompt, stream.done.result(), version)
-        _assert_exact(model_b, LONG_PROMPT, held.done.result(30), version + 1)
+            assert_exact(model_a, stream.prompt, stream.done.result(), version)
+        assert_exact(model_b, LONG_PROMPT, held.done.result(30), version + 1)
 
 
 def test_a_drain_that_takes_too_long_is_refused_and_does_not_pause(
@@ -188,7 +178,7 @@ def test_a_drain_that_takes_too_long_is_refused_and_does_not_pause(
         assert response.status_code == 504
         assert "weights.drain_timeout_s" in response.json()["error"]
         assert vllm_server.client.get("/is_paused").json() == {"is_paused": False}
-        _assert_exact(model_a, LONG_PROMPT, held.done.result(30), version)  # nobody holds it any more
+        assert_exact(model_a, LONG_PROMPT, held.done.result(30), version)  # nobody holds it any more
         assert running.done.result(60).finish_reason == "length"
 
 
@@ -214,25 +204,8 @@ def test_abort_ends_requests_with_what_they_have_and_a_client_goes_on_exactly(
             assert part.finish_reason == "abort"
             assert len(part.token_ids) < 350
             if part.token_ids:
-                _assert_exact(model_a, prompt, part, version)
-            _assert_exact(model_b, prompt + part.token_ids, rest.done.result(60), version + 1)
-
-
-def test_requests_wait_while_paused_and_go_on_after_resume(vllm_server: VllmServer, version: int) -> None:
-    """R6.3: a pause stops dispatch."""
-    control = vllm_server.client
-    assert control.post("/resume").status_code == 200  # allowed also when not paused
-    assert control.post("/pause").status_code == 200
-    assert control.get("/is_paused").json() == {"is_paused": True}
-    with _streams(vllm_server) as start:
-        waiting = start(PROMPT, 4)
-        _wait_for_active(vllm_server, 1)
-        busy_s = vllm_server.info().busy_s
-        assert vllm_server.info().busy_s == busy_s  # paused time is not busy time
-        assert not waiting.done.done()
-        control.post("/resume")
-        assert waiting.done.result(30).finish_reason == "length"
-    assert control.get("/is_paused").json() == {"is_paused": False}
+                assert_exact(model_a, prompt, part, version)
+            assert_exact(model_b, prompt + part.token_ids, rest.done.result(60), version + 1)
 
 
 def test_a_client_that_leaves_while_it_is_held_is_forgotten(vllm_server: VllmServer, version: int) -> None:
@@ -273,13 +246,3 @@ def test_vllms_own_routes_wait_too_and_never_see_the_cache_of_older_weights(
         for tokens, logprobs in (held.result(30), complete()):
             expected = model_b.logprobs(LONG_PROMPT, tokens, temperature=1.0)
             assert largest_difference(logprobs, expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("query", [{"mode": "wait"}, {"keep_cache": "maybe"}, {"timeout_s": "0"}, {"clear": "1"}])
-def test_a_pause_that_is_not_understood_is_refused_and_holds_nobody(
-    vllm_server: VllmServer, query: dict[str, str]
-) -> None:
-    response = vllm_server.client.post("/pause", params=query)
-    assert response.status_code == 400
-    assert next(iter(query)) in response.json()["error"]
-    assert vllm_server.generate(PROMPT, max_tokens=2).finish_reason == "length"

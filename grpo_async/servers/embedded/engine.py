@@ -28,16 +28,12 @@ from grpo_async.inference.surface import GenerateChunk, GenerateRequest
 from grpo_async.servers.embedded.kv_slots import slot_cache_of
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
 
-_MIN_TEMPERATURE = 1e-4
 _PREFILL_TOKENS = 8192  # most tokens, padding included, of one prefill forward
 _MIN_ROWS = 16  # BLAS libraries take other kernels, which add in another order, for fewer rows
 _LENGTH_STEP = 32  # attention is computed over a multiple of this many positions
 _ADMIT_EVERY_STEPS = 4  # a prefill costs about a decode whatever its size, so a busy engine collects requests for one
 _SCORED_ROWS = 256  # of logits at a time: 150 MB in float32 with a vocabulary of 150 000
 _TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.5, torch.float16: 0.2}  # nats; rounding stays far below
-
-
-FinishReason = Literal["stop", "length", "abort"]
 
 
 class RunningSequence:
@@ -61,7 +57,7 @@ class RunningSequence:
         self.first_token_s: float | None = None
         self.pending_ids: list[int] = []
         self.pending_logprobs: list[float] = []
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: Literal["stop", "length", "abort"] | None = None
 
     @property
     def cache_key(self) -> tuple[int, ...]:
@@ -69,7 +65,7 @@ class RunningSequence:
         return self.prompt_key if len(self.tokens) == self.prompt_len else tuple(self.tokens[:-1])
 
     def append(self, token: int, logprob: float) -> bool:
-        """Take one sampled token; True when it was the last."""
+        """Add one sampled token; True when it was the last."""
         if len(self.tokens) == self.prompt_len:
             self.first_token_s = time.monotonic() - self.arrived_at
         self.tokens.append(token)
@@ -111,7 +107,7 @@ class SlotEngine:
     def __init__(self, model: Any, *, num_slots: int, max_model_len: int) -> None:
         self._model = model
         self.device: torch.device = model.device
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self.max_model_len = max_model_len
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self.eos_ids = _eos_ids(model)
@@ -119,12 +115,11 @@ class SlotEngine:
         self.num_generated_tokens = 0
         self._cache = slot_cache_of(model, max(num_slots, _MIN_ROWS), max_model_len)
         self._weights_number = 0  # of the weights that serve; versions may come again, this does not
-        self._held: deque[RunningSequence] | None = None  # set: what arrives now does not enter before `admit_held`
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []  # index = slot
         self._outbox: list[tuple[RunningSequence, GenerateChunk]] = []
         self._steps_since_admission = 0
-        # The running rows as tensors; rebuilt when rows come or go, else moved on by the decode itself.
+        # The running rows as tensors; rebuilt when rows come or go, else advanced by the decode itself.
         self._rows_changed = True
         # [max(n, _MIN_ROWS)] last token of each row, and its position
         self._tokens = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -138,53 +133,19 @@ class SlotEngine:
 
     @property
     def num_active(self) -> int:
-        """Requests that were added and are not over."""
-        return self.num_in_flight + len(self._held or ())
-
-    @property
-    def num_in_flight(self) -> int:
-        """Of those, the ones that are not held: with a slot or waiting for one."""
+        """Requests with a slot or waiting for one."""
         return len(self._waiting) + len(self._running)
 
-    @property
-    def num_running(self) -> int:
-        """Requests that have a slot."""
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a slot."""
-        return len(self._waiting)
-
-    @property
-    def num_slots(self) -> int:
-        """Most requests with a slot at once."""
-        return self._num_slots
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the key/value positions that hold a token: 2 requests of 100 tokens in 8 slots of 512 -> 200 / 4096."""
-        return sum(len(sequence.tokens) for sequence in self._running) / (self._num_slots * self.max_model_len)
-
-    def problem_with(self, request: GenerateRequest) -> str | None:
-        """Why this request cannot be served, or None."""
-        length = len(request.token_ids) + request.max_tokens
-        if length > self.max_model_len:
-            return (
-                f"{len(request.token_ids)} prompt tokens + max_tokens {request.max_tokens} = {length} is more than "
-                f"inference.max_model_len: {self.max_model_len}"
-            )
-        if (wrong := self._outside(request.token_ids)) is not None:
-            return wrong
-        if 0.0 < request.temperature < _MIN_TEMPERATURE:
-            return f"temperature {request.temperature} is too small to divide by; use 0 for greedy decoding"
-        return None
-
-    def problem_with_score(self, token_ids: Sequence[int]) -> str | None:
-        """Why these tokens cannot be scored, or None."""
-        if len(token_ids) > self.max_model_len:
-            return f"{len(token_ids)} tokens to score are more than inference.max_model_len: {self.max_model_len}"
-        return self._outside(token_ids)
+    def load(self) -> dict[str, int | float]:
+        """The fields of ServerInfo that change. `kv_usage` is the fraction of the key/value positions that hold a token: 2 requests
+        of 100 tokens in 8 slots of 512 -> 200 / 4096."""
+        used = sum(len(sequence.tokens) for sequence in self._running)
+        return {
+            "running_requests": len(self._running),
+            "waiting_requests": len(self._waiting),
+            "kv_usage": used / (self.num_slots * self.max_model_len),
+            "generated_tokens": self.num_generated_tokens,
+        }
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """log p(token_ids[i + 1] | those before it) at temperature 1 by the weights that serve. [len(token_ids) - 1]"""
@@ -192,44 +153,26 @@ class SlotEngine:
 
     def add(self, sequence: RunningSequence) -> None:
         """Queue a sequence; it starts when a slot is free."""
-        (self._waiting if self._held is None else self._held).append(sequence)
-
-    def hold_new(self) -> None:
-        """What is added from now on waits for `admit_held`."""
-        if self._held is None:
-            self._held = deque()
-
-    def admit_held(self) -> None:
-        """Queue what was held, and hold nothing more."""
-        self._waiting.extend(self._held or ())
-        self._held = None
+        self._waiting.append(sequence)
 
     def abort(self, sequence: RunningSequence) -> None:
-        """End a sequence with reason "abort" and give its slot back. Does nothing when it is over already."""
-        if sequence.finish_reason is not None or not self._is_active(sequence):
+        """End a sequence with reason "abort" and free its slot. Does nothing when it is over already."""
+        if sequence.slot < 0 and sequence not in self._waiting:
             return
         sequence.finish_reason = "abort"
         self._emit(sequence)
         if sequence.slot >= 0:
             self._retire([sequence.slot])
-        elif sequence in self._waiting:
+        else:
             self._waiting.remove(sequence)
-        elif self._held is not None:
-            self._held.remove(sequence)
-
-    def abort_in_flight(self) -> None:
-        """End every sequence with reason "abort", but those that are held."""
-        for sequence in [*self._running, *self._waiting]:
-            self.abort(sequence)
 
     def abort_all(self) -> None:
         """End every sequence with reason "abort"."""
-        self.admit_held()
-        self.abort_in_flight()
+        for sequence in [*self._running, *self._waiting]:
+            self.abort(sequence)
 
     def fail_all(self, error: str) -> None:
         """End every sequence with an error line; what was sampled before goes out with it. Touches no tensor."""
-        self.admit_held()
         for sequence in [*self._running, *self._waiting]:
             self._emit(sequence, error=error)
             sequence.slot = -1
@@ -237,12 +180,12 @@ class SlotEngine:
         self._waiting.clear()
 
     def flush(self) -> None:
-        """Send what was sampled and not sent yet."""
+        """Emit what was sampled and not emitted yet."""
         for sequence in self._running:
             if sequence.pending_ids:
                 self._emit(sequence)
 
-    def drain(self) -> list[tuple[RunningSequence, GenerateChunk]]:
+    def take_chunks(self) -> list[tuple[RunningSequence, GenerateChunk]]:
         """Chunks since the last call, in order."""
         chunks, self._outbox = self._outbox, []
         return chunks
@@ -291,21 +234,12 @@ class SlotEngine:
         if self._running:
             self._decode()
 
-    def _is_active(self, sequence: RunningSequence) -> bool:
-        return sequence.slot >= 0 or sequence in self._waiting or sequence in (self._held or ())
-
-    def _outside(self, token_ids: Sequence[int]) -> str | None:
-        if min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
-            return None
-        wrong = [token for token in token_ids if not 0 <= token < self.vocab_size]
-        return f"token ids {wrong[:5]} are outside the vocabulary [0, {self.vocab_size})"
-
     def _emit(self, sequence: RunningSequence, error: str | None = None) -> None:
         self._outbox.append((sequence, sequence.take_chunk(self.policy_version, error)))
 
     def _admit(self) -> None:
         self._steps_since_admission += 1
-        num_new = min(len(self._waiting), self._num_slots - len(self._running))
+        num_new = min(len(self._waiting), self.num_slots - len(self._running))
         if num_new == 0:
             return
         few = num_new < max(1, len(self._running) // 4)
@@ -377,9 +311,9 @@ class SlotEngine:
         self._tokens[: len(rows)] = tokens
         self._positions[: len(rows)] += 1
         self._next_positions += np.uint64(1)
-        self._take(tokens.tolist(), logprobs.tolist())
+        self._append_tokens(tokens.tolist(), logprobs.tolist())
 
-    def _take(self, tokens: list[int], logprobs: list[float]) -> None:
+    def _append_tokens(self, tokens: list[int], logprobs: list[float]) -> None:
         """Give every row its token, send what is due, and free the slots of rows that ended."""
         now = time.monotonic()
         ended = []
@@ -509,13 +443,13 @@ def check_against_model(engine: SlotEngine, model: Any) -> None:
     try:
         while engine.num_active:
             engine.step()
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
+    except Exception as error:  # whatever the architecture's own code makes of a cache that it does not know
         raise ConfigError(
-            f"model.path: {model.config.model_type} does not run on the embedded engine ({error}); "
+            f"model.path: {model.config.model_type} does not run on the embedded engine ({type(error).__name__}: {error}); "
             "use `inference.engine: vllm`"
         ) from error
     engine.num_generated_tokens = 0
-    errors = [_error_of(chunk, sequence, model) for sequence, chunk in engine.drain()]
+    errors = [_error_of(chunk, sequence, model) for sequence, chunk in engine.take_chunks()]
     if not all(error <= _TOLERANCE[model.dtype] for error in errors):  # NaN fails this too
         raise ConfigError(
             f"model.path: logprobs of the embedded engine and of a plain forward of {model.config.model_type} differ by "

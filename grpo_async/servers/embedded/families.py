@@ -1,7 +1,7 @@
 """Which models the embedded engine can serve and take pushed weights for; README.md has the same as a table.
 
-Goes by config.json alone, so that the launcher can ask before anything is started, and the engine with what transformers made of
-it. What is not known here is found by the engine's self-check, when it has loaded the model.
+Decided by config.json alone, so that the launcher can ask before anything is started. What is not known here is found by the
+engine's self-check, when it has loaded the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def check_embedded_family(config: Mapping[str, Any], max_model_len: int) -> None:
-    """Look at the text part of a config.json (`model_type`, sizes).
+    """Check the text part of a config.json (`model_type`, sizes).
 
     Args:
         max_model_len: longest sequence, in tokens.

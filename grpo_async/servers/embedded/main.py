@@ -6,6 +6,7 @@ Loads the model, binds the port, serves until SIGTERM (open answers end with rea
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import socket
@@ -61,13 +62,12 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
 
     from grpo_async.servers.embedded.engine import SlotEngine, check_against_model
 
-    logger.info("imported torch and transformers in %.2f s", time.perf_counter() - began)
+    imported = time.perf_counter()
     inference = config.inference
     if inference.embedded.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("inference.embedded.device: cuda, but torch sees no CUDA device; use cpu")
     torch.set_num_threads(inference.threads)
     transformers_logging.disable_progress_bar()
-    began = time.perf_counter()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model.path,
@@ -82,56 +82,62 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
         ) from error
     model = model.to(inference.embedded.device).eval().requires_grad_(False)
     engine = SlotEngine(model, num_slots=inference.embedded.max_slots, max_model_len=inference.max_model_len)
-    logger.info("loaded the model in %.2f s", time.perf_counter() - began)
-    began = time.perf_counter()
+    loaded = time.perf_counter()
     check_against_model(engine, model)
-    logger.info("checked the engine against the model in %.2f s", time.perf_counter() - began)
+    logger.info(
+        "imported torch and transformers in %.2f s, loaded the model in %.2f s, checked the engine against it in %.2f s",
+        imported - began,
+        loaded - imported,
+        time.perf_counter() - loaded,
+    )
     return engine
 
 
 def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket) -> bool:
     """Serve until told to end; False when the engine failed."""
-    import asyncio
-
     import transformers
     import uvicorn
 
+    from grpo_async.inference.guard import TokenGuard
     from grpo_async.inference.strangers import StrangersProtocol
-    from grpo_async.servers.embedded.service import EmbeddedService
+    from grpo_async.servers.app import RolloutApp
+    from grpo_async.servers.embedded.server import EmbeddedEngine
 
-    failed = False
+    inference, tls = config.inference, config.inference.tls
 
     def end_soon() -> None:
-        nonlocal failed
-        failed = True
         asyncio.get_running_loop().call_later(_EXIT_DELAY_S, setattr, server, "should_exit", True)
 
-    info = ServerInfo(
+    description = ServerInfo(
         engine="embedded",
         engine_version=f"transformers {transformers.__version__}",
         model=str(config.model.path),
-        dtype=config.inference.dtype,
-        max_model_len=config.inference.max_model_len,
+        dtype=inference.dtype,
+        max_model_len=inference.max_model_len,
         policy_version=0,
     )
-    inference, tls = config.inference, config.inference.tls
-    service = EmbeddedService(engine, info=info, on_failure=end_soon, engine_timeout_s=inference.heartbeat_timeout_s)
+    served = EmbeddedEngine(
+        engine, description=description, on_failure=end_soon, timeout_s=inference.heartbeat_timeout_s
+    )
+    has_failed = False
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             start_listening(listener)
-            service.start()
+            served.start()
             await super().startup(sockets)
             address = _address(*listener.getsockname()[:2])
             print(f"serving {Path(config.model.path).name} on {inference.scheme}://{address}", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            await service.stop(timeout_s=_STOP_TIMEOUT_S)  # ends the open answers, which uvicorn then waits for
+            nonlocal has_failed
+            has_failed = served.failure is not None
+            await served.stop(timeout_s=_STOP_TIMEOUT_S)  # ends the open answers, which uvicorn then waits for
             await super().shutdown(sockets)  # within timeout_graceful_shutdown
 
     server = Server(
         uvicorn.Config(
-            service.app,
+            TokenGuard(RolloutApp(served).app),
             http=StrangersProtocol,
             log_level="warning",
             access_log=False,
@@ -146,7 +152,7 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
         )
     )
     server.run(sockets=[listener])
-    return not failed
+    return not has_failed
 
 
 def check_certificate(inference: InferenceSection) -> None:
@@ -188,7 +194,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier life may linger
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger
     try:
         listener.bind((host, port))
     except OSError as error:

@@ -61,10 +61,10 @@ class SamplingBatch:
         greedy = [request.temperature == 0.0 for request in requests]
 
         def column(values: Sequence[float], neutral: float, dtype: torch.dtype) -> torch.Tensor | None:
-            settled = [neutral if is_greedy else value for value, is_greedy in zip(values, greedy, strict=True)]
-            if all(value == neutral for value in settled):
+            used = [neutral if is_greedy else value for value, is_greedy in zip(values, greedy, strict=True)]
+            if all(value == neutral for value in used):
                 return None
-            return torch.tensor(settled, dtype=dtype, device=device).unsqueeze(1)
+            return torch.tensor(used, dtype=dtype, device=device).unsqueeze(1)
 
         return cls(
             states=mix_seeds([request.seed for request in requests]),

@@ -26,7 +26,7 @@ Platform = Literal["cpu", "gpu"]
 
 _PLUGIN = "grpo_async"
 _MIN_CPU_BATCH_TOKENS = 8192
-_OWN_GPU_SHARE = 0.9  # of the memory of a GPU that nobody else uses; vLLM's own default
+_OWN_GPU_FRACTION = 0.9  # of the memory of a GPU that nobody else uses; vLLM's own default
 _NEVER_SET = (
     "VLLM_ALLOW_INSECURE_SERIALIZATION",  # unpickles what its sockets receive
     "VLLM_SERVER_DEV_MODE",  # routes that run any method of a worker
@@ -178,7 +178,7 @@ def _cpu_arguments(config: ExperimentConfig) -> list[str]:
 
 def _gpu_arguments(config: ExperimentConfig) -> list[str]:
     options = config.inference.vllm
-    arguments = ["--gpu-memory-utilization", str(options.gpu_memory_utilization or _OWN_GPU_SHARE)]
+    arguments = ["--gpu-memory-utilization", str(options.gpu_memory_utilization or _OWN_GPU_FRACTION)]
     if options.enforce_eager:
         arguments.append("--enforce-eager")
     if options.sleep_while_training:

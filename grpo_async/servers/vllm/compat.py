@@ -1,6 +1,6 @@
-"""What we import from and call in vLLM, written for the versions of `command`. Imported inside vLLM's processes only.
+"""What we import from vLLM, and calls that need explaining; written for the versions of `command`. Imported inside vLLM's processes only.
 
-Every function says which behaviour of vLLM it relies on; a new vLLM version is supported when this file and patches.py fit it.
+Each function says which behaviour of vLLM it relies on; a new vLLM version is supported when this file and patches.py fit it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ class WorkerExtension:
         run_and_report(receive, report_to, rank=receiver.rank, device=receiver.device)
 
     def apply_staged_weights(self) -> None:
-        """Replace the weights by the staged ones. A worker that cannot ends itself, and vLLM the whole server: serving on
-        would answer with garbage, or with other weights than the other workers."""
+        """Replace the weights by the staged ones. A worker that cannot ends itself, whatever the reason, and vLLM then ends the
+        server: serving on would answer with garbage, or with other weights than the other workers."""
         try:
             weights = self.get_weight_receiver().take()
             if weights is None:
@@ -149,17 +150,11 @@ class EngineOutput:
 Deliver = Callable[[EngineOutput | Exception], None]
 
 
-class RunningRequest:
-    """A request inside the engine."""
-
-    def __init__(self, engine: Any, internal_id: str) -> None:
-        self._engine, self._internal_id = engine, internal_id
-
-    async def abort(self) -> None:
-        await self._engine.abort(self._internal_id, internal=True)
+Abort = Callable[[], Awaitable[None]]
+"""Takes a request out of the engine."""
 
 
-async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> RunningRequest:
+async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> Abort:
     """Start generating. `deliver` is called from the engine's output task, once per batch of tokens and in order, until it
     got a finish_reason or an exception.
 
@@ -172,7 +167,7 @@ async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> Run
     )
 
 
-async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) -> RunningRequest:
+async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) -> Abort:
     """Start scoring: `deliver` gets one EngineOutput with `scores`, [num_tokens - 1], or an exception.
 
     The last token is not part of the prompt but asked for by its id, so that max_model_len tokens fit. vLLM does not read
@@ -195,7 +190,7 @@ async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) 
     return await _submit(engine, name, prompt, params, lambda output: deliver(_score_output(output, last)))
 
 
-async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: Callable[[Any], None]) -> RunningRequest:
+async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: Callable[[Any], None]) -> Abort:
     queue = await engine.add_request(request_id, prompt, params)
     # From here the output task calls us instead of filling the queue, so each token is seen at the moment it arrives,
     # whatever the HTTP client does. What came before this line waits in the queue.
@@ -203,7 +198,7 @@ async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: C
     queue.put = put
     if early is not None:
         put(early)
-    return RunningRequest(engine, queue.request_id)
+    return partial(engine.abort, queue.request_id, internal=True)
 
 
 def _sampling_params(request: GenerateRequest) -> Any:
@@ -255,7 +250,7 @@ def _error(output: Any) -> Exception:
 
 
 def describe(engine: Any) -> ServerInfo:
-    """What does not change while the server runs; version and counters are left at 0."""
+    """What does not change while the server runs; counters are left at 0."""
     config = engine.vllm_config
     return ServerInfo(
         engine="vllm",
@@ -263,15 +258,12 @@ def describe(engine: Any) -> ServerInfo:
         model=str(config.model_config.model),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         max_model_len=config.model_config.max_model_len,
-        vocab_size=vocabulary_size(engine),
+        vocab_size=int(config.model_config.get_vocab_size()),
         policy_version=0,
         num_workers=config.parallel_config.world_size_across_dp,
         per_request_seed=False,
+        max_running_requests=config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size,
     )
-
-
-def vocabulary_size(engine: Any) -> int:
-    return int(engine.vllm_config.model_config.get_vocab_size())
 
 
 async def served_parameters(engine: Any) -> ServedParameters:
@@ -289,36 +281,10 @@ async def served_parameters(engine: Any) -> ServedParameters:
 
 async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:
     """Frozen between two tokens when this returns, and every token sampled until then is on its way to this process. Without
-    `keep_cache`, requests that go on recompute their context. (vLLM's words on clear_cache are wrong for mode=keep.)
+    `keep_cache`, requests that go on recompute their context. (vLLM's documentation of clear_cache is wrong for mode=keep.)
 
-    What AsyncLLM.pause_generation does, less its sleep of 20 ms at the end, in which tokens are to arrive that this process has
-    already: `wait_until_outputs_are_handed_out` waits for those, as long as it takes."""
+    This is AsyncLLM.pause_generation without its sleep of 20 ms at the end, which waits for tokens that this process already has;
+    `patches.wait_until_handed_out` waits for those."""
     if not keep_cache:
         await engine.renderer.clear_mm_cache_async()
     await engine.engine_core.pause_scheduler_async(mode="abort" if abort else "keep", clear_cache=not keep_cache)
-
-
-def can_sleep(engine: Any) -> bool:
-    return bool(engine.vllm_config.model_config.enable_sleep_mode)
-
-
-async def put_to_sleep(engine: Any) -> None:
-    """Level 1: weights go to host memory and come back, so a trainer that dies meanwhile costs nothing."""
-    await engine.sleep(level=1, mode="keep")  # the engine core, which heartbeats watch
-
-
-async def join_weight_group(engine: Any, info: WeightInitInfo, report_to: str) -> None:
-    await engine.collective_rpc("join_weight_group", args=(info.model_dump(), report_to))
-
-
-async def drop_staged_weights(engine: Any) -> None:
-    await engine.collective_rpc("drop_staged_weights")
-
-
-async def stage_weights(engine: Any, info: WeightUpdateInfo, report_to: str) -> None:
-    await engine.collective_rpc("stage_weights", args=(info.model_dump(), report_to))
-
-
-async def apply_staged_weights(engine: Any) -> None:
-    """One call of the engine core: no step runs between its first and its last parameter."""
-    await engine.collective_rpc("apply_staged_weights")

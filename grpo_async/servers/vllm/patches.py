@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# ---- uvicorn 0.34 and later: Config(http="auto") looks into HTTP_PROTOCOLS ----
+# ---- uvicorn 0.34 and later: Config(http="auto") reads HTTP_PROTOCOLS ----
 
 
 def limit_strangers() -> None:
@@ -127,7 +127,7 @@ def mark_handled_outputs() -> None:
         AsyncMPClient.get_output_async = mark_asking(AsyncMPClient.get_output_async)
 
 
-# ---- vLLM 0.25 to 0.29, API server: AsyncMPClient.add_request_async and AsyncLLM.output_handler of one engine ----
+# ---- vLLM 0.25 to 0.29, API server, one engine: AsyncMPClient.add_request_async, StatLoggerManager.record, AsyncLLM.output_handler
 
 
 def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
@@ -141,6 +141,24 @@ def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
         await send(request)
 
     client.add_request_async = add_request_async
+
+
+def watch_statistics(engine: Any) -> dict[int, Any]:
+    """The newest SchedulerStats of each engine core, by its number (more than one: data parallelism); kept up to date from now on.
+    Stays empty where none are taken (`--disable-log-stats`)."""
+    newest: dict[int, Any] = {}
+    manager = engine.logger_manager
+    if manager is None:
+        return newest
+    original = manager.record
+
+    def record(scheduler_stats: Any = None, *args: Any, engine_idx: int | None = None, **kwargs: Any) -> Any:
+        if scheduler_stats is not None:  # not with every step
+            newest[engine_idx or 0] = scheduler_stats
+        return original(scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
+
+    manager.record = record
+    return newest
 
 
 def on_engine_death(engine: Any, callback: Callable[[], None]) -> None:

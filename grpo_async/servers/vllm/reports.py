@@ -17,7 +17,6 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,15 +31,7 @@ _CAUSE_TIMEOUT_S = 2.0
 
 
 class WorkerFailedError(GrpoAsyncError):
-    """A worker could not do its part; the message has its own words."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The end of one worker's job. `error` is "" when it worked."""
-
-    rank: int
-    error: str = ""
+    """A worker could not do its part; the message is the worker's own."""
 
 
 class WorkerReports:
@@ -48,50 +39,42 @@ class WorkerReports:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._arrived: asyncio.Queue[Report | GrpoAsyncError] = asyncio.Queue()
+        self._ends: asyncio.Queue[GrpoAsyncError | None] = asyncio.Queue()  # of the workers' jobs; None: success
 
     async def wait(self, num_workers: int, *, timeout_s: float, what: str, setting: str) -> None:
         """Return when `num_workers` workers have reported success.
 
         Raises:
-            WorkerFailedError: one of them failed or died. Told at once, but one that only saw the update break off gives the
-                others a moment: the cause may be among them.
+            WorkerFailedError: one of them failed or died. Raised at once; but when a worker only saw the update break off, the
+                others get a moment to report: the cause may be among them.
             DeadlineError: not all within `timeout_s`.
             GrpoAsyncError: what `give_up` was called with.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 for _ in range(num_workers):
-                    if failure := _failure(await self._arrived.get()):
+                    if failure := await self._ends.get():
                         raise await self._cause(failure)
-        except TimeoutError:
-            raise DeadlineError(what, waited_s=timeout_s, setting=setting) from None
+        except TimeoutError as error:
+            raise DeadlineError(what, waited_s=timeout_s, setting=setting) from error
 
     async def _cause(self, failure: GrpoAsyncError) -> GrpoAsyncError:
         """`failure`, or a later one that says more than that the update broke off."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_CAUSE_TIMEOUT_S):
                 while NOT_ARRIVED in str(failure) or NOT_FORMED in str(failure):
-                    failure = _failure(await self._arrived.get()) or failure
+                    failure = await self._ends.get() or failure
         return failure
 
     def give_up(self, reason: GrpoAsyncError) -> None:
         """End `wait` with `reason`."""
-        self._arrived.put_nowait(reason)
+        self._ends.put_nowait(reason)
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = await reader.read()  # until `wait` ends, which closes the socket
         writer.close()
-        if line:
-            self._arrived.put_nowait(Report(**json.loads(line)))
-        else:
-            self._arrived.put_nowait(WorkerFailedError("a worker ended in the middle of it"))
-
-
-def _failure(arrived: Report | GrpoAsyncError) -> GrpoAsyncError | None:
-    if isinstance(arrived, GrpoAsyncError):
-        return arrived
-    return WorkerFailedError(f"worker {arrived.rank}: {arrived.error}") if arrived.error else None
+        report = json.loads(line) if line else {"error": "a worker ended in the middle of it"}
+        self._ends.put_nowait(WorkerFailedError(report["error"]) if report["error"] else None)
 
 
 @asynccontextmanager
@@ -129,10 +112,10 @@ def run_and_report(job: Callable[[], None], report_to: str, *, rank: int, device
             job()
         except BaseException as failure:  # noqa: BLE001 - reported to the API server, which answers with it
             logger.warning("a part of a weight update failed: %s", failure)
-            error = f"{type(failure).__name__}: {failure}"
+            error = f"worker {rank}: {type(failure).__name__}: {failure}"
         try:
             with connection:
-                connection.sendall(json.dumps({"rank": rank, "error": error}).encode())  # at most _CONNECT_TIMEOUT_S
+                connection.sendall(json.dumps({"error": error}).encode())  # at most _CONNECT_TIMEOUT_S
         except OSError:
             logger.warning("a part of a weight update ended, and nobody waits for it any more")
 

@@ -1,0 +1,454 @@
+"""The HTTP application of both engines (the paths of `inference.surface`): it reads and checks requests, keeps the order of pauses
+and weight updates, and answers. An `Engine` does the rest.
+
+    400 the request is wrong | 409 out of order, or another call came in the meantime | 500 a weight update failed
+    503 the engine is dead or does not answer, or the request is meant for another server | 504 not drained in time
+
+Errors are `{"error": "..."}`. Runs in one event loop. A client that disconnects ends its request; pauses and weight updates go on
+to their end: half of one would leave the server in a state that nobody knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from grpo_async.errors import DeadlineError, GrpoAsyncError
+from grpo_async.inference.surface import (
+    GENERATE_PATH,
+    INFO_PATH,
+    PARAMETERS_PATH,
+    SCORE_PATH,
+    FinishBody,
+    GenerateChunk,
+    GenerateRequest,
+    InitBody,
+    PauseQuery,
+    ScoreAnswer,
+    ScoreRequest,
+    ServedParameters,
+    ServerInfo,
+    UpdateBody,
+    WeightInitInfo,
+    WeightUpdateInfo,
+)
+from grpo_async.servers.state import EngineDeadError, ServerState
+from grpo_async.weights.receiver import UpdateRefusedError, UpdateSupersededError
+
+logger = logging.getLogger(__name__)
+
+_NDJSON = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
+
+Result = TypeVar("Result")
+Body = TypeVar("Body", bound=BaseModel)
+Answer = BaseModel | Mapping[str, Any]
+NextChunk = Callable[[], Awaitable[GenerateChunk]]
+
+
+class RefusedError(Exception):
+    """A call that is answered with an error; `status` is the HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Engine(ABC):
+    """What the application needs of an inference engine. Used from the application's event loop.
+
+    Any method may raise EngineDeadError, and RefusedError for a call that cannot be made now.
+    """
+
+    def __init__(self, description: ServerInfo) -> None:
+        self.state = ServerState()
+        self.description = description
+        """What does not change while the server runs."""
+
+    @property
+    @abstractmethod
+    def failure(self) -> str | None:
+        """Why the engine does not run any more, or None."""
+
+    @property
+    @abstractmethod
+    def policy_version(self) -> int:
+        """Of the weights that serve."""
+
+    @abstractmethod
+    def load(self) -> dict[str, Any]:
+        """The fields of ServerInfo that the engine knows and that change. Does not wait for the engine."""
+
+    @abstractmethod
+    def stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[NextChunk]:
+        """Generate inside the context, which gives what waits for the next chunk; the last has a finish reason or an error. Nothing
+        else runs in the event loop between the call and the entry into the engine: it enters under the version served now."""
+
+    @abstractmethod
+    async def score(self, token_ids: Sequence[int]) -> ScoreAnswer: ...
+
+    @abstractmethod
+    async def parameters(self) -> ServedParameters: ...
+
+    @abstractmethod
+    async def pause(self, *, abort: bool, keep_cache: bool) -> None:
+        """Freeze between two tokens, and tell `state`. See `inference.surface` for the two ways with what is in flight."""
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    @abstractmethod
+    async def is_paused(self) -> bool:
+        """Answered by the engine itself, so that the answer shows that it lives."""
+
+    @abstractmethod
+    async def join(self, info: WeightInitInfo) -> None:
+        """All workers join the trainer's weight group; a call that still waits is superseded."""
+
+    @abstractmethod
+    async def start_update(self) -> None:
+        """Drop what an earlier update left; a call that still waits is superseded."""
+
+    @abstractmethod
+    async def receive(self, info: WeightUpdateInfo) -> None:
+        """All workers receive and stage every parameter. If this raises, the old weights stay."""
+
+    @abstractmethod
+    async def apply(self, version: int) -> None:
+        """Serve what is staged, as `version`."""
+
+    async def sleep(self) -> None:
+        """Freeze, and give the GPU's memory back."""
+        raise RefusedError(409, "this server cannot sleep: it needs inference.vllm.sleep_while_training and a GPU")
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`; allowed when awake."""
+        raise RefusedError(409, "this server cannot sleep")
+
+
+class RolloutApp:
+    """The application `app` over `engine`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._state = engine.state
+        self._lock = asyncio.Lock()  # pause, resume and finish change what the engine does: one at a time
+        self._pause_number = 0
+        self._drain: asyncio.Task[None] | None = None
+        self._update_number = 0  # of the newest call; an older one that is still under way has lost
+        self._is_started = self._is_staged = False
+        routes: list[tuple[str, str, Callable[[Request], Awaitable[Answer]]]] = [
+            ("GET", INFO_PATH, self._info),
+            ("GET", PARAMETERS_PATH, self._parameters),
+            ("POST", SCORE_PATH, self._score),
+            ("POST", "/pause", self._pause),
+            ("POST", "/resume", self._resume),
+            ("GET", "/is_paused", self._is_paused),
+            ("POST", "/sleep", self._sleep),
+            ("POST", "/wake_up", self._wake_up),
+            ("POST", "/init_weight_transfer_engine", self._join),
+            ("POST", "/start_weight_update", self._start_update),
+            ("POST", "/update_weights", self._update),
+            ("POST", "/finish_weight_update", self._finish_update),
+        ]
+        handlers: dict[Any, Any] = {HTTPException: _no_such_route}
+        self.app = Starlette(
+            routes=[
+                Route("/health", self._health, methods=["GET"]),
+                Route(GENERATE_PATH, _Endpoint(self._generate), methods=["POST"]),
+                *(Route(path, _Endpoint(_answering(handler)), methods=[method]) for method, path, handler in routes),
+            ],
+            exception_handlers=handlers,
+        )
+
+    # ---- state ----
+
+    async def _health(self, _: Request) -> Response:
+        failure = self._engine.failure
+        return _json({"status": "ok"}) if failure is None else _json({"error": failure}, 503)
+
+    async def _info(self, _: Request) -> ServerInfo:
+        if self._engine.failure is not None:
+            raise EngineDeadError(self._engine.failure)
+        known = {"instance_id": self._state.instance_id, "policy_version": self._engine.policy_version}
+        counted = {"active_requests": self._state.num_active, "busy_s": self._state.busy_s}
+        return self._engine.description.model_copy(update=known | counted | self._engine.load())
+
+    # ---- generation ----
+
+    async def _generate(self, request: Request, send: Send) -> None:
+        wanted = await _read(GenerateRequest, request)
+        mine, limit = self._state.instance_id, self._engine.description.max_model_len
+        if wanted.instance_id not in ("", mine):
+            raise RefusedError(
+                503,
+                f"this request is meant for server {wanted.instance_id}, and this is {mine}: it has restarted since",
+            )
+        length = len(wanted.token_ids) + wanted.max_tokens
+        if length > limit:
+            raise RefusedError(
+                400,
+                f"{len(wanted.token_ids)} prompt tokens + max_tokens {wanted.max_tokens} = {length} is more than "
+                f"inference.max_model_len: {limit}",
+            )
+        self._check_vocabulary(wanted.token_ids)
+        self._check_vocabulary(wanted.stop_token_ids)
+        await self._while_connected(self._stream(wanted, send), request)
+
+    async def _stream(self, request: GenerateRequest, send: Send) -> None:
+        await self._state.gate.wait()
+        async with self._engine.stream(request) as next_chunk:  # no await before this line: see Engine.stream
+            await send({"type": "http.response.start", "status": 200, "headers": _NDJSON})
+            has_more = True
+            while has_more:
+                chunk = await next_chunk()  # ended by the engine, or by the client's disconnect
+                has_more = chunk.finish_reason is None and chunk.error is None
+                line = chunk.model_dump_json().encode() + b"\n"
+                await send({"type": "http.response.body", "body": line, "more_body": has_more})
+
+    async def _score(self, request: Request) -> ScoreAnswer:
+        token_ids = (await _read(ScoreRequest, request)).token_ids
+        limit = self._engine.description.max_model_len
+        if len(token_ids) > limit:
+            raise RefusedError(400, f"{len(token_ids)} tokens to score are more than inference.max_model_len: {limit}")
+        self._check_vocabulary(token_ids)
+        answer = await self._while_connected(self._engine.score(token_ids), request)
+        if not all(map(math.isfinite, answer.logprobs)):
+            raise RefusedError(500, "the model's logits are not finite; the pushed weights are broken")
+        return answer
+
+    async def _while_connected(self, work: Awaitable[Result], request: Request) -> Result:
+        self._state.num_active += 1
+        try:
+            return await unless_disconnected(work, request.receive)
+        finally:
+            self._state.num_active -= 1
+
+    def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
+        size = self._engine.description.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+            wrong = [token for token in token_ids if not 0 <= token < size]
+            raise RefusedError(400, f"token ids {wrong[:5]} are outside the vocabulary of {size} tokens")
+
+    # ---- pauses ----
+
+    async def _pause(self, request: Request) -> Answer:
+        wanted = PauseQuery.model_validate(dict(request.query_params))
+        number = self._supersede_pause()
+        self._state.gate.close()
+        try:
+            if wanted.mode == "drain":
+                await self._drained(wanted.timeout_s)
+            async with self._lock:
+                self._state.gate.close()  # a /resume may have come before this got the lock
+                await self._engine.pause(abort=wanted.mode == "abort", keep_cache=wanted.keep_cache)
+        except BaseException:
+            if number == self._pause_number and not self._state.is_paused:
+                self._state.gate.open()
+            raise
+        return {"is_paused": True}
+
+    async def _drained(self, timeout_s: float) -> None:
+        """Return when the engine has ended all requests. Not paused when this raises.
+
+        Raises:
+            RefusedError: 504, not within `timeout_s`; 409, another /pause or /resume came.
+        """
+        async with self._lock:
+            if self._state.is_paused:  # by a trainer that is gone: frozen requests would never end
+                await self._engine.resume()
+        self._drain = drain = asyncio.create_task(self._state.wait_until_empty())
+        await asyncio.wait({drain}, timeout=timeout_s)
+        if drain.cancelled():
+            raise RefusedError(409, "another /pause or /resume came while requests were draining")
+        if not drain.done():
+            drain.cancel()
+            raise RefusedError(
+                504,
+                f"{len(self._state.in_engine)} requests in flight have not ended within {timeout_s:g} s, so the server is not "
+                "paused; raise weights.drain_timeout_s if this is expected",
+            )
+
+    def _supersede_pause(self) -> int:
+        """End the draining of an earlier /pause, and return the number of this call."""
+        self._pause_number += 1
+        if self._drain is not None:
+            self._drain.cancel()
+            self._drain = None
+        return self._pause_number
+
+    async def _resume(self, _: Request) -> Answer:
+        self._supersede_pause()
+        async with self._lock:
+            await self._engine.resume()
+            self._state.gate.open()
+        return {"is_paused": False}
+
+    async def _is_paused(self, request: Request) -> Answer:
+        # a probe ends with its client, so that those of a hung engine do not pile up
+        return {"is_paused": await unless_disconnected(self._engine.is_paused(), request.receive)}
+
+    async def _sleep(self, _: Request) -> Answer:
+        self._supersede_pause()
+        async with self._lock:
+            await self._engine.sleep()
+            self._state.gate.close()
+        return {"is_paused": True}
+
+    async def _wake_up(self, request: Request) -> Answer:
+        """Undo /sleep; also resumes."""
+        async with self._lock:
+            await self._engine.wake_up()
+        return await self._resume(request)
+
+    # ---- weight updates: join -> start -> receive -> apply; nothing but apply touches what is served ----
+
+    async def _parameters(self, request: Request) -> ServedParameters:
+        return await unless_disconnected(self._engine.parameters(), request.receive)
+
+    async def _join(self, request: Request) -> Answer:
+        info = (await _read(InitBody, request)).init_info
+        self._begin_update_call()
+        await self._engine.join(info)
+        return {}
+
+    async def _start_update(self, _: Request) -> Answer:
+        number = self._begin_update_call()
+        await self._engine.start_update()
+        self._is_started = number == self._update_number
+        return {}
+
+    async def _update(self, request: Request) -> Answer:
+        info = (await _read(UpdateBody, request)).update_info
+        if not self._is_started:
+            raise RefusedError(409, "no update was started: POST /start_weight_update first")
+        number = self._begin_update_call()
+        await self._engine.receive(info)
+        if number != self._update_number:
+            raise UpdateSupersededError("another weight update began in the meantime")
+        self._is_staged = True
+        return {}
+
+    async def _finish_update(self, request: Request) -> Answer:
+        version = int((await _read(FinishBody, request)).weight_version)
+        async with self._lock:
+            if self._is_staged:
+                self._is_staged = False
+                await self._engine.apply(version)
+            elif version != self._engine.policy_version:  # else the client lost our answer and asks again
+                raise RefusedError(
+                    409,
+                    f"there is no staged update to serve as version {version}: POST /start_weight_update and /update_weights",
+                )
+        return {}
+
+    def _begin_update_call(self) -> int:
+        self._is_started = self._is_staged = False
+        self._update_number += 1
+        return self._update_number
+
+
+# ---- HTTP ----
+
+
+async def unless_disconnected(work: Awaitable[Result], receive: Receive) -> Result:
+    """Await `work`, and cancel it when the client disconnects. Call it after the body was read.
+
+    Raises:
+        ClientDisconnect: the client left first. Otherwise what `work` raises.
+    """
+    me = asyncio.current_task()
+    assert me is not None
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        me.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError as error:
+        if not watching.done() or me.uncancel() > 0:
+            raise  # somebody else cancelled this task
+        raise ClientDisconnect from error
+    finally:
+        watching.cancel()
+
+
+class _Endpoint:
+    """The plain ASGI app of one route: starlette's own wrappers cost a task group for each streamed answer.
+
+    `answer` returns a response, or None when it has sent its own.
+    """
+
+    def __init__(self, answer: Callable[[Request, Send], Awaitable[Response | None]]) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self._answer(Request(scope, receive), send)
+        except ClientDisconnect:
+            return  # nobody reads
+        except Exception as error:
+            status, message = _status_and_message(error)
+            if status is None:
+                logger.exception("%s %s failed", scope["method"], scope["path"])
+            elif status >= 500:
+                logger.warning("%s %s: %s", scope["method"], scope["path"], message)
+            response = _json({"error": message}, status or 500)
+        if response is not None:
+            await response(scope, receive, send)
+
+
+def _answering(handler: Callable[[Request], Awaitable[Answer]]) -> Callable[[Request, Send], Awaitable[Response]]:
+    async def answer(request: Request, _: Send) -> Response:
+        return _json(await handler(request))
+
+    return answer
+
+
+async def _read(kind: type[Body], request: Request) -> Body:
+    """The body of a request. Raises ValidationError, ClientDisconnect."""
+    return kind.model_validate_json(await request.body())
+
+
+def _json(content: Answer, status: int = 200) -> Response:
+    if isinstance(content, BaseModel):
+        return Response(content.model_dump_json(), status, media_type="application/json")
+    return JSONResponse(content, status)
+
+
+def _status_and_message(error: Exception) -> tuple[int | None, str]:
+    """None: nobody expected this error."""
+    match error:
+        case RefusedError():
+            return error.status, str(error)
+        case ValidationError():
+            problems = (f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in error.errors())
+            return 400, "; ".join(problems)
+        case UpdateRefusedError():
+            return 400, str(error)
+        case UpdateSupersededError():
+            return 409, str(error)
+        case EngineDeadError() | DeadlineError():
+            return 503, str(error)
+        case GrpoAsyncError():
+            return 500, str(error)
+    return None, f"{type(error).__name__}: {error}"
+
+
+async def _no_such_route(request: Request, error: HTTPException) -> Response:
+    return _json({"error": f"{request.method} {request.url.path}: {error.detail}"}, error.status_code)

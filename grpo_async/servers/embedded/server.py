@@ -1,0 +1,416 @@
+"""The embedded engine behind the HTTP application: a thread that owns the engine, and the event loop's side of it.
+
+Everything that concerns the engine is a command, which the thread runs between two steps. Receiving a weight update is not: it
+waits for the trainer in a thread of its own while the engine goes on, and one command loads the result, with its version.
+When the engine raises, every request gets an error line, later commands fail with the cause, and `on_failure` is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from grpo_async.errors import DeadlineError
+from grpo_async.inference.surface import (
+    AdapterBase,
+    GenerateChunk,
+    GenerateRequest,
+    ScoreAnswer,
+    ServedParameters,
+    ServerInfo,
+    WeightInitInfo,
+    WeightUpdateInfo,
+)
+from grpo_async.servers.app import Engine, NextChunk, RefusedError
+from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
+from grpo_async.servers.state import EngineDeadError
+from grpo_async.weights.adapters import BaseWeights
+from grpo_async.weights.buckets import ParameterSpec, check_names
+from grpo_async.weights.participants import NOT_ARRIVED, start
+from grpo_async.weights.receiver import Named, UpdateFailedError, UpdateRefusedError, WeightReceiver, listed
+
+logger = logging.getLogger(__name__)
+
+_MIN_TEMPERATURE = 1e-4
+_READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be slow
+_ANSWER_MARGIN_S = 15.0  # the trainer's deadline holds below; this is for the answer
+
+Result = TypeVar("Result")
+
+
+class EngineThread:
+    """Runs `engine` in a daemon thread.
+
+    Waits for: commands, or work while not paused. Unblocked by: `call`, `stop`.
+
+    Args:
+        engine: touched by this thread only, from `start` on.
+        deliver: gets the chunks of a step; called in the engine thread.
+        on_failure: called in the engine thread after the engine raised and every request was told.
+    """
+
+    def __init__(
+        self,
+        engine: SlotEngine,
+        *,
+        deliver: Callable[[Sequence[tuple[RunningSequence, GenerateChunk]]], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._engine, self._deliver, self._on_failure = engine, deliver, on_failure
+        self._changed = threading.Condition()
+        self._commands: list[tuple[Callable[[], object], Future[object]]] = []
+        self._stopping = False
+        self.failure: str | None = None
+        """Why no further command will run; set once."""
+        self.policy_version = engine.policy_version
+        self.load = engine.load()
+        """Of the engine, as of its last step or command: who reads it does not wait for the step that is being made."""
+        self.is_paused = False
+        """Only commands run. Belongs to the engine thread."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, command: Callable[[], Result]) -> Future[Result]:
+        """Run `command` in the engine thread, before its next step.
+
+        Raises (in the future):
+            EngineDeadError: the engine thread has ended.
+        """
+        future: Future[Result] = Future()
+        with self._changed:
+            if self.failure is None:
+                self._commands.append((command, future))  # type: ignore[arg-type]  # Future is invariant
+                self._changed.notify()
+                return future
+        future.set_exception(EngineDeadError(self.failure))
+        return future
+
+    def stop(self, *, timeout_s: float) -> None:
+        """Abort every request and end the thread; returns after `timeout_s` at the latest (the thread is a daemon)."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    def _has_work(self) -> bool:
+        return not self.is_paused and self._engine.num_active > 0
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._run_commands()
+                if self._has_work():
+                    self._engine.step()
+                    self._publish_load()
+                self._send_chunks()
+            self._engine.abort_all()
+            self._send_chunks()
+            self._end("the server is shutting down")
+        except Exception as error:
+            logger.exception("the engine failed; every request ends with an error")
+            reason = f"the engine failed: {type(error).__name__}: {error}"
+            self._end(reason)
+            self._engine.fail_all(reason)
+            self._send_chunks()
+            self._on_failure()
+
+    def _run_commands(self) -> None:
+        with self._changed:
+            while not (self._commands or self._stopping or self._has_work()):
+                self._changed.wait()
+            commands, self._commands = self._commands, []
+        for command, future in commands:
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = command()
+                self._publish_load()  # before the caller hears that the command was run
+                future.set_result(result)
+            except Exception as error:
+                future.set_exception(error)
+                raise  # a command that fails may have left the engine half changed
+
+    def _publish_load(self) -> None:
+        self.policy_version, self.load = self._engine.policy_version, self._engine.load()
+
+    def _send_chunks(self) -> None:
+        chunks = self._engine.take_chunks()
+        if chunks:
+            self._deliver(chunks)
+
+    def _end(self, reason: str) -> None:
+        with self._changed:
+            self.failure = reason
+            commands, self._commands = self._commands, []
+        for _, future in commands:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineDeadError(reason))
+
+
+class EmbeddedEngine(Engine):
+    """The embedded engine as the HTTP application sees it.
+
+    Args:
+        engine: handed over; nobody else may touch it any more.
+        description: vocabulary and number of slots are filled in here. Adapters are added to the weights of `description.model`.
+        on_failure: called in the event loop after the engine failed and every request was told.
+        timeout_s: for the engine to end its step, after which an answer is 503.
+    """
+
+    def __init__(
+        self,
+        engine: SlotEngine,
+        *,
+        description: ServerInfo,
+        on_failure: Callable[[], None],
+        timeout_s: float = 60.0,
+    ) -> None:
+        known = {"vocab_size": engine.vocab_size, "max_running_requests": engine.num_slots}
+        super().__init__(description.model_copy(update=known))
+        self._engine = engine
+        self._on_failure = on_failure
+        self._timeout_s = timeout_s
+        self._keeps_cache = False  # of the newest pause
+        self._thread = EngineThread(
+            engine,
+            deliver=lambda chunks: self._in_loop(_hand_out, chunks),
+            on_failure=lambda: self._in_loop(self._end),
+        )
+        self._receiver = EmbeddedReceiver(
+            engine.parameters(),
+            tied=engine.tied_names(),
+            device=engine.device,
+            base=BaseWeights(description.model),
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start generating; call it in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """End every request with reason "abort", and the engine thread; takes `timeout_s` at most."""
+        self.state.gate.break_down("the server is shutting down")
+        await asyncio.to_thread(self._thread.stop, timeout_s=timeout_s)
+
+    @property
+    def failure(self) -> str | None:
+        return self._thread.failure
+
+    @property
+    def policy_version(self) -> int:
+        return self._thread.policy_version
+
+    def load(self) -> dict[str, Any]:
+        return self._thread.load
+
+    @asynccontextmanager
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[NextChunk]:
+        if 0.0 < request.temperature < _MIN_TEMPERATURE:
+            raise RefusedError(
+                400, f"temperature {request.temperature} is too small to divide by; use 0 for greedy decoding"
+            )
+        if self.failure is not None:
+            raise EngineDeadError(self.failure)
+        chunks: asyncio.Queue[GenerateChunk] = asyncio.Queue()
+
+        def take(chunk: GenerateChunk) -> None:
+            chunks.put_nowait(chunk)
+            if chunk.finish_reason is not None or chunk.error is not None:
+                self.state.leave(sequence)
+
+        def fail_if_lost(added: Future[None]) -> None:
+            """The engine ended before it took the request, so nobody else will answer."""
+            if (error := added.exception()) is not None:
+                self._in_loop(take, GenerateChunk(error=str(error)))
+
+        sequence = RunningSequence(request, eos_ids=self._engine.eos_ids, sink=take)
+        self.state.enter(sequence)
+        try:
+            self._thread.call(lambda: self._engine.add(sequence)).add_done_callback(fail_if_lost)
+            yield chunks.get
+        finally:
+            if sequence in self.state.in_engine:  # the client left before the end
+                self.state.leave(sequence)
+                self._thread.call(lambda: self._engine.abort(sequence))
+
+    async def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
+        # One command, so no update comes between the scores and their version. Also while paused: nothing is generated.
+        scores, version = await self._command(lambda: (self._engine.score(token_ids), self._engine.policy_version))
+        return ScoreAnswer(logprobs=scores, policy_version=version)
+
+    async def parameters(self) -> ServedParameters:
+        return await _in_thread(
+            self._receiver.describe, timeout_s=_READ_TIMEOUT_S, what="the digest of the model's files"
+        )
+
+    async def pause(self, *, abort: bool, keep_cache: bool) -> None:
+        def freeze() -> None:
+            if abort:
+                self._engine.abort_all()
+            self._engine.flush()  # a client that is lost during the pause has what was sampled before it
+            self._thread.is_paused, self._keeps_cache = True, keep_cache
+
+        await self._command(freeze)
+        self.state.set_paused(True)
+
+    async def resume(self) -> None:
+        def go_on() -> None:
+            self._thread.is_paused = self._keeps_cache = False
+
+        await self._command(go_on)
+        self.state.set_paused(False)
+
+    async def is_paused(self) -> bool:
+        return await self._command(lambda: self._thread.is_paused)
+
+    async def join(self, info: WeightInitInfo) -> None:
+        timeout_s = info.timeout_s + _ANSWER_MARGIN_S
+        await _in_thread(self._receiver.join(info), timeout_s=timeout_s, what="the weight group to form")
+
+    async def start_update(self) -> None:
+        self._receiver.drop()
+        self._receiver.check_group()
+
+    async def receive(self, info: WeightUpdateInfo) -> None:
+        timeout_s = info.timeout_s + _ANSWER_MARGIN_S
+        try:
+            await _in_thread(self._receiver.receive(info), timeout_s=timeout_s, what="the weights to arrive")
+        except DeadlineError as error:
+            self._receiver.drop()
+            raise UpdateFailedError(f"{NOT_ARRIVED}, the old ones stay: {error}") from error
+
+    async def apply(self, version: int) -> None:
+        weights = self._receiver.take()
+        if weights is None:
+            raise UpdateRefusedError("what was staged is gone; the old weights stay")
+        named = dict(weights)
+
+        def load() -> None:
+            began = time.monotonic()
+            self._engine.load_weights(named, policy_version=version, keep_cache=self._keeps_cache)
+            logger.info("loaded %d parameters in %.4f s", len(named), time.monotonic() - began)
+
+        await self._command(load)
+
+    async def _command(self, command: Callable[[], Result]) -> Result:
+        """Run `command` in the engine thread, before its next step.
+
+        Raises:
+            DeadlineError: the engine did not get to it in time.
+        """
+        future = self._thread.call(command)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            raise DeadlineError(
+                "the engine to end its step",
+                waited_s=self._timeout_s,
+                setting="inference.heartbeat_timeout_s",
+                hint="It is stuck, or the machine is too slow for prompts of this length.",
+            ) from error
+
+    def _end(self) -> None:
+        self.state.gate.break_down(str(self.failure))
+        self._on_failure()
+
+    def _in_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+
+class EmbeddedReceiver(WeightReceiver):
+    """A `WeightReceiver` that knows the whole model, so it refuses an update that does not fit before the first byte.
+
+    Args:
+        expected: name -> parameter, as served; only dtype and shape are read.
+        tied: further names of parameters -> their name in `expected`. They may be sent too, with the same values.
+        device: where the model is.
+        base: what pushed adapters may be added to.
+    """
+
+    def __init__(
+        self,
+        expected: Mapping[str, torch.Tensor],
+        *,
+        tied: Mapping[str, str],
+        device: torch.device,
+        base: BaseWeights,
+    ) -> None:
+        shapes = {name: list(tensor.shape) for name, tensor in expected.items()}
+        super().__init__(device=device, base=base, shapes=shapes)
+        self._parameters = ServedParameters(shapes=shapes, optional=list(tied))
+        self._tied = dict(tied)
+        self._dtypes = {name: tensor.dtype for name, tensor in expected.items()}
+        self._dtypes |= {name: self._dtypes[source] for name, source in tied.items()}
+
+    def describe(self) -> ServedParameters:
+        """With the digest of the base, which is computed once and takes a while with a large model."""
+        return self._parameters.model_copy(update={"base_digest": self.base.digest_or_none()})
+
+    def check(self, specs: Sequence[ParameterSpec], base: AdapterBase | None) -> None:
+        tied_shapes = {name: self._parameters.shapes[source] for name, source in self._tied.items()}
+        shapes, optional = self._parameters.shapes | tied_shapes, self._parameters.optional
+        if base is not None:
+            if base.digest != self.base.digest_or_none():
+                raise UpdateRefusedError("adapters of another base than this server's; the old weights stay")
+            problems = self.base.problems(specs, shapes, optional)
+        else:
+            served = {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()}
+            problems = check_names(specs, shapes, optional) + [
+                f"{spec.name} has the dtype {spec.dtype_name}, the server's {served[spec.name]}"
+                for spec in specs
+                if served.get(spec.name, spec.dtype_name) != spec.dtype_name
+            ]
+        _refuse_if_any(problems)
+
+    def complete(self, received: Named) -> Named:
+        by_name = dict(received)
+        _refuse_if_any(
+            [
+                f"{name} is {source} in the served model, but was sent with other values"
+                for name, source in self._tied.items()
+                if name in by_name and not _same_bytes(by_name[name], by_name[source])
+            ]
+        )
+        return [(name, tensor.to(self._dtypes[name])) for name, tensor in received if name not in self._tied]
+
+
+def _refuse_if_any(problems: Sequence[str]) -> None:
+    if problems:
+        raise UpdateRefusedError(f"the update does not fit the served model, the old weights stay: {listed(problems)}")
+
+
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+def _hand_out(chunks: Sequence[tuple[RunningSequence, GenerateChunk]]) -> None:
+    for sequence, chunk in chunks:
+        sequence.sink(chunk)
+
+
+async def _in_thread(function: Callable[[], Result], *, timeout_s: float, what: str) -> Result:
+    """Run a blocking phase of an update in a daemon thread: one that waits for a dead trainer must not hold the process.
+
+    Raises:
+        DeadlineError: it did not end in time; its result is ignored.
+    """
+    future = asyncio.wrap_future(start(function, name="weight-update"))
+    done, _ = await asyncio.wait({future}, timeout=timeout_s)
+    if not done:
+        future.add_done_callback(lambda late: late.cancelled() or late.exception())  # marks it as retrieved
+        raise DeadlineError(what, waited_s=timeout_s, setting="weights.timeout_s")
+    return future.result()

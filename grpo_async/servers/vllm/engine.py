@@ -1,0 +1,291 @@
+"""vLLM's engine client (AsyncLLM) behind the HTTP application: requests, scores, pauses, sleep, weight updates, and the first
+requests of a server. Straight on the client, without vLLM's OpenAI layer and its own control routes.
+
+Runs in the event loop of the API server. What asks the engine core waits as long as that lives, which heartbeats watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from grpo_async.inference.surface import (
+    GenerateRequest,
+    ScoreAnswer,
+    ServedParameters,
+    WeightInitInfo,
+    WeightUpdateInfo,
+)
+from grpo_async.servers.app import Engine, NextChunk, RefusedError
+from grpo_async.servers.state import EngineDeadError, ServerState
+from grpo_async.servers.vllm import compat, patches
+from grpo_async.servers.vllm.reports import WorkerReports, collect_reports
+from grpo_async.servers.vllm.requests import EngineRequest, TokenStream
+from grpo_async.weights.adapters import BaseWeights
+from grpo_async.weights.buckets import check_names
+from grpo_async.weights.receiver import (
+    UpdateRefusedError,
+    UpdateSupersededError,
+    check_membership,
+    listed,
+    parameter_specs,
+)
+
+logger = logging.getLogger("vllm.grpo_async")
+
+_DEAD = "the engine is dead; see the server's log"
+_REPORT_MARGIN_S = 30.0  # the workers have the trainer's deadline; this is for their answer
+_READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be slow
+_HANDOUT_TIMEOUT_S = 30.0  # the tokens are already in this process; only a stuck event loop takes longer
+_NUM_AT_ONCE = 4  # of the warm-up
+_FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.01}
+
+
+class VllmEngine(Engine):
+    """`client` is vLLM's AsyncLLM, which nobody else pauses or updates."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(compat.describe(client))
+        self._client = client
+        self._is_asleep = False
+        self._version = 0
+        self._num_updates = 0
+        self._num_generated_tokens = 0
+        self._streams: set[TokenStream] = set()
+        self._waiting_for: WorkerReports | None = None
+        self._served: ServedParameters | None = None
+        self._base = BaseWeights(self.description.model)
+        self._statistics = patches.watch_statistics(client)
+        patches.salt_requests(client, lambda: self.salt)
+        patches.on_engine_death(client, lambda: self.state.gate.break_down(_DEAD))
+
+    @property
+    def failure(self) -> str | None:
+        return _DEAD if self._client.errored else None
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @property
+    def salt(self) -> str:
+        """Of every request that enters the engine now. Versions may come again (a trainer that went back to a checkpoint), so
+        the number of updates is part of it."""
+        return f"{self._num_updates}:{self._version}"
+
+    def load(self) -> dict[str, Any]:
+        """An engine whose last requests are aborted makes no further step and says no more, so its statistics count only while
+        something is in it, also what users' code sends through vLLM's own routes. The fullest core is the first to be full."""
+        every = list(self._statistics.values())
+        is_idle = not self.state.num_active and not self._client.output_processor.has_unfinished_requests()
+        load: dict[str, Any] = {"generated_tokens": self._num_generated_tokens}
+        if every:
+            load["kv_usage"] = 0.0 if is_idle else max(stats.kv_cache_usage for stats in every)
+        if not is_idle:
+            load["running_requests"] = sum(stats.num_running_reqs for stats in every)
+            # releases after the first keep some of those that wait in a queue of their own
+            load["waiting_requests"] = sum(
+                stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0) for stats in every
+            )
+        return load
+
+    # ---- requests ----
+
+    @asynccontextmanager
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[NextChunk]:
+        stream = TokenStream(flush_interval_s=request.flush_interval_s)
+
+        def deliver(output: compat.EngineOutput | Exception) -> None:
+            if isinstance(output, Exception):
+                stream.fail(f"the engine failed: {type(output).__name__}: {output}", version=self._version)
+                return
+            self._num_generated_tokens += len(output.token_ids)
+            stream.add(output.token_ids, output.logprobs, version=self._version, finish=output.finish_reason)
+
+        self._streams.add(stream)
+        try:
+            async with self._entered(lambda put: compat.submit(self._client, request, put), deliver):
+                yield stream.next_chunk
+        finally:
+            self._streams.discard(stream)
+
+    async def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
+        """A pause that aborts what is in flight makes it wait and begin anew: half a score is of no use to anybody."""
+        while True:
+            await self.state.gate.wait()
+            result: asyncio.Future[tuple[compat.EngineOutput, int]] = asyncio.get_running_loop().create_future()
+
+            def deliver(output: compat.EngineOutput | Exception, result: asyncio.Future[Any] = result) -> None:
+                if result.done():
+                    return
+                if isinstance(output, compat.EngineDeadError):
+                    result.set_exception(EngineDeadError(f"the engine is dead: {output}"))
+                elif isinstance(output, Exception):
+                    result.set_exception(RefusedError(500, f"the engine failed: {type(output).__name__}: {output}"))
+                elif output.finish_reason is not None:
+                    result.set_result((output, self._version))
+
+            async with self._entered(lambda put: compat.submit_score(self._client, token_ids, put), deliver):
+                output, version = await result  # the engine's answer or end, or the client's disconnect
+            if output.finish_reason != "abort":
+                return ScoreAnswer(logprobs=list(output.scores), policy_version=version)
+
+    @asynccontextmanager
+    async def _entered(
+        self,
+        submit: Callable[[compat.Deliver], Awaitable[compat.Abort]],
+        deliver: Callable[[compat.EngineOutput | Exception], None],
+    ) -> AsyncIterator[None]:
+        """A request is in the engine from here until the engine has ended it, or until the block is left."""
+        request = EngineRequest(submit, deliver, on_end=self.state.leave)
+        self.state.enter(request)
+        try:
+            try:
+                await request.enter()
+            except compat.EngineDeadError as error:
+                raise EngineDeadError(f"the engine is dead: {error}") from error
+            except (compat.VLLMClientError, ValueError) as error:
+                raise RefusedError(400, str(error)) from error
+            yield
+        finally:
+            self.state.leave(request)
+            # also for a stream that ended with an error of ours: the engine does not know of it and would go on
+            await request.leave()
+
+    async def warm_up(self) -> None:
+        """The first requests of a server, made by itself before others may come: alone, several at once, with filters, and scored.
+
+        vLLM compiles at the first request of a kind, on a machine without its caches for minutes, in which the engine answers
+        nobody: heartbeats would take it for one that hangs, and each restart would compile again. Raises what the engine does.
+        """
+        began = time.monotonic()
+        await self._generate_once("alone")
+        await asyncio.gather(*(self._generate_once(f"among {number}") for number in range(_NUM_AT_ONCE)))
+        await asyncio.gather(*(self._generate_once(f"filtered {number}", **_FILTERS) for number in range(_NUM_AT_ONCE)))
+        await self.score([0, 0, 0])
+        self.state, self._num_generated_tokens = (
+            ServerState(),
+            0,
+        )  # what is counted begins with the first request from outside
+        logger.info("warmed up in %.1f s", time.monotonic() - began)
+
+    async def _generate_once(self, name: str, **fields: Any) -> None:
+        request = GenerateRequest(
+            request_id=f"warm-up, {name}", token_ids=[0, 0], max_tokens=2, temperature=1.0, ignore_eos=True, **fields
+        )
+        async with self.stream(request) as next_chunk:
+            while (chunk := await next_chunk()).finish_reason is None:
+                if chunk.error is not None:
+                    raise EngineDeadError(chunk.error)
+
+    # ---- pauses ----
+
+    async def pause(self, *, abort: bool, keep_cache: bool) -> None:
+        await compat.pause(self._client, abort=abort, keep_cache=keep_cache)
+        self.state.set_paused(True)
+        await self._wait_until_handed_out()
+
+    async def resume(self) -> None:
+        if self._is_asleep:
+            raise RefusedError(409, "the server sleeps: POST /wake_up first")
+        await self._client.resume_generation()
+        self.state.set_paused(False)
+
+    async def is_paused(self) -> bool:
+        return bool(await self._client.is_paused())
+
+    async def sleep(self) -> None:
+        """Weights move to host memory, the cache goes, requests in flight freeze."""
+        if not self._client.vllm_config.model_config.enable_sleep_mode:
+            await super().sleep()
+        self._is_asleep = True
+        # level 1: weights come back from host memory, so a trainer that dies meanwhile costs nothing
+        await self._client.sleep(level=1, mode="keep")
+        self.state.set_paused(True)
+
+    async def wake_up(self) -> None:
+        if self._is_asleep:
+            await self._client.wake_up()
+        self._is_asleep = False
+
+    async def _wait_until_handed_out(self) -> None:
+        await patches.wait_until_handed_out(self._client.engine_core, timeout_s=_HANDOUT_TIMEOUT_S)
+
+    # ---- weight updates ----
+
+    async def parameters(self) -> ServedParameters:
+        if self._served is None:
+            served = await compat.served_parameters(self._client)
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                digest = await asyncio.to_thread(self._base.digest_or_none)
+            self._served = served.model_copy(update={"base_digest": digest})
+        return self._served
+
+    async def join(self, info: WeightInitInfo) -> None:
+        check_membership(info)  # the workers do so too, but what they raise is no answer
+        self._supersede()
+        what = f"the workers to join the weight group at {info.where}"
+        await self._run_on_workers("join_weight_group", info, what=what)
+
+    async def start_update(self) -> None:
+        self._supersede()
+        await self._client.collective_rpc("drop_staged_weights")
+
+    async def receive(self, info: WeightUpdateInfo) -> None:
+        specs = parameter_specs(info)
+        served = await self.parameters()
+        if info.base is not None and served.base_digest != info.base.digest:
+            raise UpdateRefusedError("adapters of another base than this server's; the old weights stay")
+        await self._run_on_workers("stage_weights", info, what="the weights to arrive")
+        # only now, when nobody waits for a worker in the middle of a broadcast any more
+        if not served.shapes:
+            logger.warning("cannot check the names of this update: vLLM loaded no checkpoint at start")
+        find_problems = check_names if info.base is None else self._base.problems
+        problems = find_problems(specs, served.shapes, served.optional)
+        if problems:
+            await self._client.collective_rpc("drop_staged_weights")
+            raise UpdateRefusedError(f"the update does not fit the model, the old weights stay: {listed(problems)}")
+
+    async def apply(self, version: int) -> None:
+        """A worker that fails half-way ends, and the server with it."""
+        if self._is_asleep or not await self._client.is_paused():
+            raise RefusedError(409, "/finish_weight_update needs a server that is paused and awake: POST /pause first")
+        # Why the stamp is exact. The engine is frozen from the answer to /pause until /resume, which waits for the application's
+        # lock, and its answers and tokens come over one ordered socket. So every token that the old weights sampled is in this
+        # process by now: either in its stream, where `add` stamped it on arrival, or in the client's queue. Wait until
+        # that queue is handled, then change weights and version: all that arrives later was sampled after the coming
+        # /resume, by the new weights.
+        await self._wait_until_handed_out()
+        # one call of the engine core: no step runs between its first and its last parameter
+        await self._client.collective_rpc("apply_staged_weights")
+        self._version = version
+        self._num_updates += 1
+        for stream in self._streams:
+            stream.flush()
+        for request in list(self.state.in_engine):  # those without a token, under the new salt
+            assert isinstance(request, EngineRequest)
+            await request.enter_again()
+
+    def _supersede(self) -> None:
+        if self._waiting_for is not None:
+            self._waiting_for.give_up(UpdateSupersededError("another weight update began in the meantime"))
+
+    async def _run_on_workers(self, job: str, info: WeightInitInfo | WeightUpdateInfo, *, what: str) -> None:
+        """Start the method `job` of every worker, which goes on in a thread, and wait until all have reported success."""
+        async with collect_reports() as reports:
+            self._waiting_for = reports
+            try:
+                await self._client.collective_rpc(job, args=(info.model_dump(), reports.address))
+                await reports.wait(
+                    self.description.num_workers,
+                    timeout_s=info.timeout_s + _REPORT_MARGIN_S,
+                    what=what,
+                    setting="weights.timeout_s",
+                )
+            finally:
+                if self._waiting_for is reports:
+                    self._waiting_for = None

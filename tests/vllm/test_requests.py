@@ -1,0 +1,410 @@
+"""What the vLLM server does with one request, without vLLM: entering again, stamping, flushing; and the state of pauses, workers'
+reports, and the patches."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_async.errors import DeadlineError, GrpoAsyncError
+from grpo_async.inference.surface import GenerateChunk
+from grpo_async.servers.state import EngineDeadError, Gate, ServerState
+from grpo_async.servers.vllm.patches import (
+    _create_store_on_its_own_address,
+    mark_asking,
+    wait_until_handed_out,
+    watch_statistics,
+)
+from grpo_async.servers.vllm.reports import WorkerFailedError, collect_reports, run_and_report
+from grpo_async.servers.vllm.requests import EngineRequest, TokenStream
+from grpo_async.weights.participants import NOT_ARRIVED
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(20.0):
+            return await work
+
+    return asyncio.run(limited())
+
+
+async def _turns(number: int = 10) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+# ---- entering the engine, again when the weights change ----
+
+
+@dataclass(frozen=True)
+class _Output:
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass
+class _Engine:
+    """As compat: entries, and aborts that end a request with an output, as vLLM's do."""
+
+    events: list[str] = field(default_factory=list)
+    deliver: list[Callable[[Any], None]] = field(default_factory=list)
+    may_enter: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: Exception | None = None
+
+    async def submit(self, deliver: Callable[[Any], None]) -> Any:
+        number = len(self.deliver)
+        self.deliver.append(deliver)
+        await self.may_enter.wait()
+        if self.failure is not None:
+            raise self.failure
+        self.events.append(f"entered {number}")
+
+        async def abort() -> None:
+            self.events.append(f"aborted {number}")
+            self.deliver[number](_Output([], "abort"))
+
+        return abort
+
+
+def _request(engine: _Engine) -> tuple[EngineRequest, list[Any], list[EngineRequest]]:
+    """The request, what it was given, and itself once it has ended."""
+    given: list[Any] = []
+    ended: list[EngineRequest] = []
+    return EngineRequest(engine.submit, given.append, on_end=ended.append), given, ended
+
+
+def test_a_request_without_a_token_enters_again_and_nobody_outside_notices() -> None:
+    async def run() -> None:
+        engine = _Engine()
+        engine.may_enter.set()
+        (started, of_started, _), (idle, of_idle, idle_ended) = _request(engine), _request(engine)
+        await started.enter()
+        await idle.enter()
+        engine.deliver[0](_Output([5]))
+        for request in (started, idle):
+            await request.enter_again()
+        assert engine.events == ["entered 0", "entered 1", "aborted 1", "entered 2"]
+        assert (of_idle, idle_ended) == ([], [])  # not the end that the abort brought
+        engine.deliver[1](_Output([9]))  # the old entry is ignored
+        engine.deliver[2](_Output([7], "stop"))
+        engine.deliver[0](_Output([6], "length"))
+        assert [output.token_ids for output in of_idle] == [[7]]
+        assert [output.token_ids for output in of_started] == [[5], [6]]
+        assert idle_ended == [idle]
+        for request in (started, idle):  # ended requests stay ended
+            await request.enter_again()
+        assert len(engine.deliver) == 3
+
+    _run(run())
+
+
+def test_a_request_that_is_just_entering_enters_again_afterwards() -> None:
+    async def run() -> None:
+        engine = _Engine()
+        request, _, _ = _request(engine)
+        entering, again = asyncio.create_task(request.enter()), asyncio.create_task(request.enter_again())
+        await _turns()
+        assert not again.done()
+        engine.may_enter.set()
+        await asyncio.gather(entering, again)
+        assert engine.events == ["entered 0", "aborted 0", "entered 1"]
+
+    _run(run())
+
+
+def test_a_client_that_leaves_while_its_request_enters_again_takes_the_new_entry_with_it() -> None:
+    async def run() -> None:
+        engine = _Engine()
+        engine.may_enter.set()
+        request, given, _ = _request(engine)
+        await request.enter()
+        engine.may_enter.clear()
+        again = asyncio.create_task(request.enter_again())
+        await _turns()
+        await request.leave()
+        engine.may_enter.set()
+        await again
+        assert engine.events[-2:] == ["entered 1", "aborted 1"]
+        assert all(output.finish_reason == "abort" for output in given)
+
+    _run(run())
+
+
+def test_an_engine_that_fails_while_a_request_enters_again_ends_it_with_the_error() -> None:
+    async def run() -> None:
+        engine = _Engine()
+        engine.may_enter.set()
+        request, given, ended = _request(engine)
+        await request.enter()
+        engine.failure = RuntimeError("dead")
+        await request.enter_again()
+        assert [str(error) for error in given] == ["dead"]
+        assert ended == [request]
+
+    _run(run())
+
+
+# ---- the tokens of a request ----
+
+
+def _chunks(*added: tuple[list[int], list[float], int, str | None], flush_interval_s: float = 60.0) -> Any:
+    async def run() -> list[GenerateChunk]:
+        stream, chunks = TokenStream(flush_interval_s=flush_interval_s), []
+        for token_ids, logprobs, version, finish in added:
+            stream.add(token_ids, logprobs, version=version, finish=finish)
+        while not chunks or (chunks[-1].finish_reason is None and chunks[-1].error is None):
+            chunk = await stream.next_chunk()
+            assert chunk.first_token_s is None or (chunk.token_ids and not chunks), "of the first tokens only"
+            chunks.append(chunk.model_copy(update={"first_token_s": None}))
+        return chunks
+
+    return _run(run())
+
+
+def test_a_chunk_holds_tokens_of_one_version_and_the_last_one_ends() -> None:
+    chunks = _chunks(([5], [-0.5], 3, None), ([6], [-0.6], 3, None), ([7], [-0.7], 4, "stop"), ([8], [-0.8], 4, None))
+    assert chunks == [
+        GenerateChunk(token_ids=[5, 6], logprobs=[-0.5, -0.6], policy_version=3),
+        GenerateChunk(token_ids=[7], logprobs=[-0.7], policy_version=4, finish_reason="stop"),
+    ]  # and nothing of what came after the end
+    assert _chunks(([], [], 2, "abort"), flush_interval_s=0.0) == [
+        GenerateChunk(policy_version=2, finish_reason="abort")
+    ]
+
+
+@pytest.mark.parametrize("logprobs", [[-0.5], [-0.5, math.nan], [-math.inf, -0.5]])
+def test_missing_and_non_finite_logprobs_end_the_stream_with_an_error(logprobs: list[float]) -> None:
+    kept, error = _chunks(([4], [-0.4], 1, None), ([5, 6], logprobs, 1, "length"))
+    assert kept == GenerateChunk(token_ids=[4], logprobs=[-0.4], policy_version=1)
+    assert (error.token_ids, error.finish_reason) == ([], None)
+    assert "2 tokens with the logprobs" in error.error
+
+
+def test_a_flush_sends_what_there_is_at_once() -> None:
+    async def run() -> GenerateChunk:
+        stream = TokenStream(flush_interval_s=60.0)
+        stream.add([5], [-0.5], version=0, finish=None)
+        stream.flush()
+        return await stream.next_chunk()
+
+    chunk = _run(run())
+    assert (chunk.token_ids, chunk.finish_reason) == ([5], None)
+
+
+# ---- pauses ----
+
+
+def test_a_gate_lets_through_only_while_it_is_open() -> None:
+    async def run() -> None:
+        gate, passed = Gate(), []
+
+        async def go(name: str) -> None:
+            await gate.wait()
+            assert gate.is_open
+            passed.append(name)
+
+        await go("a")
+        gate.close()
+        waiting = asyncio.create_task(go("b"))
+        await _turns()
+        gate.open()
+        gate.close()  # before the waiting task got to run: it has to wait on
+        await _turns()
+        assert passed == ["a"]
+        gate.open()
+        await waiting
+        gate.close()
+        broken = asyncio.create_task(go("c"))
+        await _turns()
+        gate.break_down("gone")
+        with pytest.raises(EngineDeadError, match="gone"):
+            await broken
+        gate.close()  # a broken gate holds nobody
+        with pytest.raises(EngineDeadError):
+            await go("d")
+
+    _run(run())
+
+
+def test_busy_time_is_the_union_of_running_requests_without_pauses() -> None:
+    now = 0.0
+    state = ServerState(clock=lambda: now)
+    first, second = object(), object()
+    for time_s, change in [
+        (0.0, lambda: state.enter(first)),
+        (2.0, lambda: state.enter(second)),
+        (5.0, lambda: state.leave(second)),
+        (6.0, lambda: state.set_paused(True)),
+        (9.0, lambda: state.set_paused(False)),
+        (10.0, lambda: state.leave(first)),
+        (12.0, lambda: state.leave(first)),  # a second time does nothing
+    ]:
+        now = time_s
+        change()
+    now = 20.0
+    assert state.busy_s == 7.0  # 0..6 and 9..10
+    assert not state.in_engine
+
+
+# ---- workers' reports ----
+
+
+def _reports(work: Callable[[str], None], *, num_workers: int = 2, timeout_s: float = 60.0) -> None:
+    async def run() -> None:
+        async with collect_reports() as reports:
+            with ThreadPoolExecutor(1) as pool:
+                working = asyncio.get_running_loop().run_in_executor(pool, work, reports.address)
+                try:
+                    await reports.wait(num_workers, timeout_s=timeout_s, what="them", setting="a.b_s")
+                finally:
+                    with suppress(Exception):
+                        await working
+
+    asyncio.run(run())
+
+
+def _worker(address: str, rank: int, error: str = "") -> None:
+    def job() -> None:
+        if error:
+            raise RuntimeError(error)
+
+    run_and_report(job, address, rank=rank, device=torch.device("cpu"))
+
+
+def test_the_first_failure_is_told_although_others_are_still_at_work() -> None:
+    may_end = threading.Event()
+
+    def wait() -> None:
+        assert may_end.wait(60.0)
+
+    def work(address: str) -> None:
+        run_and_report(wait, address, rank=0, device=torch.device("cpu"))
+        _worker(address, 1, "no memory")
+
+    with pytest.raises(WorkerFailedError, match="worker 1: RuntimeError: no memory"):
+        _reports(work)
+    may_end.set()
+
+
+def test_the_worker_that_broke_an_update_is_told_and_not_one_that_saw_it_break() -> None:
+    def work(address: str) -> None:
+        _worker(address, 0, f"{NOT_ARRIVED} (bucket 3)")
+        _worker(address, 1, "no memory")
+
+    with pytest.raises(WorkerFailedError, match="worker 1: RuntimeError: no memory"):
+        _reports(work)
+    with pytest.raises(WorkerFailedError, match=NOT_ARRIVED):
+        _reports(lambda address: _worker(address, 0, f"{NOT_ARRIVED} (bucket 3)"), num_workers=1)
+
+
+def test_workers_that_succeed_die_or_do_not_report_and_a_wait_that_is_given_up() -> None:
+    def die(address: str) -> None:
+        with socket.socket(socket.AF_UNIX) as dying:
+            dying.connect(address)
+
+    def succeed(address: str) -> None:
+        for rank in range(2):
+            _worker(address, rank)
+
+    _reports(succeed)
+    with pytest.raises(WorkerFailedError, match="ended in the middle"):
+        _reports(die)
+    with pytest.raises(DeadlineError, match=r"a\.b_s"):
+        _reports(lambda _: None, timeout_s=0.05)
+
+    async def give_up() -> None:
+        async with collect_reports() as reports:
+            reports.give_up(GrpoAsyncError("another began"))
+            await reports.wait(1, timeout_s=60.0, what="them", setting="a.b_s")
+
+    with pytest.raises(GrpoAsyncError, match="another began"):
+        _run(give_up())
+
+
+# ---- patches ----
+
+
+class _Client:
+    """As vLLM's: a queue of batches, and a method that hands out the next."""
+
+    def __init__(self) -> None:
+        self.outputs_queue: asyncio.Queue[str] = asyncio.Queue()
+
+    async def get(self) -> str:
+        return await self.outputs_queue.get()
+
+
+def test_waiting_for_outputs_ends_when_the_last_batch_is_handled_not_when_it_was_taken() -> None:
+    events: list[str] = []
+
+    async def handle_outputs(client: Any, may_handle: asyncio.Semaphore) -> None:
+        ask = mark_asking(_Client.get)
+        while True:
+            batch = await ask(client)
+            events.append(f"took {batch}")
+            await may_handle.acquire()  # vLLM's task lets others run in the middle of a large batch
+            events.append(f"handled {batch}")
+
+    async def wait(client: Any) -> None:
+        await wait_until_handed_out(client, timeout_s=5.0)
+        events.append("waited")
+
+    async def run() -> None:
+        client, may_handle = _Client(), asyncio.Semaphore(0)
+        await wait(client)  # nothing was ever asked for
+        handler = asyncio.create_task(handle_outputs(client, may_handle))
+        await _turns()
+        await wait(client)  # asked, and nothing there
+        client.outputs_queue.put_nowait("1")
+        client.outputs_queue.put_nowait("2")
+        waiting = asyncio.create_task(wait(client))
+        await _turns()
+        for _ in range(2):
+            may_handle.release()
+            await _turns()
+        await waiting
+        handler.cancel()
+
+    _run(run())
+    assert events == ["waited", "waited", "took 1", "handled 1", "took 2", "handled 2", "waited"]
+
+
+def test_the_statistics_of_each_engine_core_are_kept_and_still_recorded() -> None:
+    recorded: list[Any] = []
+
+    def record(
+        scheduler_stats: object, iteration_stats: object, mm_cache_stats: object = None, engine_idx: int | None = None
+    ) -> None:
+        recorded.append((scheduler_stats, iteration_stats, engine_idx))
+
+    manager = SimpleNamespace(record=record)
+    newest = watch_statistics(SimpleNamespace(logger_manager=manager))
+    manager.record(engine_idx=0, scheduler_stats="a", iteration_stats=None)
+    manager.record("b", "iteration", engine_idx=1)
+    manager.record(engine_idx=0, scheduler_stats=None, iteration_stats=None)  # a step without statistics
+    assert newest == {0: "a", 1: "b"}
+    assert recorded == [("a", None, 0), ("b", "iteration", 1), (None, None, 0)]
+    assert watch_statistics(SimpleNamespace(logger_manager=None)) == {}
+
+
+def test_a_process_that_meets_nobody_opens_no_store() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = _create_store_on_its_own_address("127.0.0.1", port, 0, 1, timedelta(seconds=5))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
