@@ -36,10 +36,11 @@ from benchmarks.report import Report, parser_of
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, is_closed
 from grpo_async.buffer.sample_buffer import Watch
+from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.records import GroupStatus
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
+from grpo_async.rollout.worker import RolloutWorker
 
 _SKIP = 4  # first steps: the pipeline fills
 _NEVER_S = 1e9
@@ -124,14 +125,13 @@ def simulate(setup: Setup) -> Outcome:
     scorer: Any = SimulatedScorer(filtered=setup.filtered, seed=setup.seed)
     store: Any = SimulatedStore()
     worker = RolloutWorker(
-        settings=WorkerSettings(
+        section=RolloutSection(
             group_size=setup.group_size,
+            groups_per_step=setup.groups_per_step,
             max_staleness=setup.max_staleness,
-            zero_variance="skip",
-            seed=setup.seed,
-            max_failed_groups=1,
-            max_groups_without_signal=1000,
+            max_rounds_without_signal=1000,
         ),
+        seed=setup.seed,
         stream=PromptStream([{"prompt": "simulated"}], seed=setup.seed, shuffle=False),
         producer=SimulatedProducer(servers, setup.lengths),
         errors=ErrorLog(),

@@ -250,7 +250,7 @@ def build_evaluator(
     column = section.baseline_column
     return Evaluator(
         [make_prompt(row, number, data.evaluation_system_prompt) for number, row in enumerate(data.evaluation)],
-        replace(parts, errors=errors, lane="evaluation").build(
+        replace(parts, errors=errors, track="evaluation").build(
             temperature=section.temperature, group_size=section.samples
         ),
         scorer,

@@ -5,7 +5,7 @@
 Invariant: token-in/token-out. The next turn's prompt is prompt ids + output ids + suffix ids; nothing sampled is decoded and
 tokenised again, so nothing but the bytes of a request grows with the history. A turn without tool calls ends the rollout.
 
-How a rollout ends (R2.5, R2.6, R3.2):
+How a rollout ends:
 
     the policy answers without a call                              finished
     the environment is done (after reset, or after a tool)         finished, done
@@ -20,11 +20,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol, Self
 
 from grpo_async.buffer.resume import PartialRollout
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.inference.client import Generation, OnTokens
+from grpo_async.envs import Environment
+from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import (
     FinishReason,
@@ -32,39 +32,12 @@ from grpo_async.records import (
     RolloutCompletion,
     RolloutStatus,
     TaggedMessage,
-    ToolCall,
     ToolCallRecord,
     TurnRecord,
 )
 from grpo_async.rollout.producer import seed_of
+from grpo_async.tools import ToolExecutor
 from grpo_async.tracking.timeline import NO_TRACK, SHORTEST_WAIT_S, Span, Track
-
-
-class Generator(Protocol):
-    """The inference client, as far as a conversation needs it."""
-
-    async def generate(
-        self,
-        request: GenerateRequest,
-        *,
-        on_tokens: OnTokens | None = None,
-        affinity: str = "",
-        partial: Generation | None = None,
-    ) -> Generation: ...
-
-
-class ToolUse(Protocol):
-    """The tools of one rollout."""
-
-    async def execute(self, calls: Sequence[ToolCall]) -> list[ToolCallRecord]:
-        """Make the calls of one turn; one record for each, in order, failures included."""
-        ...
-
-
-class World(Protocol):
-    """The environment of one rollout, as far as a conversation needs it."""
-
-    async def is_done(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,87 +62,65 @@ class SamplingSettings:
         return budget if self.max_turn_tokens is None else min(budget, self.max_turn_tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutStart:
-    """What one rollout begins with. `tools` None: a single turn. `prompt_messages`: see RolloutCompletion. `affinity`: what its
-    requests share with others, such as "group/rollout"; see inference.router. `track`: its lane of the timeline."""
-
-    rollout_id: str
-    prompt_ids: Sequence[int]
-    seed: int
-    affinity: str = ""
-    tools: ToolUse | None = None
-    tool_names: Sequence[str] = ()
-    world: World | None = None
-    prompt_messages: Sequence[TaggedMessage] | None = None
-    live: LiveRollout | None = None
-    track: Track = NO_TRACK
-
-
 @dataclass(slots=True, kw_only=True)
-class LiveRollout:
-    """A rollout that others look at while it runs, or that begins where a checkpoint left it: the turns that are over, and the one
-    that is being generated. Without environment only: its state cannot be brought back."""
+class Rollout:
+    """One rollout while it runs. Its turns are there when it fails; a checkpoint takes a `snapshot` at any moment."""
 
     rollout_id: str
+    seed: int
     prompt_ids: Sequence[int] = ()
+    prompt_messages: Sequence[TaggedMessage] | None = None
+    """Where they differ from the group's; see RolloutCompletion."""
+    tools: ToolExecutor | None = None
+    """None: a single turn."""
+    tool_names: Sequence[str] = ()
+    environment: Environment | None = None
+    affinity: str = ""
+    """What its requests share with others, such as "group/rollout"; see inference.router."""
+    track: Track = NO_TRACK
     turns: list[TurnRecord] = field(default_factory=list)
-    open: Generation = field(default_factory=Generation)
+    open_turn: Generation = field(default_factory=Generation)
+    """The turn that is being generated, or whose tools are being called."""
+    context: list[int] = field(default_factory=list)
+    """Prompt + completion so far; filled by `Conversation.run`."""
+    is_truncated: bool = False
+    is_done: bool = False
+    """The environment says so."""
 
-    @classmethod
-    def of(cls, partial: PartialRollout) -> Self:
-        """Goes on where a checkpoint left it."""
-        return cls(
-            rollout_id=partial.rollout_id,
-            prompt_ids=partial.prompt_ids,
-            turns=list(partial.turns),
-            open=Generation(
-                token_ids=list(partial.open_ids),
-                logprobs=list(partial.open_logprobs),
-                policy_versions=list(partial.open_versions),
-                finish_reason=partial.open_finish,
-            ),
-        )
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.context) - len(self.prompt_ids)
+
+    def add(self, turn: TurnRecord) -> None:
+        self.turns.append(turn)
+        self.open_turn = Generation()
+        self.context += turn.output_ids
+        self.context += turn.tool_response_ids
 
     def snapshot(self) -> PartialRollout | None:
-        """A copy of what there is; None before the first token."""
-        if not self.turns and not self.open.token_ids:
+        """A copy of what there is; None before the first token. Not of a rollout with an environment, whose state cannot be
+        restored."""
+        if not self.turns and not self.open_turn.token_ids:
             return None
         return PartialRollout(
             rollout_id=self.rollout_id,
             prompt_ids=self.prompt_ids,
             turns=list(self.turns),
-            open_ids=list(self.open.token_ids),
-            open_logprobs=list(self.open.logprobs),
-            open_versions=list(self.open.policy_versions),
-            open_finish=self.open.finish_reason,
+            open_ids=list(self.open_turn.token_ids),
+            open_logprobs=list(self.open_turn.logprobs),
+            open_versions=list(self.open_turn.policy_versions),
+            open_finish=self.open_turn.finish_reason,
         )
 
-
-@dataclass(slots=True, kw_only=True)
-class _Progress:
-    """A rollout while it runs. `context` is prompt + completion so far."""
-
-    context: list[int]
-    num_prompt_tokens: int
-    turns: list[TurnRecord] = field(default_factory=list)
-    truncated: bool = False
-    done: bool = False
-
-    @classmethod
-    def after(cls, prompt_ids: Sequence[int], turns: list[TurnRecord]) -> Self:
-        """After these turns, to which further ones are added."""
-        ids = chain.from_iterable(chain(turn.output_ids, turn.tool_response_ids) for turn in turns)
-        return cls(context=[*prompt_ids, *ids], num_prompt_tokens=len(prompt_ids), turns=turns)
-
-    @property
-    def num_completion_tokens(self) -> int:
-        return len(self.context) - self.num_prompt_tokens
-
-    def add(self, turn: TurnRecord) -> None:
-        self.turns.append(turn)
-        self.context += turn.output_ids
-        self.context += turn.tool_response_ids
+    def restore(self, partial: PartialRollout) -> None:
+        """Go on where a checkpoint left it."""
+        self.prompt_ids, self.turns = partial.prompt_ids, list(partial.turns)
+        self.open_turn = Generation(
+            token_ids=list(partial.open_ids),
+            logprobs=list(partial.open_logprobs),
+            policy_versions=list(partial.open_versions),
+            finish_reason=partial.open_finish,
+        )
 
 
 class Conversation:
@@ -181,86 +132,69 @@ class Conversation:
         settings: sampling and limits.
     """
 
-    def __init__(self, client: Generator, renderer: ChatRenderer, settings: SamplingSettings) -> None:
+    def __init__(self, client: InferenceClient, renderer: ChatRenderer, settings: SamplingSettings) -> None:
         self._client = client
         self._renderer = renderer
         self._settings = settings
 
-    async def run(
-        self, start: RolloutStart, *, on_tokens: OnTokens | None = None, turns: list[TurnRecord] | None = None
-    ) -> RolloutCompletion:
-        """Generate until the conversation ends or is cut.
+    async def run(self, rollout: Rollout, *, on_tokens: OnTokens | None = None) -> RolloutCompletion:
+        """Generate until the conversation ends or is cut; whoever calls measures the time.
 
         A prompt that leaves no room for a token gives a truncated completion without turns.
 
         Args:
-            start: prompt, tools, environment.
+            rollout: changes as the conversation goes on.
             on_tokens: called as tokens arrive.
-            turns: gets the turns as they are made, so that they are there when an error is raised; those of `start.live` where
-                there is one.
 
         Raises:
             InferenceError: a generation failed.
             GrpoAsyncError: the environment's `is_done` failed, or tool results cannot be rendered.
         """
-        began, started_at = time.monotonic(), time.time()
-        live = start.live
-        if live is not None:
-            turns = live.turns
-        progress = _Progress.after(start.prompt_ids, [] if turns is None else turns)
-        progress.done = await _is_done(start)
-        ended = progress.done
-        while not ended:
-            budget = self._settings.turn_budget(progress.num_prompt_tokens, progress.num_completion_tokens)
+        ids = chain.from_iterable(chain(turn.output_ids, turn.tool_response_ids) for turn in rollout.turns)
+        rollout.context = [*rollout.prompt_ids, *ids]
+        rollout.is_done = await _is_done(rollout)
+        is_over = rollout.is_done
+        while not is_over:
+            budget = self._settings.turn_budget(len(rollout.prompt_ids), rollout.num_completion_tokens)
             if budget < 1:
-                progress.truncated = True
+                rollout.is_truncated = True
                 break
-            request = self._request(start, progress, budget)
-            with start.track.span("generate", turn=len(progress.turns)) as span:
-                if live is None:
-                    generation = await self._client.generate(request, on_tokens=on_tokens, affinity=start.affinity)
-                else:
-                    generation = await self._client.generate(
-                        request, on_tokens=on_tokens, affinity=start.affinity, partial=live.open
-                    )
-                _record_turn(start.track, span, generation)
-            ended = await self._after_generation(start, progress, generation)
-            if live is not None:  # the turn is among the turns now
-                live.open = Generation()
+            number = len(rollout.turns)
+            request = GenerateRequest(
+                request_id=f"{rollout.rollout_id}-t{number}",
+                token_ids=rollout.context,
+                max_tokens=budget,
+                temperature=self._settings.temperature,
+                seed=seed_of(rollout.seed, number),
+                stop_token_ids=list(self._settings.stop_token_ids),
+            )
+            with rollout.track.span("generate", turn=number) as span:
+                generation = await self._client.generate(
+                    request, on_tokens=on_tokens, affinity=rollout.affinity, partial=rollout.open_turn
+                )
+                _record_turn(rollout.track, span, generation)
+            is_over = await self._after_generation(rollout, generation)
         return RolloutCompletion(
-            rollout_id=start.rollout_id,
-            prompt_ids=start.prompt_ids,
-            turns=progress.turns,
-            status=RolloutStatus.TRUNCATED if progress.truncated else RolloutStatus.FINISHED,
-            truncated=progress.truncated,
-            done=progress.done,
-            total_duration_s=time.monotonic() - began,
-            prompt_messages=start.prompt_messages,
-            tool_names=start.tool_names,
-            started_at=started_at,
+            rollout_id=rollout.rollout_id,
+            prompt_ids=rollout.prompt_ids,
+            turns=rollout.turns,
+            status=RolloutStatus.TRUNCATED if rollout.is_truncated else RolloutStatus.FINISHED,
+            truncated=rollout.is_truncated,
+            done=rollout.is_done,
+            prompt_messages=rollout.prompt_messages,
+            tool_names=rollout.tool_names,
         )
 
-    def _request(self, start: RolloutStart, progress: _Progress, budget: int) -> GenerateRequest:
-        number = len(progress.turns)
-        return GenerateRequest(
-            request_id=f"{start.rollout_id}-t{number}",
-            token_ids=progress.context,
-            max_tokens=budget,
-            temperature=self._settings.temperature,
-            seed=seed_of(start.seed, number),
-            stop_token_ids=list(self._settings.stop_token_ids),
-        )
-
-    async def _after_generation(self, start: RolloutStart, progress: _Progress, generation: Generation) -> bool:
-        """Record the turn and what follows it; returns whether the rollout is over."""
-        finish_reason = generation.finish_reason or FinishReason.ABORT
-        if start.tools is None:
+    async def _after_generation(self, rollout: Rollout, generation: Generation) -> bool:
+        """Add the turn and what follows it; returns whether the rollout is over."""
+        is_cut = generation.finish_reason is not FinishReason.STOP
+        if rollout.tools is None:
             text = self._renderer.completion_text(generation.token_ids)
             own = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)
-            progress.add(_turn(generation, finish_reason, [own]))
-            progress.truncated = finish_reason is not FinishReason.STOP
+            rollout.add(_turn(generation, [own]))
+            rollout.is_truncated = is_cut
             return True
-        policy_turn = self._renderer.parse(generation.token_ids, turn=len(progress.turns))
+        policy_turn = self._renderer.parse(generation.token_ids, turn=len(rollout.turns))
         calls = policy_turn.tool_calls
         own = TaggedMessage(
             role="assistant",
@@ -268,19 +202,15 @@ class Conversation:
             origin=Origin.POLICY,
             tool_calls=[call.as_dict() for call in calls],
         )
-        is_cut = finish_reason is not FinishReason.STOP
-        is_last = len(progress.turns) + 1 >= self._settings.max_turns
-        if is_cut or not calls or is_last:
-            progress.add(_turn(generation, finish_reason, [own], parse_error=policy_turn.parse_error))
-            progress.truncated = is_cut or bool(calls)
+        if is_cut or not calls or len(rollout.turns) + 1 >= self._settings.max_turns:
+            rollout.add(_turn(generation, [own], parse_error=policy_turn.parse_error))
+            rollout.is_truncated = is_cut or bool(calls)
             return True
         began = time.monotonic()
-        with start.track.span("tools", calls=[call.name for call in calls]) as span:
-            records = await start.tools.execute(calls)
-            span.details |= {
-                "seconds": [record.duration_s for record in records],
-                "failed": sum(record.failed for record in records),
-            }
+        with rollout.track.span("tools", calls=[call.name for call in calls]) as span:
+            records = await rollout.tools.execute(calls)
+            span.details["seconds"] = [record.duration_s for record in records]
+            span.details["failed"] = sum(record.failed for record in records)
         execution_s = time.monotonic() - began
         results = [
             TaggedMessage(
@@ -288,37 +218,35 @@ class Conversation:
             )
             for call, record in zip(calls, records, strict=True)
         ]
-        progress.done = await _is_done(start)
+        rollout.is_done = await _is_done(rollout)
         suffix_ids: Sequence[int] = ()
-        if not progress.done:
+        if not rollout.is_done:
             suffix_ids = self._renderer.suffix_ids(calls, results)
-            used = progress.num_completion_tokens + len(generation.token_ids) + len(suffix_ids)
-            if self._settings.turn_budget(progress.num_prompt_tokens, used) < 1:
-                progress.truncated = True
+            used = rollout.num_completion_tokens + len(generation.token_ids) + len(suffix_ids)
+            if self._settings.turn_budget(len(rollout.prompt_ids), used) < 1:
+                rollout.is_truncated = True
                 suffix_ids = ()  # nothing is generated after it: a dangling prompt would only cost training time
-        progress.add(
+        rollout.add(
             _turn(
                 generation,
-                finish_reason,
                 [own, *results],
                 tool_calls=records,
                 tool_response_ids=suffix_ids,
                 tool_execution_duration_s=execution_s,
             )
         )
-        return progress.done or progress.truncated
+        return rollout.is_done or rollout.is_truncated
 
 
-async def _is_done(start: RolloutStart) -> bool:
-    if start.world is None:
+async def _is_done(rollout: Rollout) -> bool:
+    if rollout.environment is None:
         return False
-    with start.track.span("environment", call="is_done"):
-        return await start.world.is_done()
+    with rollout.track.span("environment", call="is_done"):
+        return await rollout.environment.is_done()
 
 
 def _turn(
     generation: Generation,
-    finish_reason: FinishReason,
     messages: Sequence[TaggedMessage],
     *,
     parse_error: str | None = None,
@@ -330,7 +258,7 @@ def _turn(
         output_ids=generation.token_ids,
         output_logprobs=generation.logprobs,
         policy_versions=generation.policy_versions,
-        finish_reason=finish_reason,
+        finish_reason=generation.finish_reason or FinishReason.ABORT,
         messages=messages,
         tool_calls=tool_calls,
         tool_response_ids=tool_response_ids,
@@ -342,7 +270,7 @@ def _turn(
 
 
 def _record_turn(track: Track, span: Span, generation: Generation) -> None:
-    """Tell the span of a generation what came of it, and record where it waited for a server."""
+    """Add what came of a generation to its span, and record where the generation waited for a server."""
     versions = generation.policy_versions
     span.details |= {"tokens": len(generation.token_ids), "finish": str(generation.finish_reason or "")}
     if versions:

@@ -1,7 +1,7 @@
 """Makes groups of conversations: leases environments, renders prompts, runs the rollouts of a group at the same time.
 
 Invariant: whatever a rollout does (fails, hangs, is cancelled), its slot is free again and its environment instance goes back
-to the pool or is discarded; a rollout that fails is that rollout's affair.
+to the pool or is discarded; a rollout that fails does not touch the others.
 """
 
 from __future__ import annotations
@@ -10,59 +10,59 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.envs import Environment, Environments
-from grpo_async.records import Origin, Prompt, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
-from grpo_async.rollout.conversation import Conversation, LiveRollout, RolloutStart
+from grpo_async.inference.client import InferenceClient
+from grpo_async.records import Origin, Prompt, RolloutCompletion, RolloutStatus, TaggedMessage
+from grpo_async.rollout.conversation import Conversation, Rollout, SamplingSettings
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced, seed_of
 from grpo_async.tools import Tool, ToolExecutor
 from grpo_async.tracking.timeline import NO_TIMELINE, Slots, Track
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversationLimits:
-    """Limits that are not a matter of tokens."""
-
-    max_in_flight: int
-    rollout_timeout_s: float
-    max_result_chars: int
-
-
 class ConversationProducer:
     """See the module's docstring; implements rollout.producer.GroupProducer.
 
     Args:
-        conversation: runs one rollout.
-        renderer: renders prompts.
+        client: generates.
+        renderer: renders prompts and tool results.
+        settings: sampling and limits in tokens.
+        max_in_flight: most rollouts at once.
+        rollout_timeout_s: time limit of one rollout.
+        max_result_chars: longer tool results are cut.
+        errors: counts failures.
         tools: offered in every rollout.
         environments: None when the run has none.
-        errors: counts failures.
-        lanes: of the timeline; each rollout in progress has one.
+        tracks: of the timeline; each rollout in progress has one.
     """
 
     def __init__(
         self,
-        conversation: Conversation,
+        client: InferenceClient,
         renderer: ChatRenderer,
+        settings: SamplingSettings,
         *,
-        limits: ConversationLimits,
+        max_in_flight: int,
+        rollout_timeout_s: float,
+        max_result_chars: int,
         errors: ErrorLog,
         tools: Sequence[Tool] = (),
         environments: Environments | None = None,
-        lanes: Slots | None = None,
+        tracks: Slots | None = None,
     ) -> None:
-        self._lanes = NO_TIMELINE.slots("rollout") if lanes is None else lanes
-        self._conversation = conversation
+        self._conversation = Conversation(client, renderer, settings)
         self._renderer = renderer
-        self._limits = limits
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._rollout_timeout_s = rollout_timeout_s
+        self._max_result_chars = max_result_chars
         self._errors = errors
         self._tools = tools
         self._environments = environments
-        self._slots = asyncio.Semaphore(limits.max_in_flight)
+        self._tracks = NO_TIMELINE.slots("rollout") if tracks is None else tracks
 
     @asynccontextmanager
     async def produce(self, request: GroupRequest) -> AsyncIterator[Produced]:
@@ -85,36 +85,46 @@ class ConversationProducer:
 
     async def _rollout(self, group: _Group, index: int, environment: Environment | None) -> RolloutCompletion:
         """One completion; never raises anything but cancellation."""
-        rollout_id = f"{group.request.name}-r{index}"
-        prompt_ids: Sequence[int] = ()
-        messages: Sequence[TaggedMessage] | None = None
-        turns: list[TurnRecord] = []
-        live: LiveRollout | None = None
+        request, on_tokens = group.request, group.request.on_tokens
+        tools = self._tools_with(environment)
+        rollout = Rollout(
+            rollout_id=f"{request.name}-r{index}",
+            seed=seed_of(request.seed, index),
+            affinity=f"{request.name}/{index}",
+            tools=ToolExecutor(tools, max_result_chars=self._max_result_chars) if tools else None,
+            tool_names=[tool.name for tool in tools],
+            environment=environment,
+        )
         over: RolloutCompletion | None = None
-        progress = group.request.progress
-        if progress is not None and environment is None:
-            restored = progress.restored.get(index)
+        if request.progress is not None and environment is None:
+            restored = request.progress.restored.get(index)
             if isinstance(restored, RolloutCompletion):
                 return restored
-            live = LiveRollout(rollout_id=rollout_id) if restored is None else LiveRollout.of(restored)
-            turns = live.turns
-            seen = live
+            if restored is not None:
+                rollout.restore(restored)
             # evaluated between two steps of the loop: when the last turn is among the turns, `over` is set too
-            progress.snapshots[index] = lambda: over or seen.snapshot()
+            request.progress.snapshots[index] = lambda: over or rollout.snapshot()
         began, started_at = time.monotonic(), time.time()
         try:
             # Those in the slots have that limit too.
-            async with self._slots, asyncio.timeout(self._limits.rollout_timeout_s):  # for rollouts with limits
+            async with self._slots, asyncio.timeout(self._rollout_timeout_s):
                 began, started_at = time.monotonic(), time.time()
-                with self._lanes.span("rollout", rollout=rollout_id, group=group.request.name) as (track, span):
-                    messages = None if environment is None else await _reset(environment, group.request.prompt, track)
-                    if live is not None:
-                        prompt_ids = live.prompt_ids = live.prompt_ids or group.prompt_ids(messages)
-                    else:
-                        prompt_ids = group.prompt_ids(messages)
-                    completion = await self._run(
-                        group, index, rollout_id, environment, messages, prompt_ids, turns, live, track
+                with self._tracks.span("rollout", rollout=rollout.rollout_id, group=request.name) as (track, span):
+                    rollout.track = track
+                    if environment is not None:
+                        rollout.prompt_messages = await _reset(environment, request.prompt, track)
+                    if not rollout.prompt_ids:
+                        rollout.prompt_ids = group.prompt_ids(rollout.prompt_messages)
+                    completion = await self._conversation.run(
+                        rollout,
+                        on_tokens=None
+                        if on_tokens is None
+                        else lambda count, version: on_tokens(index, count, version),
                     )
+                    if environment is not None and environment.reward_name is not None:
+                        with track.span("environment", call="get_reward"):
+                            reward = await environment.get_reward()
+                        completion = replace(completion, environment_rewards={environment.reward_name: reward})
                     span.details |= {
                         "status": str(completion.status),
                         "turns": len(completion.turns),
@@ -123,62 +133,23 @@ class ConversationProducer:
         except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
             self._errors.note("rollout", error)
             message = str(error) or (
-                f"no answer within rollout.rollout_timeout_s = {self._limits.rollout_timeout_s:g} s"
+                f"no answer within rollout.rollout_timeout_s = {self._rollout_timeout_s:g} s"
                 if isinstance(error, TimeoutError)
                 else type(error).__name__
             )
-            over = RolloutCompletion(
-                rollout_id=rollout_id,
-                prompt_ids=prompt_ids,
-                turns=turns,  # what led to it
+            completion = RolloutCompletion(
+                rollout_id=rollout.rollout_id,
+                prompt_ids=rollout.prompt_ids,
+                turns=rollout.turns,  # what led to it
                 status=RolloutStatus.FAILED,
                 error=message,
-                total_duration_s=time.monotonic() - began,
-                prompt_messages=messages,
-                started_at=started_at,
+                prompt_messages=rollout.prompt_messages,
             )
-            return over
-        if not completion.turns:
-            self._errors.count("environment done at reset" if completion.done else "prompt too long")
+        else:
+            if not completion.turns:
+                self._errors.count("environment done at reset" if completion.done else "prompt too long")
         over = replace(completion, total_duration_s=time.monotonic() - began, started_at=started_at)
         return over
-
-    async def _run(
-        self,
-        group: _Group,
-        index: int,
-        rollout_id: str,
-        environment: Environment | None,
-        messages: Sequence[TaggedMessage] | None,
-        prompt_ids: Sequence[int],
-        turns: list[TurnRecord],
-        live: LiveRollout | None,
-        track: Track,
-    ) -> RolloutCompletion:
-        request = group.request
-        tools = self._tools_with(environment)
-        on_tokens = request.on_tokens
-        completion = await self._conversation.run(
-            RolloutStart(
-                rollout_id=rollout_id,
-                prompt_ids=prompt_ids,
-                seed=seed_of(request.seed, index),
-                affinity=f"{request.name}/{index}",
-                tools=ToolExecutor(tools, max_result_chars=self._limits.max_result_chars) if tools else None,
-                tool_names=[tool.name for tool in tools],
-                world=environment,
-                prompt_messages=messages,
-                live=live,
-                track=track,
-            ),
-            on_tokens=None if on_tokens is None else lambda count, version: on_tokens(index, count, version),
-            turns=turns,
-        )
-        if environment is None or environment.reward_name is None:
-            return completion
-        with track.span("environment", call="get_reward"):
-            reward = await environment.get_reward()
-        return replace(completion, environment_rewards={environment.reward_name: reward})
 
 
 class _Group:
@@ -193,9 +164,8 @@ class _Group:
     def prompt_ids(self, messages: Sequence[TaggedMessage] | None) -> list[int]:
         prompt = self.request.prompt
         messages = messages or prompt.messages
-        key = tuple(
-            (message.origin, message.content) for message in messages
-        )  # all that an environment's reset changes
+        # all that an environment's reset changes
+        key = tuple((message.origin, message.content) for message in messages)
         found = self._rendered.get(key)
         if found is None:
             found = self._rendered[key] = self._renderer.prompt_ids(

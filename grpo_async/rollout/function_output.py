@@ -1,6 +1,6 @@
 """Checks what a rollout function returned, and makes completions of it. Pure.
 
-A broken promise raises RolloutContractError, which is also the ValueError that users of TRL know: it names key, place and value.
+What is wrong raises RolloutContractError, which is also the ValueError that users of TRL know: it names key, place and value.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ class OutputReader:
         if value is None or not all(isinstance(token, Integral) for token in value):
             raise RolloutContractError(f"rollout_func: {where} must be a list of token ids")
         ids = [int(token) for token in value]
-        strange = next((token for token in ids if not 0 <= token < self.num_tokens), None)
-        if strange is not None:
+        unknown = next((token for token in ids if not 0 <= token < self.num_tokens), None)
+        if unknown is not None:
             raise RolloutContractError(
-                f"rollout_func: {where} holds {strange}, but the model's tokens are 0 to {self.num_tokens - 1}"
+                f"rollout_func: {where} holds {unknown}, but the model's tokens are 0 to {self.num_tokens - 1}"
             )
         return ids
 

@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_async.config.interaction_sections import RolloutFunctionSection
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.records import RolloutCompletion
 from grpo_async.rollout.function_output import OutputReader
@@ -34,16 +35,6 @@ from grpo_async.user_code.threads import ThreadRunner
 
 ASYNC_LOOP = UserLoop("async rollout function")
 """One for all calls, in training and in evaluation: an HTTP client that they share belongs to one loop."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionLimits:
-    """How the function is called; see RolloutFunctionSection."""
-
-    repeat_prompts: bool
-    groups_per_call: int
-    max_concurrent_calls: int
-    timeout_s: float
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -60,8 +51,10 @@ class FunctionProducer:
     Args:
         function: the user's function, sync or async.
         make_trainer: makes what one call gets as `trainer`, from the seed of the call.
+        section: how it is called.
+        groups_per_call: most groups in one call.
         reader: checks what it returns.
-        lanes: of the timeline; each call in progress has one.
+        tracks: of the timeline; each call in progress has one.
     """
 
     def __init__(
@@ -69,18 +62,20 @@ class FunctionProducer:
         function: Callable[..., Any],
         make_trainer: Callable[[int], FunctionTrainer],
         *,
-        limits: FunctionLimits,
+        section: RolloutFunctionSection,
+        groups_per_call: int,
         reader: OutputReader,
-        lanes: Slots | None = None,
+        tracks: Slots | None = None,
     ) -> None:
-        self._lanes = NO_TIMELINE.slots("rollout") if lanes is None else lanes
+        self._tracks = NO_TIMELINE.slots("rollout") if tracks is None else tracks
         self._function = function
         self._make_trainer = make_trainer
-        self._limits = limits
+        self._section = section
+        self._groups_per_call = groups_per_call
         self._reader = reader
-        threads = ThreadRunner("rollout-function", max_threads=limits.max_concurrent_calls)
-        self._caller = TimedCaller(threads, limits.timeout_s, loop=ASYNC_LOOP)
-        self._slots = asyncio.Semaphore(limits.max_concurrent_calls)  # for async functions too
+        threads = ThreadRunner("rollout-function", max_threads=section.max_concurrent_calls)
+        self._caller = TimedCaller(threads, section.timeout_s, loop=ASYNC_LOOP)
+        self._slots = asyncio.Semaphore(section.max_concurrent_calls)  # for async functions too
         self._waiting: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -100,8 +95,8 @@ class FunctionProducer:
 
     def _call_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for begin in range(0, len(waiting), self._limits.groups_per_call):
-            groups = waiting[begin : begin + self._limits.groups_per_call]
+        for begin in range(0, len(waiting), self._groups_per_call):
+            groups = waiting[begin : begin + self._groups_per_call]
             task = asyncio.create_task(self._call(groups))
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
@@ -130,7 +125,7 @@ class FunctionProducer:
     async def _answers(self, groups: Sequence[_Waiting]) -> list[list[RolloutCompletion]]:
         version = groups[0].request.served_version()
         sizes = [group.request.size for group in groups]
-        repeats = sizes if self._limits.repeat_prompts else [1] * len(groups)
+        repeats = sizes if self._section.repeat_prompts else [1] * len(groups)
         prompts = [
             copy.deepcopy(group.request.prompt.as_given())  # the function may change what it gets
             for group, times in zip(groups, repeats, strict=True)
@@ -145,12 +140,12 @@ class FunctionProducer:
         began, started_at = time.monotonic(), time.time()
         names = [group.request.name for group in groups]
         try:
-            with self._lanes.span("rollout function", groups=names, rollouts=sum(sizes)):
+            with self._tracks.span("rollout function", groups=names, rollouts=sum(sizes)):
                 outcome = await self._caller.run(call)
         except TimeoutError as error:
             raise DeadlineError(
                 f"the rollout function to return {sum(sizes)} rollouts",
-                waited_s=self._limits.timeout_s,
+                waited_s=self._section.timeout_s,
                 setting="rollout_function.timeout_s",
                 hint=f"It holds its event loop at {error.where}." if isinstance(error, LoopHeldError) else "",
             ) from error

@@ -20,11 +20,13 @@ from functools import cached_property
 from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.errors import DeadlineError, RunError
+from grpo_async.errors import RunError
+from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import Origin, TaggedMessage
-from grpo_async.rollout.conversation import Generator, SamplingSettings
+from grpo_async.rollout.conversation import SamplingSettings
 from grpo_async.rollout.producer import seed_of
+from grpo_async.rollout.thread import result_within
 
 _OVERRIDES = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 _ORIGINS = {"assistant": Origin.POLICY, "tool": Origin.TOOL}  # control tokens in these are taken for text
@@ -74,7 +76,7 @@ class FunctionTrainer:
 
     def __init__(
         self,
-        client: Generator,
+        client: InferenceClient,
         renderer: ChatRenderer,
         settings: SamplingSettings,
         *,
@@ -139,18 +141,14 @@ class FunctionTrainer:
             raise RuntimeError("trainer.generate would block the event loop; await trainer.agenerate instead")
         future = self._submit(prompts, generation_overrides)
         try:
-            return future.result(self._timeout_s)
+            return result_within(
+                future,
+                timeout_s=self._timeout_s,
+                what=f"{len(prompts)} completions that the rollout function asked for",
+                setting="rollout_function.timeout_s",
+            )
         except concurrent.futures.CancelledError as error:
             raise _call_is_over() from error
-        except TimeoutError as error:
-            if future.done():
-                raise
-            future.cancel()
-            raise DeadlineError(
-                f"{len(prompts)} completions that the rollout function asked for",
-                waited_s=self._timeout_s,
-                setting="rollout_function.timeout_s",
-            ) from error
 
     async def agenerate(
         self, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+import numpy as np
+
 from grpo_async.records import RolloutCompletion, ScoredGroup
 from grpo_async.scoring.advantages import sample_std
 
@@ -17,20 +19,20 @@ _PERCENTS = (10, 50, 90)
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Rewards, lengths and truncation over all scored groups of a step: trained, filtered or stale. They are those that the
-    rollout store has with this step, so the figures of both agree.
+    rollout store has with this step, so the statistics of both agree.
 
-    reward and reward_std are over all of its rewards, frac_reward_zero_std is the share of its groups whose rewards are equal,
+    reward and reward_std are over all of its rewards, frac_reward_zero_std is the fraction of its groups whose rewards are equal,
     whatever they are compared with.
     """
     metrics: dict[str, float] = {}
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     if rewards:
         metrics["reward"] = fmean(rewards)
-        spreads = [sample_std([r for r in group.rewards if r is not None]) for group in groups]
+        stds = [sample_std([r for r in group.rewards if r is not None]) for group in groups]
         metrics["reward_std"] = sample_std(rewards)
         metrics["reward_min"], metrics["reward_max"] = min(rewards), max(rewards)
         metrics.update({f"reward_p{percent}": value for percent, value in _quantiles(rewards).items()})
-        metrics["frac_reward_zero_std"] = fmean(float(spread < _ZERO_STD) for spread in spreads)
+        metrics["frac_reward_zero_std"] = fmean(float(std < _ZERO_STD) for std in stds)
     for name in sorted({name for group in groups for part in group.reward_parts for name in part}):
         values = [value for group in groups for part in group.reward_parts if (value := part.get(name)) is not None]
         if values:
@@ -77,7 +79,7 @@ def _completion_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, f
 def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
     """Of the completions that were offered tools; 0 calls count as 0, not as missing.
 
-    tools/call_frequency: calls per completion; tools/failure_frequency: share of a completion's calls that failed; then both of
+    tools/call_frequency: calls per completion; tools/failure_frequency: fraction of a completion's calls that failed; then both of
     each tool, the seconds of its calls, and the turns whose text could not be searched for calls.
     """
     if not completions:
@@ -101,15 +103,8 @@ def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
 
 
 def _quantiles(values: Sequence[float]) -> dict[int, float]:
-    """Of at least one value, between two of them by linear interpolation, as numpy's.
+    """Between two values by linear interpolation.
 
     Worked example: [4, 1, 2, 9], sorted [1, 2, 4, 9] -> p10 at place 0.1 x 3: 1.3; p50 at 1.5: 3; p90 at 2.7: 7.5.
     """
-    ordered = sorted(values)
-    quantiles = {}
-    for percent in _PERCENTS:
-        place = percent / 100 * (len(ordered) - 1)
-        below = int(place)
-        above = min(below + 1, len(ordered) - 1)
-        quantiles[percent] = ordered[below] + (place - below) * (ordered[above] - ordered[below])
-    return quantiles
+    return dict(zip(_PERCENTS, np.percentile(values, _PERCENTS).tolist(), strict=True))

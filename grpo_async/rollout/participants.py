@@ -6,26 +6,24 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.envs import Environments, load_environments
 from grpo_async.errors import ConfigError
+from grpo_async.inference.client import InferenceClient
 from grpo_async.records import Prompt
-from grpo_async.rollout.conversation import Conversation, SamplingSettings
-from grpo_async.rollout.conversation_producer import ConversationLimits, ConversationProducer
+from grpo_async.rollout.conversation import SamplingSettings
+from grpo_async.rollout.conversation_producer import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.function_output import OutputReader
-from grpo_async.rollout.function_producer import FunctionLimits, FunctionProducer
+from grpo_async.rollout.function_producer import FunctionProducer
 from grpo_async.rollout.function_trainer import FunctionArguments, FunctionTrainer
 from grpo_async.rollout.producer import GroupProducer
 from grpo_async.tools import Tool, load_tools
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.user_code.references import resolve_function
-
-if TYPE_CHECKING:  # the launcher, which only checks, needs no HTTP client
-    from grpo_async.inference.client import InferenceClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +139,8 @@ class ProducerParts:
     errors: ErrorLog
     served_version: Callable[[], int]
     timeline: Timeline = NO_TIMELINE
-    lane: str = "rollout"
-    """Of the timeline: what rollouts in progress have rows of."""
+    track: str = "rollout"
+    """Of the timeline: where rollouts in progress are shown."""
 
     def build(self, *, temperature: float, group_size: int) -> GroupProducer:
         """A producer that samples `group_size` rollouts of a prompt at `temperature`."""
@@ -158,17 +156,16 @@ class ProducerParts:
         if self.participants.function is not None:
             return self._function_producer(self.participants.function, settings, temperature, group_size)
         return ConversationProducer(
-            Conversation(self.client, self.renderer, settings),
+            self.client,
             self.renderer,
-            limits=ConversationLimits(
-                max_in_flight=rollout.max_in_flight,
-                rollout_timeout_s=rollout.rollout_timeout_s,
-                max_result_chars=config.tool_calling.max_result_chars,
-            ),
+            settings,
+            max_in_flight=rollout.max_in_flight,
+            rollout_timeout_s=rollout.rollout_timeout_s,
+            max_result_chars=config.tool_calling.max_result_chars,
             errors=self.errors,
             tools=self.participants.tools,
             environments=self.participants.environments,
-            lanes=self.timeline.slots(self.lane),
+            tracks=self.timeline.slots(self.track),
         )
 
     def _function_producer(
@@ -199,17 +196,13 @@ class ProducerParts:
         return FunctionProducer(
             function,
             make_trainer,
-            limits=FunctionLimits(
-                repeat_prompts=section.repeat_prompts,
-                groups_per_call=section.groups_per_call or config.rollout.groups_per_step,
-                max_concurrent_calls=section.max_concurrent_calls,
-                timeout_s=section.timeout_s,
-            ),
+            section=section,
+            groups_per_call=section.groups_per_call or config.rollout.groups_per_step,
             reader=OutputReader(
                 decode=self.renderer.completion_text,
                 end_of_turn_ids=frozenset(self.renderer.end_of_turn_ids),
                 num_tokens=len(self.renderer.tokenizer),
                 max_model_len=config.inference.max_model_len,
             ),
-            lanes=self.timeline.slots(self.lane),
+            tracks=self.timeline.slots(self.track),
         )

@@ -86,8 +86,8 @@ class AsyncRolloutSource:
     def start(self) -> None:
         """Begin to generate. Call after the first weight push, so that no token is sampled from unknown weights.
 
-        What was loaded until now (libraries, model, data: hundreds of thousands of objects) is taken out of the garbage collector's
-        sight: it lives as long as the run, and to look it over stops every thread for a third of a second. Until `close` threads
+        What was loaded until now (libraries, model, data: hundreds of thousands of objects) is frozen for the garbage
+        collector: it lives as long as the run, and a pass over it stops every thread for a third of a second. Until `close` threads
         take the interpreter from each other sooner than by default.
         """
         self._has_started = True
@@ -175,7 +175,7 @@ class AsyncRolloutSource:
         self._admission.advance(version)
 
     def resume_state(self) -> ResumeState:
-        """The rollout side at this instant; generation goes on. Call it between two steps, when what was taken is settled. When the
+        """The rollout side at this instant; generation goes on. Call it between two steps, when what was taken is closed. When the
         run is to end, half of the time that it has for that is waited for."""
         timeout_s, setting = self._config.training.queue_timeout_s, "training.queue_timeout_s"
         stop_s = self._config.launch.stop_timeout_s / 2

@@ -21,7 +21,22 @@ import uvloop
 from grpo_async.errors import DeadlineError
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
+Result = TypeVar("Result")
+
+
+def result_within(future: concurrent.futures.Future[Result], *, timeout_s: float, what: str, setting: str) -> Result:
+    """The result of a coroutine that runs on another thread's loop.
+
+    Raises:
+        DeadlineError: no result within `timeout_s` seconds; the coroutine is cancelled.
+    """
+    try:
+        return future.result(timeout=timeout_s)
+    except TimeoutError as error:
+        if future.done():  # the coroutine itself raised TimeoutError
+            raise
+        future.cancel()
+        raise DeadlineError(what, waited_s=timeout_s, setting=setting) from error
 
 
 class LoopThread:
@@ -30,7 +45,7 @@ class LoopThread:
     def __init__(self, name: str = "rollout") -> None:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._tasks: set[concurrent.futures.Future[Any]] = set()
+        self._spawned: list[concurrent.futures.Future[None]] = []  # the loop itself refers to tasks weakly
 
     def start(self) -> None:
         self._thread.start()
@@ -39,36 +54,23 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()  # stop() ends it
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
         """Start a coroutine on the loop; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def call(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float, what: str, setting: str) -> T:
-        """Run a coroutine on the loop and wait for its result.
-
-        Raises:
-            DeadlineError: no result within `timeout_s` seconds; the coroutine is cancelled.
-        """
-        future = self.submit(coroutine)
-        try:
-            return future.result(timeout=timeout_s)
-        except concurrent.futures.TimeoutError as error:
-            if future.done():  # the coroutine itself raised TimeoutError
-                raise
-            future.cancel()
-            raise DeadlineError(what, waited_s=timeout_s, setting=setting) from error
+    def call(self, coroutine: Coroutine[Any, Any, Result], *, timeout_s: float, what: str, setting: str) -> Result:
+        """Run a coroutine on the loop and wait for its result, as `result_within`."""
+        return result_within(self.submit(coroutine), timeout_s=timeout_s, what=what, setting=setting)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], *, on_error: Callable[[BaseException], None]) -> None:
         """Run a coroutine in the background until it ends or `cancel_all`; an exception goes to `on_error`."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        self._tasks.add(future)
 
         def done(finished: concurrent.futures.Future[None]) -> None:
-            self._tasks.discard(finished)
             if not finished.cancelled() and (error := finished.exception(timeout=0.0)) is not None:
                 on_error(error)
 
-        future.add_done_callback(done)
+        self._spawned.append(self.submit(coroutine))
+        self._spawned[-1].add_done_callback(done)
 
     def post(self, function: Callable[[], None]) -> None:
         """Run a function on the loop soon."""
@@ -86,19 +88,14 @@ class LoopThread:
         """Cancel every task of the loop and wait until they ended; False if some did not within `timeout_s`."""
 
         async def cancel() -> bool:
-            me = asyncio.current_task()
-            tasks = [task for task in asyncio.all_tasks() if task is not me]
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
-            if not tasks:
-                return True
-            _, pending = await asyncio.wait(tasks, timeout=timeout_s)
-            return not pending
+            return not tasks or not (await asyncio.wait(tasks, timeout=timeout_s))[1]
 
-        future = asyncio.run_coroutine_threadsafe(cancel(), self._loop)
         try:
-            return future.result(timeout=timeout_s + 1.0)
-        except concurrent.futures.TimeoutError:
+            return self.submit(cancel()).result(timeout=timeout_s + 1.0)
+        except TimeoutError:
             return False
 
     def stop(self, *, timeout_s: float) -> None:
@@ -107,7 +104,7 @@ class LoopThread:
             return
         began = time.monotonic()
         ended = self.cancel_all(timeout_s=timeout_s)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.post(self._loop.stop)
         self._thread.join(timeout=max(0.5, timeout_s - (time.monotonic() - began)))
         if self._thread.is_alive() or not ended:
             logger.warning(

@@ -8,7 +8,7 @@ The end of a group, whichever way it goes, is `settle_group`: the ledger closes 
     scored, and dropped                  drop_scored -> settle_group, its place is given back
     never scored                         _drop_unscored -> settle_group, its place is given back
 
-Invariant: every group that is started is settled in the ledger exactly once, whatever fails, and stored once with its status.
+Invariant: every group that is started is closed in the ledger exactly once, whatever fails, and stored once with its status.
 A failing rollout is that rollout's: its group goes on with at least two survivors. A failing group is that group's. Only when
 every group fails for a while does the run stop, with the cause.
 """
@@ -18,37 +18,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, totals_for_resume
 from grpo_async.buffer.resume import GroupSnapshot, QueuedGroup, ResumeState
 from grpo_async.buffer.sample_buffer import SampleBuffer
+from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RolloutContractError, RunError
 from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenFigures
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.in_flight import GroupInFlight, OpenGroup, without_open_turns
+from grpo_async.rollout.in_flight import OpenGroup, without_open_turns
 from grpo_async.rollout.producer import GroupProducer, GroupRequest, seed_of
 from grpo_async.scoring.advantages import has_zero_variance
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking.timeline import NO_TIMELINE, SHORTEST_WAIT_S, Timeline
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """Numbers from the config that the worker needs."""
-
-    group_size: int
-    max_staleness: int
-    zero_variance: Literal["skip", "resample", "train"]
-    seed: int
-    max_failed_groups: int
-    """Consecutive failures of groups after which the run stops; what fails several groups at once counts once."""
-    max_groups_without_signal: int
-    """Consecutive groups with nothing to train after which the run stops."""
+_MIN_FAILED_GROUPS = 8
 
 
 class _TooStaleError(Exception):
@@ -59,6 +46,8 @@ class RolloutWorker:
     """See the module's docstring. Everything but `settle_group` and `drop_scored` runs on the worker's loop.
 
     Args:
+        section: sizes and limits.
+        seed: of the run.
         resume: what a checkpoint had of this side; its queued groups are put into the buffer here.
         version: policy version at the start.
         keeps_open_turns: a resume goes on in the middle of a turn. Without, a turn that was being generated is generated again from
@@ -68,7 +57,8 @@ class RolloutWorker:
     def __init__(
         self,
         *,
-        settings: WorkerSettings,
+        section: RolloutSection,
+        seed: int,
         stream: PromptStream,
         producer: GroupProducer,
         errors: ErrorLog,
@@ -83,7 +73,11 @@ class RolloutWorker:
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self._timeline = timeline
-        self._settings = settings
+        self._section = section
+        self._seed = seed
+        # consecutive failures of groups after which the run stops; what fails several groups at once counts once
+        self._max_failures = max(_MIN_FAILED_GROUPS, 2 * section.groups_per_step)
+        self._max_without_signal = section.max_rounds_without_signal * section.groups_per_step
         self._stream = stream
         self._producer = producer
         self._errors = errors
@@ -97,14 +91,10 @@ class RolloutWorker:
         self._last_failure: Exception | None = None
         self._keeps_open_turns = keeps_open_turns
         counters = {} if resume is None else resume.counters
-        # one at its limit ended the run before: that would end with the first harmless event
-        num_failures, num_without_signal = (
-            counters.get(f"{name}_in_a_row", 0) for name in ("failures", "without_signal")
-        )
-        self._failures_in_a_row = num_failures if num_failures < settings.max_failed_groups else 0
-        self._without_signal_in_a_row = (
-            num_without_signal if num_without_signal < settings.max_groups_without_signal else 0
-        )
+        # a counter at its limit ended the run before: the first harmless event would end this one
+        failures, without_signal = (counters.get(f"{name}_in_a_row", 0) for name in ("failures", "without_signal"))
+        self._failures_in_a_row = failures if failures < self._max_failures else 0
+        self._without_signal_in_a_row = without_signal if without_signal < self._max_without_signal else 0
         self._outstanding: set[int] = set() if resume is None else set(resume.outstanding)
         self._restorable: dict[int, GroupSnapshot] = {}
         self._reissue: list[int] = []
@@ -119,7 +109,7 @@ class RolloutWorker:
         kept = [
             queued
             for queued in resume.queued
-            if (oldest := queued.scored.oldest_version) is None or version - oldest <= self._settings.max_staleness
+            if (oldest := queued.scored.oldest_version) is None or version - oldest <= self._section.max_staleness
         ]
         for queued in kept:
             group_id = queued.scored.group.group_id
@@ -140,8 +130,8 @@ class RolloutWorker:
     async def run(self) -> None:
         """Start groups for ever.
 
-        Consumes: prompts. Waits for: a place (admission). Unblocked by: weight pushes, settled groups. Ended by cancellation,
-        which cancels every group in flight and settles it as cancelled.
+        Consumes: prompts. Waits for: a place (admission). Unblocked by: weight pushes, closed groups. Ended by cancellation,
+        which cancels every group in flight and closes it as cancelled.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -151,7 +141,7 @@ class RolloutWorker:
                     waited_until = time.time()
                     if (
                         waited_until - began >= SHORTEST_WAIT_S
-                    ):  # enough were generated, queued, or too many steps ahead
+                    ):  # enough were generated or queued, or too many steps ahead
                         self._timeline.add("wait for the trainer", "rollout", began, waited_until)
                     prompt = self._next_prompt()
                     # the prompt's id is the group's: a prompt that is issued again keeps its seeds and its place in the data
@@ -168,10 +158,10 @@ class RolloutWorker:
 
     def _drop_not_running(self) -> None:
         """The groups whose tasks were cancelled before they began, so that nothing of them ran. That one cannot be stored does not
-        keep the others from being settled."""
+        keep the others from being closed."""
         for entry in self._in_flight.values():
             try:
-                self._drop_unscored(entry.group, GroupStatus.STALE if entry.too_stale else GroupStatus.CANCELLED)
+                self._drop_unscored(entry.group, GroupStatus.STALE if entry.is_too_stale else GroupStatus.CANCELLED)
             except RunError as error:
                 self._errors.note("group", error)
         self._in_flight.clear()
@@ -183,7 +173,7 @@ class RolloutWorker:
         if group is None:
             return
         oldest = group.oldest_version
-        if oldest is not None and self._server_version - oldest > self._settings.max_staleness:
+        if oldest is not None and self._server_version - oldest > self._section.max_staleness:
             return
         rollouts = group.rollouts if self._keeps_open_turns else without_open_turns(group.rollouts)
         self._ledger.generated(prompt_id, entry.restore(rollouts))
@@ -198,7 +188,7 @@ class RolloutWorker:
     async def _run_group(self, group_id: int, entry: OpenGroup) -> None:
         try:
             entry.is_running = True
-            if entry.too_stale:  # since it was restored from a checkpoint
+            if entry.is_too_stale:  # since it was restored from a checkpoint
                 raise _TooStaleError
             scored = await self._make(group_id, entry)
             self._failures_in_a_row = 0
@@ -218,19 +208,19 @@ class RolloutWorker:
         except asyncio.CancelledError:
             if not self._ledger.is_open(group_id):
                 raise
-            status = GroupStatus.STALE if entry.too_stale else GroupStatus.CANCELLED
+            status = GroupStatus.STALE if entry.is_too_stale else GroupStatus.CANCELLED
             self._drop_unscored(entry.group, status)
-            if not entry.too_stale:
+            if not entry.is_too_stale:
                 raise
         except Exception as error:
             if not self._ledger.is_open(group_id):
-                raise  # it was settled, and storing it failed: that is the run's problem, not the group's
+                raise  # it was closed, and storing it failed: that is the run's problem, not the group's
             self._errors.note("group", error)
             self._drop_unscored(entry.group, GroupStatus.FAILED)
             if error is not self._last_failure:  # one call of a rollout function fails all of its groups
                 self._failures_in_a_row += 1
             self._last_failure = error
-            if self._failures_in_a_row >= self._settings.max_failed_groups:
+            if self._failures_in_a_row >= self._max_failures:
                 raise RunError(
                     f"{self._failures_in_a_row} failures in a row and no group succeeded; the last one: {error}"
                 ) from error
@@ -242,35 +232,29 @@ class RolloutWorker:
 
         That is no failure: the prompt is too long, or its environment was done at once.
         """
-        settings = self._settings
 
         def on_tokens(index: int, num_tokens: int, version: int) -> None:
-            entry.received[index] = entry.received.get(index, 0) + num_tokens
+            entry.num_tokens[index] = entry.num_tokens.get(index, 0) + num_tokens
             self._ledger.generated(group_id, num_tokens)
             entry.oldest_versions[index] = min(version, entry.oldest_versions.get(index, version))
 
         request = GroupRequest(
             name=f"g{group_id}",
             prompt=entry.group.prompt,
-            size=settings.group_size,
-            seed=seed_of(settings.seed, group_id),
+            size=self._section.group_size,
+            seed=seed_of(self._seed, group_id),
             served_version=lambda: self._server_version,
             on_tokens=on_tokens,
             progress=entry,
         )
         async with self._producer.produce(request) as produced:
-            entry.group = group = RolloutGroup(
-                group_id=group_id,
-                prompt=entry.group.prompt,
-                completions=produced.completions,
-            )
-            if self._is_too_stale(
-                entry
-            ):  # a producer that tells of its tokens at the end only was not cancelled before
+            prompt = entry.group.prompt
+            entry.group = group = RolloutGroup(group_id=group_id, prompt=prompt, completions=produced.completions)
+            if self._is_too_stale(entry):  # a producer that reports its tokens at the end only was not cancelled before
                 raise _TooStaleError
             failed = [i for i, c in enumerate(group.completions) if c.status is RolloutStatus.FAILED]
             for index in failed:
-                self._ledger.rollout_failed(group_id, entry.received.get(index, 0))
+                self._ledger.rollout_failed(group_id, entry.num_tokens.get(index, 0))
             if len(group.trainable) >= 2:
                 return await self._scorer.score(group, environments=produced.environments)
         if len(group.completions) - len(failed) >= 2:
@@ -284,7 +268,7 @@ class RolloutWorker:
             self._without_signal_in_a_row = 0
             return
         self._without_signal_in_a_row += 1
-        if self._without_signal_in_a_row < self._settings.max_groups_without_signal:
+        if self._without_signal_in_a_row < self._max_without_signal:
             return
         raise NothingToLearnError(
             f"{self._without_signal_in_a_row} groups in a row had nothing to learn from; the last one: {why_no_signal(scored)}. "
@@ -293,14 +277,14 @@ class RolloutWorker:
 
     async def _hand_over(self, scored: ScoredGroup) -> None:
         group_id = scored.group.group_id
-        if scored.samples or self._settings.zero_variance != "resample":  # without samples, it is filtered by its step
+        if scored.samples or self._section.zero_variance != "resample":  # without samples, it is filtered by its step
             self._ledger.queue(group_id)
             await self._buffer.put(scored)
         else:
             self.drop_scored(scored, GroupStatus.FILTERED, self._buffer.note(scored))
 
     def drop_scored(self, scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
-        """Settle a scored group that is not trained, and give its place back. `step`: the one whose metrics see its rewards."""
+        """Close a scored group that is not trained, and give its place back. `step`: the one whose metrics see its rewards."""
         self.settle_group(scored.group, status, scored=scored, step=step)
         self._admission.release()
 
@@ -335,26 +319,22 @@ class RolloutWorker:
             self._outstanding.discard(group.prompt.prompt_id)
         self._store.append(group, scored.samples if scored else [], status, step, scored=scored, figures=figures)
 
-    def outstanding_prompts(self) -> list[int]:
-        """Prompts that were issued and not settled, ascending: what a resume has to restore or to issue again."""
-        return sorted(self._outstanding)
-
     def resume_state(self) -> ResumeState:
         """This side at this instant; on the loop, where nothing can be issued or finished between two lines. While the trainer's
-        thread calls, it takes and settles nothing."""
+        thread calls, it takes and closes nothing."""
         queued = {scored.group.group_id: scored for scored in self._buffer.queued()}
         in_progress = []
         for group_id, entry in sorted(self._in_flight.items()):
             if entry.scored is not None:  # it waits for room
                 queued[group_id] = entry.scored
-            elif entry.task is not None and not entry.too_stale:
+            elif entry.task is not None and not entry.is_too_stale:
                 in_progress.append(entry.snapshot())
         in_progress += [
             group for _, group in sorted(self._restorable.items())
         ]  # of the checkpoint before, not begun yet
         return ResumeState(
             data=self._stream.state(),
-            outstanding=self.outstanding_prompts(),
+            outstanding=sorted(self._outstanding),
             ledger=totals_for_resume(self._ledger.snapshot()),
             queued=[
                 QueuedGroup(scored=scored, tokens=self._ledger.tokens_of(group_id))
@@ -370,22 +350,9 @@ class RolloutWorker:
             },
         )
 
-    def in_flight(self) -> list[GroupInFlight]:
+    def in_flight(self) -> list[OpenGroup]:
         """The groups that were started and are not queued yet. From any thread, also when the loop hangs."""
-        now = time.monotonic()
-        return [
-            GroupInFlight(
-                group_id=group_id,
-                age_s=now - entry.began,
-                stage="waiting for room in the queue"
-                if entry.scored is not None
-                else "being scored"
-                if entry.group.completions
-                else "generating",
-                tokens=entry.received.copy(),
-            )
-            for group_id, entry in self._in_flight.copy().items()
-        ]
+        return list(self._in_flight.copy().values())
 
     def on_version(self, version: int) -> None:
         """The server serves `version`: cancel the groups that could only be dropped as stale when they are done."""
@@ -393,13 +360,13 @@ class RolloutWorker:
         self._scorer.set_step(version)
         for entry in self._in_flight.values():
             if entry.task is not None and self._is_too_stale(entry):
-                entry.too_stale = True
-                if entry.is_running:  # a task that is cancelled before would never run, and settle nothing
+                entry.is_too_stale = True
+                if entry.is_running:  # a task that is cancelled before would never run, and close nothing
                     entry.task.cancel()
 
     def _is_too_stale(self, entry: OpenGroup) -> bool:
         oldest = min(entry.oldest_versions.values(), default=None)
-        return oldest is not None and self._server_version - oldest > self._settings.max_staleness
+        return oldest is not None and self._server_version - oldest > self._section.max_staleness
 
 
 def why_no_signal(scored: ScoredGroup | None) -> str:

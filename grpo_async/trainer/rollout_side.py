@@ -24,7 +24,7 @@ from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.participants import Participants, ProducerParts, load_participants, token_counter
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.rollout.thread import LoopThread
-from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
+from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
@@ -151,14 +151,8 @@ def build_rollout_side(
         timeline=timeline,
     )
     worker = RolloutWorker(
-        settings=WorkerSettings(
-            group_size=rollout.group_size,
-            max_staleness=rollout.max_staleness,
-            zero_variance=rollout.zero_variance,
-            seed=config.run.seed,
-            max_failed_groups=max(8, 2 * rollout.groups_per_step),
-            max_groups_without_signal=rollout.max_rounds_without_signal * rollout.groups_per_step,
-        ),
+        section=rollout,
+        seed=config.run.seed,
         stream=stream,
         producer=parts.build(temperature=rollout.temperature, group_size=rollout.group_size),
         errors=errors,

@@ -33,7 +33,12 @@ class ScriptedClient:
         self.requests: list[GenerateRequest] = []
 
     async def generate(
-        self, request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = ""
+        self,
+        request: GenerateRequest,
+        *,
+        on_tokens: OnTokens | None = None,
+        affinity: str = "",
+        partial: Generation | None = None,
     ) -> Generation:
         self.requests.append(request)
         number = int(request.request_id.rpartition("-t")[2])
@@ -107,8 +112,8 @@ class FakeTools:
 
 
 @dataclass
-class FakeWorld:
-    """Says in turn what `answers` say; the last one for ever. An exception is raised."""
+class FakeEnvironment:
+    """`is_done` gives the answers in turn; the last one for ever. An exception is raised."""
 
     answers: list[bool | Exception]
     asked: int = 0

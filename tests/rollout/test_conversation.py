@@ -7,30 +7,33 @@ from typing import Any
 
 import pytest
 
-from grpo_async.records import Origin, RolloutCompletion, RolloutStatus, ToolCall
-from grpo_async.rollout.conversation import Conversation, RolloutStart, SamplingSettings
-from tests.rollout.fakes import CALL, EOS, FakeRenderer, FakeTools, FakeWorld, ScriptedClient, cut, stop
+from grpo_async.buffer.resume import PartialRollout
+from grpo_async.inference.client import Generation, OnTokens
+from grpo_async.inference.surface import GenerateRequest
+from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, ToolCall
+from grpo_async.rollout.conversation import Conversation, Rollout, SamplingSettings
+from tests.rollout.fakes import CALL, EOS, Answer, FakeEnvironment, FakeRenderer, FakeTools, ScriptedClient, cut, stop
 from tests.support.records import make_prompt
 
 
 def _run(
     client: ScriptedClient,
     tools: FakeTools | None = None,
-    world: FakeWorld | None = None,
+    environment: FakeEnvironment | None = None,
     *,
+    rollout: Rollout | None = None,
     prompt: tuple[int, ...] = (10, 11),
     **limits: Any,
 ) -> RolloutCompletion:
+    given: Any = {"tools": tools, "environment": environment, "tool_names": ["add"] if tools else []}
+    rollout = rollout or Rollout(rollout_id="r", seed=5)
+    rollout.prompt_ids = prompt
+    for name, value in given.items():
+        setattr(rollout, name, value)
     settings = SamplingSettings(
-        **{"temperature": 1.0, "max_completion_tokens": 100, "max_model_len": 200, **limits},
-        stop_token_ids=[EOS],
+        **{"temperature": 1.0, "max_completion_tokens": 100, "max_model_len": 200, **limits}, stop_token_ids=[EOS]
     )
-    start = RolloutStart(
-        rollout_id="r", prompt_ids=prompt, seed=5, tools=tools, world=world,
-        tool_names=["add"] if tools else [],
-    )  # fmt: skip
-    conversation = Conversation(client, FakeRenderer(), settings)  # type: ignore[arg-type]
-    return asyncio.run(conversation.run(start))
+    return asyncio.run(Conversation(client, FakeRenderer(), settings).run(rollout))  # type: ignore[arg-type]
 
 
 def test_without_tools_one_turn_is_the_rollout() -> None:
@@ -138,42 +141,38 @@ def test_a_prompt_that_leaves_no_room_is_skipped_as_truncated() -> None:
 
 def test_a_finished_environment_ends_the_rollout_without_a_dangling_suffix() -> None:
     """R3.2, R3.5: done is checked after the tools; done and truncated are separate fields."""
-    world = FakeWorld([False, True])
-    completion = _run(ScriptedClient(stop(CALL, EOS)), FakeTools("you won"), world)
+    environment = FakeEnvironment([False, True])
+    completion = _run(ScriptedClient(stop(CALL, EOS)), FakeTools("you won"), environment)
     assert (completion.done, completion.truncated, completion.status) == (True, False, RolloutStatus.FINISHED)
     assert completion.completion_ids == [CALL, EOS]
     assert [message.content for message in completion.completion_messages()][-1] == "you won"
-    assert world.asked == 2
+    assert environment.asked == 2
 
 
 def test_an_environment_that_is_done_after_its_reset_samples_nothing() -> None:
     """R3.2: checked right after reset."""
     client = ScriptedClient()
-    completion = _run(client, FakeTools(), FakeWorld([True]))
+    completion = _run(client, FakeTools(), FakeEnvironment([True]))
     assert (completion.done, completion.truncated, completion.turns, client.requests) == (True, False, [], [])
 
 
 def test_an_environment_that_is_never_done_goes_on_until_the_policy_answers() -> None:
     """R3.3."""
-    completion = _run(ScriptedClient(stop(CALL, EOS), stop(6, EOS)), FakeTools(), FakeWorld([False]))
+    completion = _run(ScriptedClient(stop(CALL, EOS), stop(6, EOS)), FakeTools(), FakeEnvironment([False]))
     assert (completion.done, completion.truncated, len(completion.turns)) == (False, False, 2)
 
 
 def test_is_done_that_raises_fails_the_rollout() -> None:
     """R3.5."""
     with pytest.raises(ZeroDivisionError):
-        _run(ScriptedClient(stop(CALL, EOS)), FakeTools(), FakeWorld([False, ZeroDivisionError()]))
-
-
-def test_calls_of_one_turn_are_answered_in_their_order_in_one_suffix() -> None:
-    completion = _run(ScriptedClient(stop(CALL, CALL, EOS), stop(6, EOS)), FakeTools())
-    assert completion.turns[0].tool_response_ids == [70, 71, 79]
-    assert [call.tool_call_id for call in completion.turns[0].tool_calls] == ["t0c0", "t0c1"]
+        _run(ScriptedClient(stop(CALL, EOS)), FakeTools(), FakeEnvironment([False, ZeroDivisionError()]))
 
 
 def test_arguments_failure_and_durations_of_every_call_are_kept() -> None:
     """R2.7, R2.8: 2 calls, all failed -> call_frequency 2.0, failure_frequency 1.0."""
     completion = _run(ScriptedClient(stop(CALL, CALL, EOS), stop(6, EOS)), FakeTools("no", failed=True))
+    assert completion.turns[0].tool_response_ids == [70, 71, 79]  # in their order, in one suffix
+    assert [call.tool_call_id for call in completion.turns[0].tool_calls] == ["t0c0", "t0c1"]
     assert [(call.arguments, call.failed, call.duration_s) for call in completion.turns[0].tool_calls] == [
         ({"a": 0}, True, 0.25),
         ({"a": 1}, True, 0.25),
@@ -186,3 +185,88 @@ def test_a_completion_without_calls_in_a_tool_group_counts_as_zero() -> None:
     """R2.7."""
     metrics = _run(ScriptedClient(stop(6, EOS)), FakeTools()).tool_metrics()
     assert metrics == {"tools/call_frequency": 0.0, "tools/failure_frequency": 0.0}
+
+
+# ---- a conversation that goes on from a checkpoint: from its tokens, never from its text ----
+
+
+class _ResumingClient(ScriptedClient):
+    """Goes on from `partial`, as the real one; `seen` is what there was of the rollout while a turn was generated."""
+
+    def __init__(self, *turns: Answer) -> None:
+        super().__init__(*turns)
+        self.rollout: Rollout | None = None
+        self.seen: list[PartialRollout | None] = []
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        on_tokens: OnTokens | None = None,
+        affinity: str = "",
+        partial: Generation | None = None,
+    ) -> Generation:
+        assert partial is not None
+        if partial.finish_reason is not None:
+            return partial
+        rest = await super().generate(request, on_tokens=on_tokens, affinity=affinity)
+        assert rest.token_ids[: len(partial.token_ids)] == partial.token_ids
+        partial.token_ids[:], partial.logprobs[:] = rest.token_ids, rest.logprobs
+        partial.policy_versions[:] = rest.policy_versions
+        assert self.rollout is not None
+        self.seen.append(self.rollout.snapshot())
+        partial.finish_reason = rest.finish_reason
+        return partial
+
+
+TURNS = (stop(5, CALL, EOS), stop(6, 7, EOS))
+
+
+def _resume(
+    client: _ResumingClient, tools: FakeTools | None = None, partial: PartialRollout | None = None
+) -> RolloutCompletion:
+    client.rollout = Rollout(rollout_id="r", seed=5)
+    assert client.rollout.snapshot() is None
+    if partial is not None:
+        client.rollout.restore(partial)
+    return _run(client, tools, rollout=client.rollout)
+
+
+def test_a_snapshot_of_each_moment_leads_to_the_same_end() -> None:
+    client = _ResumingClient(*TURNS)
+    whole = _resume(client, FakeTools())
+    first, second = client.seen
+    assert first is not None
+    assert second is not None
+    assert (list(first.turns), list(first.open_ids)) == ([], [5, CALL, EOS])
+    assert [list(turn.output_ids) for turn in second.turns] == [[5, CALL, EOS]]
+    assert (list(second.open_ids), list(second.open_versions)) == ([6, 7, EOS], [1, 1, 1])
+    for moment in (first, second):
+        tools, again = FakeTools(), _ResumingClient(*TURNS)
+        resumed = _resume(again, tools, moment)
+        assert resumed.completion_ids == whole.completion_ids
+        assert resumed.logprobs == whole.logprobs
+        assert resumed.completion_mask == whole.completion_mask
+        assert [request.seed for request in again.requests] == [r.seed for r in client.requests[-len(again.requests) :]]
+        assert len(tools.executed) == 1 - len(moment.turns)  # a call that was answered is not made again
+
+
+def test_a_turn_that_was_whole_is_not_generated_again_but_its_tools_are_called() -> None:
+    partial = PartialRollout(
+        rollout_id="r", prompt_ids=[10, 11], open_ids=[5, CALL, EOS], open_logprobs=[-0.1] * 3, open_versions=[0] * 3,
+        open_finish=FinishReason.STOP,
+    )  # fmt: skip
+    client, tools = _ResumingClient(*TURNS), FakeTools()
+    completion = _resume(client, tools, partial)
+    assert len(tools.executed) == 1
+    assert [request.request_id for request in client.requests] == ["r-t1"]
+    assert client.requests[0].token_ids == [10, 11, 5, CALL, EOS, 70, 79]
+    assert completion.completion_ids == [5, CALL, EOS, 70, 79, 6, 7, EOS]
+
+
+def test_the_budget_counts_what_was_there_before() -> None:
+    partial = PartialRollout(rollout_id="r", prompt_ids=[10, 11], open_ids=[5], open_logprobs=[-0.1], open_versions=[0])
+    client = _ResumingClient(cut(5, 6))
+    completion = _resume(client, None, partial)
+    assert client.requests[0].max_tokens == 100  # the client takes off what there is of the turn
+    assert completion.truncated

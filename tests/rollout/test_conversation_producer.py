@@ -11,8 +11,8 @@ import pytest
 from grpo_async.config.interaction_sections import EnvironmentSection
 from grpo_async.envs import Environments, load_environments
 from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage
-from grpo_async.rollout.conversation import Conversation, SamplingSettings
-from grpo_async.rollout.conversation_producer import ConversationLimits, ConversationProducer, with_environment_text
+from grpo_async.rollout.conversation import SamplingSettings
+from grpo_async.rollout.conversation_producer import ConversationProducer, with_environment_text
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.tools import Tool
@@ -50,12 +50,15 @@ class _Setup:
         if environments:
             sections = {name: EnvironmentSection(factory=f"{HERE}:{kind}") for name, kind in environments.items()}
             self.environments = load_environments(sections, tools)
+        client: Any = self.client
         renderer: Any = self.renderer
-        settings = SamplingSettings(temperature=1.0, max_completion_tokens=100, max_model_len=200)
         self.producer = ConversationProducer(
-            Conversation(self.client, renderer, settings),
+            client,
             renderer,
-            limits=ConversationLimits(max_in_flight=max_in_flight, rollout_timeout_s=timeout_s, max_result_chars=100),
+            SamplingSettings(temperature=1.0, max_completion_tokens=100, max_model_len=200),
+            max_in_flight=max_in_flight,
+            rollout_timeout_s=timeout_s,
+            max_result_chars=100,
             errors=self.errors,
             tools=tools,
             environments=self.environments,

@@ -1,14 +1,137 @@
-"""Metrics of a step's groups."""
+"""The metrics of a step: rewards, rollouts, turns and tools, each number worked out by hand."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from grpo_async.records import RolloutGroup, ScoredGroup
+from grpo_async.records import (
+    FinishReason,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutStatus,
+    ScoredGroup,
+    ToolCallRecord,
+    TurnRecord,
+)
 from grpo_async.rollout.metrics import group_metrics
-from tests.support.records import make_completion, make_prompt
+from tests.support.records import make_completion, make_prompt, make_sample
+
+
+def _call(name: str, duration_s: float, *, failed: bool = False) -> ToolCallRecord:
+    return ToolCallRecord(tool_call_id="x", name=name, arguments={}, result="", failed=failed, duration_s=duration_s)
+
+
+def _turn(num_tokens: int, generation_s: float, *calls: ToolCallRecord, parse_error: str | None = None) -> TurnRecord:
+    return TurnRecord(
+        output_ids=[5] * num_tokens, output_logprobs=[-0.5] * num_tokens, policy_versions=[0] * num_tokens,
+        finish_reason=FinishReason.STOP, tool_calls=calls, generation_duration_s=generation_s, parse_error=parse_error,
+    )  # fmt: skip
+
+
+def _rollout(
+    turns: Sequence[TurnRecord], *, total_s: float, truncated: bool = False, done: bool = False, tools: str = "add find"
+) -> RolloutCompletion:
+    status = RolloutStatus.TRUNCATED if truncated else RolloutStatus.FINISHED
+    return RolloutCompletion(
+        rollout_id="r", prompt_ids=[1], turns=turns, status=status, truncated=truncated, done=done,
+        total_duration_s=total_s, tool_names=tools.split(),
+    )  # fmt: skip
+
+
+def _metrics(*completions: RolloutCompletion, advantages: Sequence[float] = ()) -> dict[str, float]:
+    rewards = [float(index) for index in range(len(completions))]
+    return group_metrics(
+        [
+            ScoredGroup(
+                group=RolloutGroup(group_id=0, prompt=make_prompt(), completions=completions),
+                samples=[make_sample(advantage=advantage) for advantage in advantages],
+                rewards=rewards,
+                reward_parts=[{"f": reward} for reward in rewards],
+            )
+        ]
+    )
+
+
+# two calls of add (one failed) and one of find; then a rollout that called nothing and was cut
+TALKER = _rollout(
+    [_turn(4, 1.0, _call("add", 0.25), _call("add", 0.75, failed=True)), _turn(2, 3.0, _call("find", 2.0)), _turn(2, 2.0)],
+    total_s=10.0, done=True,
+)  # fmt: skip
+SILENT = _rollout([_turn(6, 6.0)], total_s=6.0, truncated=True)
+
+
+def test_durations_turns_and_truncation_of_rollouts() -> None:
+    """R6.8: total duration, generation duration per turn, truncated, num_turns, advantage, reward."""
+    metrics = _metrics(TALKER, SILENT, advantages=[-0.5, 1.5])
+    assert metrics["rollout/duration_s"] == 8.0  # (10 + 6) / 2
+    assert metrics["rollout/generation_duration_s"] == 3.0  # per turn: (1 + 3 + 2 + 6) / 4
+    assert metrics["rollout/num_turns"] == 2.0  # (3 + 1) / 2
+    assert metrics["rollout/truncated"] == 0.5
+    assert metrics["rollout/done"] == 0.5
+    assert metrics["completions/clipped_ratio"] == 0.5
+    assert metrics["completions/mean_length"] == 7.0  # (4 + 2 + 2 + 6) / 2
+    assert metrics["completions/mean_terminated_length"] == 8.0  # the talker's alone
+    assert metrics["advantage/abs_mean"] == 1.0  # (0.5 + 1.5) / 2
+    assert metrics["reward"] == 0.5  # (0 + 1) / 2
+    assert metrics["reward_std"] == pytest.approx(0.5**0.5)
+
+
+def test_durations_and_failures_of_tools_over_all_and_by_name() -> None:
+    """R6.8, R2.7: tool duration total, mean and per name, failures per name.
+
+    Three calls of 0.25, 0.75 and 2.0 s; a rollout without a call counts as 0 calls and 0 failures.
+    """
+    metrics = _metrics(TALKER, SILENT)
+    found = {name: value for name, value in metrics.items() if name.startswith("tools/")}
+    assert found == pytest.approx(
+        {
+            "tools/call_frequency": 1.5,  # 3 / 2
+            "tools/failure_frequency": 1 / 6,  # (1 / 3 + 0) / 2
+            "tools/parse_error_frequency": 0.0,
+            "tools/duration_s/mean": 1.0,  # (0.25 + 0.75 + 2) / 3
+            "tools/duration_s/per_rollout": 1.5,  # 3 / 2
+            "tools/add/call_frequency": 1.0,  # 2 / 2
+            "tools/add/failure_frequency": 0.5,  # 1 of 2
+            "tools/add/duration_s": 0.5,  # (0.25 + 0.75) / 2
+            "tools/find/call_frequency": 0.5,
+            "tools/find/failure_frequency": 0.0,
+            "tools/find/duration_s": 2.0,
+        }
+    )
+
+
+def test_names_that_the_policy_makes_up_share_one_metric() -> None:
+    """R6.8: a policy can make up as many names as it likes; a tracker cannot hold as many metrics."""
+    rollout = _rollout([_turn(1, 1.0, *(_call(f"made_up_{n}", 0.5, failed=True) for n in range(50)))], total_s=1.0)
+    names = {name for name in _metrics(rollout) if name.count("/") == 2 and not name.startswith("tools/duration")}
+    assert names >= {"tools/unknown/call_frequency", "tools/unknown/failure_frequency", "tools/unknown/duration_s"}
+    assert not [name for name in names if "made_up" in name]
+
+
+def test_turns_that_could_not_be_read_are_counted() -> None:
+    """R6.8: of 2 turns 1."""
+    rollout = _rollout([_turn(1, 1.0), _turn(1, 1.0, parse_error="no closing brace")], total_s=1.0)
+    assert _metrics(rollout)["tools/parse_error_frequency"] == 0.5
+
+
+def test_without_tools_there_is_no_tool_metric() -> None:
+    """R6.8: of rollouts that had no tools there is nothing to say, not 0; R1.5."""
+    plain = replace(SILENT, tool_names=())
+    assert not [name for name in _metrics(plain) if name.startswith("tools/")]
+    assert _metrics(plain, TALKER)["tools/call_frequency"] == 3.0  # the other one's alone
+
+
+def test_the_spread_of_rewards_and_lengths_of_a_step() -> None:
+    """Rewards 0, 1, 2, 3 (one for each rollout): p10 at place 0.1 x 3, p50 at 1.5, p90 at 2.7. Lengths, in order, 1, 2, 4, 9."""
+    metrics = _metrics(*(_rollout([_turn(length, 1.0)], total_s=1.0) for length in (4, 1, 2, 9)))
+    assert (metrics["reward_min"], metrics["reward_max"]) == (0.0, 3.0)
+    assert [metrics[f"reward_p{percent}"] for percent in (10, 50, 90)] == pytest.approx([0.3, 1.5, 2.7])
+    assert [metrics[f"completions/p{percent}_length"] for percent in (10, 50, 90)] == pytest.approx([1.3, 3.0, 7.5])
+    assert [_metrics(SILENT)[f"completions/p{percent}_length"] for percent in (10, 50, 90)] == [6.0] * 3
 
 
 def _scored(rewards: list[float | None], lengths: list[int], **logged: float) -> ScoredGroup:
@@ -45,7 +168,4 @@ def test_the_order_in_which_groups_were_done_changes_no_bit() -> None:
     for _ in range(20):
         numbers.shuffle(groups)
         assert group_metrics(groups) == expected
-
-
-def test_groups_without_any_reward_have_no_reward_metric() -> None:
     assert "reward" not in group_metrics([_scored([None, None], [1, 1])])

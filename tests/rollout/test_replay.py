@@ -24,8 +24,8 @@ from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.router import FixedServers
 from grpo_async.records import FinishReason, RolloutCompletion, RolloutGroup, RolloutSample
 from grpo_async.rewards import RewardFunction
-from grpo_async.rollout.conversation import Conversation, SamplingSettings
-from grpo_async.rollout.conversation_producer import ConversationLimits, ConversationProducer
+from grpo_async.rollout.conversation import SamplingSettings
+from grpo_async.rollout.conversation_producer import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest
 from grpo_async.scoring.scorer import Scorer
@@ -89,9 +89,12 @@ async def _converse(renderer: ChatRenderer, url: str, token: str | None, tempera
     servers = FixedServers([url])
     async with InferenceClient(servers, token=token, request_timeout_s=60.0, wait_timeout_s=60.0) as client:
         producer = ConversationProducer(
-            Conversation(client, renderer, settings),
+            client,
             renderer,
-            limits=ConversationLimits(max_in_flight=16, rollout_timeout_s=120.0, max_result_chars=200),
+            settings,
+            max_in_flight=16,
+            rollout_timeout_s=120.0,
+            max_result_chars=200,
             errors=errors,
             tools=[Tool.from_function(look_up)],
         )

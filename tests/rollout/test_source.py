@@ -9,21 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.records import GroupStatus
 from grpo_async.rollout.source import AsyncRolloutSource
 from tests.support.records import make_scored
-
-
-def _config() -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
-        {
-            "run": {"name": "x"},
-            "model": {"path": "m"},
-            "data": {"train": {"type": "jsonl", "path": "d.jsonl"}},
-            "rewards": [{"function": "rewards:right"}],
-        }
-    )
 
 
 async def _generates_nothing() -> None:
@@ -38,21 +26,22 @@ def _source() -> AsyncRolloutSource:
 
     thread: Any = Mock(spawn=spawn, cancel_all=Mock(return_value=False))
     worker: Any = SimpleNamespace(run=_generates_nothing)
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(shutdown_timeout_s=1.0))
     parts: dict[str, Any] = {
         name: Mock() for name in ("client", "buffer", "ledger", "admission", "errors", "advantages")
     }
     parts["buffer"].drain.return_value = []
-    return AsyncRolloutSource(_config(), thread=thread, worker=worker, **parts)
+    return AsyncRolloutSource(config, thread=thread, worker=worker, **parts)
 
 
-def test_while_it_generates_threads_wait_less_than_a_tenth_of_a_millisecond_for_the_interpreter() -> None:
+def test_while_it_generates_threads_switch_sooner_and_what_was_loaded_before_is_not_collected() -> None:
     usual = sys.getswitchinterval()
     source = _source()
     source.start()
-    while_generating = sys.getswitchinterval()
+    while_generating, frozen = sys.getswitchinterval(), gc.get_freeze_count()
     source.close()
-    assert while_generating < 1e-4 < usual
-    assert sys.getswitchinterval() == usual
+    assert while_generating < 1e-4 < usual == sys.getswitchinterval()
+    assert gc.get_freeze_count() == 0 < 1000 < frozen
 
 
 def test_groups_that_are_queued_at_the_end_are_settled_unless_the_start_failed() -> None:
@@ -66,12 +55,3 @@ def test_groups_that_are_queued_at_the_end_are_settled_unless_the_start_failed()
         assert [call.args for call in source._worker.settle_group.call_args_list] == (
             [(group.group, GroupStatus.FILTERED)] if starts else []
         )
-
-
-def test_what_was_loaded_before_is_out_of_the_garbage_collectors_sight_until_the_end() -> None:
-    source = _source()
-    source.start()
-    frozen = gc.get_freeze_count()
-    source.close()
-    assert frozen > 1000
-    assert gc.get_freeze_count() == 0

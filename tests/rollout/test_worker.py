@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,25 +18,27 @@ from grpo_async.buffer.ledger import Ledger, is_closed
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
 from grpo_async.config.loss_sections import AdvantageSection
+from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RequestRejectedError, RolloutContractError, RunError
 from grpo_async.inference.client import Generation, OnTokens
 from grpo_async.inference.surface import GenerateRequest
-from grpo_async.records import FinishReason, GroupStatus, ScoredGroup, ToolCallRecord
+from grpo_async.records import FinishReason, GroupStatus, RolloutGroup, ScoredGroup, ToolCallRecord
 from grpo_async.rewards import RewardFunction
-from grpo_async.rollout.conversation import Conversation, RolloutStart, SamplingSettings
-from grpo_async.rollout.conversation_producer import ConversationLimits, ConversationProducer
+from grpo_async.rollout.conversation import SamplingSettings
+from grpo_async.rollout.conversation_producer import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.in_flight import OpenGroup, describe
 from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.producer import GroupRequest, Produced
-from grpo_async.rollout.worker import RolloutWorker, WorkerSettings
+from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.query import parse_query
 from grpo_async.store.reader import read_groups
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.store.table import RolloutTable
-from tests.rollout.fakes import CALL, FakeRenderer, FakeTools
-from tests.support.records import make_completion
+from tests.rollout.fakes import FakeRenderer
+from tests.support.records import make_completion, make_prompt
 
 Script = Callable[[str], Generation | Exception]
 
@@ -105,7 +108,6 @@ class _Setup:
         version: int = 0,
         keeps_open_turns: bool = True,
         max_staleness: int = 1,
-        rollout_timeout_s: float = 30.0,
     ) -> None:
         self.client = _Client(script)
         self.ledger = Ledger(resume.ledger if resume else None)
@@ -122,22 +124,25 @@ class _Setup:
         self.stream = PromptStream(
             [{"prompt": text} for text in texts], seed=0, shuffle=False, state=resume.data if resume else None
         )
+        client: Any = self.client
         renderer: Any = _Renderer()
-        settings = SamplingSettings(temperature=1.0, max_completion_tokens=8, max_model_len=20)
         self.worker = RolloutWorker(
-            settings=WorkerSettings(
+            section=RolloutSection(
                 group_size=4,
+                groups_per_step=2,  # 8 failures in a row end the run
                 max_staleness=max_staleness,
                 zero_variance=zero_variance,  # type: ignore[arg-type]
-                seed=0,
-                max_failed_groups=6,
-                max_groups_without_signal=12,
+                max_rounds_without_signal=6,  # 12 groups
             ),
+            seed=0,
             stream=self.stream,
             producer=ConversationProducer(
-                Conversation(self.client, renderer, settings),
+                client,
                 renderer,
-                limits=ConversationLimits(max_in_flight=64, rollout_timeout_s=rollout_timeout_s, max_result_chars=100),
+                SamplingSettings(temperature=1.0, max_completion_tokens=8, max_model_len=20),
+                max_in_flight=64,
+                rollout_timeout_s=30.0,
+                max_result_chars=100,
                 errors=self.errors,
             ),
             errors=self.errors,
@@ -186,6 +191,37 @@ class _Setup:
         assert is_closed(self.ledger.snapshot())
         assert self.ledger.snapshot()["groups"]["in_flight"] == 0
 
+    def taken(self, count: int, *, after_queueing: bool = True) -> list[ScoredGroup]:
+        """Run the worker until so many groups were taken."""
+        groups: list[ScoredGroup] = []
+
+        async def steps(task: asyncio.Task[None]) -> None:
+            if after_queueing:
+                await self.queue_up()
+            groups.extend(await self.take(count))
+
+        self.run(steps)
+        return groups
+
+    def fails(self, error: type[Exception], match: str) -> None:
+        """Run the worker until it ends with `error`."""
+
+        async def steps(task: asyncio.Task[None]) -> None:
+            with pytest.raises(error, match=match):
+                await task
+
+        self.run(steps)
+
+    def produce_instead(self, produce: Callable[[GroupRequest], Produced]) -> None:
+        @asynccontextmanager
+        async def context(request: GroupRequest) -> AsyncIterator[Produced]:
+            yield produce(request)
+
+        self.worker._producer.produce = context  # type: ignore[method-assign]
+
+    def groups(self) -> dict[str, int]:
+        return self.ledger.snapshot()["groups"]
+
     def statuses(self) -> Counter[str]:
         return Counter(str(row.status) for row in read_groups(self.folder))
 
@@ -222,7 +258,7 @@ def test_a_group_becomes_samples_with_advantages(tmp_path: Path) -> None:
             setup.worker.settle_group(group.group, GroupStatus.TRAINED, scored=group, step=1)
 
     setup.run(steps)
-    counts = setup.ledger.snapshot()["groups"]
+    counts = setup.groups()
     assert counts["trained"] == 2
     assert counts["queued"] == 2  # (0 + 1 + 1) x 2 groups were admitted, 2 of them taken
     assert setup.statuses()["trained"] == 2
@@ -233,10 +269,10 @@ def test_generation_stops_at_what_admission_allows_and_goes_on_with_a_new_versio
 
     async def steps(task: asyncio.Task[None]) -> None:
         await setup.take(4)
-        assert setup.ledger.snapshot()["groups"]["started"] == 4
+        assert setup.groups()["started"] == 4
         setup.admission.advance(1)
         await setup.take(2, version=1)
-        assert setup.ledger.snapshot()["groups"]["started"] == 6
+        assert setup.groups()["started"] == 6
 
     setup.run(steps)
 
@@ -249,14 +285,9 @@ def test_a_failed_rollout_leaves_its_group_to_the_survivors(tmp_path: Path) -> N
 
     setup = _Setup(tmp_path, script)
     setup.client.tokens_before_failure = 5
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        await setup.queue_up()
-        (group, _) = await setup.take(2)
-        assert len(group.samples) == 3
-        assert [part["reward_of_first_token"] for part in group.reward_parts] == [1.0, 0.0, 1.0]
-
-    setup.run(steps)
+    (group, _) = setup.taken(2)
+    assert len(group.samples) == 3
+    assert [part["reward_of_first_token"] for part in group.reward_parts] == [1.0, 0.0, 1.0]
     tokens = setup.ledger.snapshot()["tokens"]
     assert tokens["failed"] == 4 * 5  # one rollout of each of the four groups got that far
     assert tokens["queued"] == 4 * 3 * 2
@@ -270,12 +301,8 @@ def test_a_group_with_one_survivor_is_dropped_and_its_place_given_back(tmp_path:
         return RequestRejectedError(400, "bad") if fails else _alternating(name)
 
     setup = _Setup(tmp_path, script)
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        groups = await setup.take(4)
-        assert [group.group.group_id for group in groups] == [1, 2, 3, 4]  # a fifth was admitted in place of the first
-
-    setup.run(steps)
+    # a fifth was admitted in place of the first
+    assert [group.group.group_id for group in setup.taken(4, after_queueing=False)] == [1, 2, 3, 4]
     assert setup.statuses()["failed"] == 1
     assert setup.ledger.snapshot()["tokens"]["failed"] == 2  # what the only survivor had sampled
 
@@ -293,11 +320,7 @@ def test_a_reward_that_raises_fails_its_group_only_and_is_logged_once_with_its_t
         return [float(text) for text in completions]
 
     setup = _Setup(tmp_path, reward=sometimes)
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        await setup.take(4)
-
-    setup.run(steps)
+    setup.taken(4, after_queueing=False)
     assert setup.statuses()["failed"] == 3
     logged = [record for record in caplog.records if "a group failed" in record.message]
     assert len(logged) == 1
@@ -308,23 +331,7 @@ def test_a_reward_that_raises_fails_its_group_only_and_is_logged_once_with_its_t
 def test_the_run_stops_with_the_cause_when_everything_fails(tmp_path: Path) -> None:
     """R6.6: only when everything fails does the run end."""
     setup = _Setup(tmp_path, lambda name: RequestRejectedError(400, "no such model"))
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        with pytest.raises(RunError, match=r"6 failures in a row and no group succeeded.*no such model"):
-            await task
-
-    setup.run(steps)
-
-
-def test_a_rollout_that_takes_too_long_fails_and_names_the_setting(tmp_path: Path) -> None:
-    setup = _Setup(tmp_path, rollout_timeout_s=0.5)
-    setup.client.gate = asyncio.Event()
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        with pytest.raises(RunError, match=r"rollout\.rollout_timeout_s"):
-            await task
-
-    setup.run(steps)
+    setup.fails(RunError, r"8 failures in a row and no group succeeded.*no such model")
 
 
 def _run_that_ends_before_two_groups_begin(setup: _Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,33 +344,24 @@ def _run_that_ends_before_two_groups_begin(setup: _Setup, monkeypatch: pytest.Mo
             raise RunError("the run ends")
 
     monkeypatch.setattr(setup.worker._admission, "admit", admit)
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        with pytest.raises(RunError, match="the run ends"):
-            await task
-
-    setup.run(steps)
+    setup.fails(RunError, "the run ends")
 
 
-def test_groups_whose_task_never_began_are_settled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run ends between the start of a group and the first step of its task, which is cancelled without having run."""
-    setup = _Setup(tmp_path)
-    _run_that_ends_before_two_groups_begin(setup, monkeypatch)
-    assert setup.statuses() == {"cancelled": 2}
-
-
-def test_a_store_that_refuses_one_of_them_does_not_keep_the_others_from_being_settled(
+def test_groups_whose_task_never_began_are_closed_too_also_when_the_store_refuses_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = _Setup(tmp_path)
+    """The run ends between the start of a group and the first step of its task, which is cancelled without having run."""
+    setup = _Setup(tmp_path / "a")
+    _run_that_ends_before_two_groups_begin(setup, monkeypatch)
+    assert setup.statuses() == {"cancelled": 2}
+    setup = _Setup(tmp_path / "b")
 
     def refuse(*arguments: Any, **more: Any) -> None:
         raise RunError("the disk is full")
 
     monkeypatch.setattr(setup.store, "append", refuse)
     _run_that_ends_before_two_groups_begin(setup, monkeypatch)
-    assert setup.ledger.snapshot()["groups"]["cancelled"] == 2
-    assert setup.ledger.snapshot()["groups"]["in_flight"] == 0
+    assert setup.groups()["cancelled"] == 2
 
 
 @pytest.mark.parametrize("mode", ["skip", "resample", "train"])
@@ -395,7 +393,7 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
             setup.worker.settle_group(group.group, status, scored=group, step=1)
 
     setup.run(steps)
-    assert setup.ledger.snapshot()["groups"]["filtered"] == (0 if mode == "train" else 1)
+    assert setup.groups()["filtered"] == (0 if mode == "train" else 1)
     with RolloutTable.open(tmp_path) as table:
         (step,) = [step for step in table.by_step() if step.step is not None]
         found = table.group_page(parse_query("step=last and filtered"))
@@ -434,49 +432,30 @@ def test_a_run_without_any_learning_signal_stops_instead_of_generating_for_ever(
     _stops_with_nothing_to_learn(
         setup, r"12 groups in a row had nothing to learn from; the last one: all rewards are 0"
     )
-    counts = setup.ledger.snapshot()["groups"]
+    counts = setup.groups()
     assert counts["filtered"] + counts["queued"] >= 12
 
 
-def test_a_store_that_cannot_write_stops_the_run_with_its_own_words(tmp_path: Path) -> None:
+def test_a_store_that_cannot_write_stops_the_run_with_its_own_message(tmp_path: Path) -> None:
     setup = _Setup(tmp_path, lambda name: _answer(0), zero_variance="resample")
 
     def append(*_: Any, **__: Any) -> None:
         raise RunError("No space left on device")
 
     setup.store.append = append  # type: ignore[method-assign]
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        with pytest.raises(RunError, match="No space left"):
-            await task
-
-    setup.run(steps)
+    setup.fails(RunError, "No space left")
 
 
-def test_a_prompt_that_is_too_long_is_skipped_and_counted(tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_skipped_and_counted_and_a_run_of_such_prompts_stops(tmp_path: Path) -> None:
     """R6.4: skipped, truncated=True, counted."""
-    setup = _Setup(tmp_path, texts=["x" * 20, "ab"])
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        await setup.queue_up()
-        groups = await setup.take(2)
-        assert [group.group.group_id for group in groups] == [1, 3]  # 0 and 2 are the long prompt
-
-    setup.run(steps)
+    setup = _Setup(tmp_path / "a", texts=["x" * 20, "ab"])
+    assert [group.group.group_id for group in setup.taken(2)] == [1, 3]  # 0 and 2 are the long prompt
     assert setup.statuses()["filtered"] >= 2
     assert setup.errors.counts["prompt too long"] >= 2 * 4  # every rollout of both groups
-    row = next(row for row in read_groups(tmp_path) if str(row.status) == "filtered")
+    row = next(row for row in read_groups(tmp_path / "a") if str(row.status) == "filtered")
     assert all(rollout.truncated for rollout in row.rollouts)
-
-
-def test_a_run_in_which_no_prompt_fits_stops_instead_of_going_through_the_data_for_ever(tmp_path: Path) -> None:
-    setup = _Setup(tmp_path, texts=["x" * 20])
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        with pytest.raises(NothingToLearnError, match="no token was sampled: its prompt is too long"):
-            await task
-
-    setup.run(steps)
+    setup = _Setup(tmp_path / "b", texts=["x" * 20])
+    setup.fails(NothingToLearnError, "no token was sampled: its prompt is too long")
 
 
 def test_in_flight_groups_that_became_too_stale_are_cancelled_and_counted(tmp_path: Path) -> None:
@@ -489,10 +468,10 @@ def test_in_flight_groups_that_became_too_stale_are_cancelled_and_counted(tmp_pa
             await asyncio.sleep(0)
         setup.worker.on_version(1)  # staleness 1: still fine
         await asyncio.sleep(0)
-        assert setup.ledger.snapshot()["groups"]["stale"] == 0
+        assert setup.groups()["stale"] == 0
         setup.client.script = lambda name: _answer(1 - int(name[-1]) % 2, version=2)
         setup.worker.on_version(2)
-        while setup.ledger.snapshot()["groups"]["stale"] < 4:
+        while setup.groups()["stale"] < 4:
             await asyncio.sleep(0)
         assert setup.client.gate is not None
         setup.client.gate.set()
@@ -527,7 +506,7 @@ def test_groups_that_fail_by_one_cause_count_as_one_failure(tmp_path: Path) -> N
     """R6.6: one call of a rollout function that fails takes all of its groups with it; that is not everything failing."""
     setup = _Setup(tmp_path)
     cause = ConnectionError("the environment's server is away")
-    failing = iter(range(12))  # twelve groups; six failures in a row would end the run
+    failing = iter(range(12))  # twelve groups; eight failures in a row would end the run
     produce = setup.worker._producer.produce
 
     @asynccontextmanager
@@ -538,30 +517,19 @@ def test_groups_that_fail_by_one_cause_count_as_one_failure(tmp_path: Path) -> N
             yield produced
 
     setup.worker._producer.produce = one_cause  # type: ignore[method-assign]
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        await setup.take(2)
-
-    setup.run(steps)
-    assert setup.ledger.snapshot()["groups"]["failed"] == 12
+    setup.taken(2, after_queueing=False)
+    assert setup.groups()["failed"] == 12
 
 
 def test_a_broken_contract_ends_the_run_with_every_group_accounted_for(tmp_path: Path) -> None:
     """R4.2: a rollout function that lacks a key would lack it again."""
     setup = _Setup(tmp_path)
 
-    @asynccontextmanager
-    async def broken(request: GroupRequest) -> AsyncIterator[Produced]:
+    def broken(request: GroupRequest) -> Produced:
         raise RolloutContractError("rollout_func must return keys ['logprobs'] in its output dict.")
-        yield
 
-    setup.worker._producer.produce = broken  # type: ignore[method-assign]
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        with pytest.raises(RolloutContractError, match="logprobs"):
-            await task
-
-    setup.run(steps)  # asserts that the ledger is closed and nothing in flight
+    setup.produce_instead(broken)
+    setup.fails(RolloutContractError, "logprobs")  # asserts that the ledger is closed and nothing in flight
     assert setup.statuses()["failed"] >= 1
 
 
@@ -577,43 +545,31 @@ def test_truncated_completions_that_are_masked_are_named_when_nothing_else_comes
     _stops_with_nothing_to_learn(setup, r"all its completions were truncated, and rollout\.overlong is mask")
 
 
-def test_a_failed_rollout_keeps_the_turns_that_led_to_it_in_the_store(tmp_path: Path) -> None:
-    """R2.8: what was generated and called before the failure is there to be looked at."""
-    renderer: Any = FakeRenderer()
-    turns: list[Any] = []
-
-    class Client:
-        async def generate(
-            self, request: GenerateRequest, *, on_tokens: OnTokens | None = None, affinity: str = ""
-        ) -> Generation:
-            if request.request_id.endswith("t1"):
-                raise RequestRejectedError(400, "too long")
-            return Generation(
-                token_ids=[CALL, 2], logprobs=[-0.1] * 2, policy_versions=[0] * 2, finish_reason=FinishReason.STOP
-            )
-
-    async def main() -> None:
-        settings = SamplingSettings(temperature=1.0, max_completion_tokens=50, max_model_len=100)
-        start = RolloutStart(rollout_id="r", prompt_ids=[1], seed=0, tools=FakeTools("9"))
-        with pytest.raises(RequestRejectedError):
-            await Conversation(Client(), renderer, settings).run(start, turns=turns)
-
-    asyncio.run(main())
-    assert [turn.tool_calls[0].result for turn in turns] == ["9"]
-
-
 def test_tools_that_always_fail_are_named_when_there_is_nothing_to_learn(tmp_path: Path) -> None:
     setup = _Setup(tmp_path)
     call = ToolCallRecord(
         tool_call_id="a", name="look_up", arguments={}, result='{"error": "no network"}', failed=True, duration_s=0.1
     )
 
-    @asynccontextmanager
-    async def failing(request: GroupRequest) -> AsyncIterator[Produced]:
+    def failing(request: GroupRequest) -> Produced:
         completions = [make_completion(f"{request.name}-r{index}", text="0") for index in range(request.size)]
-        yield Produced(completions=[replace(c, turns=[replace(c.turns[0], tool_calls=[call])]) for c in completions])
+        return Produced(completions=[replace(c, turns=[replace(c.turns[0], tool_calls=[call])]) for c in completions])
 
-    setup.worker._producer.produce = failing  # type: ignore[method-assign]
+    setup.produce_instead(failing)
     _stops_with_nothing_to_learn(
         setup, r'all rewards are 0, and every tool call failed: look_up: \{"error": "no network"\}'
     )
+
+
+def test_groups_in_flight_are_described_with_the_oldest() -> None:
+    now = time.monotonic()
+    young, old = (
+        OpenGroup(RolloutGroup(group_id=number, prompt=make_prompt(), completions=completions), began=now - age_s)
+        for number, completions, age_s in ((8, [], 3.0), (7, [make_completion("r0")], 31.0))
+    )
+    old.num_tokens = {1: 8, 0: 12}
+    assert describe([young, old]) == (
+        "2 groups in flight (1 generating, 1 being scored), the oldest: group 7, for 31 s: being scored, "
+        "tokens of its rollouts: 0: 12, 1: 8"
+    )
+    assert describe([]) == "no group in flight"

@@ -52,6 +52,18 @@ async def _until(condition: Any) -> None:
             await asyncio.sleep(0)
 
 
+def _state_when(setup: _Setup, condition: Any) -> ResumeState:
+    """What a checkpoint has of a run in the moment in which `condition` holds."""
+    kept: list[ResumeState] = []
+
+    async def steps(task: asyncio.Task[None]) -> None:
+        await _until(condition)
+        kept.append(setup.worker.resume_state())
+
+    setup.run(steps)
+    return kept[0]
+
+
 def _of_a_run(folder: Path, *, held: tuple[int, ...] = (2,), trained: int = 0) -> ResumeState:
     """Groups 0 to 3 were admitted at version 0; `held` are in progress, the others are queued, `trained` of them were trained.
     What comes back has gone through JSON."""
@@ -86,17 +98,22 @@ def _resumed(
     return setup, taken
 
 
-def test_finished_groups_are_not_generated_again_and_count_once(tmp_path: Path) -> None:
+def test_finished_groups_are_not_generated_again_and_others_go_on_with_the_tokens_they_have(tmp_path: Path) -> None:
     state = _of_a_run(tmp_path / "a", held=(2,))
     assert [queued.scored.group.group_id for queued in state.queued] == [0, 1, 3]
     assert state.outstanding == [0, 1, 2, 3]
     assert state.ledger["groups"]["started"] == 0
-    setup, taken = _resumed(tmp_path / "b", state, 4)
+    (group,) = state.in_progress
+    assert (group.prompt_id, sorted(group.rollouts)) == (2, [0, 1, 2, 3])
+    setup, taken = _resumed(tmp_path / "b", state, 4, at=1)
     assert [group.group.group_id for group in taken] == [0, 1, 2, 3]
-    assert {name.partition("-")[0] for name in setup.client.names} == {"g2"}
+    assert not {"g0", "g1", "g3"} & {name.partition("-")[0] for name in setup.client.names}
+    assert {name: ids for name, ids in setup.begun.items() if name.startswith("g2")} == {
+        f"g2-r{index}": [9] for index in range(4)
+    }
     counts = setup.ledger.snapshot()
     assert is_closed(counts)
-    assert counts["groups"]["trained"] == counts["groups"]["started"] == 4
+    assert counts["groups"]["trained"] == 4  # each group counts once
     # 3 groups of 4 rollouts with 2 tokens, kept; one whose 4 rollouts had 1 token and got 2 more of the script
     assert counts["tokens"]["trained"] == 3 * 8 + 4 * 3
 
@@ -104,7 +121,7 @@ def test_finished_groups_are_not_generated_again_and_count_once(tmp_path: Path) 
 def test_a_group_that_gets_stale_before_its_task_begins_is_settled_as_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was taken up at version 1 with tokens of version 0, which max_staleness 1 allows; version 2 comes in the same moment."""
+    """It was restored at version 1 with tokens of version 0, which max_staleness 1 allows; version 2 comes in the same moment."""
     state = _of_a_run(tmp_path / "a", held=(2,))
     setup = _Slow(tmp_path / "b", resume=state, version=1)
     admit, calls = setup.worker._admission.admit, 0
@@ -130,7 +147,7 @@ def test_a_group_that_gets_stale_before_its_task_begins_is_settled_as_stale(
 
 def test_a_counter_that_ended_the_run_begins_anew_and_one_below_its_limit_goes_on(tmp_path: Path) -> None:
     state = _of_a_run(tmp_path / "a")
-    for values, kept in (((6, 12), (0, 0)), ((5, 11), (5, 11)), ((7, 13), (0, 0))):
+    for values, kept in (((8, 12), (0, 0)), ((7, 11), (7, 11)), ((9, 13), (0, 0))):
         counters = dict(zip(("failures_in_a_row", "without_signal_in_a_row"), values, strict=True))
         setup = _Setup(tmp_path / f"{values}", resume=replace(state, counters=counters))
         assert tuple(setup.worker.resume_state().counters.values()) == kept
@@ -149,40 +166,23 @@ def test_queued_groups_hold_their_places(tmp_path: Path) -> None:
 def test_a_group_without_samples_keeps_its_place_in_the_queue_of_the_resumed_run(tmp_path: Path) -> None:
     """A step that counts on it must not take another prompt instead."""
     setup = _Setup(tmp_path / "a", lambda name: _answer(1 if name.startswith("g1-") else 1 - int(name[-1]) % 2))
-    kept: list[ResumeState] = []
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        await _until(lambda: len(setup.buffer) == 4)
-        kept.append(setup.worker.resume_state())
-
-    setup.run(steps)
-    assert [(q.scored.group.group_id, bool(q.scored.samples)) for q in kept[0].queued] == [
+    state = _state_when(setup, lambda: len(setup.buffer) == 4)
+    assert [(q.scored.group.group_id, bool(q.scored.samples)) for q in state.queued] == [
         (0, True), (1, False), (2, True), (3, True),
     ]  # fmt: skip
-    resumed, taken = _Setup(tmp_path / "b", resume=kept[0]), []
-
-    async def again(task: asyncio.Task[None]) -> None:
-        taken.extend(await resumed.take(2))
-
-    resumed.run(again)
-    assert [group.group.group_id for group in taken] == [0, 1]
-    counts = resumed.ledger.snapshot()["groups"]
-    assert (counts["queued"], counts["started"]) == (4, 4), "the two taken ones are the trainer's to settle"
+    resumed = _Setup(tmp_path / "b", resume=state)
+    assert [group.group.group_id for group in resumed.taken(2, after_queueing=False)] == [0, 1]
+    counts = resumed.groups()
+    assert (counts["queued"], counts["started"]) == (4, 4), "the two taken ones are the trainer's to close"
 
 
 def test_groups_that_were_replaced_count_in_the_metrics_of_the_step_after_the_resume(tmp_path: Path) -> None:
     """Dynamic sampling: group 1 has no signal, its rewards belong to the next step's mean."""
     script: Any = lambda name: _answer(1 if name.startswith("g1-") else 1 - int(name[-1]) % 2)  # noqa: E731
     setup = _Setup(tmp_path / "a", script, zero_variance="resample")
-    kept: list[ResumeState] = []
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        await _until(lambda: len(setup.buffer) == 4)
-        kept.append(setup.worker.resume_state())
-
-    setup.run(steps)
-    assert [scored.group.group_id for scored in kept[0].noted] == [1]
-    resumed = _Setup(tmp_path / "b", resume=kept[0], zero_variance="resample")
+    state = _state_when(setup, lambda: len(setup.buffer) == 4)
+    assert [scored.group.group_id for scored in state.noted] == [1]
+    resumed = _Setup(tmp_path / "b", resume=state, zero_variance="resample")
     assert [scored.group.group_id for scored in resumed.buffer.take_noted()] == [1]
 
 
@@ -196,26 +196,16 @@ def test_finished_groups_that_would_be_too_stale_are_issued_again(tmp_path: Path
     }  # fmt: skip
 
 
-def test_rollouts_in_progress_go_on_with_the_tokens_they_have(tmp_path: Path) -> None:
-    state = _of_a_run(tmp_path / "a", held=(2,))
-    (group,) = state.in_progress
-    assert group.prompt_id == 2
-    assert sorted(group.rollouts) == [0, 1, 2, 3]
-    setup, _ = _resumed(tmp_path / "b", state, 4, at=1)
-    assert {name: ids for name, ids in setup.begun.items() if name.startswith("g2")} == {
-        f"g2-r{index}": [9] for index in range(4)
-    }
-
-
-def test_rollouts_in_progress_that_would_be_too_stale_begin_anew(tmp_path: Path) -> None:
-    setup, _ = _resumed(tmp_path / "b", _of_a_run(tmp_path / "a", held=(2,)), 4, at=2)
+@pytest.mark.parametrize("why", ["too stale", "synchronous"])
+def test_open_turns_begin_anew_where_they_would_be_too_stale_or_the_run_is_synchronous(
+    tmp_path: Path, why: str
+) -> None:
+    """A synchronous run generates the turn again from its seed, which gives the same bits."""
+    how: dict[str, Any] = {"at": 2} if why == "too stale" else {"keeps_open_turns": False}
+    setup, _ = _resumed(tmp_path / "b", _of_a_run(tmp_path / "a", held=(2,)), 4, **how)
     assert setup.begun["g2-r0"] == []
-
-
-def test_a_synchronous_run_generates_a_turn_that_was_open_again_from_its_seed(tmp_path: Path) -> None:
-    setup, _ = _resumed(tmp_path / "b", _of_a_run(tmp_path / "a", held=(2,)), 4, keeps_open_turns=False)
-    assert setup.begun["g2-r0"] == []
-    assert setup.ledger.snapshot()["tokens"]["started"] == 4 * 4 * 2  # as if there had been no token
+    if why == "synchronous":
+        assert setup.ledger.snapshot()["tokens"]["started"] == 4 * 4 * 2  # as if there had been no token
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -223,16 +213,11 @@ def test_what_was_not_taken_up_yet_is_in_the_next_checkpoint_too(tmp_path: Path,
     """With 0 there is no place for groups 2 and 3 yet: 0 and 1 are queued; with 1 they are admitted and have not begun to run."""
     state = _of_a_run(tmp_path / "a", held=(2, 3))
     setup = _Slow(tmp_path / "b", resume=state, max_staleness=max_staleness)
-    again: list[ResumeState] = []
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        again.append(setup.worker.resume_state())
-
-    setup.run(steps)
-    assert again[0].in_progress == state.in_progress
-    assert again[0].outstanding == state.outstanding
-    assert [queued.scored.group.group_id for queued in again[0].queued] == [0, 1]
-    assert again[0].ledger["groups"]["started"] == 0
+    again = _state_when(setup, lambda: True)
+    assert again.in_progress == state.in_progress
+    assert again.outstanding == state.outstanding
+    assert [queued.scored.group.group_id for queued in again.queued] == [0, 1]
+    assert again.ledger["groups"]["started"] == 0
 
 
 def test_whole_rollouts_and_turns_stay_when_open_turns_are_dropped() -> None:
@@ -248,7 +233,6 @@ def test_whole_rollouts_and_turns_stay_when_open_turns_are_dropped() -> None:
 def test_a_rollout_that_failed_is_tried_again_and_one_that_is_over_is_not(tmp_path: Path) -> None:
     """Group 2 waits for its slowest rollout; one of the others failed."""
     setup = _Slow(tmp_path / "a")
-    produced: list[ResumeState] = []
     gate = asyncio.Event()
     generate = setup.client.generate
 
@@ -261,16 +245,12 @@ def test_a_rollout_that_failed_is_tried_again_and_one_that_is_over_is_not(tmp_pa
 
     setup.client.generate = one_is_slow  # type: ignore[method-assign]
 
-    async def steps(task: asyncio.Task[None]) -> None:
-        await _until(lambda: len(setup.buffer) == 3)
-        produced.append(setup.worker.resume_state())
-
-    setup.run(steps)
-    (group,) = produced[0].in_progress
+    state = _state_when(setup, lambda: len(setup.buffer) == 3)
+    (group,) = state.in_progress
     assert isinstance(group, GroupSnapshot)
     assert sorted(group.rollouts) == [0, 2]
     assert all(isinstance(each, RolloutCompletion) for each in group.rollouts.values())
-    resumed, _ = _resumed(tmp_path / "b", produced[0], 4)
+    resumed, _ = _resumed(tmp_path / "b", state, 4)
     assert sorted(name for name in resumed.client.names if name.startswith("g2")) == ["g2-r1", "g2-r3"]
 
 

@@ -18,7 +18,6 @@ import pytest
 from grpo_async.errors import RunError
 from grpo_async.inference.fleet import ServerState
 from grpo_async.processes.failures import explain, first_failure
-from grpo_async.rollout.in_flight import GroupInFlight, describe
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.trainer.loop import Activity
 from grpo_async.trainer.stall import StallGuard, thread_stacks
@@ -209,18 +208,6 @@ def test_tasks_of_a_loop_that_hangs_show_the_whole_way_to_where_they_wait() -> N
     assert way[0].startswith("Task-")
     assert way[1].startswith("reward test_stall.py:")
     assert way[-1].startswith("wait locks.py:")
-
-
-def test_groups_in_flight_are_told_with_the_oldest() -> None:
-    groups = [
-        GroupInFlight(group_id=8, age_s=3.0, stage="generating", tokens={}),
-        GroupInFlight(group_id=7, age_s=31.0, stage="being scored", tokens={1: 8, 0: 12}),
-    ]
-    assert describe(groups) == (
-        "2 groups in flight (1 generating, 1 being scored), the oldest: group 7, for 31 s: being scored, "
-        "tokens of its rollouts: 0: 12, 1: 8"
-    )
-    assert describe([]) == "no group in flight"
 
 
 def test_a_run_that_stood_still_ends_with_that_error_though_it_came_to_its_end() -> None:
