@@ -21,18 +21,6 @@ _ROUNDING = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionRollout:
-    """One checked entry. `completion_ids`, `mask` and `logprobs` have equal length; logprobs are 0.0 where the mask is 0."""
-
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    mask: list[int]
-    logprobs: list[float]
-    extra: dict[str, Any]
-    text: str  # of the whole completion, without special tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputReader:
     """What is known of the model.
 
@@ -48,12 +36,14 @@ class OutputReader:
     num_tokens: int
     max_model_len: int
 
-    def read(self, output: Any, count: int) -> list[FunctionRollout]:
-        """One entry per rollout.
+    def read(
+        self, output: Any, rollout_ids: Sequence[str], *, version: int, started_at: float
+    ) -> list[RolloutCompletion]:
+        """One completion per rollout, whose tokens are all stamped with `version`; how long it took is left to the caller.
 
         Raises:
-            RolloutContractError: a key is missing, a list has not `count` entries, lengths of one rollout differ, an id is not
-                one of the model's, a rollout is longer than the model takes, or the logprob of a sampled token is missing or
+            RolloutContractError: a key is missing, a list has not one entry per rollout, lengths of one rollout differ, an id is
+                not one of the model's, a rollout is longer than the model takes, or the logprob of a sampled token is missing or
                 not finite.
         """
         if not isinstance(output, Mapping):
@@ -61,11 +51,11 @@ class OutputReader:
         missing = sorted(set(REQUIRED_KEYS) - output.keys())
         if missing:
             raise RolloutContractError(f"rollout_func must return keys {missing} in its output dict.")
-        columns = {key: _listed(key, value, count) for key, value in output.items()}
+        columns = {key: _listed(key, value, len(rollout_ids)) for key, value in output.items()}
         required = {key: columns.pop(key) for key in REQUIRED_KEYS}
         masks, token_ids = (columns.pop(key, None) for key in _OPTIONAL_LISTS)
-        rows = []
-        for index in range(count):
+        completions = []
+        for index, rollout_id in enumerate(rollout_ids):
             ids = self._ids(required["completion_ids"][index], f"completion_ids[{index}]")
             prompt_ids = self._ids(required["prompt_ids"][index], f"prompt_ids[{index}]")
             if len(prompt_ids) + len(ids) > self.max_model_len:
@@ -75,48 +65,40 @@ class OutputReader:
                 )
             mask = _mask(None if masks is None else masks[index], len(ids), index)
             names = None if token_ids is None else token_ids[index]
-            rows.append(
-                FunctionRollout(
+            logprobs = _logprobs(required["logprobs"][index], ids, mask, names, index)
+            is_whole = bool(ids) and ids[-1] in self.end_of_turn_ids
+            completions.append(
+                RolloutCompletion(
+                    rollout_id=rollout_id,
                     prompt_ids=prompt_ids,
-                    completion_ids=ids,
-                    mask=mask,
-                    logprobs=_logprobs(required["logprobs"][index], ids, mask, names, index),
-                    extra={key: values[index] for key, values in columns.items()},
-                    text=self.decode(ids),
+                    turns=self._turns(ids, mask, logprobs, version=version, started_at=started_at),
+                    status=RolloutStatus.FINISHED if is_whole else RolloutStatus.TRUNCATED,
+                    truncated=not is_whole,
+                    reward_columns={key: values[index] for key, values in columns.items()},
+                    started_at=started_at,
                 )
             )
-        return rows
+        return completions
 
-    def completion(
-        self, row: FunctionRollout, *, rollout_id: str, version: int, duration_s: float, started_at: float = 0.0
-    ) -> RolloutCompletion:
-        """A completion whose tokens are all stamped with `version`. Its turns end where the mask goes from 0 to 1. The first
-        begins with the call of the function; when the others did is not known."""
-        ids = row.completion_ids
+    def _turns(
+        self, ids: list[int], mask: list[int], logprobs: list[float], *, version: int, started_at: float
+    ) -> list[TurnRecord]:
+        """A turn ends where the mask goes from 0 to 1. The first begins with the call of the function; when the others did is not
+        known. The text of the whole completion stands once."""
+        message = TaggedMessage(role="assistant", content=self.decode(ids), origin=Origin.POLICY)
         is_whole = bool(ids) and ids[-1] in self.end_of_turn_ids
-        message = TaggedMessage(role="assistant", content=row.text, origin=Origin.POLICY)
-        turns = [
+        return [
             TurnRecord(
                 output_ids=ids[begin:cut],
-                output_logprobs=row.logprobs[begin:cut],
+                output_logprobs=logprobs[begin:cut],
                 policy_versions=[version] * (cut - begin),
                 finish_reason=FinishReason.STOP if is_whole or end < len(ids) else FinishReason.LENGTH,
-                messages=[message] if begin == 0 else [],  # the text of the whole completion stands once
+                messages=[message] if begin == 0 else [],
                 tool_response_ids=ids[cut:end],
                 started_at=started_at if begin == 0 else 0.0,
             )
-            for begin, cut, end in turn_borders(row.mask)
+            for begin, cut, end in turn_borders(mask)
         ]
-        return RolloutCompletion(
-            rollout_id=rollout_id,
-            prompt_ids=row.prompt_ids,
-            turns=turns,
-            status=RolloutStatus.FINISHED if is_whole else RolloutStatus.TRUNCATED,
-            truncated=not is_whole,
-            total_duration_s=duration_s,
-            reward_columns=row.extra,
-            started_at=started_at,
-        )
 
     def _ids(self, value: Any, where: str) -> list[int]:
         value = _plain_list(value)
@@ -137,14 +119,10 @@ def turn_borders(mask: Sequence[int]) -> list[tuple[int, int, int]]:
     [1, 1, 0, 1] -> [(0, 2, 3), (3, 4, 4)]; [0, 1] -> [(0, 0, 1), (1, 2, 2)].
     """
     borders = []
-    begin = 0
-    while begin < len(mask):
-        cut = begin
-        while cut < len(mask) and mask[cut]:
-            cut += 1
-        end = cut
-        while end < len(mask) and not mask[end]:
-            end += 1
+    begin, length = 0, len(mask)
+    while begin < length:
+        cut = next((place for place in range(begin, length) if not mask[place]), length)
+        end = next((place for place in range(cut, length) if mask[place]), length)
         borders.append((begin, cut, end))
         begin = end
     return borders

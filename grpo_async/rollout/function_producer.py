@@ -16,10 +16,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_async.config.interaction_sections import RolloutFunctionSection
@@ -133,18 +134,20 @@ class FunctionProducer:
         ]
         trainer = self._make_trainer(groups[0].request.seed)
         trainer.open(asyncio.get_running_loop(), has_async_caller=is_async(self._function))
-        call = UserCall(
-            functools.partial(self._function, prompts, trainer),
-            finish=lambda output: self._reader.read(output, sum(sizes)),  # in the thread: a long list takes its time
-        )
         began, started_at = time.monotonic(), time.time()
         names = [group.request.name for group in groups]
+        ids = [f"{name}-r{index}" for name, size in zip(names, sizes, strict=True) for index in range(size)]
+        call = UserCall(
+            functools.partial(self._function, prompts, trainer),
+            # in the thread: a long list takes its time
+            finish=lambda output: self._reader.read(output, ids, version=version, started_at=started_at),
+        )
         try:
-            with self._tracks.span("rollout function", groups=names, rollouts=sum(sizes)):
+            with self._tracks.span("rollout function", groups=names, rollouts=len(ids)):
                 outcome = await self._caller.run(call)
         except TimeoutError as error:
             raise DeadlineError(
-                f"the rollout function to return {sum(sizes)} rollouts",
+                f"the rollout function to return {len(ids)} rollouts",
                 waited_s=self._section.timeout_s,
                 setting="rollout_function.timeout_s",
                 hint=f"It holds its event loop at {error.where}." if isinstance(error, LoopHeldError) else "",
@@ -155,21 +158,9 @@ class FunctionProducer:
             if isinstance(outcome.error, Exception):
                 raise outcome.error
             raise RunError(f"the rollout function raised {outcome.summary}") from outcome.error
-        rows = iter(outcome)
         duration_s = time.monotonic() - began
-        return [
-            [
-                self._reader.completion(
-                    next(rows),
-                    rollout_id=f"{group.request.name}-r{index}",
-                    version=version,
-                    duration_s=duration_s,
-                    started_at=started_at,
-                )
-                for index in range(group.request.size)
-            ]
-            for group in groups
-        ]
+        completions = (replace(completion, total_duration_s=duration_s) for completion in outcome)
+        return [list(itertools.islice(completions, size)) for size in sizes]
 
 
 def _give_up(call: asyncio.Task[None], groups: Sequence[_Waiting], _: asyncio.Future[Any]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
@@ -24,6 +24,8 @@ from grpo_async.rollout.producer import GroupProducer
 from grpo_async.tools import Tool, load_tools
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.user_code.references import resolve_function
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,33 +101,34 @@ def load_participants(config: ExperimentConfig) -> Participants:
         ConfigError: something cannot be found, imported or used; one line for each.
     """
     problems: list[str] = []
-    tools: list[Tool] = []
-    environments = function = None
-    try:
-        tools = load_tools(config.tools)
-    except ConfigError as error:
-        problems.append(str(error))
-    if config.environments:
+
+    def attempt(load: Callable[[], Result]) -> Result | None:
         try:
-            environments = load_environments(config.environments, tools)
+            return load()
         except ConfigError as error:
             problems.append(str(error))
-    if config.rollout_function is not None:
-        try:
-            reference = config.rollout_function.function
-            where = f"rollout_function.function: {reference}"
-            function = resolve_function(reference, where)
-            try:
-                inspect.signature(function).bind([], None)
-            except TypeError as error:
-                raise ConfigError(f"{where}: it is called as f(prompts, trainer), but: {error}") from error
-        except ConfigError as error:
-            problems.append(str(error))
+            return None
+
+    tools = attempt(lambda: load_tools(config.tools)) or []
+    environments = attempt(lambda: load_environments(config.environments, tools)) if config.environments else None
+    function = attempt(lambda: _load_function(config))
     if problems:
         if environments is not None:
             asyncio.run(environments.close())
         raise ConfigError("\n".join(problems))
     return Participants(config=config, tools=tools, environments=environments, function=function)
+
+
+def _load_function(config: ExperimentConfig) -> Callable[..., Any] | None:
+    if config.rollout_function is None:
+        return None
+    where = f"rollout_function.function: {config.rollout_function.function}"
+    function = resolve_function(config.rollout_function.function, where)
+    try:
+        inspect.signature(function).bind([], None)
+    except TypeError as error:
+        raise ConfigError(f"{where}: it is called as f(prompts, trainer), but: {error}") from error
+    return function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -228,6 +228,10 @@ def test_messages_keep_their_calls_and_what_tools_said_is_guarded() -> None:
     assert (seen[2].name, seen[2].tool_call_id) == ("f", "a")
 
 
+def _read(output: Any, count: int) -> list[RolloutCompletion]:
+    return READER.read(output, [f"r{index}" for index in range(count)], version=7, started_at=0.0)
+
+
 # ---- what it must not return, and the forms that are taken ----
 
 
@@ -255,22 +259,22 @@ def test_what_a_function_must_not_return(change: dict[str, Any], message: str) -
     """R4.2, R5.4: wrong counts and missing keys raise a ValueError that names them."""
     output = {key: value for key, value in _output(2, **change).items() if value is not None}
     with pytest.raises(ValueError, match=message):
-        READER.read(output, 2)
+        _read(output, 2)
 
 
 def test_logprobs_may_come_as_lists_of_the_most_likely_tokens_and_numbers_as_numpys() -> None:
     """TRL's form: logprobs [position][k] with logprob_token_ids of the same shape."""
     output = _output(1, logprobs=[[[-0.9, -0.1], [-0.2, -0.8]]], logprob_token_ids=[[[7, 5], [2, 9]]])
-    (row,) = READER.read(output, 1)
-    assert (row.logprobs, row.extra) == ([-0.1, -0.2], {})
+    (completion,) = _read(output, 1)
+    assert (completion.logprobs, completion.reward_columns) == ([-0.1, -0.2], {})
     output = {
         "prompt_ids": np.array([[1]]),
         "completion_ids": [[np.int64(5), np.int64(2)]],
         "logprobs": [list(np.array([-0.1, -0.2], dtype=np.float32))],
     }
-    (row,) = READER.read(output, 1)
-    assert row.completion_ids == [5, 2]
-    assert row.logprobs == pytest.approx([-0.1, -0.2])
+    (completion,) = _read(output, 1)
+    assert completion.completion_ids == [5, 2]
+    assert completion.logprobs == pytest.approx([-0.1, -0.2])
 
 
 # ---- calls that fail, hang, or go on after their end ----

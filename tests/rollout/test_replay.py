@@ -143,20 +143,15 @@ def _worst_difference(model: Path, samples: Sequence[RolloutSample], temperature
 
 
 def _check_shape(completions: Sequence[RolloutCompletion], renderer: ChatRenderer) -> None:
-    """Several turns, tool results masked, ids as sampled plus suffixes."""
+    """Several turns, tool results masked, ids as sampled plus suffixes; control text of a tool is no control token."""
     assert any(len(completion.turns) == MAX_TURNS for completion in completions)
     assert any(len(turn.tool_calls) == 2 for completion in completions for turn in completion.turns)
-    for completion in completions:
-        for turn in completion.turns[:-1]:
-            assert turn.finish_reason is FinishReason.STOP
-            assert turn.tool_response_ids
-            # the guard: control text of a tool did not become the control token
-            text = renderer.tokenizer.decode(turn.tool_response_ids)
-            num_results = len(turn.tool_calls)
-            assert text.count("<|im_end|>") == turn.tool_response_ids.count(renderer.tokenizer.eos_token_id) + sum(
-                not call.failed for call in turn.tool_calls
-            )
-            assert num_results >= 1
+    for turn in (turn for completion in completions for turn in completion.turns[:-1]):
+        assert turn.finish_reason is FinishReason.STOP
+        assert turn.tool_calls
+        num_texts = renderer.tokenizer.decode(turn.tool_response_ids).count("<|im_end|>")
+        num_tokens = turn.tool_response_ids.count(renderer.tokenizer.eos_token_id)
+        assert num_texts == num_tokens + sum(not call.failed for call in turn.tool_calls)
 
 
 def _agree(model: Path, renderer: ChatRenderer, url: str, token: str | None, *, tolerance: float) -> list[list[int]]:

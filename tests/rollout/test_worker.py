@@ -242,39 +242,15 @@ def _stops_with_nothing_to_learn(setup: _Setup, message: str) -> None:
 
 def test_a_group_becomes_samples_with_advantages(tmp_path: Path) -> None:
     setup = _Setup(tmp_path)
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        await setup.queue_up()
-        groups = await setup.take(2)
-        assert [group.group.group_id for group in groups] == [0, 1]
-        # rewards 1, 0, 1, 0: mean 0.5, sample std sqrt(4 x 0.25 / 3) = 0.57735
-        advantages = [sample.advantage for sample in groups[0].samples]
-        assert advantages == pytest.approx([0.866, -0.866, 0.866, -0.866], abs=1e-3)
-        sample = groups[0].samples[0]
-        assert sample.token_ids == [1, 1, 1, 2]
-        assert sample.loss_mask == [0, 0, 1, 1]
-        assert sample.sampler_logprobs == [0.0, 0.0, -0.1, -0.2]
-        for group in groups:
-            setup.worker.settle_group(group.group, GroupStatus.TRAINED, scored=group, step=1)
-
-    setup.run(steps)
-    counts = setup.groups()
-    assert counts["trained"] == 2
-    assert counts["queued"] == 2  # (0 + 1 + 1) x 2 groups were admitted, 2 of them taken
-    assert setup.statuses()["trained"] == 2
-
-
-def test_generation_stops_at_what_admission_allows_and_goes_on_with_a_new_version(tmp_path: Path) -> None:
-    setup = _Setup(tmp_path)
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        await setup.take(4)
-        assert setup.groups()["started"] == 4
-        setup.admission.advance(1)
-        await setup.take(2, version=1)
-        assert setup.groups()["started"] == 6
-
-    setup.run(steps)
+    groups = setup.taken(2)
+    assert [group.group.group_id for group in groups] == [0, 1]
+    # rewards 1, 0, 1, 0: mean 0.5, sample std sqrt(4 x 0.25 / 3) = 0.57735
+    advantages = [sample.advantage for sample in groups[0].samples]
+    assert advantages == pytest.approx([0.866, -0.866, 0.866, -0.866], abs=1e-3)
+    sample = groups[0].samples[0]
+    assert (sample.token_ids, sample.loss_mask) == ([1, 1, 1, 2], [0, 0, 1, 1])
+    assert sample.sampler_logprobs == [0.0, 0.0, -0.1, -0.2]
+    assert setup.groups()["started"] == 4  # (0 + 1 + 1) x 2 groups are admitted
 
 
 def test_a_failed_rollout_leaves_its_group_to_the_survivors(tmp_path: Path) -> None:
@@ -481,27 +457,6 @@ def test_in_flight_groups_that_became_too_stale_are_cancelled_and_counted(tmp_pa
     assert setup.ledger.snapshot()["tokens"]["stale"] == 4 * 4 * 2
 
 
-def test_prompts_that_were_not_settled_are_issued_first_after_a_resume(tmp_path: Path) -> None:
-    """Design, invariant 10: no prompt is skipped."""
-    setup = _Setup(tmp_path / "a")
-    kept: list[ResumeState] = []
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        groups = await setup.take(4)
-        setup.worker.settle_group(groups[1].group, GroupStatus.TRAINED, scored=groups[1], step=1)
-        kept.append(setup.worker.resume_state())
-
-    setup.run(steps)
-    assert kept[0].outstanding == [0, 2, 3]
-    resumed = _Setup(tmp_path / "b", resume=kept[0])
-
-    async def again(task: asyncio.Task[None]) -> None:
-        groups = await resumed.take(4)
-        assert [group.group.group_id for group in groups] == [0, 2, 3, 4]
-
-    resumed.run(again)
-
-
 def test_groups_that_fail_by_one_cause_count_as_one_failure(tmp_path: Path) -> None:
     """R6.6: one call of a rollout function that fails takes all of its groups with it; that is not everything failing."""
     setup = _Setup(tmp_path)
@@ -531,18 +486,6 @@ def test_a_broken_contract_ends_the_run_with_every_group_accounted_for(tmp_path:
     setup.produce_instead(broken)
     setup.fails(RolloutContractError, "logprobs")  # asserts that the ledger is closed and nothing in flight
     assert setup.statuses()["failed"] >= 1
-
-
-def test_truncated_completions_that_are_masked_are_named_when_nothing_else_comes(tmp_path: Path) -> None:
-    def script(name: str) -> Generation:
-        answer = _alternating(name)
-        answer.finish_reason = FinishReason.LENGTH
-        return answer
-
-    setup = _Setup(tmp_path, script)
-    setup.worker._scorer._train_truncated = False
-
-    _stops_with_nothing_to_learn(setup, r"all its completions were truncated, and rollout\.overlong is mask")
 
 
 def test_tools_that_always_fail_are_named_when_there_is_nothing_to_learn(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +27,7 @@ from tests.servers.embedded_support import (
     with_weights,
     worst_error,
 )
+from tests.support.dying_trainer import killed_trainer
 from tests.support.tiny_model import build_tiny_model
 from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher, push_state_dict
@@ -230,7 +229,7 @@ def test_a_trainer_that_is_killed_leaves_the_old_weights_and_the_next_one_goes_o
 ) -> None:
     old = load(tiny_model)
     request = make_request(prompt(20), seed=1, max_tokens=400)
-    _dying_trainer(server.url, tiny_model, moment)
+    killed_trainer(server.url, None, tiny_model, moment)
     assert server.is_paused()
     [answer] = server.ask(request)
     server.post("/resume")
@@ -240,46 +239,6 @@ def test_a_trainer_that_is_killed_leaves_the_old_weights_and_the_next_one_goes_o
     weights = perturbed(old, seed=2)
     push_state_dict(server.url, None, weights, 3)
     assert serves(server, with_weights(tiny_model, weights), version=3)
-
-
-_TRAINER = """
-import signal, sys
-from pathlib import Path
-from tests.servers.embedded_support import load, perturbed
-from tests.support.weight_push import WeightPusher
-url, folder, moment = sys.argv[1:]
-def die_here(name):
-    if name == moment:
-        print("here", flush=True)
-        signal.pause()  # until killed
-with WeightPusher(url, None, timeout_s=20.0) as pusher:
-    weights = perturbed(load(Path(folder)), seed=1)
-    pusher.connect()
-    pusher.post("/pause", mode="keep")
-    die_here("pause")
-    pusher.post("/start_weight_update")
-    die_here("start")
-    broadcast, sent = pusher.group.broadcast, []
-    def counting(buffer, **kwargs):
-        broadcast(buffer, **kwargs)
-        sent.append(1)
-        if len(sent) == 3:
-            die_here("broadcast")
-    pusher.group.broadcast = counting
-    pusher.update(weights, bucket_bytes=50_000)
-    die_here("update")
-"""
-
-
-def _dying_trainer(url: str, folder: Path, moment: str) -> None:
-    """A process that pushes and is killed with SIGKILL when it has come to `moment`."""
-    command = [sys.executable, "-c", _TRAINER, url, str(folder), moment]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        try:
-            assert trainer.stdout is not None
-            assert trainer.stdout.readline() == "here\n"  # ends at the latest with the process
-        finally:
-            trainer.kill()
 
 
 def test_received_weights_serve_only_once_the_update_is_finished(server: Live, tiny_model: Path) -> None:

@@ -72,7 +72,7 @@ class Completion:
 
 @dataclass(slots=True, kw_only=True)
 class VllmServer:
-    """One running server. `started_s` is the time from exec to a healthy server, in seconds."""
+    """One running server."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -80,7 +80,6 @@ class VllmServer:
     log: Path
     authority: str | None = None
     """PEM file of the certificates to trust; None over plain HTTP."""
-    started_s: float = 0.0
     client: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,9 +93,7 @@ class VllmServer:
         return True if self.authority is None else ssl.create_default_context(cafile=self.authority)
 
     def info(self) -> ServerInfo:
-        response = self.client.get(INFO_PATH)
-        response.raise_for_status()
-        return ServerInfo.model_validate_json(response.content)
+        return ServerInfo.model_validate_json(self.client.get(INFO_PATH).raise_for_status().content)
 
     def chunks(self, token_ids: list[int], **fields: Any) -> Generator[GenerateChunk, None, None]:
         """Stream one completion; fields are those of GenerateRequest."""
@@ -113,8 +110,7 @@ class VllmServer:
         return join(self.chunks(token_ids, **fields))
 
     def score(self, token_ids: list[int]) -> ScoreAnswer:
-        response = self.client.post(SCORE_PATH, json={"token_ids": token_ids})
-        response.raise_for_status()
+        response = self.client.post(SCORE_PATH, json={"token_ids": token_ids}).raise_for_status()
         return ScoreAnswer.model_validate_json(response.content)
 
     def begin_post(
@@ -179,7 +175,6 @@ def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServ
     token = secrets.token_hex(8)
     log = folder / "server.log"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    began = time.monotonic()
     sockets = tempfile.mkdtemp(prefix="vllm-")  # short: a socket's path has at most 107 characters
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -200,7 +195,6 @@ def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServ
     below: list[psutil.Process] = []
     try:
         _wait_until_healthy(server)
-        server.started_s = time.monotonic() - began
         below = server.processes()
         yield server
     finally:

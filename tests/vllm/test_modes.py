@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from grpo_async.inference.surface import GENERATE_PATH, GenerateChunk
+from grpo_async.inference.surface import GenerateChunk
 from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import TOLERANCE, Reference, assert_exact, largest_difference
-from tests.vllm.server import MAX_NUM_SEQS, Completion, VllmServer, join, request_body
+from tests.vllm.server import MAX_NUM_SEQS, Completion, VllmServer, join
 
 pytestmark = pytest.mark.vllm
 
@@ -164,24 +164,6 @@ def test_drain_lets_requests_end_with_the_old_weights_and_holds_new_ones_for_the
         assert_exact(model_b, LONG_PROMPT, held.done.result(30), version + 1)
 
 
-def test_a_drain_that_takes_too_long_is_refused_and_does_not_pause(
-    vllm_server: VllmServer, model_a: Reference, version: int
-) -> None:
-    with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
-        running = start(PROMPT, 900)
-        assert running.began.wait(30)
-        pausing = vllm_server.begin_post(
-            pool, "/pause", params={"mode": "drain", "timeout_s": "0.3"}
-        )  # about 100 tokens
-        held = start(LONG_PROMPT, 24)
-        response = pausing.result(30)
-        assert response.status_code == 504
-        assert "weights.drain_timeout_s" in response.json()["error"]
-        assert vllm_server.client.get("/is_paused").json() == {"is_paused": False}
-        assert_exact(model_a, LONG_PROMPT, held.done.result(30), version)  # nobody holds it any more
-        assert running.done.result(60).finish_reason == "length"
-
-
 def test_abort_ends_requests_with_what_they_have_and_a_client_goes_on_exactly(
     vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher
 ) -> None:
@@ -206,19 +188,6 @@ def test_abort_ends_requests_with_what_they_have_and_a_client_goes_on_exactly(
             if part.token_ids:
                 assert_exact(model_a, prompt, part, version)
             assert_exact(model_b, prompt + part.token_ids, rest.done.result(60), version + 1)
-
-
-def test_a_client_that_leaves_while_it_is_held_is_forgotten(vllm_server: VllmServer, version: int) -> None:
-    before = vllm_server.info().generated_tokens
-    vllm_server.client.post("/pause")
-    try:
-        with pytest.raises(Exception, match="timed out"):
-            vllm_server.client.post(GENERATE_PATH, json=request_body(PROMPT, max_tokens=900), timeout=0.5)
-        assert eventually(lambda: not vllm_server.info().active_requests, 30.0)
-    finally:
-        vllm_server.client.post("/resume")
-    assert vllm_server.generate(PROMPT, max_tokens=2).finish_reason == "length"
-    assert vllm_server.info().generated_tokens == before + 2
 
 
 def test_vllms_own_routes_wait_too_and_never_see_the_cache_of_older_weights(

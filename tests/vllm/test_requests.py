@@ -110,20 +110,6 @@ def test_a_request_without_a_token_enters_again_and_nobody_outside_notices() -> 
     _run(run())
 
 
-def test_a_request_that_is_just_entering_enters_again_afterwards() -> None:
-    async def run() -> None:
-        engine = _Engine()
-        request, _, _ = _request(engine)
-        entering, again = asyncio.create_task(request.enter()), asyncio.create_task(request.enter_again())
-        await _turns()
-        assert not again.done()
-        engine.may_enter.set()
-        await asyncio.gather(entering, again)
-        assert engine.events == ["entered 0", "aborted 0", "entered 1"]
-
-    _run(run())
-
-
 def test_a_client_that_leaves_while_its_request_enters_again_takes_the_new_entry_with_it() -> None:
     async def run() -> None:
         engine = _Engine()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
 from grpo_async.inference.surface import GenerateChunk
+from tests.support.dying_trainer import killed_trainer
 from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import TOLERANCE, Reference, assert_exact, largest_difference
 from tests.vllm.server import VllmServer, join
@@ -139,61 +135,21 @@ def test_an_update_that_does_not_fit_leaves_the_old_weights_serving(
     _assert_serves(vllm_server, model_b, version + 2)
 
 
-_TRAINER = """
-import json, sys, threading
-from pathlib import Path
-from transformers import Qwen3ForCausalLM
-from tests.support.weight_push import WeightPusher
-
-url, token, folder, moment = json.loads(sys.argv[1])
-parameters = dict(Qwen3ForCausalLM.from_pretrained(folder).named_parameters())
-pusher = WeightPusher(url, token, timeout_s=60.0)
-
-def die_here():
-    print("now", flush=True)
-    threading.Event().wait(60)
-
-pusher.connect()
-pusher.post("/pause")
-if moment == "after pause":
-    die_here()
-pusher.post("/start_weight_update")
-if moment == "after start":
-    die_here()
-if moment == "mid-broadcast":
-    broadcast, count = pusher.group.broadcast, []
-    def broadcast_three(buffer, *, timeout_s):
-        if len(count) == 3:
-            die_here()
-        count.append(buffer)
-        broadcast(buffer, timeout_s=timeout_s)
-    pusher.group.broadcast = broadcast_three
-pusher.update(parameters, bucket_bytes=20_000)
-die_here()
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [
-        pytest.param("after pause", marks=pytest.mark.nightly),
-        pytest.param("after start", marks=pytest.mark.nightly),
-        "mid-broadcast",
-        pytest.param("before finish", marks=pytest.mark.nightly),
+        pytest.param("pause", marks=pytest.mark.nightly),
+        pytest.param("start", marks=pytest.mark.nightly),
+        "broadcast",
+        pytest.param("update", marks=pytest.mark.nightly),
     ],
 )
 def test_a_trainer_that_is_killed_before_finish_leaves_the_old_weights_serving_exactly(
     vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, moment: str
 ) -> None:
     before = vllm_server.score(LONG_PROMPT)
-    arguments = json.dumps([vllm_server.url, vllm_server.token, str(model_b.folder), moment])
-    command = [sys.executable, "-c", _TRAINER, arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as trainer:
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline().strip() == "now"
-        trainer.send_signal(signal.SIGKILL)
-        trainer.wait(10)
+    killed_trainer(vllm_server.url, vllm_server.token, model_a.folder, moment)
     # the next trainer finds the server paused, the update open, the group broken
     with WeightPusher(vllm_server.url, vllm_server.token, timeout_s=10.0) as restarted:
         assert vllm_server.client.get("/is_paused").json() == {"is_paused": True}

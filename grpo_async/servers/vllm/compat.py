@@ -1,4 +1,4 @@
-"""What we import from vLLM, and calls that need explaining; written for the versions of `command`. Imported inside vLLM's processes only.
+"""What we import from vLLM, and calls that need explaining, for the versions of `command`. Imported in vLLM's processes only.
 
 Each function says which behaviour of vLLM it relies on; a new vLLM version is supported when this file and patches.py fit it.
 """
