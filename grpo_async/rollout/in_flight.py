@@ -48,6 +48,11 @@ class OpenGroup:
         return sum(self.num_tokens.values())
 
     @property
+    def oldest_version(self) -> int | None:
+        """Among the tokens received so far."""
+        return min(self.oldest_versions.values(), default=None)
+
+    @property
     def stage(self) -> str:
         if self.scored is not None:
             return "waiting for room in the queue"

@@ -99,18 +99,14 @@ class RolloutWorker:
         self._restorable: dict[int, GroupSnapshot] = {}
         self._reissue: list[int] = []
         if resume is not None:
-            queued = self._put_back(resume, version)
+            queued = self._put_back(resume)
             self._reissue = [prompt_id for prompt_id in resume.outstanding if prompt_id not in queued]
             self._restorable = {group.prompt_id: group for group in resume.in_progress}
 
-    def _put_back(self, resume: ResumeState, version: int) -> set[int]:
+    def _put_back(self, resume: ResumeState) -> set[int]:
         """Queue the groups that were finished, but for those that are too stale by now (max_staleness was lowered): their
         prompts are issued again. Returns the prompts of those that are queued."""
-        kept = [
-            queued
-            for queued in resume.queued
-            if (oldest := queued.scored.oldest_version) is None or version - oldest <= self._section.max_staleness
-        ]
+        kept = [queued for queued in resume.queued if not self._is_stale(queued.scored.oldest_version)]
         for queued in kept:
             group_id = queued.scored.group.group_id
             self._ledger.start(group_id)
@@ -170,10 +166,7 @@ class RolloutWorker:
         """Go on with what a checkpoint has of a group, unless it would be too stale when it is done."""
         prompt_id = entry.group.prompt.prompt_id
         group = self._restorable.pop(prompt_id, None)
-        if group is None:
-            return
-        oldest = group.oldest_version
-        if oldest is not None and self._server_version - oldest > self._section.max_staleness:
+        if group is None or self._is_stale(group.oldest_version):
             return
         rollouts = group.rollouts if self._keeps_open_turns else without_open_turns(group.rollouts)
         self._ledger.generated(prompt_id, entry.restore(rollouts))
@@ -250,7 +243,9 @@ class RolloutWorker:
         async with self._producer.produce(request) as produced:
             prompt = entry.group.prompt
             entry.group = group = RolloutGroup(group_id=group_id, prompt=prompt, completions=produced.completions)
-            if self._is_too_stale(entry):  # a producer that reports its tokens at the end only was not cancelled before
+            if self._is_stale(
+                entry.oldest_version
+            ):  # a producer that reports its tokens at the end only was not cancelled before
                 raise _TooStaleError
             failed = [i for i, c in enumerate(group.completions) if c.status is RolloutStatus.FAILED]
             for index in failed:
@@ -359,14 +354,13 @@ class RolloutWorker:
         self._server_version = version
         self._scorer.set_step(version)
         for entry in self._in_flight.values():
-            if entry.task is not None and self._is_too_stale(entry):
+            if entry.task is not None and self._is_stale(entry.oldest_version):
                 entry.is_too_stale = True
                 if entry.is_running:  # a task that is cancelled before would never run, and close nothing
                     entry.task.cancel()
 
-    def _is_too_stale(self, entry: OpenGroup) -> bool:
-        oldest = min(entry.oldest_versions.values(), default=None)
-        return oldest is not None and self._server_version - oldest > self._section.max_staleness
+    def _is_stale(self, oldest_version: int | None) -> bool:
+        return oldest_version is not None and self._server_version - oldest_version > self._section.max_staleness
 
 
 def why_no_signal(scored: ScoredGroup | None) -> str:

@@ -155,12 +155,11 @@ def worst_error(model: Any, request: GenerateRequest, output: Output) -> float:
 
 @dataclass
 class Live:
-    """A served engine. `engine` belongs to its thread: patch it, but call nothing on it. `paths` are those of its routes."""
+    """A served engine. `engine` belongs to its thread: patch it, but call nothing on it."""
 
     url: str
     engine: SlotEngine
     server: EmbeddedEngine
-    routes: Sequence[Any]
     client: httpx.Client
     pool: ThreadPoolExecutor
     failed: threading.Event
@@ -226,7 +225,6 @@ def live(
         policy_version=0,
     )
     served = EmbeddedEngine(engine, description=description, on_failure=failed.set, timeout_s=engine_timeout_s)
-    app = RolloutApp(served).app
     listener = bind_listener("127.0.0.1", 0)
 
     class Server(uvicorn.Server):
@@ -239,7 +237,11 @@ def live(
             await served.stop(timeout_s=10.0)
             await super().shutdown(sockets)
 
-    server = Server(uvicorn.Config(TokenGuard(app), log_level="warning", lifespan="off", timeout_graceful_shutdown=5))
+    server = Server(
+        uvicorn.Config(
+            TokenGuard(RolloutApp(served).app), log_level="warning", lifespan="off", timeout_graceful_shutdown=5
+        )
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="live-server")
     thread.start()
 
@@ -251,7 +253,7 @@ def live(
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client, ThreadPoolExecutor(32) as pool:
             try:
-                yield Live(url, engine, served, app.routes, client, pool, failed, stop)
+                yield Live(url, engine, served, client, pool, failed, stop)
             finally:
                 stop()  # ends open answers, for which the pool waits
     finally:
