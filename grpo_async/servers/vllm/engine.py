@@ -167,10 +167,9 @@ class VllmEngine(Engine):
         await asyncio.gather(*(self._generate_once(f"among {number}") for number in range(_NUM_AT_ONCE)))
         await asyncio.gather(*(self._generate_once(f"filtered {number}", **_FILTERS) for number in range(_NUM_AT_ONCE)))
         await self.score([0, 0, 0])
-        self.state, self._num_generated_tokens = (
-            ServerState(),
-            0,
-        )  # what is counted begins with the first request from outside
+        # what is counted begins with the first request from outside
+        self.state = ServerState()
+        self._num_generated_tokens = 0
         logger.info("warmed up in %.1f s", time.monotonic() - began)
 
     async def _generate_once(self, name: str, **fields: Any) -> None:
