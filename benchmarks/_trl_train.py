@@ -19,9 +19,10 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks._trl_setting import Setting, Step, low_ids
+from grpo_async.config.server_sections import WeightsSection
 from grpo_async.inference.control import ServerControl
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
-from grpo_async.weights.push import PushSettings, push_weights
+from grpo_async.weights.push import push_weights
 from grpo_async.weights.transport import WeightTransport
 
 BUCKET_BYTES = 8 << 20  # the default of weights.bucket_mb
@@ -169,9 +170,9 @@ class EqualPush:
         push_weights(
             ListedParameters(iterator),
             version=self._version,
-            targets=[self._control],
+            servers=[self._control],
             transport=self._transport,
-            settings=PushSettings(mode="recompute", timeout_s=TIMEOUT_S, drain_timeout_s=TIMEOUT_S),
+            settings=WeightsSection(timeout_s=TIMEOUT_S),
         )
 
     def resume(self) -> None: ...

@@ -116,25 +116,25 @@ class Pusher:
     """A trainer's end, as `train` has it: pushes version 1, 2, 3, ... of one model to one server."""
 
     def __init__(self, fleet: Any, transport: Any, parameters: Any, options: argparse.Namespace) -> None:
-        from grpo_async.weights.push import PushSettings
+        from grpo_async.config.server_sections import WeightsSection
 
         self._fleet, self._transport, self._parameters = fleet, transport, parameters
-        self._settings = PushSettings(mode=options.mode, timeout_s=STEP_TIMEOUT_S, drain_timeout_s=STEP_TIMEOUT_S)
+        self._settings = WeightsSection(mode=options.mode, timeout_s=STEP_TIMEOUT_S, drain_timeout_s=STEP_TIMEOUT_S)
         self._version = 0
         self.bucket_sizes = [
             sum(tensor.nbytes for tensor in tensors) for tensors in parameters.buckets(transport.bucket_bytes)
         ]
 
     def push(self) -> dict[str, float]:
-        """One push; its metrics (PushReport.metrics)."""
+        """One push; its metrics."""
         from grpo_async.weights.push import push_weights
 
         self._version += 1
         (member,) = self._fleet.members()
         metrics: dict[str, float] = push_weights(
-            self._parameters, version=self._version, targets=[member.control], transport=self._transport,
-            settings=self._settings, applying=self._fleet.applying,
-        ).metrics()  # fmt: skip
+            self._parameters, version=self._version, servers=[member.control], transport=self._transport,
+            settings=self._settings, loading=self._fleet.loading_weights,
+        )  # fmt: skip
         return metrics
 
 
@@ -142,18 +142,16 @@ class Pusher:
 def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pusher]:
     import torch
 
-    from grpo_async.inference.fleet import Fleet, FleetSettings
+    from grpo_async.config.server_sections import InferenceSection
+    from grpo_async.inference.fleet import Fleet
     from grpo_async.training.parameters import ShardedParameters
     from grpo_async.weights.transport import WeightTransport
 
     torch.set_num_threads(1)  # as the ranks of a run
-    settings = FleetSettings(
-        heartbeat_interval_s=5.0,
-        heartbeat_timeout_s=120.0,
-        startup_timeout_s=_server.START_TIMEOUT_S,
-        longest_startup_s=_server.START_TIMEOUT_S,
+    inference = InferenceSection(
+        heartbeat_interval_s=5.0, heartbeat_timeout_s=120.0, startup_timeout_s=_server.START_TIMEOUT_S
     )
-    fleet = Fleet([url], token=os.environ["GRPO_ASYNC_TOKEN"], settings=settings, control_timeout_s=STEP_TIMEOUT_S)
+    fleet = Fleet([url], inference, token=os.environ["GRPO_ASYNC_TOKEN"], control_timeout_s=STEP_TIMEOUT_S)
     transport = WeightTransport(
         options.transport, host="127.0.0.1", bucket_bytes=options.bucket_mb << 20, timeout_s=STEP_TIMEOUT_S,
         device=torch.device(options.device),
@@ -179,18 +177,18 @@ def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callab
     """A function that broadcasts buckets of these sizes (bytes) to another process and returns the seconds until it has all."""
     import torch
 
-    from grpo_async.weights.gloo import WeightGroup
+    from grpo_async.weights.gloo import GlooBackend
     from grpo_async.weights.rendezvous import Rendezvous
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=timeout_s)
-    where = (rendezvous.store_file, rendezvous.key)
-    receiver = context.Process(target=_receive, args=(theirs, where, list(sizes), timeout_s), daemon=True)
+    info = rendezvous.init_info("gloo", rank_offset=1).model_dump()
+    receiver = context.Process(target=_receive, args=(theirs, info, list(sizes), timeout_s), daemon=True)
     receiver.start()
     rendezvous.wait("cpu")
     rendezvous.begin()
-    group = WeightGroup(rendezvous.store, rank=0, world_size=2, address="127.0.0.1", timeout_s=timeout_s)
+    group = GlooBackend(rendezvous.store, rank=0, world_size=2, address="127.0.0.1", timeout_s=timeout_s)
     buffers = [torch.ones(size, dtype=torch.uint8) for size in sizes]
 
     def broadcast() -> float:
@@ -211,19 +209,16 @@ def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callab
         rendezvous.close()
 
 
-def _receive(pipe: Connection, where: tuple[str, str], sizes: list[int], timeout_s: float) -> None:
+def _receive(pipe: Connection, init_info: dict[str, Any], sizes: list[int], timeout_s: float) -> None:
     import torch
 
     from grpo_async.inference.surface import WeightInitInfo
-    from grpo_async.weights.gloo import WeightGroup
+    from grpo_async.weights.gloo import GlooBackend
     from grpo_async.weights.rendezvous import join_rendezvous
 
     torch.set_num_threads(1)
-    info = WeightInitInfo(
-        master_address="127.0.0.1", store_file=where[0], key=where[1], rank_offset=1, world_size=2, timeout_s=timeout_s
-    )
-    store = join_rendezvous(info, rank=1, device="cpu")
-    group = WeightGroup(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=timeout_s)
+    store = join_rendezvous(WeightInitInfo.model_validate(init_info), rank=1, device="cpu")
+    group = GlooBackend(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=timeout_s)
     while pipe.recv() == "go":
         kept = []  # fresh memory for all, as a server that stages
         for size in sizes:

@@ -1,4 +1,4 @@
-"""Asynchronous client of the rollout surface: token ids in, token ids + logprobs + policy versions out.
+"""Asynchronous client of the rollout API: token ids in, token ids + logprobs + policy versions out.
 
 Invariant: what a server has streamed is never lost. When a request breaks in the middle, it goes on from prompt + tokens received
 so far, there or on another server, and those tokens keep the logprobs and versions they were sampled with.
@@ -10,38 +10,44 @@ so far, there or on another server, and those tokens keep the logprobs and versi
     4xx, an answer that cannot be used   raised at once
 
 `max_retries` bounds the attempts in a row without a token.
+
+aiohttp and not httpx, which the rest of this package uses: a request costs a fifth of the CPU (benchmarks/NOTES.md), and what this
+thread computes in Python the trainer waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
+import aiohttp
 from pydantic import ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
-from grpo_async.inference.connect import error_for_status, trusted_certificates
-from grpo_async.inference.connections import Connections
-from grpo_async.inference.router import Endpoint, FencedError, Route, Router, ServingServers
-from grpo_async.inference.surface import GenerateChunk, GenerateRequest
+from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
+from grpo_async.inference.router import FencedError, Router, Servers
+from grpo_async.inference.server import Endpoint
+from grpo_async.inference.surface import GENERATE_PATH, GenerateChunk, GenerateRequest
 from grpo_async.records import FinishReason
 from grpo_async.utils.retry import RetryPolicy
-
-logger = logging.getLogger(__name__)
 
 _FREE_ABORTS = 3
 """Aborts in a row without a token that are not attempts: several pushes may follow each other while a request waits."""
 
 _CHUNKS_PER_LIMIT = 4
 """Of a stream, at least, in the time that nothing may be heard for."""
+
+_HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson", "user-agent": "grpo-async"}
+_LONGEST_CONNECT_S = 30.0
+_KEEPALIVE_S = 300.0
+"""Below the 600 s after which our servers close an idle connection, so that no request is sent into one that is being closed."""
+_LONGEST_LINE_BYTES = 1 << 24
 
 OnTokens = Callable[[int, int], None]
 """Called with (number of new tokens, policy version that sampled them) as they arrive."""
@@ -82,46 +88,26 @@ class Generation:
             self.finish_reason = FinishReason(chunk.finish_reason)
 
 
-class ServerAnswer(Protocol):
-    """See connections.Answer."""
-
-    @property
-    def status(self) -> int: ...
-
-    async def read(self) -> bytes: ...
-
-    def lines(self) -> AsyncIterator[bytes]: ...
-
-
-class ServerConnections(Protocol):
-    """How requests reach one server; see connections.Connections."""
-
-    def post(self, body: bytes) -> AbstractAsyncContextManager[ServerAnswer]: ...
-
-    async def aclose(self) -> None: ...
-
-
 class _AbortedError(ServerUnavailableError):
     """The server ended the request before its end; never leaves the client."""
 
 
 class InferenceClient:
-    """Use as an async context manager inside the loop that calls it.
+    """Belongs to the event loop of its first request. Close it there, or use it as a context manager.
 
     Args:
         servers: where requests may go.
         token: bearer token, or None.
         request_timeout_s: longest silence of a server within a request.
-        progress_timeout_s: longest time without tokens after which somebody takes the run for one that stands still.
+        progress_timeout_s: longest time without tokens after which the run counts as stalled.
         wait_timeout_s: longest wait of a request while no server serves.
         retry: the retry rule.
         authority: PEM file of trusted certificates; None: those of the system.
-        connect: makes the connections to the server at an address; None: over the network.
     """
 
     def __init__(
         self,
-        servers: ServingServers,
+        servers: Servers,
         *,
         token: str | None,
         request_timeout_s: float,
@@ -129,45 +115,27 @@ class InferenceClient:
         progress_timeout_s: float = math.inf,
         retry: RetryPolicy | None = None,
         authority: Path | None = None,
-        connect: Callable[[str], ServerConnections] | None = None,
     ) -> None:
+        self._servers = servers
+        self._router = Router(servers, wait_timeout_s=wait_timeout_s)
         self._retry = retry or RetryPolicy()
         self._longest_flush_interval_s = min(request_timeout_s, progress_timeout_s) / _CHUNKS_PER_LIMIT
-        self._servers = servers
-        self._router = Router(servers, wait_timeout_s=wait_timeout_s, on_unused=self._close_connections)
-        self._connections: dict[Route, ServerConnections] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        certificates = trusted_certificates(authority)
-        self._connect: Callable[[str], ServerConnections] = connect or (
-            lambda url: Connections(url, token=token, request_timeout_s=request_timeout_s, certificates=certificates)
-        )
+        self._request_timeout_s = request_timeout_s
+        self._headers = {**_HEADERS, **authorization(token)}
+        self._certificates = trusted_certificates(authority)
+        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
         """Close every connection."""
-        for route in list(self._connections):
-            self._close_connections(route)
-        await asyncio.gather(*self._closing)
-
-    def _connections_to(self, route: Route) -> ServerConnections:
-        connections = self._connections.get(route)
-        if connections is None:
-            connections = self._connections[route] = self._connect(route.server.url)
-        return connections
-
-    def _close_connections(self, route: Route) -> None:
-        connections = self._connections.pop(route, None)
-        if connections is not None:
-            task = asyncio.get_running_loop().create_task(connections.aclose())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def generate(
         self,
@@ -193,23 +161,22 @@ class InferenceClient:
             BadResponseError: an answer that cannot be used.
             DeadlineError: no server served within `wait_timeout_s`.
         """
+        generation = Generation() if partial is None else partial
         if partial is not None:
             partial.finish_reason = partial.finish_reason or _reason_to_end(request, partial)
             if partial.finish_reason is not None:
                 return partial
-        generation = Generation() if partial is None else partial
-        began = time.monotonic()
+        started = time.monotonic()
         generation.started_at = without_server_since = time.time()
         attempt = num_aborts = 0
-        route: Route | None = None
+        server: Endpoint | None = None
         avoid: int | None = None
         while True:
             received = len(generation.token_ids)
             try:
-                async with self._router.lease(affinity, avoid=avoid) as route:
+                async with self._router.lease(affinity, avoid=avoid) as server:
                     generation.waits.append((without_server_since, time.time()))
-                    continuation = self._continuation(request, generation, route.server)
-                    await self._stream(route, continuation, generation, on_tokens)
+                    await self._stream(server, self._rest(request, generation, server), generation, on_tokens)
                 break
             except Exception as error:
                 without_server_since = time.time()
@@ -229,8 +196,8 @@ class InferenceClient:
                     num_aborts += 1
                     if num_aborts <= _FREE_ABORTS:
                         continue
-                elif route is not None:
-                    avoid = route.server.index
+                elif server is not None:
+                    avoid = server.index
                     self._servers.suspect(avoid)
                 if attempt >= self._retry.max_retries:
                     raise ServerUnavailableError(
@@ -239,11 +206,11 @@ class InferenceClient:
                     ) from error
                 await asyncio.sleep(self._retry.delay_s(attempt))
                 attempt += 1
-        generation.duration_s = time.monotonic() - began
+        generation.duration_s = time.monotonic() - started
         return generation
 
-    def _continuation(self, request: GenerateRequest, generation: Generation, server: Endpoint) -> GenerateRequest:
-        """What this server is asked for: the rest of the request."""
+    def _rest(self, request: GenerateRequest, generation: Generation, server: Endpoint) -> GenerateRequest:
+        """What this server is asked for: the request without the tokens that are there already."""
         update: dict[str, object] = {}
         if request.flush_interval_s > self._longest_flush_interval_s:
             update["flush_interval_s"] = self._longest_flush_interval_s
@@ -255,12 +222,14 @@ class InferenceClient:
         return request.model_copy(update=update) if update else request
 
     async def _stream(
-        self, route: Route, request: GenerateRequest, generation: Generation, on_tokens: OnTokens | None
+        self, server: Endpoint, request: GenerateRequest, generation: Generation, on_tokens: OnTokens | None
     ) -> None:
-        async with self._connections_to(route).post(request.model_dump_json().encode()) as answer:
-            if answer.status >= 400:
-                raise error_for_status(answer.status, await answer.read())  # within the session's request_timeout_s
-            async for line in answer.lines():  # within the session's request_timeout_s
+        async with self._post(server.url, request.model_dump_json().encode()) as response:
+            if response.status >= 400:
+                raise error_for_status(response.status, await response.read())  # within the session's request_timeout_s
+            async for line in response.content:  # within the session's request_timeout_s
+                if not line.strip():
+                    continue
                 chunk = _parse_chunk(line)
                 generation.add(chunk)
                 if on_tokens is not None and chunk.token_ids:
@@ -272,6 +241,50 @@ class InferenceClient:
                     raise ServerUnavailableError(f"the inference server failed while generating: {chunk.error}")
         if generation.finish_reason is None:
             raise ServerUnavailableError("the inference server ended the answer without a finish reason")
+
+    @asynccontextmanager
+    async def _post(self, url: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a generation request; the lines of the answer are still to be read.
+
+        Raises:
+            ServerUnavailableError: no connection, one that broke, or silence; also for what breaks within the `with` block.
+        """
+        session = self._session = self._session or self._open_session()
+        url = url.rstrip("/") + GENERATE_PATH
+        # the session limits connecting and silence; looking up a name and sending the body need a limit of their own
+        limit_s = _LONGEST_CONNECT_S + self._request_timeout_s
+        try:
+            try:
+                async with asyncio.timeout(limit_s):
+                    response = await session.post(
+                        url, data=body, allow_redirects=False
+                    )  # it would take the token along
+            except aiohttp.ClientError:
+                raise
+            except TimeoutError as error:
+                raise ServerUnavailableError(f"{url} did not take the request within {limit_s:g} s") from error
+            async with response:  # within the session's request_timeout_s
+                yield response
+        except aiohttp.SocketTimeoutError as error:
+            raise ServerUnavailableError(f"{url} was silent for {self._request_timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise ServerUnavailableError(f"{type(error).__name__}: {error}") from error
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._certificates, keepalive_timeout=_KEEPALIVE_S),
+            headers=self._headers,
+            skip_auto_headers=("accept-encoding",),
+            timeout=aiohttp.ClientTimeout(
+                total=None,
+                sock_read=self._request_timeout_s,
+                sock_connect=min(_LONGEST_CONNECT_S, self._request_timeout_s),
+            ),
+            read_bufsize=_LONGEST_LINE_BYTES,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,  # a proxy variable must not see prompts and tokens
+        )
 
 
 def _reason_to_end(request: GenerateRequest, generation: Generation) -> FinishReason | None:

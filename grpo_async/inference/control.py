@@ -5,11 +5,9 @@ On connections of its own, so that no load of the rollout thread delays a weight
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -36,6 +34,10 @@ _DRAIN_MARGIN_S = 10.0
 _GATEWAY_TIMEOUT = 504  # "not drained in time": asking again would wait for as long again
 
 Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class _PauseState(BaseModel):
+    is_paused: bool
 
 
 class ServerControl:
@@ -69,7 +71,6 @@ class ServerControl:
         """Processes that join the weight group, as the server last said."""
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
-        self._never = threading.Event()
         self._http = httpx.Client(
             base_url=url,
             headers=authorization(token),
@@ -83,18 +84,16 @@ class ServerControl:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
 
-    def info(self, *, timeout_s: float | None = None) -> ServerInfo:
+    def info(self, *, timeout_s: float | None = None, retries: int | None = None) -> ServerInfo:
         """What the server says of itself; its number of workers is remembered."""
-        info = _read(ServerInfo, self._request("GET", INFO_PATH, timeout_s=timeout_s))
+        info = _read(ServerInfo, self._request("GET", INFO_PATH, timeout_s=timeout_s, retries=retries))
         self.num_workers = info.num_workers
         return info
 
@@ -116,14 +115,21 @@ class ServerControl:
 
     def is_paused(self, *, timeout_s: float | None = None) -> bool:
         """Goes through the engine: answers only where that runs."""
-        answer = self._request("GET", "/is_paused", timeout_s=timeout_s)
-        try:
-            return bool(answer["is_paused"])
-        except (KeyError, TypeError) as error:
-            raise BadResponseError(f"the answer to /is_paused does not say it: {str(answer)[:200]}") from error
+        return _read(_PauseState, self._request("GET", "/is_paused", timeout_s=timeout_s)).is_paused
+
+    def health(self, *, timeout_s: float) -> None:
+        """Returns when the server says that it can generate. A connection that breaks is tried once again."""
+        self._request("GET", "/health", retries=1, timeout_s=timeout_s)
+
+    def heartbeat(self, *, timeout_s: float) -> ServerInfo:
+        """What the server says of itself, once its engine core has answered: /health stays 200 on a server whose engine hangs. A
+        connection that breaks is tried once again."""
+        ends_at = time.monotonic() + timeout_s
+        self._request("GET", "/is_paused", retries=1, timeout_s=timeout_s)
+        return self.info(timeout_s=ends_at - time.monotonic(), retries=1)
 
     def pause(self, *, mode: PauseMode = "keep", keep_cache: bool = False, timeout_s: float | None = None) -> None:
-        """Freeze generation between two tokens; `surface` says what becomes of requests in flight.
+        """Freeze generation between two tokens; `api` says what becomes of requests in flight.
 
         With mode "drain" `timeout_s` is what they have to end; a server that is not drained by then is not paused.
         """
@@ -174,7 +180,7 @@ class ServerControl:
         query: Mapping[str, str] | None = None,
         retries: int | None = None,
         timeout_s: float | None = None,
-    ) -> Any:
+    ) -> bytes:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         ends_at = time.monotonic() + limit_s
         max_retries = self._retry.max_retries if retries is None else retries
@@ -188,7 +194,7 @@ class ServerControl:
                 if response.status_code >= 400:
                     may_retry, answered = response.status_code != _GATEWAY_TIMEOUT, True
                     raise error_for_status(response.status_code, response.content)
-                return response.json() if response.content else None
+                return response.content
             except (httpx.TransportError, ServerUnavailableError) as error:
                 delay_s = self._retry.delay_s(attempt)
                 # the retries share the time of the call, and silence takes all of it: a hung server is waited for once
@@ -198,14 +204,12 @@ class ServerControl:
                         f"{type(error).__name__}: {error}",
                         answered=answered,
                     ) from error
-                self._never.wait(delay_s)
+                time.sleep(delay_s)
                 attempt += 1
-            except ValueError as error:
-                raise BadResponseError(f"{method} {self.url}{path} was answered with broken JSON: {error}") from error
 
 
-def _read(kind: type[Answer], answer: Any) -> Answer:
+def _read(kind: type[Answer], body: bytes) -> Answer:
     try:
-        return kind.model_validate(answer)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise BadResponseError(f"the server sent something that is no {kind.__name__}: {error}") from error

@@ -2,7 +2,7 @@
 
 Affinity is a path, such as "g12/r3": rollout 3 of group 12. The server that had "g12/r3" before has its whole context in its
 prefix cache, one that had another request of "g12" has the prompt. Such a server is taken first, as long as it has at most 8
-requests more in flight than the least loaded one. Servers A and B are idle, and 16 rollouts of g12 begin at the same time:
+requests more in flight than the least loaded one. Servers A and B are idle, and 16 rollouts of g12 start at the same time:
 
     r0          A    loads 0 0: the first of the least loaded; g12 is A's now
     r1 .. r8    A    loads 1 0 to 8 0: never more than 8 above B's
@@ -25,31 +25,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from grpo_async.errors import DeadlineError, ServerUnavailableError
+from grpo_async.inference.server import Endpoint
 
 _MARGIN = 8
 _MOST_HOMES = 16_384
 """Affinities remembered, the last used ones; far more than are in flight, so that one that is forgotten is over."""
 
 
-class Endpoint(Protocol):
-    """A server, as far as requests need it. Two of the same index and instance are the same server."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def instance_id(self) -> str:
-        """Sent with every request, so that no other life of the server takes it; empty: any may."""
-
-
-class ServingServers(Protocol):
-    """Where requests may go; see fleet.Fleet."""
+class Servers(Protocol):
+    """Where requests may go: `fleet.Fleet`, or `FixedServers`."""
 
     def serving(self) -> Sequence[Endpoint]: ...
 
@@ -60,33 +44,23 @@ class ServingServers(Protocol):
         """A request to this server failed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixedServer:
-    """An Endpoint that never changes."""
-
-    index: int
-    name: str
-    url: str
-    instance_id: str = ""
-
-
 class FixedServers:
-    """ServingServers that nobody watches: for scripts and tests."""
+    """Servers that nobody watches: for scripts, benchmarks and tests."""
 
     num_events = 0
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self._servers = [FixedServer(index=index, name=url, url=url) for index, url in enumerate(urls)]
+        self._servers = [Endpoint(index=index, name=url, url=url) for index, url in enumerate(urls)]
 
-    def serving(self) -> Sequence[FixedServer]:
+    def serving(self) -> Sequence[Endpoint]:
         """All, always."""
         return self._servers
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """There is nothing to tell."""
+        """Nothing changes."""
 
     def suspect(self, index: int) -> None:
-        """There is nobody to ask."""
+        """Nobody looks."""
 
 
 class FencedError(ServerUnavailableError):
@@ -97,16 +71,15 @@ Key = tuple[int, str]
 
 
 @dataclass(slots=True, eq=False)
-class Route:
-    """A server from the moment that it serves until it is taken out, and its requests in flight. When it serves again that is a
-    new route."""
+class _Route:
+    """A server while it serves, and its requests in flight."""
 
     server: Endpoint
     requests: set[asyncio.Timeout] = field(default_factory=set)
 
     @property
-    def load(self) -> int:
-        return len(self.requests)
+    def key(self) -> Key:
+        return self.server.index, self.server.instance_id
 
 
 class Router:
@@ -115,23 +88,19 @@ class Router:
     Args:
         servers: where requests may go.
         wait_timeout_s: longest wait while no server serves.
-        on_unused: called with a route that was taken out, once none of its requests is left.
     """
 
-    def __init__(
-        self, servers: ServingServers, *, wait_timeout_s: float, on_unused: Callable[[Route], None] = lambda _: None
-    ) -> None:
+    def __init__(self, servers: Servers, *, wait_timeout_s: float) -> None:
         self._servers = servers
         self._wait_timeout_s = wait_timeout_s
-        self._on_unused = on_unused
-        self._routes: dict[Key, Route] = {}
+        self._routes: dict[Key, _Route] = {}
         self._homes: OrderedDict[str, Key] = OrderedDict()
         self._is_open = asyncio.Event()  # some server serves
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_attached = False
 
     @asynccontextmanager
-    async def lease(self, affinity: str = "", *, avoid: int | None = None) -> AsyncIterator[Route]:
-        """The way to a server for one request; waits while none serves.
+    async def lease(self, affinity: str = "", *, avoid: int | None = None) -> AsyncIterator[Endpoint]:
+        """The server for one request; waits while none serves.
 
         Args:
             affinity: what requests with a common context share, see above; empty: nothing.
@@ -141,7 +110,7 @@ class Router:
             FencedError: the server was taken out before the end of the `with` block, which was cancelled for that.
             DeadlineError: no server within the time.
         """
-        if self._loop is None:
+        if not self._is_attached:
             self._attach(asyncio.get_running_loop())
         if not self._routes:
             await self._wait()
@@ -150,22 +119,20 @@ class Router:
         route.requests.add(request)
         try:
             async with request:  # ended by the fence
-                yield route
+                yield route.server
         except TimeoutError as error:
             if not request.expired():
                 raise
             raise FencedError(f"{route.server.name} was taken out") from error
         finally:
             route.requests.discard(request)
-            self._let_go(route)
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
         def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed: there are no requests any more
                 loop.call_soon_threadsafe(self._refresh)
 
+        self._is_attached = True
         self._servers.subscribe(tell)
         self._refresh()
 
@@ -173,25 +140,17 @@ class Router:
         """Take over which servers serve."""
         serving = {(server.index, server.instance_id): server for server in self._servers.serving()}
         for key in [key for key in self._routes if key not in serving]:
-            route = self._routes.pop(key)
-            for affinity in [affinity for affinity, home in self._homes.items() if home == key]:
-                del self._homes[affinity]
-            for request in route.requests:
+            for request in self._routes.pop(key).requests:
                 if not request.expired():
                     request.reschedule(0.0)
-            self._let_go(route)
+            for affinity in [affinity for affinity, home in self._homes.items() if home == key]:
+                del self._homes[affinity]
         for key, server in serving.items():
-            if key not in self._routes:
-                self._routes[key] = Route(server)
+            self._routes.setdefault(key, _Route(server))
         if self._routes:
             self._is_open.set()
         else:
             self._is_open.clear()
-
-    def _let_go(self, route: Route) -> None:
-        key = route.server.index, route.server.instance_id
-        if not route.requests and self._routes.get(key) is not route:
-            self._on_unused(route)
 
     async def _wait(self) -> None:
         try:
@@ -203,26 +162,25 @@ class Router:
                 "an inference server that serves", waited_s=self._wait_timeout_s, setting="inference.startup_timeout_s"
             ) from error
 
-    def _choose(self, affinity: str, avoid: int | None) -> Route:
-        least = min(self._routes.values(), key=lambda route: (route.server.index == avoid, route.load))
+    def _choose(self, affinity: str, avoid: int | None) -> _Route:
+        least = min(self._routes.values(), key=lambda route: (route.server.index == avoid, len(route.requests)))
         if not affinity:
             return least
         group = affinity.rpartition("/")[0] or affinity
         chosen = self._home(affinity, least, avoid) or self._home(group, least, avoid) or least
-        key = chosen.server.index, chosen.server.instance_id
-        self._homes.setdefault(group, key)
+        self._homes.setdefault(group, chosen.key)
         if affinity != group:
-            self._homes[affinity] = key
+            self._homes[affinity] = chosen.key
         self._homes.move_to_end(group)
         self._homes.move_to_end(affinity)
         while len(self._homes) > _MOST_HOMES:
             self._homes.popitem(last=False)
         return chosen
 
-    def _home(self, affinity: str, least: Route, avoid: int | None) -> Route | None:
+    def _home(self, affinity: str, least: _Route, avoid: int | None) -> _Route | None:
         """The server that has this affinity, if it may be taken."""
         key = self._homes.get(affinity)
         route = None if key is None else self._routes[key]
-        if route is None or route.server.index == avoid or route.load > least.load + _MARGIN:
+        if route is None or route.server.index == avoid or len(route.requests) > len(least.requests) + _MARGIN:
             return None
         return route

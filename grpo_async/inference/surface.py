@@ -1,4 +1,4 @@
-"""The HTTP surface that every inference server of a run serves: the real vLLM (with our plugin) and the embedded engine.
+"""The HTTP API that every inference server of a run serves: the real vLLM (with our plugin) and the embedded engine.
 
 Every path but GET /health asks for `Authorization: Bearer $GRPO_ASYNC_TOKEN`; without the variable no token is asked for,
 which the servers allow on a loopback address only. Errors are JSON `{"error": "..."}` with a fitting status.
@@ -18,7 +18,7 @@ which the servers allow on a loopback address only. Errors are JSON `{"error": "
     POST /resume                        always allowed, also when not paused
     GET  /is_paused                     {"is_paused": bool}; goes through the engine, so it is the real liveness probe
     POST /init_weight_transfer_engine   {"init_info": WeightInitInfo}: joins the weight group (again, after a trainer restart)
-    POST /start_weight_update           {} : begins an update; what an earlier one left is dropped
+    POST /start_weight_update           {} : starts an update; what an earlier one left is dropped
     POST /update_weights                {"update_info": WeightUpdateInfo}: receives every parameter and stages it; the old
                                         weights go on serving
     POST /finish_weight_update          {"weight_version": "17"}: loads what is staged, all or nothing; "17" is the policy
@@ -31,7 +31,7 @@ An update that was received and never finished changes nothing: a trainer may di
 Prefix caches: a server salts every request with its own policy version at the moment it takes it, so that no request ever
 starts from keys and values of another version's weights.
 
-The paths outside /rollout carry the names that vLLM gives them; both engines serve them as written here.
+The paths outside /rollout, and `weight_version`, carry the names that vLLM gives them; both engines serve them as written here.
 
 Token tagging: a chunk holds tokens of one policy version, stamped by the server. The server flushes a chunk when the version
 changes, when the request ends, and otherwise about every `flush_interval_s`, so a client that loses the connection keeps what
@@ -41,7 +41,7 @@ was sampled until then.
 from __future__ import annotations
 
 import os
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -53,6 +53,7 @@ SCORE_PATH = "/rollout/score"
 
 PauseMode = Literal["keep", "drain", "abort"]
 TransportKind = Literal["gloo", "nccl", "ipc"]
+Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 def token_from_environment() -> str | None:
@@ -133,7 +134,7 @@ class ServerInfo(Message):
     waiting_requests: int = 0
     """Of these, the ones that wait inside the engine for room."""
     kv_usage: float | None = None
-    """Share of the key/value cache in use, 0 to 1; null where the engine does not say."""
+    """Fraction of the key/value cache in use; null where the engine does not say."""
     max_running_requests: int | None = None
     """Most requests that the engine generates for at once; null where it does not say."""
     generated_tokens: int = 0
@@ -180,7 +181,7 @@ class WeightInitInfo(Message):
     """Group rank of this server's first worker."""
     world_size: int
     """1 + number of workers of all servers in the group."""
-    timeout_s: float
+    timeout_s: Seconds
     key: str = Field(pattern=r"^weights/[0-9a-f]{1,64}$")
     """Prefix in the store, new for every connect. A server writes it into the store, so it is no free text."""
 
@@ -190,9 +191,11 @@ class WeightInitInfo(Message):
         return self.store_file or f"{self.master_address}:{self.master_port}"
 
     @model_validator(mode="after")
-    def _one_store(self) -> Self:
+    def _can_exist(self) -> Self:
         if bool(self.store_file) == bool(self.master_port):
             raise ValueError("name one store: either master_port or store_file")
+        if not 1 <= self.rank_offset < self.world_size:
+            raise ValueError(f"rank_offset {self.rank_offset} is no worker's rank of {self.world_size} members")
         return self
 
 
@@ -211,8 +214,8 @@ class WeightUpdateInfo(Message):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
-    bucket_bytes: int
-    timeout_s: float
+    bucket_bytes: int = Field(ge=1)
+    timeout_s: Seconds
     base: AdapterBase | None = None
     """Set: what follows are factors of adapters (weights.adapters), and not whole parameters."""
 
@@ -222,7 +225,7 @@ class PauseQuery(Message):
 
     mode: PauseMode = "keep"
     keep_cache: bool = False
-    timeout_s: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
+    timeout_s: Seconds = 600.0
     """Longest wait for requests in flight with mode=drain, in seconds."""
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import InferenceError
 from grpo_async.inference.client import InferenceClient
-from grpo_async.inference.fleet import Fleet, FleetSettings, Server, ServerState
-from grpo_async.inference.router import ServingServers
+from grpo_async.inference.fleet import Fleet, Server, ServerState
+from grpo_async.inference.router import Servers
 from grpo_async.inference.surface import token_from_environment
 from grpo_async.processes.control import ControlClient
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
@@ -35,15 +35,9 @@ def open_fleet(config: ExperimentConfig, urls: Sequence[str], control: ControlCl
 
     fleet = Fleet(
         urls,
+        inference=inference,
         token=token_from_environment(),
-        settings=FleetSettings(
-            heartbeat_interval_s=inference.heartbeat_interval_s,
-            heartbeat_timeout_s=inference.heartbeat_timeout_s,
-            startup_timeout_s=inference.startup_timeout_s,
-            longest_startup_s=inference.longest_startup_s,
-        ),
         control_timeout_s=config.weights.timeout_s,
-        authority=inference.tls.trusted if inference.tls else None,
         ask_restart=None if inference.urls else ask_restart,
     )
     stack.callback(fleet.close)
@@ -68,7 +62,7 @@ def is_lost(fleet: Fleet, server: Server) -> bool:
         return True
 
 
-def make_client(config: ExperimentConfig, servers: ServingServers) -> InferenceClient:
+def make_client(config: ExperimentConfig, servers: Servers) -> InferenceClient:
     """Sends rollouts' requests to `servers`."""
     inference = config.inference
     return InferenceClient(
@@ -124,7 +118,7 @@ class ServerReport:
             "url": server.url,
             "state": str(server.state),
             "restarts": self._fleet.restarts(server.index),
-            "words": "" if server.state.is_member else self._fleet.last_words(server.index),
+            "words": "" if server.state.is_member else self._fleet.last_message(server.index),
             **known,
         }
 
@@ -155,9 +149,9 @@ class ServerNews:
                 if server.state is ServerState.SERVING:
                     self._tell(f"{server.name} serves; {count}")
                 elif server.state is ServerState.GONE:
-                    self._tell(f"{server.name} is given up: {self._fleet.last_words(server.index)}; {count}")
+                    self._tell(f"{server.name} is given up: {self._fleet.last_message(server.index)}; {count}")
                 elif server.state is ServerState.DOWN and before is not None:
-                    self._tell(f"{server.name} is lost: {self._fleet.last_words(server.index)}; {count}")
+                    self._tell(f"{server.name} is lost: {self._fleet.last_message(server.index)}; {count}")
 
 
 class ServerStates:
@@ -188,7 +182,7 @@ class ServerStates:
         self._since[server.index] = server.state, time.time()
         details = {}
         if server.state in (ServerState.DOWN, ServerState.GONE):
-            details["reason"] = self._fleet.last_words(server.index)
+            details["reason"] = self._fleet.last_message(server.index)
         self._timeline.instant(str(server.state), f"server/{server.index}", **details)
 
     def _end(self, index: int) -> None:

@@ -23,8 +23,8 @@ from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.inference.surface import ServerInfo
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.parameters import AdapterParameters, ShardedParameters
-from grpo_async.weights.participants import PushFailedError, is_answer
-from grpo_async.weights.push import LANE, PushSettings, push_weights
+from grpo_async.weights.calls import PushFailedError, is_answer
+from grpo_async.weights.push import TRACK, push_weights
 from grpo_async.weights.transport import WeightTransport
 from grpo_async.weights.verify import Difference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
@@ -64,11 +64,6 @@ class FleetSync:
         self._parameters = parameters
         self._probes = probes
         self._on_serving = on_serving
-        self._settings = PushSettings(
-            mode=config.weights.mode,
-            timeout_s=config.weights.timeout_s,
-            drain_timeout_s=config.weights.drain_timeout_s,
-        )
         self._num_pushes = 0
         self._version = -1
         self._verify_now = False
@@ -117,24 +112,22 @@ class FleetSync:
         return None
 
     def _push_to(self, members: Sequence[Server], version: int, before_gather: Callable[[], None]) -> dict[str, float]:
-        targets = [server.control for server in members]
         group = [(server.name, server.instance_id) for server in members]  # one that was restarted has left it
         if not self._transport.members or self._group != group:
-            with self._timeline.span("connect", LANE, servers=len(targets)):
-                self._transport.connect(targets)
+            with self._timeline.span("connect", TRACK, servers=len(members)):
+                self._transport.connect([server.control for server in members])
             self._group = group
-        with self._timeline.span("push", LANE, version=version, servers=len(targets)) as span:
-            report = push_weights(
+        with self._timeline.span("push", TRACK, version=version, servers=len(members)) as span:
+            metrics = push_weights(
                 self._parameters,
                 version=version,
-                targets=targets,
+                servers=[server.control for server in members],
                 transport=self._transport,
-                settings=self._settings,
+                settings=self._config.weights,
                 before_gather=before_gather,
-                applying=self._fleet.applying,
+                loading=self._fleet.loading_weights,
                 timeline=self._timeline,
             )
-            metrics = report.metrics()
             span.details["bytes"] = int(metrics["sync/bytes"])
         phases = ", ".join(
             f"{name} {metrics[f'sync/{name}_ms']:.0f}"
@@ -145,7 +138,7 @@ class FleetSync:
             version,
             metrics["sync/bytes"] / 1e6,
             metrics["sync/bytes_per_s"] / 1e6,
-            len(targets),
+            len(members),
             1000.0 * metrics["sync/push_s"],
             phases,
         )
@@ -170,7 +163,7 @@ class FleetSync:
         Raises:
             WeightPushError: a server refused the update, which it would do again; or requests in flight did not end in time.
         """
-        is_drain = error.phase == "pause" and self._settings.mode == "drain"
+        is_drain = error.phase == "pause" and self._config.weights.mode == "drain"
         if is_drain and all(getattr(cause, "answered", False) for cause in error.failures.values()):
             raise error  # the servers are well: their requests take longer than weights.drain_timeout_s
         for name, cause in error.failures.items():

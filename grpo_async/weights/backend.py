@@ -1,6 +1,7 @@
 """What brings buckets from the trainer (rank 0) to the servers' workers (ranks 1..N): gloo, nccl or ipc behind one protocol.
 
-Both ends of each kind are ours, so that every kind stages an update the same way: nothing is applied before it is complete.
+Both ends of each kind are ours, so that every kind stages an update the same way: nothing is applied before it is complete (vLLM's
+own transfer engines load each part as it arrives, and have no deadlines).
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import torch.distributed as dist
 from grpo_async.inference.surface import TransportKind, WeightInitInfo
 from grpo_async.utils.routes import own_address_towards
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, unpack
-from grpo_async.weights.participants import NOT_ARRIVED, NOT_FORMED
+from grpo_async.weights.calls import NOT_ARRIVED, NOT_FORMED
+from grpo_async.weights.gloo import GlooBackend
+from grpo_async.weights.ipc import CudaMemory, IpcBackend
+from grpo_async.weights.nccl import NcclBackend, make_nccl_group
 from grpo_async.weights.rendezvous import device_identity, join_rendezvous
 
 
@@ -62,16 +66,9 @@ def join_backend(info: WeightInitInfo, *, rank: int, device: torch.device) -> Ba
     """
     check_device(info.transport, device)
     store = join_rendezvous(info, rank=rank, device=device_identity(device))
+    address = own_address_towards(info.master_address, info.master_port or 1)
     try:
-        return build_backend(
-            info.transport,
-            store,
-            rank=rank,
-            world_size=info.world_size,
-            address=own_address_towards(info.master_address, info.master_port or 1),
-            timeout_s=info.timeout_s,
-            device=device,
-        )
+        return build_backend(info, store, rank=rank, address=address, device=device)
     except RuntimeError as error:  # another member is gone since
         raise RuntimeError(f"{NOT_FORMED}: {error}") from error
 
@@ -84,34 +81,22 @@ def check_device(kind: TransportKind, device: torch.device) -> None:
         raise RuntimeError("weights.transport: nccl is not part of this build of torch; set gloo")
 
 
-def build_backend(
-    kind: TransportKind,
-    store: dist.Store,
-    *,
-    rank: int,
-    world_size: int,
-    address: str,
-    timeout_s: float,
-    device: torch.device,
-) -> Backend:
-    """Either end, over the store of a rendezvous that has begun.
+def build_backend(info: WeightInitInfo, store: dist.Store, *, rank: int, address: str, device: torch.device) -> Backend:
+    """Either end, over the store of a rendezvous that has formed.
+
+    Args:
+        address: own address, on which the other members reach this one.
 
     Raises:
-        RuntimeError: the group did not form within `timeout_s`.
+        RuntimeError: the group did not form within `info.timeout_s`.
     """
-    if kind == "nccl":
-        from grpo_async.weights.nccl import CudaQueue, NcclBackend, make_nccl_group
-
-        nccl_group = make_nccl_group(store, rank=rank, world_size=world_size, timeout_s=timeout_s, device=device)
-        return NcclBackend(nccl_group, device=device, queue=CudaQueue(device), timeout_s=timeout_s)
-    from grpo_async.weights.gloo import GlooBackend, WeightGroup
-
-    group = WeightGroup(store, rank=rank, world_size=world_size, address=address, timeout_s=timeout_s)
-    if kind == "ipc":
-        from grpo_async.weights.ipc import CudaMemory, IpcBackend
-
-        return IpcBackend(group, memory=CudaMemory(device))
-    return GlooBackend(group)
+    if info.transport == "nccl":
+        group = make_nccl_group(store, rank=rank, world_size=info.world_size, timeout_s=info.timeout_s, device=device)
+        return NcclBackend(group, device=device, timeout_s=info.timeout_s)
+    gloo = GlooBackend(store, rank=rank, world_size=info.world_size, address=address, timeout_s=info.timeout_s)
+    if info.transport == "ipc":
+        return IpcBackend(gloo, memory=CudaMemory(device))
+    return gloo
 
 
 def receive_parameters(

@@ -1,4 +1,5 @@
-"""Parameters on the wire: how they are cut into buckets, packed into bytes and unpacked, and whether they fit what a server serves.
+"""Parameters on the wire: how they are cut into buckets, packed and unpacked, the memory that buckets stand in, and whether an
+update fits what a server serves.
 
 Trainer and server both apply these rules. Worked example: three float32 parameters of 100, 200 and 300 bytes with bucket_bytes
 320 -> [[100, 200], [300]]. A parameter larger than a bucket, or than 4 MiB, is a bucket of its own.
@@ -6,11 +7,14 @@ Trainer and server both apply these rules. Worked example: three float32 paramet
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 ITEM_SIZES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -18,9 +22,10 @@ ITEM_SIZES = {
 }  # fmt: skip
 """Bytes of an element by the name of its dtype: parameters are floats, buffers of a checkpoint may be anything."""
 
-
 LARGE_BYTES = 1 << 22
 """From so many bytes on a parameter is a bucket of its own: its memory can be sent as it is."""
+
+_SPARE_BYTES = 1 << 30  # left free beside the staged copy: loading it needs room for a layer at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +93,11 @@ class TurnBuffers:
     """Two buffers that take turns: one is filled while the other is being sent. They grow to the largest bucket.
 
     Args:
-        device: where they are. Host buffers are pinned where there is a GPU to copy from.
+        allocate: makes a buffer, [num_bytes] uint8.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._allocate = allocate
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._turn = 0
 
@@ -101,10 +106,65 @@ class TurnBuffers:
         self._turn = 1 - self._turn
         buffer = self._buffers[self._turn]
         if buffer is None or buffer.numel() < num_bytes:
-            pinned = self._device.type == "cpu" and torch.cuda.is_available()
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=pinned)
-            self._buffers[self._turn] = buffer
+            buffer = self._buffers[self._turn] = self._allocate(num_bytes)
         return buffer[:num_bytes]
+
+    def find(self, bucket: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Which of the two `take` returned as `bucket`, 0 or 1, and the whole of it. Raises RuntimeError: neither."""
+        for number, buffer in enumerate(self._buffers):
+            if buffer is not None and buffer.data_ptr() == bucket.data_ptr():
+                return number, buffer
+        raise RuntimeError("only buffers that `take` returned can be sent")
+
+
+def allocate_on_host(num_bytes: int) -> torch.Tensor:
+    """Host memory, [num_bytes] uint8; pinned where there is a GPU to copy from or to."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+class Staging:
+    """Where a worker keeps received buckets until the update is finished: on its GPU where there is room, else in host memory.
+    Decided once per update, in `expect`.
+
+    Args:
+        device: of the worker's model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.on_device = True
+
+    def expect(self, num_bytes: int) -> None:
+        """An update of `num_bytes` follows."""
+        free = free_cuda_bytes(self._device)
+        self.on_device = num_bytes + _SPARE_BYTES <= free
+        logger.info(
+            "staging %.0f MiB of new weights in %s: %.0f MiB of %s are free",
+            num_bytes / 2**20,
+            "its memory" if self.on_device else "host memory",
+            free / 2**20,
+            self._device,
+        )
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Fresh memory for a bucket that is to stay, [num_bytes] uint8."""
+        if self.on_device:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return allocate_on_host(num_bytes)
+
+    def keep(self, bucket: torch.Tensor) -> torch.Tensor:
+        """A copy of `bucket` that stays, [num_bytes] uint8; `bucket` may be reused when this returns."""
+        kept = self.allocate(bucket.numel())
+        kept.copy_(bucket)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return kept
+
+
+def free_cuda_bytes(device: torch.device) -> int:
+    """Memory of a GPU that this process can still get: what the driver has, and what torch has cached."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def check_names(
@@ -115,7 +175,7 @@ def check_names(
 
     Args:
         specs: what is sent.
-        served_shapes: name -> shape of what the server wants, empty when it cannot know (surface.ServedParameters).
+        served_shapes: name -> shape of what the server wants, empty when it cannot know (api.ServedParameters).
         optional: names that may be sent or not (a head that is tied to the embeddings).
 
     Worked example: served {"a": (2, 3), "b": (4,)}, sent a with shape (2, 2)

@@ -64,7 +64,7 @@ class CheckpointFiles:
         """The files of a folder, or of a name on a hub.
 
         Args:
-            is_local: do not look at the hub itself, only at what was fetched from it.
+            is_local: do not ask the hub itself, take only what was fetched from it.
 
         Raises:
             ConfigError: there are none, or they are of another format.

@@ -1,7 +1,8 @@
-"""Which transport brings the weights: what `weights.transport: auto` means on this machine, and why. Pure."""
+"""Which transport brings the weights: what `weights.transport: auto` means on this machine, and what is impossible. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from grpo_async.errors import ConfigError
@@ -11,7 +12,7 @@ from grpo_async.inference.surface import TransportKind
 def choose_transport(
     wanted: TransportKind | Literal["auto"], *, trainer_device: str, server_device: str, shares_gpu: bool
 ) -> tuple[TransportKind, str]:
-    """The transport, and the reason for it in words for the plan.
+    """The transport, and the reason for it, for the plan.
 
     Args:
         wanted: weights.transport.
@@ -41,3 +42,29 @@ def choose_transport(
     if wanted == "gloo":
         return "gloo", f"weights.transport says so (auto would be {kind}: {why})"
     raise ConfigError(f"weights.transport: {wanted} is impossible, {why}; set {kind}, or auto")
+
+
+def problem_with_devices(kind: str, devices: Sequence[str]) -> str | None:
+    """Why members on these devices (by rank) cannot form a group of this kind, or None."""
+    if kind == "gloo":
+        return None
+    if "cpu" in devices:
+        return f"weights.transport: {kind} needs every member on a GPU, {_ranks(devices, 'cpu')} on the CPU; set gloo"
+    if kind == "nccl":
+        for device in devices:
+            if devices.count(device) > 1:
+                return f"weights.transport: nccl needs a GPU for each member, {_ranks(devices, device)} both on {device}; set ipc"
+    if kind == "ipc":
+        for rank, device in enumerate(devices):
+            if device != devices[0]:
+                return (
+                    f"weights.transport: ipc needs all members on one GPU, the trainer is on {devices[0]}, rank {rank} on "
+                    f"{device}; set nccl"
+                )
+    return None
+
+
+def _ranks(devices: Sequence[str], device: str) -> str:
+    """'the trainer and rank 2 are'."""
+    names = ["the trainer" if rank == 0 else f"rank {rank}" for rank, other in enumerate(devices) if other == device]
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"

@@ -1,7 +1,7 @@
-"""A gloo group between the trainer (rank 0) and the servers' workers, outside torch's default process group.
+"""Buckets in host memory over gloo: a process group of the trainer (rank 0) and the servers' workers alone.
 
-Used by both ends: the trainer, the embedded engine and the vLLM plugin. Carries buckets by itself (`GlooBackend`) and the
-signals of the ipc backend. Nothing is pickled, it listens on the own address in the group only, and every wait has a deadline.
+Also carries the signals of the ipc backend. Nothing is pickled, it listens on the own address in the group only, and every wait
+has a deadline.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_async.weights.buckets import TurnBuffers
+from grpo_async.weights.buckets import TurnBuffers, allocate_on_host
 
 
-class WeightGroup:
-    """Membership of one process in the weight group.
+class GlooBackend:
+    """`Backend` in host memory.
 
     Args:
-        store: of a rendezvous that has begun.
+        store: of a rendezvous that has formed.
         address: own address, on which the other members reach this one.
 
     Raises:
         RuntimeError: a member vanished, or did not connect within `timeout_s`.
     """
+
+    device = torch.device("cpu")
+    sends_in_place = True
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
         options = dist.ProcessGroupGloo._Options()
@@ -36,6 +39,21 @@ class WeightGroup:
         self._store: dist.Store | None = store  # the group keeps no reference of its own
         prefixed = dist.PrefixStore("gloo", store)
         self._group: Any = dist.ProcessGroupGloo(prefixed, rank, world_size, options)  # its options have the deadline
+        self._buffers = TurnBuffers(allocate_on_host)
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        return self._buffers.take(num_bytes)
+
+    def send(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
+        self.broadcast(buffer, timeout_s=timeout_s)
+
+    def expect(self, num_bytes: int) -> None:
+        """Nothing to decide: buckets stay in host memory."""
+
+    def receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        self.broadcast(buffer, timeout_s=timeout_s)
+        return buffer
 
     def broadcast(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
         """Send (rank 0) or receive (others) one contiguous CPU tensor.
@@ -77,7 +95,7 @@ class WeightGroup:
         self._open().allreduce([torch.ones(1, dtype=torch.int32)], options).wait()  # its options have the deadline
 
     def close(self) -> None:
-        """Close the connections, which ends the other members' waiting. May be called more than once.
+        """Close the connections, which ends the other members' waiting.
 
         To drop the last reference is not enough: the traceback of a failed broadcast holds one for as long as its error lives.
         """
@@ -87,31 +105,3 @@ class WeightGroup:
         if self._group is None:
             raise RuntimeError("this end of the weight group is closed")
         return self._group
-
-
-class GlooBackend:
-    """`Backend` over a `WeightGroup`: buckets in host memory."""
-
-    sends_in_place = True
-
-    def __init__(self, group: WeightGroup) -> None:
-        self.device = torch.device("cpu")
-        self._group = group
-        self._buffers = TurnBuffers(self.device)
-
-    def buffer(self, num_bytes: int) -> torch.Tensor:
-        return self._buffers.take(num_bytes)
-
-    def send(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
-        self._group.broadcast(buffer, timeout_s=timeout_s)
-
-    def expect(self, num_bytes: int) -> None:
-        """Nothing to decide: buckets stay in host memory."""
-
-    def receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        self._group.broadcast(buffer, timeout_s=timeout_s)
-        return buffer
-
-    def close(self) -> None:
-        self._group.close()

@@ -3,85 +3,89 @@
     trainer   packs into buffer 0/1 - "bucket in 1, 8 MiB" ---------------- waits for all -> the buffer may be filled again
     worker                            maps the buffer once, copies it out - "taken" --'
 
-Signals and handles go over a gloo group, as JSON; nothing is pickled. A handle is sent when a buffer is new and looked at
+Signals and handles go over a gloo group, as JSON; nothing is pickled. A handle is sent when a buffer is new, and checked
 before it is opened. The GPU is named by its UUID: its index may differ in the two processes.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from grpo_async.weights.gloo import WeightGroup
+from grpo_async.weights.buckets import Staging, TurnBuffers
+from grpo_async.weights.gloo import GlooBackend
 from grpo_async.weights.rendezvous import device_identity
-from grpo_async.weights.staging import Staging
 
 _MAX_SIGNAL_BYTES = 1 << 20
-_MAX_HANDLE_BYTES = 4096
-_NUM_BUFFERS = 2
-
-Handle = Mapping[str, Any]
+_Number = Annotated[int, Field(ge=0, lt=1 << 48)]
+_Hexadecimal = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=8192)]
 
 
-class SharedMemory(Protocol):
-    """Memory of a device that another process can map."""
+class Handle(BaseModel):
+    """What maps a buffer of another process: the UUID of its GPU, and the fields of torch's `_share_cuda_`."""
 
-    device: torch.device
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Memory that can be shared, [num_bytes] uint8."""
+    device: str = Field(max_length=256)
+    handle: _Hexadecimal
+    size: _Number
+    offset: _Number
+    counter: _Hexadecimal
+    counter_offset: _Number
+    event: _Hexadecimal
+    needs_event: bool
 
-    def share(self, buffer: torch.Tensor) -> Handle:
-        """What one other process needs to map `buffer`, fit for JSON. Call it once for each."""
 
-    def open(self, handle: Handle) -> torch.Tensor:
-        """Map a buffer of another process, [num_bytes] uint8. Raises RuntimeError."""
+class _Signal(BaseModel):
+    """The trainer says that a bucket is in a buffer. `handles`: one for each worker, where the buffer is new."""
 
-    def release(self) -> None:
-        """Give back what was shared or mapped and has no reference any more."""
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    buffer: int = Field(ge=0, le=1)
+    num_bytes: int
+    handles: list[dict[str, Any]] | None
 
 
 class CudaMemory:
-    """CUDA IPC as torch does it, without its pickling."""
+    """Memory of a GPU that another process can map: CUDA IPC as torch does it, without its pickling."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Memory that can be shared, [num_bytes] uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def share(self, buffer: torch.Tensor) -> Handle:
-        _, handle, size, offset, counter, counter_offset, event, needs_event = _share(buffer)
-        return {
-            "device": device_identity(self.device),
-            "handle": handle.hex(),
-            "size": size,
-            "offset": offset,
-            "counter": counter.hex(),
-            "counter_offset": counter_offset,
-            "event": event.hex(),
-            "needs_event": needs_event,
-        }
+    def share(self, buffer: torch.Tensor) -> dict[str, Any]:
+        """What one other process needs to map `buffer`, fit for JSON. Call it once for each."""
+        storage: Any = buffer.untyped_storage()
+        _, handle, size, offset, counter, counter_offset, event, needs_event = storage._share_cuda_()
+        return Handle(
+            device=device_identity(self.device),
+            handle=handle.hex(),
+            size=size,
+            offset=offset,
+            counter=counter.hex(),
+            counter_offset=counter_offset,
+            event=event.hex(),
+            needs_event=needs_event,
+        ).model_dump()
 
-    def open(self, handle: Handle) -> torch.Tensor:
-        fields = check_handle(handle, device=device_identity(self.device))
+    def open(self, handle: dict[str, Any]) -> torch.Tensor:
+        """Map a buffer of another process, [num_bytes] uint8. Raises RuntimeError."""
+        arguments = check_handle(handle, device=device_identity(self.device))
         with torch.cuda.device(self.device):
-            storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *fields)
+            storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *arguments)
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def release(self) -> None:
+        """Give back what was shared or mapped and has no reference any more."""
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
-def _share(buffer: torch.Tensor) -> tuple[int, bytes, int, int, bytes, int, bytes, bool]:
-    shared: tuple[int, bytes, int, int, bytes, int, bytes, bool] = buffer.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-    return shared
-
-
-def check_handle(handle: Handle, *, device: str) -> tuple[bytes, int, int, bytes, int, bytes, bool]:
+def check_handle(given: dict[str, Any], *, device: str) -> tuple[bytes, int, int, bytes, int, bytes, bool]:
     """The arguments of torch's `_new_shared_cuda` behind the device's index.
 
     Args:
@@ -90,36 +94,23 @@ def check_handle(handle: Handle, *, device: str) -> tuple[bytes, int, int, bytes
     Raises:
         RuntimeError: a field is missing, of another type, too long, or of another device.
     """
-    kinds: dict[str, type] = {
-        "device": str, "handle": str, "size": int, "offset": int, "counter": str, "counter_offset": int, "event": str,
-        "needs_event": bool,
-    }  # fmt: skip
-    if set(handle) != set(kinds):
-        raise RuntimeError(f"a memory handle has the fields {sorted(handle)}, not {sorted(kinds)}")
-    for name, kind in kinds.items():
-        value = handle[name]
-        if type(value) is not kind:
-            raise RuntimeError(f"field {name} of a memory handle is {type(value).__name__}, not {kind.__name__}")
-        if isinstance(value, int) and not 0 <= value < 1 << 48:
-            raise RuntimeError(f"field {name} of a memory handle is {value}")
-        if isinstance(value, str) and len(value) > 2 * _MAX_HANDLE_BYTES:
-            raise RuntimeError(f"field {name} of a memory handle has {len(value)} characters")
-    if handle["device"] != device:
-        raise RuntimeError(
-            f"the trainer's buffers are on {handle['device']}, this worker's model is on {device}; set weights.transport: nccl"
-        )
     try:
-        return (
-            bytes.fromhex(handle["handle"]),
-            handle["size"],
-            handle["offset"],
-            bytes.fromhex(handle["counter"]),
-            handle["counter_offset"],
-            bytes.fromhex(handle["event"]),
-            handle["needs_event"],
+        handle = Handle.model_validate(given)
+    except ValidationError as error:
+        raise RuntimeError(f"not a memory handle: {error}") from error
+    if handle.device != device:
+        raise RuntimeError(
+            f"the trainer's buffers are on {handle.device}, this worker's model is on {device}; set weights.transport: nccl"
         )
-    except ValueError as error:
-        raise RuntimeError(f"a memory handle is not hexadecimal: {error}") from error
+    return (
+        bytes.fromhex(handle.handle),
+        handle.size,
+        handle.offset,
+        bytes.fromhex(handle.counter),
+        handle.counter_offset,
+        bytes.fromhex(handle.event),
+        handle.needs_event,
+    )
 
 
 class IpcBackend:
@@ -127,34 +118,29 @@ class IpcBackend:
 
     sends_in_place = False
 
-    def __init__(self, group: WeightGroup, *, memory: SharedMemory, staging: Staging | None = None) -> None:
+    def __init__(self, group: GlooBackend, *, memory: CudaMemory) -> None:
         self.device = memory.device
         self._group = group
         self._memory = memory
-        self._staging = staging or Staging(memory.device)
-        self._buffers: list[torch.Tensor | None] = [None] * _NUM_BUFFERS  # the trainer's own; a worker: mapped ones
-        self._unsent: set[int] = set()  # buffers whose handles no worker has yet
-        self._turn = 0
+        self._staging = Staging(memory.device)
+        self._buffers = TurnBuffers(memory.allocate)
+        self._known: list[torch.Tensor | None] = [
+            None,
+            None,
+        ]  # trainer: buffers as they were shared; worker: mapped ones
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        self._turn = (self._turn + 1) % _NUM_BUFFERS
-        buffer = self._buffers[self._turn]
-        if buffer is None or buffer.numel() < num_bytes:
-            buffer = self._memory.allocate(num_bytes)
-            self._buffers[self._turn] = buffer
-            self._unsent.add(self._turn)
-        return buffer[:num_bytes]
+        return self._buffers.take(num_bytes)
 
     def send(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
         group = self._group
-        index = self._index_of(buffer)
-        signal: dict[str, Any] = {"buffer": index, "num_bytes": buffer.numel(), "handles": None}
-        if index in self._unsent:
-            whole = self._buffers[index]
-            assert whole is not None
-            signal["handles"] = [self._memory.share(whole) for _ in range(1, group.world_size)]  # one for each worker
-            self._unsent.discard(index)
-        group.broadcast_bytes(json.dumps(signal).encode(), timeout_s=timeout_s, max_bytes=_MAX_SIGNAL_BYTES)
+        number, whole = self._buffers.find(buffer)
+        handles = None
+        if self._known[number] is not whole:
+            handles = [self._memory.share(whole) for _ in range(1, group.world_size)]  # one for each worker
+            self._known[number] = whole
+        signal = _Signal(buffer=number, num_bytes=buffer.numel(), handles=handles)
+        group.broadcast_bytes(signal.model_dump_json().encode(), timeout_s=timeout_s, max_bytes=_MAX_SIGNAL_BYTES)
         group.confirm(timeout_s=timeout_s)  # all have copied it out
 
     def expect(self, num_bytes: int) -> None:
@@ -162,47 +148,29 @@ class IpcBackend:
 
     def receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
         group = self._group
-        signal = _read_signal(
-            group.broadcast_bytes(None, timeout_s=timeout_s, max_bytes=_MAX_SIGNAL_BYTES), num_bytes=num_bytes
-        )
-        index = signal["buffer"]
-        if signal["handles"] is not None:
-            if len(signal["handles"]) != group.world_size - 1:
-                raise RuntimeError(f"{len(signal['handles'])} memory handles for {group.world_size - 1} workers")
-            self._buffers[index] = None  # the one before, if any, is unmapped first
-            self._buffers[index] = self._memory.open(signal["handles"][group.rank - 1])
-        mapped = self._buffers[index]
+        body = group.broadcast_bytes(None, timeout_s=timeout_s, max_bytes=_MAX_SIGNAL_BYTES)
+        try:
+            signal = _Signal.model_validate_json(body)
+        except ValidationError as error:
+            raise RuntimeError(f"not a signal of the trainer: {error}") from error
+        if signal.num_bytes != num_bytes:
+            raise RuntimeError(f"the trainer sends {signal.num_bytes} bytes, {num_bytes} are expected")
+        if signal.handles is not None:
+            if len(signal.handles) != group.world_size - 1:
+                raise RuntimeError(f"{len(signal.handles)} memory handles for {group.world_size - 1} workers")
+            self._known[signal.buffer] = None  # the one before, if any, is unmapped first
+            self._known[signal.buffer] = self._memory.open(signal.handles[group.rank - 1])
+        mapped = self._known[signal.buffer]
         if mapped is None or mapped.numel() < num_bytes:
-            raise RuntimeError(f"the trainer speaks of buffer {index} with {num_bytes} bytes, which it has not shared")
+            raise RuntimeError(
+                f"the trainer speaks of buffer {signal.buffer}, which it has not shared with {num_bytes} bytes"
+            )
         bucket = self._staging.keep(mapped[:num_bytes])
         group.confirm(timeout_s=timeout_s)
         return bucket
 
     def close(self) -> None:
         self._group.close()
-        self._buffers = [None] * _NUM_BUFFERS
+        self._buffers = TurnBuffers(self._memory.allocate)
+        self._known = [None, None]
         self._memory.release()
-
-    def _index_of(self, buffer: torch.Tensor) -> int:
-        for index, own in enumerate(self._buffers):
-            if own is not None and own.data_ptr() == buffer.data_ptr():
-                return index
-        raise RuntimeError("only buffers that `buffer` returned can be sent")
-
-
-def _read_signal(body: bytes, *, num_bytes: int) -> dict[str, Any]:
-    """Raises RuntimeError when it is not a signal for a bucket of `num_bytes`."""
-    try:
-        signal = json.loads(body)
-    except ValueError as error:
-        raise RuntimeError(f"the trainer's signal is not JSON: {error}") from error
-    if not isinstance(signal, dict) or set(signal) != {"buffer", "num_bytes", "handles"}:
-        raise RuntimeError(f"not a signal of the trainer: {body[:200]!r}")
-    if type(signal["buffer"]) is not int or not 0 <= signal["buffer"] < _NUM_BUFFERS:
-        raise RuntimeError(f"the trainer has no buffer {signal['buffer']!r}")
-    if type(signal["num_bytes"]) is not int or signal["num_bytes"] != num_bytes:
-        raise RuntimeError(f"the trainer sends {signal['num_bytes']!r} bytes, {num_bytes} are expected")
-    handles = signal["handles"]
-    if handles is not None and not (isinstance(handles, list) and all(isinstance(handle, dict) for handle in handles)):
-        raise RuntimeError("the trainer's memory handles are not a list of handles")
-    return signal

@@ -13,54 +13,28 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from grpo_async.weights.buckets import TurnBuffers
-from grpo_async.weights.participants import start
-from grpo_async.weights.staging import Staging
+from grpo_async.utils.threads import in_thread
+from grpo_async.weights.buckets import Staging, TurnBuffers
 
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
-
-class BroadcastGroup(Protocol):
-    """The part of a torch process group that is used here."""
-
-    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> Any: ...
-
-    def abort(self) -> None:
-        """End what is going on in the group with an error, from any thread."""
-
-
-class WorkQueue(Protocol):
-    """Where a device's work is queued and waited for."""
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Queue `work` behind what this device was given so far, and block until it is done."""
-
-
-class CudaQueue:
-    """A CUDA stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def run(self, work: Callable[[], object]) -> None:
-        with torch.cuda.device(self._device):
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                work()
-            self._stream.synchronize()  # NcclBackend aborts the communicator at its deadline
+RunOnStream = Callable[[Callable[[], object]], None]
+"""Queues work behind what the device was given so far, and blocks until it is done."""
 
 
 class NcclBackend:
     """`Backend` over one NCCL communicator.
 
     Args:
+        group: a process group of this group alone; see `make_nccl_group`.
         timeout_s: deadline of forming the communicator.
+        run: default: on a CUDA stream of its own.
 
     Raises:
         RuntimeError: it did not form.
@@ -68,20 +42,13 @@ class NcclBackend:
 
     sends_in_place = True
 
-    def __init__(
-        self,
-        group: BroadcastGroup,
-        *,
-        device: torch.device,
-        queue: WorkQueue,
-        timeout_s: float,
-        staging: Staging | None = None,
-    ) -> None:
+    def __init__(self, group: Any, *, device: torch.device, timeout_s: float, run: RunOnStream | None = None) -> None:
         self.device = device
-        self._group: BroadcastGroup | None = group
-        self._queue = queue
-        self._buffers = TurnBuffers(device)
-        self._staging = staging or Staging(device)
+        self._group = group
+        self._run = run or _on_own_stream(device)
+        self._allocate = partial(torch.empty, dtype=torch.uint8, device=device)
+        self._buffers = TurnBuffers(self._allocate)
+        self._staging = Staging(device)
         self._landing: torch.Tensor | None = None  # where buckets arrive that are moved to host memory
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s=timeout_s)  # forms the communicator
 
@@ -101,7 +68,7 @@ class NcclBackend:
             self._broadcast(bucket, timeout_s=timeout_s)
             return bucket
         if self._landing is None or self._landing.numel() < num_bytes:
-            self._landing = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            self._landing = self._allocate(num_bytes)
         bucket = self._landing[:num_bytes]
         self._broadcast(bucket, timeout_s=timeout_s)
         return self._staging.keep(bucket)
@@ -120,34 +87,38 @@ class NcclBackend:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-
-        def broadcast() -> None:
-            group.broadcast([tensor], options).wait()
-
-        done = start(lambda: self._queue.run(broadcast), name="weights nccl")
+        done = in_thread(lambda: self._run(lambda: group.broadcast([tensor], options).wait()), name="weights nccl")
         try:
             done.result(timeout=timeout_s)
-        except TimeoutError:
+        except TimeoutError as error:
             self.close()
             raise RuntimeError(
                 f"a broadcast of {tensor.numel()} bytes over NCCL did not end within {timeout_s:.0f} s"
-            ) from None
+            ) from error
         if self._group is None:  # after an abort NCCL's kernel ends without an error
             raise RuntimeError("the weight group was closed during a broadcast over NCCL")
 
 
-def make_nccl_group(
-    store: dist.Store, *, rank: int, world_size: int, timeout_s: float, device: torch.device
-) -> BroadcastGroup:
+def _on_own_stream(device: torch.device) -> RunOnStream:
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(work: Callable[[], object]) -> None:
+        with torch.cuda.device(device):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                work()
+            stream.synchronize()  # NcclBackend aborts the communicator at its deadline
+
+    return run
+
+
+def make_nccl_group(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, device: torch.device) -> Any:
     """A NCCL process group of its own. Its communicator forms with the first broadcast."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * timeout_s)  # of torch's watchdog; ours comes first
+    prefixed = dist.PrefixStore("nccl", store)
     with torch.cuda.device(device), _environment(_NO_WATCHDOG):
-        prefixed = dist.PrefixStore("nccl", store)
-        group: BroadcastGroup = dist.ProcessGroupNCCL(
-            prefixed, rank, world_size, options
-        )  # its options have the deadline
-        return group
+        return dist.ProcessGroupNCCL(prefixed, rank, world_size, options)  # its options have the deadline
 
 
 @contextmanager

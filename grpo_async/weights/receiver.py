@@ -1,11 +1,11 @@
 """New weights on their way into one worker of a server: membership of the weight group, and what is staged.
 
-    join -> drop (an update begins) -> receive -> take
+    join -> drop (an update starts) -> receive -> take
 
 Nothing here touches what is served: `take` hands the whole staged update over, to be loaded between two steps of the engine.
 
-Joining and receiving wait for the trainer, so each is begun by one call and waited for in a thread, by what that call returns. A
-trainer that begins anew never waits for what an earlier one left: every call has a number, and the end of an older one counts for
+Joining and receiving wait for the trainer, so each is started by one call and waited for in a thread, by what that call returns. A
+trainer that starts anew never waits for what an earlier one left: every call has a number, and the end of an older one counts for
 nothing. An update that fails takes its group with it: the members may then disagree about the next broadcast, and the trainer's
 wait ends with the connection.
 """
@@ -36,7 +36,7 @@ class UpdateFailedError(GrpoAsyncError):
 
 
 class UpdateSupersededError(GrpoAsyncError):
-    """Another trainer, or the same one after a restart, began anew. The old weights stay."""
+    """Another trainer, or the same one after a restart, started anew. The old weights stay."""
 
 
 class WeightReceiver:
@@ -71,7 +71,7 @@ class WeightReceiver:
             UpdateSupersededError: another call came.
         """
         check_membership(info)
-        job, rank = self._begin(leave_group=True), info.rank_offset + self.rank
+        job, rank = self._new_call(leave_group=True), info.rank_offset + self.rank
 
         def wait() -> None:
             try:
@@ -93,9 +93,9 @@ class WeightReceiver:
     def drop(self, *, leave_group: bool = False) -> None:
         """Forget what is staged or on its way. A group in which an update is still on its way belongs to a trainer that is gone,
         so it is left too."""
-        self._begin(leave_group=leave_group)
+        self._new_call(leave_group=leave_group)
 
-    def _begin(self, *, leave_group: bool, after: int | None = None) -> int:
+    def _new_call(self, *, leave_group: bool, after: int | None = None) -> int:
         """`drop`, and the number of the call that follows; 0, and nothing is dropped, when call `after` is not the newest any
         more."""
         with self._lock:
@@ -129,7 +129,7 @@ class WeightReceiver:
             UpdateFailedError: the trainer vanished or was too slow.
             UpdateSupersededError: another call came.
         """
-        job = self._begin(leave_group=False)
+        job = self._new_call(leave_group=False)
         with self._lock:
             backend = self._backend
             self._is_receiving = backend is not None
@@ -141,7 +141,7 @@ class WeightReceiver:
             try:
                 staged = self._receive(backend, info)
             except BaseException as error:
-                if not self._begin(leave_group=True, after=job):
+                if not self._new_call(leave_group=True, after=job):
                     raise UpdateSupersededError("another weight update began in the meantime") from error
                 if isinstance(error, RuntimeError):
                     raise UpdateFailedError(f"the update failed, the old weights stay: {error}") from error
@@ -180,10 +180,7 @@ class WeightReceiver:
 
 
 def check_membership(info: WeightInitInfo) -> None:
-    """Raises UpdateRefusedError: no such group can exist, or this process opens no such store."""
-    if not 1 <= info.rank_offset < info.world_size:
-        raise UpdateRefusedError(f"rank_offset {info.rank_offset} is no worker's rank of {info.world_size} members")
-    _check_timeout(info.timeout_s)
+    """Raises UpdateRefusedError: this process opens no such store."""
     problem = problem_with_store(info)
     if problem is not None:
         raise UpdateRefusedError(problem)
@@ -198,9 +195,6 @@ def parameter_specs(info: WeightUpdateInfo) -> list[ParameterSpec]:
             f"an update needs a dtype of {sorted(ITEM_SIZES)} and a shape per name, got {len(names)} names, {len(dtypes)} dtypes "
             f"(unknown: {unknown}), {len(shapes)} shapes"
         )
-    if info.bucket_bytes < 1:
-        raise UpdateRefusedError(f"bucket_bytes must be at least 1, got {info.bucket_bytes}")
-    _check_timeout(info.timeout_s)
     return [
         ParameterSpec(name=name, dtype_name=dtype, shape=tuple(shape))
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
@@ -211,8 +205,3 @@ def listed(problems: Sequence[str], *, most: int = 8) -> str:
     """The first problems, and how many more there are."""
     more = f"; and {len(problems) - most} more" if len(problems) > most else ""
     return "; ".join(problems[:most]) + more
-
-
-def _check_timeout(timeout_s: float) -> None:
-    if not 0.0 < timeout_s < float("inf"):
-        raise UpdateRefusedError(f"timeout_s must be a positive number of seconds, got {timeout_s}")

@@ -1,7 +1,7 @@
-"""Where the members of a weight group find each other: a store, and the trainer's word in it that all may begin.
+"""Where the members of a weight group find each other: a store, in which the trainer says that all may begin.
 
-    trainer   makes the store ------------ waits for all, looks at their devices ---- "begin", or why not
-    worker    says which device it is on - waits for that word
+    trainer   makes the store ------------ waits for all, checks their devices ---- "begin", or why not
+    worker    says which device it is on - waits for that answer
 
 So a group that cannot form (one server refused, two members on one GPU) is aborted at once on every member, instead of each waiting
 for its own deadline.
@@ -21,16 +21,15 @@ import socket
 import stat
 import struct
 import tempfile
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from grpo_async.inference.surface import WeightInitInfo
+from grpo_async.inference.surface import TransportKind, WeightInitInfo
 from grpo_async.utils.loopback import is_loopback
-from grpo_async.weights.participants import NOT_FORMED
+from grpo_async.weights.calls import NOT_FORMED
 
 _BEGIN = "begin"
 _PREFIX = "grpo-async-weights-"
@@ -59,6 +58,7 @@ class Rendezvous:
         self.address, self.port = address, 0
         self.key = f"weights/{secrets.token_hex(8)}"
         self.world_size = world_size
+        self._timeout_s = timeout_s
         self._timeout = timedelta(seconds=timeout_s)
         self._folder: Path | None = None
         store: dist.Store
@@ -89,8 +89,21 @@ class Rendezvous:
 
     @property
     def store_file(self) -> str:
-        """For WeightInitInfo; empty when the store is reached by TCP."""
+        """Empty when the store is reached by TCP."""
         return str(self._folder / _NAME) if self._folder else ""
+
+    def init_info(self, transport: TransportKind, *, rank_offset: int) -> WeightInitInfo:
+        """What a server's workers need to join, the first of them as group rank `rank_offset`."""
+        return WeightInitInfo(
+            transport=transport,
+            master_address=self.address,
+            master_port=self.port,
+            store_file=self.store_file,
+            rank_offset=rank_offset,
+            world_size=self.world_size,
+            timeout_s=self._timeout_s,
+            key=self.key,
+        )
 
     def wait(self, own_device: str) -> list[str]:
         """Wait for every worker; returns the members' devices by rank.
@@ -132,7 +145,7 @@ def join_rendezvous(info: WeightInitInfo, *, rank: int, device: str) -> dist.Sto
         device: see `device_identity`.
 
     Raises:
-        RuntimeError: no trainer there, or no word of it within `info.timeout_s`, or it aborted, or its file is none.
+        RuntimeError: no trainer there, or no answer of it within `info.timeout_s`, or it aborted, or its file is none.
     """
     problem = problem_with_store(info)
     if problem is not None:
@@ -149,7 +162,7 @@ def join_rendezvous(info: WeightInitInfo, *, rank: int, device: str) -> dist.Sto
     try:
         reason = store.get(_BEGIN).decode()  # within the store's `timeout`
     except RuntimeError as error:
-        raise RuntimeError(f"{NOT_FORMED}: no word of the trainer within {info.timeout_s:.0f} s: {error}") from error
+        raise RuntimeError(f"{NOT_FORMED}: no answer of the trainer within {info.timeout_s:.0f} s: {error}") from error
     if reason:
         raise RendezvousAbortedError(f"{NOT_FORMED}, the trainer aborted it: {reason}")
     return store
@@ -191,26 +204,6 @@ def device_identity(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def problem_with_devices(kind: str, devices: Sequence[str]) -> str | None:
-    """Why members on these devices (by rank) cannot form a group of this kind, or None."""
-    if kind == "gloo":
-        return None
-    if "cpu" in devices:
-        return f"weights.transport: {kind} needs every member on a GPU, {_ranks(devices, 'cpu')} on the CPU; set gloo"
-    if kind == "nccl":
-        for device in devices:
-            if devices.count(device) > 1:
-                return f"weights.transport: nccl needs a GPU for each member, {_ranks(devices, device)} both on {device}; set ipc"
-    if kind == "ipc":
-        for rank, device in enumerate(devices):
-            if device != devices[0]:
-                return (
-                    f"weights.transport: ipc needs all members on one GPU, the trainer is on {devices[0]}, rank {rank} on "
-                    f"{device}; set nccl"
-                )
-    return None
-
-
 def _file_store(path: str, timeout: timedelta) -> dist.Store:
     store = dist.FileStore(path, -1)  # -1: the store does not remove the file
     store.set_timeout(timeout)
@@ -228,9 +221,3 @@ def _listen(address: str) -> socket.socket:
 
 def _member(rank: int) -> str:
     return f"member/{rank}"
-
-
-def _ranks(devices: Sequence[str], device: str) -> str:
-    """'the trainer and rank 2 are'."""
-    names = ["the trainer" if rank == 0 else f"rank {rank}" for rank, other in enumerate(devices) if other == device]
-    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"

@@ -7,21 +7,19 @@ After a failed send the group is of no use: close, then connect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from grpo_async.errors import WeightPushError
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.surface import AdapterBase, TransportKind, WeightInitInfo, WeightUpdateInfo
+from grpo_async.inference.surface import AdapterBase, TransportKind, WeightUpdateInfo
 from grpo_async.weights.backend import Backend, build_backend, check_device
 from grpo_async.weights.buckets import ParameterSpec, pack
-from grpo_async.weights.participants import GRACE_S, PushFailedError, failures_of, split_failed, start_each
-from grpo_async.weights.rendezvous import Rendezvous, device_identity, problem_with_devices
-
-_SETTING = "weights.timeout_s"
+from grpo_async.weights.calls import GRACE_S, SETTING, PushFailedError, failed_calls, split_failed, start_calls
+from grpo_async.weights.choice import problem_with_devices
+from grpo_async.weights.rendezvous import Rendezvous, device_identity
 
 
 class WeightTransport:
@@ -33,7 +31,7 @@ class WeightTransport:
         bucket_bytes: parameters travel in buckets of this many bytes.
         timeout_s: deadline of joining and of each bucket.
         device: where the trainer's weights are.
-        base: fields of surface.AdapterBase when only adapters are pushed.
+        base: fields of api.AdapterBase when only adapters are pushed.
         private: a folder of this user on this machine, which somebody removes even if this process is killed; None: the
             temporary folder.
 
@@ -64,7 +62,8 @@ class WeightTransport:
         self._private = private
         self._base = AdapterBase.model_validate(base) if base else None
         self._backend: Backend | None = None
-        self._members: tuple[str, ...] = ()
+        self.members: tuple[str, ...] = ()
+        """Names of the connected servers; () when not connected."""
 
     @property
     def device(self) -> torch.device:
@@ -77,12 +76,7 @@ class WeightTransport:
         in memory that torch has cached for the activations of the engine's steps, and their kernels share the GPU with those."""
         return self.kind == "gloo"
 
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Names of the connected servers; () when not connected."""
-        return self._members
-
-    def connect(self, targets: Sequence[ServerControl]) -> None:
+    def connect(self, servers: Sequence[ServerControl]) -> None:
         """Form a new group, leaving the one before. A server that fails ends it for all at once.
 
         Raises:
@@ -91,51 +85,72 @@ class WeightTransport:
             WeightPushError: the servers' GPUs do not allow this transport.
         """
         self.close()
-        if not targets:
+        if not servers:
             raise WeightPushError("there is no server to connect with")
-        ranks: dict[str, range] = {}
+        ranks: dict[str, int] = {}  # of each server's first worker
         world_size = 1
-        for target in targets:
-            ranks[target.name] = range(world_size, world_size + target.num_workers)
-            world_size += target.num_workers
+        for server in servers:
+            ranks[server.name] = world_size
+            world_size += server.num_workers
         group = f"forming the weight group of trainer and {', '.join(ranks)} at {self._host}"
+        broken: Exception | None = None
         try:
             rendezvous = Rendezvous(self._host, world_size=world_size, timeout_s=self._timeout_s, private=self._private)
+
+            def ask_to_join(server: ServerControl) -> None:
+                info = rendezvous.init_info(self.kind, rank_offset=ranks[server.name])
+                try:
+                    server.init_weight_transfer(info, timeout_s=self._timeout_s + GRACE_S)
+                except Exception as error:
+                    rendezvous.abort(f"{server.name} did not join: {error}")
+                    raise
+
             try:
-                joins = self._call_in(targets, ranks, rendezvous)
-                backend, broken = self._join(rendezvous)
-                errors = failures_of(
-                    joins,
-                    what="init_weight_transfer_engine",
-                    # once it is aborted, every worker that is alive says so
-                    deadline_s=GRACE_S if backend is None else self._timeout_s + GRACE_S,
-                    setting=_SETTING,
-                )
+                joins = start_calls(servers, ask_to_join, phase="connect")
+                try:
+                    self._backend = self._join(rendezvous)
+                except RuntimeError as error:
+                    broken = error
+                    rendezvous.abort(f"not all workers came within {self._timeout_s:.0f} s")
+                # once it is aborted, every worker that is alive says so
+                deadline_s = GRACE_S if broken else self._timeout_s + GRACE_S
+                errors = failed_calls(joins, phase="connect", deadline_s=deadline_s)
             finally:
                 rendezvous.close()
         except (OSError, RuntimeError) as error:  # of the store: no room for its file, no such address here
             raise PushFailedError(group, phase="connect", failures={}, affected={"trainer": error}) from error
-        if backend is not None and not errors:
-            self._backend, self._members = backend, tuple(ranks)
+        if broken is None and not errors:
+            self.members = tuple(ranks)
             return
-        if backend is not None:
-            backend.close()
+        self.close()
         failed, affected = split_failed(errors)
-        raise PushFailedError(
-            group,
-            phase="connect",
-            failures=failed,
-            affected=affected or ({} if failed or broken is None else {"trainer": broken}),
-            hint=f"deadline {self._timeout_s:.0f} s: {_SETTING}",
-        ) from broken
+        if broken is not None and not failed and not affected:
+            affected = {"trainer": broken}
+        hint = f"deadline {self._timeout_s:.0f} s: {SETTING}"
+        raise PushFailedError(group, phase="connect", failures=failed, affected=affected, hint=hint) from broken
 
-    def announce(self, target: ServerControl, specs: Sequence[ParameterSpec]) -> None:
+    def _join(self, rendezvous: Rendezvous) -> Backend:
+        """The trainer's own end.
+
+        Raises:
+            RuntimeError: not all workers came, or the group did not form.
+            WeightPushError: see `connect`.
+        """
+        problem = problem_with_devices(self.kind, rendezvous.wait(device_identity(self._own_device)))
+        if problem is not None:
+            rendezvous.abort(problem)
+            raise WeightPushError(problem)
+        rendezvous.begin()
+        info = rendezvous.init_info(self.kind, rank_offset=1)
+        return build_backend(info, rendezvous.store, rank=0, address=self._host, device=self._own_device)
+
+    def announce(self, server: ServerControl, specs: Sequence[ParameterSpec]) -> None:
         """Tell a server what follows; returns when it has received and staged everything, so call it in a thread.
 
         Raises:
-            GrpoAsyncError: what the target raises.
+            GrpoAsyncError: what the server's answer was.
         """
-        target.update_weights(
+        server.update_weights(
             WeightUpdateInfo(
                 names=[spec.name for spec in specs],
                 dtype_names=[spec.dtype_name for spec in specs],
@@ -153,9 +168,10 @@ class WeightTransport:
         still be on its way. A bucket of one tensor is that tensor's own memory where the backend can send it: leave it alone until
         it is sent."""
         backend = self._open()
-        in_place = len(tensors) == 1 and backend.sends_in_place and tensors[0].device == backend.device
-        into = None if in_place else backend.buffer(sum(tensor.nbytes for tensor in tensors))
-        buffer = tensors[0].reshape(-1).view(torch.uint8) if into is None else pack(tensors, into=into)
+        if len(tensors) == 1 and backend.sends_in_place and tensors[0].device == backend.device:
+            buffer = tensors[0].reshape(-1).view(torch.uint8)
+        else:
+            buffer = pack(tensors, into=backend.buffer(sum(tensor.nbytes for tensor in tensors)))
         if self._own_device.type == "cuda":
             torch.cuda.current_stream(self._own_device).synchronize()
         return buffer
@@ -171,7 +187,7 @@ class WeightTransport:
     def close(self) -> None:
         """Leave the group, which ends the waiting of the servers' workers. May be called from any thread."""
         backend, self._backend = self._backend, None
-        self._members = ()
+        self.members = ()
         if backend is not None:
             backend.close()
 
@@ -180,53 +196,3 @@ class WeightTransport:
         if backend is None:
             raise RuntimeError("the weight group is not connected")
         return backend
-
-    def _call_in(
-        self, targets: Sequence[ServerControl], ranks: dict[str, range], rendezvous: Rendezvous
-    ) -> dict[str, Future[object]]:
-        """Ask every server to join; one that fails aborts the rendezvous."""
-
-        def join(target: ServerControl) -> Callable[[], None]:
-            info = WeightInitInfo(
-                transport=self.kind,
-                master_address=rendezvous.address,
-                master_port=rendezvous.port,
-                store_file=rendezvous.store_file,
-                rank_offset=ranks[target.name].start,
-                world_size=rendezvous.world_size,
-                timeout_s=self._timeout_s,
-                key=rendezvous.key,
-            )
-
-            def run() -> None:
-                try:
-                    target.init_weight_transfer(info, timeout_s=self._timeout_s + GRACE_S)
-                except Exception as error:
-                    rendezvous.abort(f"{target.name} did not join: {error}")
-                    raise
-
-            return run
-
-        return start_each({target.name: join(target) for target in targets}, what="weight group")
-
-    def _join(self, rendezvous: Rendezvous) -> tuple[Backend | None, Exception | None]:
-        """The trainer's own end, or what broke it."""
-        try:
-            devices = rendezvous.wait(device_identity(self._own_device))
-            problem = problem_with_devices(self.kind, devices)
-            if problem is not None:
-                rendezvous.abort(problem)
-                raise WeightPushError(problem)
-            rendezvous.begin()
-            return build_backend(
-                self.kind,
-                rendezvous.store,
-                rank=0,
-                world_size=rendezvous.world_size,
-                address=rendezvous.address,
-                timeout_s=self._timeout_s,
-                device=self._own_device,
-            ), None
-        except RuntimeError as error:
-            rendezvous.abort(f"not all workers came within {self._timeout_s:.0f} s")
-            return None, error

@@ -24,12 +24,9 @@ from dataclasses import dataclass
 
 from grpo_async.config.experiment import ExperimentConfig
 
-_LENGTHS = (
-    16,
-    64,
-    300,
-)  # within a block of the server's cache, and over the border of two (vLLM: 16 tokens, on CPU 128)
-_PROMPT_SHARE = 0.5
+_LENGTHS = (16, 64, 300)
+"""Within a block of the server's cache, and over the border of two (vLLM: 16 tokens, on CPU 128)."""
+_PROMPT_FRACTION = 0.5
 _MOST_RATIO = 2.0
 _LEAST_LIMIT = 1e-3  # of mean |d|: what kernels of float32 may do otherwise, such as sum in another order
 _MOST_LIMIT = 0.5  # no rounding that could be trained with differs by so much in the mean
@@ -68,7 +65,7 @@ class TrainerScores:
 
 
 def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequence[float]]) -> Difference:
-    """Token by token; NaN on either side makes every figure NaN, which is within no limit.
+    """Token by token; NaN on either side makes every number NaN, which is within no limit.
 
     Worked example: trainer [[-1.0, -2.0]], server [[-1.0, -2.5]] -> d = [0, 0.5]: mean 0.25, p99 and max 0.5,
     k3 = (0 + exp(0.5) - 0.5 - 1) / 2 = 0.0744, worst (0, 1).
@@ -144,7 +141,7 @@ def probe_sequences(
     sequences = []
     for number, length in enumerate(lengths):
         prompt = prompt_ids[number % len(prompt_ids)] if prompt_ids else ()
-        head = list(prompt[: int(length * _PROMPT_SHARE)])
+        head = list(prompt[: int(length * _PROMPT_FRACTION)])
         sequences.append([*head, *(generator.randrange(vocab_size) for _ in range(length - len(head)))])
     return sequences
 

@@ -7,24 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from grpo_async.inference.fleet import Fleet, FleetSettings, Server, ServerState
+from grpo_async.config.server_sections import InferenceSection, TlsOptions
+from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.inference.surface import ServerInfo
 
 LIMIT_S = 100.0  # the machine may be busy; a test fails at the end of it, it does not wait for it
-
-
-class _TellingFleet(Fleet):
-    """Also tells of heartbeats that were answered."""
-
-    def __init__(self, *args: Any, on_heartbeat: Callable[[Server], None], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._on_heartbeat = on_heartbeat
-
-    def note(self, server: Server, info: ServerInfo) -> None:
-        super().note(server, info)
-        self._on_heartbeat(server)
 
 
 @dataclass(eq=False)
@@ -38,7 +26,7 @@ class Watch:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Until it holds; it is looked at again after every change of state."""
+        """Until it holds; it is looked at again after every change of state and every heartbeat."""
         with self.changed:
             assert self.changed.wait_for(condition, LIMIT_S), f"waited {LIMIT_S:.0f} s for {what}; states {self.states}"
 
@@ -62,6 +50,9 @@ class Watch:
         """A message of the launcher."""
         self.fleet.on_launcher_message({"kind": "server", "index": index, "event": event, "detail": detail})
 
+    def wait_for_members(self, *, deadline_s: float = 60.0, stop: threading.Event | None = None) -> bool:
+        return self.fleet.wait_for_members(stop=stop or threading.Event(), deadline_s=deadline_s, setting="x.y")
+
 
 @contextmanager
 def watched(
@@ -84,31 +75,26 @@ def watched(
 
     def note() -> None:
         with watch.changed:
-            watch.states.append([watch.fleet.server(index).state for index in range(len(urls))])
+            watch.states.append([server.state for server in watch.fleet.servers()])
             watch.changed.notify_all()
 
-    def note_heartbeat(server: Server) -> None:
+    def note_heartbeat(server: Server, info: ServerInfo) -> None:
+        Fleet.note(fleet, server, info)
         with watch.changed:
             watch.heartbeats.append(server)
             watch.changed.notify_all()
 
-    fleet = _TellingFleet(
-        urls,
-        token=token,
-        settings=FleetSettings(
-            heartbeat_interval_s=interval_s,
-            heartbeat_timeout_s=timeout_s,
-            startup_timeout_s=startup_timeout_s,
-            longest_startup_s=6 * startup_timeout_s,
-        ),
-        control_timeout_s=20.0,
-        authority=authority,
-        ask_restart=ask if spawned else None,
-        on_heartbeat=note_heartbeat,
+    inference = InferenceSection(
+        heartbeat_interval_s=interval_s,
+        heartbeat_timeout_s=timeout_s,
+        startup_timeout_s=startup_timeout_s,
+        tls=TlsOptions(authority=authority) if authority else None,
     )
+    fleet = Fleet(urls, inference, token=token, control_timeout_s=20.0, ask_restart=ask if spawned else None)
     watch = Watch(fleet)
     watch.states.append([ServerState.STARTING] * len(urls))
     fleet.subscribe(note)
+    fleet.note = note_heartbeat  # type: ignore[method-assign]
     try:
         fleet.start()
         yield watch

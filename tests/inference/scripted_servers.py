@@ -1,15 +1,15 @@
-"""ServingServers whose members a test changes, as a fleet does it: from another thread."""
+"""router.Servers whose members a test changes, as a fleet does it: from another thread."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-from grpo_async.inference.router import FixedServer
+from grpo_async.inference.server import Endpoint
 
 
-def endpoint(index: int, url: str, life: str = "first") -> FixedServer:
-    return FixedServer(index=index, name=url.removeprefix("http://"), url=url, instance_id=life)
+def endpoint(index: int, url: str, life: str = "first") -> Endpoint:
+    return Endpoint(index=index, name=url.removeprefix("http://"), url=url, instance_id=life)
 
 
 class ScriptedServers:
@@ -21,7 +21,7 @@ class ScriptedServers:
         self.on_suspect: Callable[[int], None] = lambda _: None
         self._listeners: list[Callable[[], None]] = []
 
-    def serving(self) -> list[FixedServer]:
+    def serving(self) -> list[Endpoint]:
         return self.members
 
     def subscribe(self, listener: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class ScriptedServers:
         self.suspected.append(index)
         self.on_suspect(index)
 
-    def set(self, *members: FixedServer) -> None:
+    def set(self, *members: Endpoint) -> None:
         self.members = list(members)
         for listener in self._listeners:
             thread = threading.Thread(target=listener)

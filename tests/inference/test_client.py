@@ -1,127 +1,117 @@
-"""The client against a scripted server (faults cannot be asked of a real one)."""
+"""The client against servers on loopback that do what a test wants: what breaks goes on, there or on another server."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import socket
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
 
 import pytest
 
 from grpo_async.errors import BadResponseError, RequestRejectedError, ServerUnavailableError
-from grpo_async.inference.client import Generation, InferenceClient
-from grpo_async.inference.connections import BrokenConnectionError
-from grpo_async.inference.router import FixedServers
+from grpo_async.inference import client as client_module
+from grpo_async.inference.client import Generation, InferenceClient, OnTokens
+from grpo_async.inference.router import FixedServers, Servers
 from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import FinishReason
 from grpo_async.utils.retry import RetryPolicy
+from tests.inference.scripted_servers import ScriptedServers, endpoint
+from tests.support.local_server import BreakOff, LocalServer, Refusal, Request, Script, line, local_server
+
+Answer = Sequence[bytes | Exception]
+"""Parts that are sent, and where the answer ends before its end."""
 
 
-@dataclass(frozen=True)
-class _Scripted:
-    """One answer: an error status with its words, or lines, after which the connection breaks where `broken`."""
+def _scripted(*answers: Answer) -> Script:
+    """The n-th answer for the n-th request; the last one for ever."""
+    left = list(answers)
 
-    lines: Sequence[str] = ()
-    status: int = 200
-    words: str = ""
-    broken: bool = False
+    async def script(request: Request) -> AsyncIterator[bytes]:
+        for part in left.pop(0) if len(left) > 1 else left[0]:
+            if isinstance(part, Exception):
+                raise part
+            yield part
 
-
-class _Answer:
-    def __init__(self, scripted: _Scripted) -> None:
-        self.status = scripted.status
-        self._scripted = scripted
-
-    async def read(self) -> bytes:
-        return self._scripted.words.encode()
-
-    async def lines(self) -> AsyncIterator[bytes]:
-        for line in self._scripted.lines:
-            yield line.encode()
-        if self._scripted.broken:
-            raise BrokenConnectionError("connection reset")
+    return script
 
 
-def _chunk(ids: list[int], *, version: int = 0, finish: str | None = None, **more: object) -> str:
-    return json.dumps(
-        {"token_ids": ids, "logprobs": [-0.5] * len(ids), "policy_version": version, "finish_reason": finish, **more}
+def _client(servers: Servers, *, max_retries: int = 3, timeout_s: float = 60.0, **settings: Any) -> InferenceClient:
+    retry = RetryPolicy(max_retries=max_retries, base_s=0.001, rng=random.Random(0))
+    return InferenceClient(
+        servers, token="secret", request_timeout_s=timeout_s, wait_timeout_s=20.0, retry=retry, **settings
     )
 
 
-def _stream(*lines: str) -> _Scripted:
-    return _Scripted(lines=lines)
+def _request(name: str = "r", max_tokens: int = 8) -> GenerateRequest:
+    return GenerateRequest(request_id=name, token_ids=[1, 2], max_tokens=max_tokens, temperature=1.0)
 
 
-_REFUSED = BrokenConnectionError("nobody is there")
+def _run(work: Coroutine[Any, Any, Generation]) -> Generation:
+    async def limited() -> Generation:
+        async with asyncio.timeout(60.0):
+            return await work
 
-
-class _Server:
-    """Answers the n-th request with the n-th answer; the last one for ever."""
-
-    def __init__(self, *answers: _Scripted | Exception) -> None:
-        self._answers = answers
-        self.requests: list[dict[str, object]] = []
-
-    @asynccontextmanager
-    async def post(self, body: bytes) -> AsyncIterator[_Answer]:
-        self.requests.append(json.loads(body))
-        answer = self._answers[min(len(self.requests), len(self._answers)) - 1]
-        if isinstance(answer, Exception):
-            raise answer
-        yield _Answer(answer)
-
-    async def aclose(self) -> None: ...
+    return asyncio.run(limited())
 
 
 def _generate(
-    server: _Server,
+    url: str,
     *,
-    max_retries: int = 3,
     max_tokens: int = 8,
+    on_tokens: OnTokens | None = None,
     partial: Generation | None = None,
-    request_timeout_s: float = 60.0,
-    progress_timeout_s: float = 60.0,
-) -> tuple[Generation, list[tuple[int, int]]]:
-    seen: list[tuple[int, int]] = []
-
+    **settings: Any,
+) -> Generation:
     async def run() -> Generation:
-        retry = RetryPolicy(max_retries=max_retries, base_s=0.001, rng=random.Random(0))
-        client = InferenceClient(
-            FixedServers(["http://server"]),
-            token="t",
-            request_timeout_s=request_timeout_s,
-            progress_timeout_s=progress_timeout_s,
-            wait_timeout_s=5.0,
-            retry=retry,
-            connect=lambda url: server,
-        )
-        async with client:
-            request = GenerateRequest(request_id="r", token_ids=[1, 2], max_tokens=max_tokens, temperature=1.0)
-            return await client.generate(
-                request, on_tokens=lambda count, version: seen.append((count, version)), partial=partial
-            )
+        async with _client(FixedServers([url]), **settings) as client:
+            return await client.generate(_request(max_tokens=max_tokens), on_tokens=on_tokens, partial=partial)
 
-    return asyncio.run(run()), seen
+    return _run(run())
 
 
 def test_chunks_are_joined_and_each_token_keeps_its_version() -> None:
-    server = _Server(_stream(_chunk([5, 6], version=3), _chunk([7], version=4), _chunk([], finish="stop")))
-    generation, seen = _generate(server)
+    seen: list[tuple[int, int]] = []
+    with local_server(
+        _scripted([line([5, 6], version=3, finish=None), line([7], version=4, finish=None), line([])])
+    ) as server:
+        generation = _generate(server.url, on_tokens=lambda count, version: seen.append((count, version)))
     assert generation.token_ids == [5, 6, 7]
     assert generation.logprobs == [-0.5, -0.5, -0.5]
     assert generation.policy_versions == [3, 3, 4]
     assert generation.finish_reason is FinishReason.STOP
     assert seen == [(2, 3), (1, 4)]
+    assert set(server.requests[0]) == set(GenerateRequest.model_fields)  # so that no server default leaks in
 
 
-def test_a_generation_that_was_begun_goes_on_and_only_new_tokens_are_told() -> None:
+def test_lines_are_whole_however_the_bytes_arrive_and_the_connection_is_used_again() -> None:
+    whole = b"\n".join([line([5], finish=None), b"", line([6, 7])])
+
+    async def script(request: Request) -> AsyncIterator[bytes]:
+        for place in range(0, len(whole), 7):
+            yield whole[place : place + 7]
+
+    async def run(url: str) -> Generation:
+        async with _client(FixedServers([url])) as client:
+            for _ in range(2):
+                await client.generate(_request())
+            return await client.generate(_request())
+
+    with local_server(script) as server:
+        assert _run(run(server.url)).token_ids == [5, 6, 7]
+        assert server.most_connections == 1  # for the three, one after the other
+        assert len(server.requests) == 3
+
+
+def test_a_partial_generation_goes_on_and_only_new_tokens_are_told() -> None:
     """What a resume brings: 2 of 8 tokens are there."""
     partial = Generation(token_ids=[5, 6], logprobs=[-0.1, -0.2], policy_versions=[3, 3])
-    server = _Server(_stream(_chunk([7], version=4, finish="stop")))
-    generation, seen = _generate(server, partial=partial)
+    seen: list[tuple[int, int]] = []
+    with local_server(_scripted([line([7], version=4)])) as server:
+        generation = _generate(
+            server.url, partial=partial, on_tokens=lambda count, version: seen.append((count, version))
+        )
     assert generation is partial
     assert (generation.token_ids, generation.policy_versions) == ([5, 6, 7], [3, 3, 4])
     assert generation.logprobs == [-0.1, -0.2, -0.5]
@@ -136,16 +126,8 @@ def test_a_generation_that_was_whole_asks_nobody(finish: FinishReason | None) ->
     partial = Generation(
         token_ids=[5] * length, logprobs=[-0.1] * length, policy_versions=[3] * length, finish_reason=finish
     )
-    server = _Server(_REFUSED)
-    generation, _ = _generate(server, partial=partial)
+    generation = _generate("http://127.0.0.1:9", partial=partial)
     assert generation.finish_reason is (finish or FinishReason.LENGTH)
-    assert server.requests == []
-
-
-def test_every_sampling_field_is_sent() -> None:
-    server = _Server(_stream(_chunk([5], finish="stop")))
-    _generate(server)
-    assert set(server.requests[0]) == set(GenerateRequest.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -155,96 +137,282 @@ def test_a_stream_is_never_as_silent_as_a_limit_of_silence(
     request_timeout_s: float, progress_timeout_s: float, expected_s: float
 ) -> None:
     """Else a healthy server that gathers tokens would be taken for a hung one, or the run for one that stands still."""
-    server = _Server(_stream(_chunk([5], finish="stop")))
-    _generate(server, request_timeout_s=request_timeout_s, progress_timeout_s=progress_timeout_s)
+    with local_server() as server:
+        _generate(server.url, timeout_s=request_timeout_s, progress_timeout_s=progress_timeout_s)
     assert server.requests[0]["flush_interval_s"] == expected_s
 
 
-def test_a_broken_connection_goes_on_from_the_tokens_received() -> None:
-    """Nothing that was sampled is lost or sampled twice."""
-    server = _Server(
-        _Scripted(lines=[_chunk([5, 6], version=1)], broken=True),
-        _stream(_chunk([7], version=2, finish="stop")),
-    )
-    generation, _ = _generate(server)
+@pytest.mark.parametrize("end", [BreakOff(), line([], finish="abort")], ids=["broken", "aborted"])
+def test_what_ends_in_the_middle_goes_on_from_the_tokens_received(end: bytes | Exception) -> None:
+    """Nothing that was sampled is lost or sampled twice, and the cut completion is not taken for a whole one."""
+    with local_server(_scripted([line([5, 6], version=1, finish=None), end], [line([7], version=2)])) as server:
+        generation = _generate(server.url)
     assert generation.token_ids == [5, 6, 7]
     assert generation.policy_versions == [1, 1, 2]
+    assert generation.finish_reason is FinishReason.STOP
     assert server.requests[1]["token_ids"] == [1, 2, 5, 6]
     assert server.requests[1]["max_tokens"] == 6  # 8 - 2
 
 
 def test_a_connection_that_breaks_after_the_last_token_ends_the_completion() -> None:
-    server = _Server(_Scripted(lines=[_chunk([5, 6])], broken=True))
-    generation, _ = _generate(server, max_tokens=2)
+    with local_server(_scripted([line([5, 6], finish=None), BreakOff()])) as server:
+        generation = _generate(server.url, max_tokens=2)
     assert generation.finish_reason is FinishReason.LENGTH
     assert len(server.requests) == 1
-
-
-def test_an_aborted_request_goes_on_from_its_partial_tokens() -> None:
-    """A server that is told to end aborts what it has; the cut completion must not be taken for a whole one."""
-    server = _Server(_stream(_chunk([5], finish="abort")), _stream(_chunk([6], finish="stop")))
-    generation, seen = _generate(server)
-    assert generation.token_ids == [5, 6]
-    assert generation.finish_reason is FinishReason.STOP
-    assert sum(count for count, _ in seen) == 2
-    assert server.requests[1]["token_ids"] == [1, 2, 5]
 
 
 @pytest.mark.parametrize("max_retries", [0, 2])
 def test_aborts_with_tokens_are_no_attempts_and_those_without_are_bounded(max_retries: int) -> None:
     """A push in mode abort ends what is in flight, and several may follow each other."""
-    aborts = [_stream(_chunk([5], version=version, finish="abort")) for version in range(6)]
-    server = _Server(*aborts, _stream(_chunk([6], version=6, finish="stop")))
-    generation, _ = _generate(server, max_retries=max_retries)
+    aborts = [[line([5], version=version, finish="abort")] for version in range(6)]
+    with local_server(_scripted(*aborts, [line([6], version=6)])) as server:
+        generation = _generate(server.url, max_retries=max_retries)
     assert generation.token_ids == [5] * 6 + [6]
     assert generation.policy_versions == list(range(7))
-    assert [len(request["token_ids"]) for request in server.requests] == [2, 3, 4, 5, 6, 7, 8]  # type: ignore[arg-type]
+    assert [len(request["token_ids"]) for request in server.requests] == [2, 3, 4, 5, 6, 7, 8]
     assert [request["max_tokens"] for request in server.requests] == [8, 7, 6, 5, 4, 3, 2]
-    server = _Server(_stream(_chunk([], finish="abort")))
-    with pytest.raises(ServerUnavailableError, match="aborted the request"):
-        _generate(server, max_retries=max_retries)
-    assert len(server.requests) == 4 + max_retries  # 3 for nothing, then 1 attempt and its retries
+    with local_server(_scripted([line([], finish="abort")])) as server:
+        with pytest.raises(ServerUnavailableError, match="aborted the request"):
+            _generate(server.url, max_retries=max_retries)
+        assert len(server.requests) == 4 + max_retries  # 3 for nothing, then 1 attempt and its retries
 
 
-def test_4xx_raises_at_once_with_the_servers_words() -> None:
+def test_4xx_raises_at_once_with_the_servers_message() -> None:
     """R6.5: 4xx at once, with the body."""
-    server = _Server(_Scripted(status=400, words='{"error": "prompt too long"}'))
-    with pytest.raises(RequestRejectedError, match="400: prompt too long"):
-        _generate(server)
-    assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize("answer", [_Scripted(status=503, words="busy"), _REFUSED])
-def test_5xx_and_connection_errors_are_retried_a_bounded_number_of_times(answer: _Scripted | Exception) -> None:
-    """R6.5."""
-    server = _Server(answer)
-    with pytest.raises(ServerUnavailableError, match="failed 4 times in a row"):
-        _generate(server, max_retries=3)
-    assert len(server.requests) == 4
-
-
-def test_an_error_line_is_retried_and_then_reported() -> None:
-    server = _Server(_stream(_chunk([], error="engine died")))
-    with pytest.raises(ServerUnavailableError, match="engine died"):
-        _generate(server, max_retries=1)
+    with local_server(_scripted([Refusal(400, "prompt too long")])) as server:
+        with pytest.raises(RequestRejectedError, match="400: prompt too long"):
+            _generate(server.url)
+        assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("answer", "message"),
     [
-        ('{"token_ids": [5, 6], "logprobs": [-0.5], "finish_reason": "stop"}', "2 tokens with 1 logprobs"),
-        ('{"token_ids": [5], "logprobs": [null], "finish_reason": "stop"}', "not a chunk"),
-        ('{"token_ids": [5], "logprobs": [NaN], "finish_reason": "stop"}', "not a chunk|not finite"),
-        ("<html>gateway</html>", "not a chunk"),
+        ([Refusal(503, "busy")], "503: busy"),
+        ([BreakOff()], ""),
+        ([line([], finish=None, error="engine died")], "engine died"),
+        ([line([], finish=None)], "without a finish reason"),
     ],
 )
-def test_missing_short_or_non_finite_logprobs_fail_the_request(line: str, words: str) -> None:
+def test_5xx_and_connection_errors_are_retried_a_bounded_number_of_times(answer: Answer, message: str) -> None:
+    """R6.5."""
+    with local_server(_scripted(answer)) as server:
+        with pytest.raises(ServerUnavailableError, match=f"failed 4 times in a row.*{message}"):
+            _generate(server.url, max_retries=3)
+        assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b'{"token_ids": [5, 6], "logprobs": [-0.5], "finish_reason": "stop"}', "2 tokens with 1 logprobs"),
+        (b'{"token_ids": [5], "logprobs": [null], "finish_reason": "stop"}', "not a chunk"),
+        (b'{"token_ids": [5], "logprobs": [NaN], "finish_reason": "stop"}', "not a chunk|not finite"),
+        (b"<html>gateway</html>", "not a chunk"),
+    ],
+)
+def test_missing_short_or_non_finite_logprobs_fail_the_request(answer: bytes, message: str) -> None:
     """Design, invariant 9: never zeros in their place."""
-    with pytest.raises(BadResponseError, match=words):
-        _generate(_Server(_stream(line)))
+    with local_server(_scripted([answer])) as server, pytest.raises(BadResponseError, match=message):
+        _generate(server.url)
 
 
-def test_an_answer_without_an_end_is_not_taken_for_a_whole_one() -> None:
-    server = _Server(_stream(_chunk([5])))
+def test_silence_has_a_deadline_and_says_so() -> None:
+    with local_server(_holding(3)) as server:
+        expected = r"http://127\.0\.0\.1:\d+/rollout/generate was silent for 0\.5 s"
+        with pytest.raises(ServerUnavailableError, match=expected):
+            _generate(server.url, timeout_s=0.5, max_retries=0)
+
+
+def test_a_server_that_does_not_take_a_long_request_has_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_LONGEST_CONNECT_S", 0.2)
+    partial = Generation(token_ids=[123_456] * 5_000_000, logprobs=[], policy_versions=[])
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel accepts; nobody reads
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ServerUnavailableError, match=r"did not take the request within 0\.5 s"):
+            _generate(url, timeout_s=0.3, max_retries=0, max_tokens=10_000_000, partial=partial)
+
+
+def test_a_redirect_is_not_followed_since_it_would_take_the_token_along() -> None:
+    seen: list[bytes] = []
+
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 307 X\r\nlocation: /elsewhere\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def run() -> Generation:
+        async with await asyncio.start_server(redirect, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with _client(FixedServers([url]), max_retries=0) as client:
+                return await client.generate(_request())
+
     with pytest.raises(ServerUnavailableError, match="without a finish reason"):
-        _generate(server, max_retries=0)
+        _run(run())
+    assert len(seen) == 1
+    assert b"authorization: bearer secret" in seen[0].lower()
+    assert b"accept-encoding" not in seen[0].lower()
+
+
+# Several servers.
+
+
+def _counting(version: int, *, hold: bool = False) -> Script:
+    """One token after the other, each the number of tokens before it; with `hold` nothing more after two of them."""
+
+    async def script(request: Request) -> AsyncIterator[bytes]:
+        first = len(request["token_ids"])
+        last = first + request["max_tokens"] - 1
+        for number in range(first, last + 1):
+            if hold and number == first + 2:
+                await asyncio.Event().wait()
+            yield line([number], version=version, finish="length" if number == last else None)
+
+    return script
+
+
+def _holding(version: int) -> Script:
+    return _counting(version, hold=True)
+
+
+def test_a_request_whose_server_is_fenced_goes_on_elsewhere_with_the_tokens_it_has() -> None:
+    """Although the connection to it is still open: it hangs. No attempt is used up, as there is none."""
+
+    async def test(hung: LocalServer, other: LocalServer) -> Generation:
+        servers = ScriptedServers(hung.url, other.url)
+        seen: list[int] = []
+
+        def fence(count: int, version: int) -> None:
+            seen.append(count)
+            if len(seen) == 2:
+                servers.set(servers.members[1])
+
+        async with _client(servers, max_retries=0) as client:
+            generation = await client.generate(_request(), on_tokens=fence)
+            await asyncio.to_thread(hung.wait_for, lambda: hung.num_connections == 0, "the connection to be closed")
+            return generation
+
+    with local_server(_holding(3)) as hung, local_server(_counting(4)) as other:
+        generation = _run(test(hung, other))
+    assert generation.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert generation.policy_versions == [3, 3, 4, 4, 4, 4, 4, 4]
+    assert generation.logprobs == [-0.5] * 8
+    assert generation.finish_reason is FinishReason.LENGTH
+    (continuation,) = other.requests
+    assert continuation["token_ids"] == [1, 2, 2, 3]
+    assert continuation["max_tokens"] == 6
+
+
+def test_a_server_that_dies_is_reported_and_its_requests_go_to_another() -> None:
+    async def test(dying: LocalServer, other: LocalServer) -> Generation:
+        servers = ScriptedServers(dying.url, other.url)
+        async with _client(servers) as client, asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(client.generate(_request()))
+            await asyncio.to_thread(dying.wait_for, lambda: bool(dying.requests), "the request")
+            await asyncio.to_thread(dying.stop)
+        assert servers.suspected == [0]
+        return task.result()
+
+    with local_server(_holding(3)) as dying, local_server(_counting(3)) as other:
+        assert _run(test(dying, other)).token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
+        assert len(other.requests) == 1
+
+
+def test_with_no_server_left_a_request_waits_without_using_up_its_retries() -> None:
+    async def test(server: LocalServer) -> Generation:
+        servers = ScriptedServers(server.url)
+        servers.on_suspect = lambda _: servers.set()  # the fleet asks it, and it is dead
+        async with _client(servers, max_retries=1) as client, asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(client.generate(_request()))
+            for life in ("second", "third", "fourth"):
+                asked = len(server.requests)
+                await asyncio.to_thread(
+                    server.wait_for, lambda asked=asked: len(server.requests) > asked, "the request"
+                )
+                await asyncio.to_thread(server.stop)
+                while servers.members:
+                    await asyncio.sleep(0.001)
+                server.instance_id = life
+                if life == "fourth":
+                    server.script = _counting(4)
+                await asyncio.to_thread(server.start)
+                servers.set(endpoint(0, server.url, life))
+        return task.result()
+
+    with local_server(_holding(3)) as server:
+        generation = _run(test(server))
+    assert generation.token_ids == list(range(2, 10))
+    assert generation.policy_versions[-1] == 4
+
+
+def test_every_request_names_the_life_of_the_server_that_it_is_meant_for() -> None:
+    """A server that was restarted has other weights: it refuses, is reported, and the request waits for it to be fit again."""
+
+    async def test(server: LocalServer) -> Generation:
+        servers = ScriptedServers(server.url)
+        servers.on_suspect = lambda _: servers.set(endpoint(0, server.url, "second"))  # seen, and pushed the weights
+        async with _client(servers, max_retries=1) as client:
+            first = await client.generate(_request())
+            server.instance_id = "second"
+            assert (await client.generate(_request())).token_ids == first.token_ids
+            assert servers.suspected == [0]
+            return first
+
+    with local_server() as server:
+        assert _run(test(server)).token_ids == [7, 8]
+        assert [body["instance_id"] for body in server.requests] == ["first", "first", "second"]
+
+
+def test_many_requests_of_a_server_that_is_fenced_over_and_over_lose_and_repeat_nothing() -> None:
+    """Fences at random moments, between any two bytes."""
+
+    async def pour(request: Request) -> AsyncIterator[bytes]:
+        first = len(request["token_ids"])
+        for number in range(first, first + request["max_tokens"]):
+            if number % 4 == 0:
+                await asyncio.sleep(0.001)  # so that requests are in flight for a while
+            is_last = number == first + request["max_tokens"] - 1
+            yield line([number], version=number, finish="length" if is_last else None)
+
+    async def test(urls: list[str]) -> None:
+        rng = random.Random(1)
+        servers = ScriptedServers(*urls)
+        all_members = servers.members
+        enough = asyncio.Event()
+        num_tokens = 0
+
+        def count(number: int, _: int) -> None:
+            nonlocal num_tokens
+            num_tokens += number
+            if num_tokens % 100 == 0:
+                enough.set()
+
+        async def fence_now_and_then() -> None:
+            while True:
+                await enough.wait()
+                enough.clear()
+                await asyncio.sleep(rng.random() * 0.002)
+                servers.set(*rng.sample(all_members, k=rng.choice([1, 1, 2])))
+
+        async with _client(servers, max_retries=0) as client, asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
+            fences = tasks.create_task(fence_now_and_then())
+            work = [
+                tasks.create_task(
+                    client.generate(_request(f"r{n}", 100), on_tokens=count, affinity=f"g{n // 8}/{n % 8}")
+                )
+                for n in range(48)
+            ]
+            for generation in await asyncio.gather(*work):
+                assert generation.token_ids == list(range(2, 102))
+                assert generation.policy_versions == generation.token_ids
+                assert generation.finish_reason is FinishReason.LENGTH
+            fences.cancel()
+        assert num_tokens == 48 * 100
+        assert all(not route.requests for route in client._router._routes.values())
+
+    with local_server(pour) as a, local_server(pour) as b:
+        asyncio.run(test([a.url, b.url]))
+        for server in (a, b):
+            server.wait_for(lambda server=server: server.num_connections == 0, "all connections to be closed")
+            assert len(server.requests) > 20

@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-import threading
 import time
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import trustme
 
 from grpo_async.errors import BadResponseError, ConfigError, RequestRejectedError, RunError, ServerUnavailableError
 from grpo_async.inference.client import Generation, InferenceClient
+from grpo_async.inference.connect import error_for_status
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.router import ServingServers
+from grpo_async.inference.router import Servers
 from grpo_async.inference.surface import GenerateRequest, WeightUpdateInfo
 from grpo_async.utils.retry import RetryPolicy
-from tests.inference.fake_server import fake_server
 from tests.inference.fleet_support import watched
-from tests.support.local_server import Refusal, Request, local_server
+from tests.support.local_server import local_server
+from tests.support.tls import make_certificates
+
+UPDATE = WeightUpdateInfo(names=[], dtype_names=[], shapes=[], bucket_bytes=1, timeout_s=1.0)
 
 
 def _control(url: str) -> ServerControl:
@@ -31,45 +31,49 @@ def _control(url: str) -> ServerControl:
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "words", "num_requests"),
+    ("status", "kind", "message", "num_requests"),
     [
-        (404, RequestRejectedError, "404: what is missing", 1),
-        (503, ServerUnavailableError, "3 times.*503: what is missing", 3),
-        (504, ServerUnavailableError, "1 times.*504: what is missing", 1),
+        (404, RequestRejectedError, "404: told to refuse", 1),
+        (503, ServerUnavailableError, "3 times.*503: told to refuse", 3),
+        (504, ServerUnavailableError, "1 times.*504: told to refuse", 1),
     ],
 )
 def test_a_refusal_is_raised_at_once_and_a_busy_server_asked_again_a_bounded_number_of_times(
-    status: int, kind: type[Exception], words: str, num_requests: int
+    status: int, kind: type[Exception], message: str, num_requests: int
 ) -> None:
-    """R6.5: for the calls around a weight push as for generation, with the server's own words."""
-
-    async def refuse(request: Request) -> AsyncIterator[bytes]:
-        raise Refusal(status, "what is missing")
-        yield b""
-
-    with local_server(refuse) as server, _control(server.url) as control:
-        with pytest.raises(kind, match=words) as raised:
+    """R6.5: for the calls around a weight push as for generation, with the server's own message. An update is never asked for
+    again: the broadcast that goes with it cannot be repeated."""
+    refuses = {"/pause": status, "/update_weights": status}
+    with local_server(refuses=refuses) as server, _control(server.url) as control:
+        with pytest.raises(kind, match=message) as raised:
             control.pause()
         assert len(server.requests) == num_requests
         assert getattr(raised.value, "answered", True)
+        with pytest.raises(kind):
+            control.update_weights(UPDATE, timeout_s=5.0)
+        assert len(server.asked("/update_weights")) == 1
 
 
-def test_an_update_is_never_asked_for_again() -> None:
-    """R6.5: the broadcast that goes with it cannot be repeated."""
-
-    async def busy(request: Request) -> AsyncIterator[bytes]:
-        raise Refusal(503, "busy")
-        yield b""
-
-    fields = WeightUpdateInfo(names=[], dtype_names=[], shapes=[], bucket_bytes=1, timeout_s=1.0)
-    with local_server(busy) as server, _control(server.url) as control:
-        with pytest.raises(ServerUnavailableError):
-            control.update_weights(fields, timeout_s=5.0)
-        assert len(server.requests) == 1
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "message"),
+    [
+        (400, b'{"error": {"message": "bad id"}}', RequestRejectedError, "bad id"),
+        (422, b'{"detail": "no"}', RequestRejectedError, "no"),
+        (500, b"", ServerUnavailableError, "empty body"),
+        (503, b"plain text", ServerUnavailableError, "plain text"),
+    ],
+)
+def test_the_servers_message_is_found_wherever_it_stands(
+    status: int, body: bytes, kind: type[Exception], message: str
+) -> None:
+    """R6.5: which answers are of which kind, and that the body is told."""
+    error = error_for_status(status, body)
+    assert type(error) is kind
+    assert message in str(error)
 
 
 def test_a_pause_says_its_mode_and_a_drain_has_longer_to_answer_than_to_drain() -> None:
-    with fake_server() as server, _control(server.url) as control:
+    with local_server() as server, _control(server.url) as control:
         control.pause(mode="keep", keep_cache=True, timeout_s=5.0)
         control.pause(mode="drain", timeout_s=5.0)
         assert [target for _, target, _ in server.seen] == [
@@ -79,21 +83,20 @@ def test_a_pause_says_its_mode_and_a_drain_has_longer_to_answer_than_to_drain() 
 
 
 def test_a_silent_server_is_waited_for_once_and_no_longer_than_the_call_allows() -> None:
-    with fake_server(hangs={"/resume"}) as server, _control(server.url) as control:
-        began = time.monotonic()
+    with local_server(hangs={"/resume"}) as server, _control(server.url) as control:
+        started = time.monotonic()
         with pytest.raises(ServerUnavailableError, match=r"1 times within 0\.3 s") as raised:
             control.resume(timeout_s=0.3)
-        assert 0.3 <= time.monotonic() - began < 5.0
+        assert 0.3 <= time.monotonic() - started < 5.0
         assert not raised.value.answered
-        assert len(server.asked("/resume")) == 1
+        assert len(server.requests) == 1
 
 
 def test_several_threads_may_talk_to_a_server_at_once() -> None:
     """The trainer waits in /update_weights while it sends; what else it asks meanwhile is answered."""
-    fields = WeightUpdateInfo(names=[], dtype_names=[], shapes=[], bucket_bytes=1, timeout_s=1.0)
-    with fake_server(hangs={"/update_weights"}) as server, _control(server.url) as control:
+    with local_server(hangs={"/update_weights"}) as server, _control(server.url) as control:
         with ThreadPoolExecutor() as threads:
-            update = threads.submit(control.update_weights, fields, timeout_s=20.0)
+            update = threads.submit(control.update_weights, UPDATE, timeout_s=20.0)
             server.wait_for(lambda: bool(server.asked("/update_weights")), "the update")
             infos = list(threads.map(lambda _: control.info(), range(20)))
             assert not update.done()
@@ -105,7 +108,7 @@ def test_several_threads_may_talk_to_a_server_at_once() -> None:
 
 
 def test_an_answer_that_cannot_be_used_is_an_error_of_its_own() -> None:
-    with fake_server(answers={"/rollout/score": {"logprobs": "none"}}) as server, _control(server.url) as control:
+    with local_server(answers={"/rollout/score": {"logprobs": "none"}}) as server, _control(server.url) as control:
         with pytest.raises(BadResponseError, match="ScoreAnswer"):
             control.score([1, 2])
         with pytest.raises(BadResponseError, match="ServedParameters"):
@@ -114,32 +117,27 @@ def test_an_answer_that_cannot_be_used_is_an_error_of_its_own() -> None:
 
 def test_a_server_with_a_certificate_is_reached_by_those_who_trust_its_authority(tmp_path: Path) -> None:
     """Control calls, the fleet and the client; and nobody talks to a server whose certificate another authority has signed."""
-    authority, other = trustme.CA(), trustme.CA()
-    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
-    other.cert_pem.write_to_path(tmp_path / "other.pem")
+    signed, other = make_certificates(tmp_path / "signed"), make_certificates(tmp_path / "other")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    authority.issue_cert("127.0.0.1").configure_cert(context)
-    with fake_server(certificate=context) as server:
-        trusted, wrong = tmp_path / "authority.pem", tmp_path / "other.pem"
-        with ServerControl(server.url, token=None, timeout_s=10.0, authority=trusted) as control:
+    context.load_cert_chain(signed.certificate, signed.key)
+    with local_server(certificate=context) as server:
+        with ServerControl(server.url, token=None, timeout_s=10.0, authority=signed.authority) as control:
             assert control.info().instance_id == "first"
         retry = RetryPolicy(max_retries=0)
-        control = ServerControl(server.url, token=None, timeout_s=10.0, authority=wrong, retry=retry)
+        control = ServerControl(server.url, token=None, timeout_s=10.0, authority=other.authority, retry=retry)
         with control, pytest.raises(ServerUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
             control.info()
-        with watched([server.url], authority=trusted) as watch:
+        with watched([server.url], authority=signed.authority) as watch:
             watch.serve_all()
-            generation = asyncio.run(_generate(watch.fleet, trusted))
-            assert generation.token_ids == [7, 8]
-        # it is given up at once: the wait ends long before its deadline
-        words = r"given up: .*CERTIFICATE_VERIFY.*inference\.tls\.authority"  # at once, not at the deadline
-        with watched([server.url], authority=wrong) as watch, pytest.raises(RunError, match=words):
-            watch.fleet.wait_for_members(stop=threading.Event(), deadline_s=60.0, setting="x.y")
+            assert asyncio.run(_generate(watch.fleet, signed.authority)).token_ids == [7, 8]
+        message = r"given up: .*CERTIFICATE_VERIFY.*inference\.tls\.authority"  # at once, not at the deadline
+        with watched([server.url], authority=other.authority) as watch, pytest.raises(RunError, match=message):
+            watch.wait_for_members()
     with pytest.raises(ConfigError, match="not a PEM file"):
         ServerControl("https://localhost", token=None, timeout_s=1.0, authority=tmp_path)
 
 
-async def _generate(servers: ServingServers, authority: Path) -> Generation:
+async def _generate(servers: Servers, authority: Path) -> Generation:
     request = GenerateRequest(request_id="r", token_ids=[1], max_tokens=8, temperature=1.0)
     async with InferenceClient(
         servers, token=None, request_timeout_s=10.0, wait_timeout_s=10.0, authority=authority

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.fleet import ServerState
-from grpo_async.inference.router import FixedServers, ServingServers
+from grpo_async.inference.router import FixedServers, Servers
 from grpo_async.inference.surface import TOKEN_VARIABLE, GenerateRequest
 from grpo_async.servers.embedded.main import bind_listener
 from tests.inference.fleet_support import Watch, watched
@@ -24,14 +24,6 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
-SERVE = """
-import sys
-from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.servers.embedded.main import serve_embedded
-with open(sys.argv[1]) as file:
-    config = ExperimentConfig.model_validate_json(file.read())
-serve_embedded(config, int(sys.argv[2]))
-"""
 TOKEN = "secret"
 NUM_REQUESTS, NUM_TOKENS = 16, 200
 LIMIT_S = 300.0
@@ -42,17 +34,14 @@ class _Process:
 
     def __init__(self, config: Path) -> None:
         with bind_listener("127.0.0.1", 0) as listener:
-            self.port = listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._config = config
+            port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", "grpo_async", "serve-embedded", str(config), "--port", str(port)]
         self.start()
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(self._config), str(self.port)],
-            env={**os.environ, TOKEN_VARIABLE: TOKEN},
-            stdout=subprocess.DEVNULL,
-        )
+        environment = {**os.environ, TOKEN_VARIABLE: TOKEN}
+        self._process = subprocess.Popen(self._command, env=environment, stdout=subprocess.DEVNULL)
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -62,25 +51,6 @@ class _Process:
         self._process.wait(20.0)
 
 
-@contextmanager
-def _processes(model: Path, folder: Path, number: int) -> Iterator[list[_Process]]:
-    config = folder / "config.json"
-    content = {
-        "run": {"name": "test"},
-        "model": {"path": str(model)},
-        "data": {"train": {"type": "jsonl", "path": "none.jsonl"}},
-        "rewards": [{"function": "module:function"}],
-        "inference": {"engine": "embedded"},
-    }
-    config.write_text(ExperimentConfig.model_validate(content).model_dump_json())
-    processes = [_Process(config) for _ in range(number)]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-
-
 class _Load:
     """Requests in flight; `wait_for` a number of tokens of all of them together."""
 
@@ -88,7 +58,7 @@ class _Load:
         self.num_tokens = 0
         self._more = asyncio.Event()
 
-    def count(self, number: int, version: int) -> None:
+    def _count(self, number: int, version: int) -> None:
         self.num_tokens += number
         self._more.set()
 
@@ -97,7 +67,7 @@ class _Load:
             self._more.clear()
             await self._more.wait()
 
-    async def run(self, servers: ServingServers) -> list[Generation]:
+    async def run(self, servers: Servers) -> list[Generation]:
         async with InferenceClient(servers, token=TOKEN, request_timeout_s=LIMIT_S, wait_timeout_s=LIMIT_S) as client:
             requests = [
                 GenerateRequest(
@@ -107,26 +77,16 @@ class _Load:
                 for number in range(NUM_REQUESTS)
             ]  # fmt: skip
             work = [
-                client.generate(request, on_tokens=self.count, affinity=f"g{number // 4}/{number % 4}")
+                client.generate(request, on_tokens=self._count, affinity=f"g{number // 4}/{number % 4}")
                 for number, request in enumerate(requests)
             ]
             return await asyncio.gather(*work)
 
 
-def _assert_same(found: Sequence[Generation], expected: Sequence[Generation]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.token_ids == other.token_ids
-        assert len(one.token_ids) == len(one.logprobs) == len(one.policy_versions) == NUM_TOKENS
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        assert set(one.policy_versions) == {0}
-        assert one.finish_reason is other.finish_reason
-
-
 async def _restart(watch: Watch, process: _Process, index: int) -> None:
     """What the launcher does, and the push that follows."""
     await until(lambda: any(one == index for one, _ in watch.restarts))  # listeners hear of the state first
-    asked = [index for index, _ in watch.restarts]
-    assert asked.count(index) == 1, watch.restarts
+    assert [one for one, _ in watch.restarts].count(index) == 1, watch.restarts
     watch.restarts = [one for one in watch.restarts if one[0] != index]
     process.kill()
     process.start()
@@ -135,11 +95,20 @@ async def _restart(watch: Watch, process: _Process, index: int) -> None:
     watch.fleet.mark_serving(watch.fleet.members(), version=0)
 
 
-def _assert_disturbed(
+def _disturb(
     model: Path, folder: Path, disturb: Callable[[Watch, Sequence[_Process], _Load], Awaitable[None]]
 ) -> list[int]:
     """Two servers answer all requests, and again while `disturb` does its work: with the very same tokens. Returns which of them
     failed, in order."""
+    content = {
+        "run": {"name": "test"},
+        "model": {"path": str(model)},
+        "data": {"train": {"type": "jsonl", "path": "none.jsonl"}},
+        "rewards": [{"function": "module:function"}],
+        "inference": {"engine": "embedded"},
+    }
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(content))
 
     async def disturbed(watch: Watch, processes: Sequence[_Process]) -> list[Generation]:
         load = _Load()
@@ -150,15 +119,22 @@ def _assert_disturbed(
             assert load.num_tokens == NUM_REQUESTS * NUM_TOKENS
             return found
 
-    with (
-        _processes(model, folder, 2) as processes,
-        watched([process.url for process in processes], token=TOKEN, timeout_s=6.0, startup_timeout_s=LIMIT_S) as watch,
-    ):
+    with ExitStack() as stack:
+        processes = [_Process(config) for _ in range(2)]
+        for process in processes:
+            stack.callback(process.kill)
+        urls = [process.url for process in processes]
+        watch = stack.enter_context(watched(urls, token=TOKEN, timeout_s=6.0, startup_timeout_s=LIMIT_S))
         watch.serve_all(version=0)
-        expected = asyncio.run(_Load().run(FixedServers([processes[0].url])))
+        expected = asyncio.run(_Load().run(FixedServers(urls[:1])))
         found = asyncio.run(disturbed(watch, processes))
         failures, metrics = watch.fleet.failures, watch.fleet.metrics()
-    _assert_same(found, expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert len(one.token_ids) == len(one.logprobs) == len(one.policy_versions) == NUM_TOKENS
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert set(one.policy_versions) == {0}
+        assert one.finish_reason is other.finish_reason
     assert all(failure.recovery_s is not None and failure.recovery_s > 0.0 for failure in failures)
     assert (metrics["servers/serving"], metrics["servers/restarts"]) == (2.0, float(len(failures)))
     return [failure.index for failure in failures]
@@ -171,12 +147,12 @@ def test_a_killed_server_costs_no_token_and_doubles_none(tiny_model: Path, tmp_p
         await asyncio.to_thread(watch.wait_state, ServerState.DOWN, 1)
         await _restart(watch, processes[1], 1)
 
-    assert _assert_disturbed(tiny_model, tmp_path, disturb) == [1]
+    assert _disturb(tiny_model, tmp_path, disturb) == [1]
 
 
 @pytest.mark.nightly
 def test_while_one_server_hangs_and_the_other_is_killed_requests_wait(tiny_model: Path, tmp_path: Path) -> None:
-    """What a server that hangs costs by itself: test_client_servers and test_fleet."""
+    """What a server that hangs costs by itself: test_client and test_fleet."""
 
     async def disturb(watch: Watch, processes: Sequence[_Process], load: _Load) -> None:
         await load.wait_for(500)
@@ -187,4 +163,4 @@ def test_while_one_server_hangs_and_the_other_is_killed_requests_wait(tiny_model
         await _restart(watch, processes[0], 0)
         await _restart(watch, processes[1], 1)
 
-    assert _assert_disturbed(tiny_model, tmp_path, disturb) == [0, 1]
+    assert _disturb(tiny_model, tmp_path, disturb) == [0, 1]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.inference.fleet import Fleet, FleetSettings
+from grpo_async.inference.fleet import Fleet
 from grpo_async.inference.surface import GENERATE_PATH, SCORE_PATH, ScoreAnswer
 from tests.servers.embedded_support import Live, live, load, make_request, prompt, teacher_forced, worst_error
 
@@ -120,10 +120,8 @@ def test_a_busy_engine_reports_its_load_and_the_fleet_makes_metrics_of_it(
     with live(model, num_slots=2) as server:
         step = server.engine.step
         monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.005), step())[1])  # so that requests last
-        settings = FleetSettings(
-            heartbeat_interval_s=0.05, heartbeat_timeout_s=30.0, startup_timeout_s=30.0, longest_startup_s=30.0
-        )
-        fleet = Fleet([server.url], token=None, settings=settings, control_timeout_s=10.0)
+        inference = InferenceSection(heartbeat_interval_s=0.05, heartbeat_timeout_s=30.0, startup_timeout_s=30.0)
+        fleet = Fleet([server.url], inference, token=None, control_timeout_s=10.0)
         heard = threading.Semaphore(0)
         fleet.subscribe_load(heard.release)
         assert "servers/running" not in fleet.metrics(), "nobody has said anything yet"

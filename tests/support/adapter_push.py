@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from grpo_async.config.model_sections import LoraSection, ModelSection
+from grpo_async.config.server_sections import WeightsSection
 from grpo_async.inference.control import ServerControl
 from grpo_async.training.load import load_policy
 from grpo_async.training.model import Policy
 from grpo_async.training.parameters import choose_parameters
-from grpo_async.weights.push import PushReport, PushSettings, push_weights
+from grpo_async.weights.push import push_weights
 from grpo_async.weights.transport import WeightTransport
 
 LIMIT_S = 60.0
@@ -29,8 +30,8 @@ def adapted_policy(folder: Path, *, seed: int = 0) -> tuple[Policy, ModelSection
     return policy, section
 
 
-def push(url: str, token: str | None, policy: Policy, section: ModelSection, version: int) -> PushReport:
-    """One push as a run makes it, of what `model.lora.push` says."""
+def push(url: str, token: str | None, policy: Policy, section: ModelSection, version: int) -> dict[str, float]:
+    """One push as a run makes it, of what `model.lora.push` says; its metrics."""
     parameters = choose_parameters(policy.model, section, served_dtype=torch.float32, device=torch.device("cpu"))
     control = ServerControl(url, token=token, timeout_s=LIMIT_S)
     transport = WeightTransport(
@@ -48,9 +49,9 @@ def push(url: str, token: str | None, policy: Policy, section: ModelSection, ver
         return push_weights(
             parameters,
             version=version,
-            targets=[control],
+            servers=[control],
             transport=transport,
-            settings=PushSettings(mode="recompute", timeout_s=LIMIT_S, drain_timeout_s=LIMIT_S),
+            settings=WeightsSection(timeout_s=LIMIT_S),
         )
     finally:
         transport.close()

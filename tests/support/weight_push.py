@@ -14,9 +14,9 @@ from typing import Any, Self
 import httpx
 import torch
 
-from grpo_async.inference.surface import INFO_PATH, PauseMode, ServerInfo, WeightInitInfo, WeightUpdateInfo
+from grpo_async.inference.surface import INFO_PATH, PauseMode, ServerInfo, WeightUpdateInfo
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, pack
-from grpo_async.weights.gloo import WeightGroup
+from grpo_async.weights.gloo import GlooBackend
 from grpo_async.weights.rendezvous import Rendezvous
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -51,7 +51,7 @@ class WeightPusher:
         self.client = httpx.Client(base_url=server_url, headers=headers, timeout=timeout_s + 30.0)
         self.timeout_s, self.address = timeout_s, address
         self._answer_s = timeout_s + 60.0  # later than the client's own deadline, which names the path
-        self.group: WeightGroup | None = None
+        self.group: GlooBackend | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -84,22 +84,13 @@ class WeightPusher:
         """Meet the server's workers in a new group."""
         num_workers = self.info().num_workers
         rendezvous = Rendezvous(self.address, world_size=1 + num_workers, timeout_s=self.timeout_s)
-        init = WeightInitInfo(
-            transport="gloo",
-            master_address=rendezvous.address,
-            master_port=rendezvous.port,
-            store_file=rendezvous.store_file,
-            rank_offset=1,
-            world_size=rendezvous.world_size,
-            timeout_s=self.timeout_s,
-            key=rendezvous.key,
-        )
+        init = rendezvous.init_info("gloo", rank_offset=1)
         self.group = None
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(self.post, "/init_weight_transfer_engine", {"init_info": init.model_dump()})
             rendezvous.wait("cpu")
             rendezvous.begin()
-            self.group = WeightGroup(
+            self.group = GlooBackend(
                 rendezvous.store, rank=0, world_size=init.world_size, address=self.address, timeout_s=self.timeout_s
             )
             answer.result(timeout=self._answer_s)

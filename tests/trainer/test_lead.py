@@ -27,7 +27,7 @@ from grpo_async.trainer import loop as loop_module
 from grpo_async.trainer.lead import lead
 from grpo_async.training.checkpoint import TrainerState
 from tests.launcher.support import make_config
-from tests.support.local_server import Refusal, local_server
+from tests.support.local_server import local_server
 from tests.trainer.fakes import FakeSource, FakeSync
 
 
@@ -333,11 +333,6 @@ def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_sam
 
 def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R1.4: /health answers 503 for ever; the request time-out and the queue wait are much longer."""
-
-    async def not_ready(request: Any) -> Any:
-        raise Refusal(503)
-        yield b""
-
     _Stub(monkeypatch)
     monkeypatch.setattr(connections_module, "Fleet", Fleet)
     config = make_config(
@@ -345,7 +340,10 @@ def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypat
         inference={"startup_timeout_s": 0.5, "request_timeout_s": 500.0},
         training={"queue_timeout_s": 500.0, "max_steps": 1},
     )
-    with local_server(not_ready) as server, pytest.raises(DeadlineError, match=r"raise `inference\.startup_timeout_s`"):
+    with (
+        local_server(refuses={"/health": 503}) as server,
+        pytest.raises(DeadlineError, match=r"raise `inference\.startup_timeout_s`"),
+    ):
         _lead(config, url=server.url)
     assert len(server.requests) > 1
 

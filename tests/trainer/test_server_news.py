@@ -20,7 +20,7 @@ class _Fleet:
             SimpleNamespace(index=index, name=f"server {index}", state=state) for index, state in enumerate(self.states)
         ]
 
-    def last_words(self, index: int) -> str:
+    def last_message(self, index: int) -> str:
         return self.words[index]
 
 

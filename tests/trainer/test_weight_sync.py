@@ -19,7 +19,7 @@ from grpo_async.inference.surface import ScoreAnswer, ServedParameters, ServerIn
 from grpo_async.trainer import weight_sync as module
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.weights.buckets import ParameterSpec, check_names
-from grpo_async.weights.participants import PushFailedError
+from grpo_async.weights.calls import PushFailedError
 from grpo_async.weights.verify import TrainerScores
 from tests.launcher.support import make_config
 
@@ -129,7 +129,7 @@ class _Fleet:
         self.suspected.append(index)
 
     @contextmanager
-    def applying(self) -> Iterator[None]:
+    def loading_weights(self) -> Iterator[None]:
         yield
 
 
@@ -153,12 +153,12 @@ class _Pushes:
         self.script: list[WeightPushError | None] = []
         self.made: list[tuple[int, tuple[str, ...]]] = []
 
-    def __call__(self, parameters: Any, *, version: int, targets: Sequence[_Server], **_: Any) -> SimpleNamespace:
-        self.made.append((version, tuple(target.name for target in targets)))
+    def __call__(self, parameters: Any, *, version: int, servers: Sequence[_Server], **_: Any) -> dict[str, float]:
+        self.made.append((version, tuple(server.name for server in servers)))
         outcome = self.script.pop(0) if self.script else None
         if outcome is not None:
             raise outcome
-        return SimpleNamespace(metrics=lambda: dict(METRICS))
+        return dict(METRICS)
 
 
 @dataclass

@@ -29,7 +29,7 @@ from grpo_async.servers.vllm.patches import (
 )
 from grpo_async.servers.vllm.reports import WorkerFailedError, collect_reports, run_and_report
 from grpo_async.servers.vllm.requests import EngineRequest, TokenStream
-from grpo_async.weights.participants import NOT_ARRIVED
+from grpo_async.weights.calls import NOT_ARRIVED
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -115,7 +115,7 @@ def test_connections_that_say_nothing_keep_nobody_out(vllm_server: VllmServer) -
                 except httpx.ReadError:  # libuv resets who comes in the moment in which no descriptor is free
                     return False
 
-            assert eventually(is_answered, timeout_s=9.0)  # the strangers have 10 s to say something
+            assert eventually(is_answered, timeout_s=9.0)  # silent connections have 10 s
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from grpo_async.weights.buckets import ParameterSpec
-from grpo_async.weights.participants import is_affected
+from grpo_async.weights.calls import split_failed
 
 LIMIT_S = 20.0
 """Of every wait in these tests; none is reached when they pass."""
@@ -40,21 +40,24 @@ class Events:
             assert self._changed.wait_for(lambda: set(events) <= set(self._events), LIMIT_S), (events, self._events)
 
 
-class FakeTarget:
-    """One server. `faults`: phase -> what it raises there, or an event that it waits for instead of answering."""
+class FakeServer:
+    """The control of one server. `faults`: phase -> what it raises there, or an event that it waits for instead of answering."""
 
     num_workers = 1
 
     def __init__(self, name: str, events: Events, faults: dict[str, Exception | threading.Event] | None = None) -> None:
         self.name = name
         self.calls: dict[str, Any] = {}
+        self.faults = faults or {}
+        self.barriers: dict[str, threading.Barrier] = {}
         self._events = events
-        self._faults = faults or {}
 
     def _do(self, phase: str, **arguments: Any) -> None:
         self.calls[phase] = arguments
         self._events.add(f"{self.name} {phase}")
-        fault = self._faults.get(phase)
+        if phase in self.barriers:
+            self.barriers[phase].wait(LIMIT_S)
+        fault = self.faults.get(phase)
         if isinstance(fault, threading.Event):
             fault.wait(LIMIT_S)
         elif fault is not None:
@@ -66,14 +69,11 @@ class FakeTarget:
     def resume(self, *, timeout_s: float) -> None:
         self._do("resume", timeout_s=timeout_s)
 
-    def init_weight_transfer(self, info: Any, *, timeout_s: float) -> None:
-        self._do("init", info=info)
-
     def start_weight_update(self, *, timeout_s: float) -> None:
         self._do("start", timeout_s=timeout_s)
 
     def update_weights(self, info: Any, *, timeout_s: float) -> None:
-        self._do("update", info=info)
+        self._do("transfer", info=info)
 
     def finish_weight_update(self, version: int, *, timeout_s: float) -> None:
         self._do("finish", version=version, timeout_s=timeout_s)
@@ -89,10 +89,10 @@ class FakeTransport:
         self.is_closed = False
         self.sent: list[int] = []
         self.packed: list[int] = []
+        self.is_over = threading.Event()  # all sent, or broken
         self._events = events
         self._num_buckets = num_buckets
         self._broken_at = broken_at
-        self._over = threading.Event()  # all sent, or broken
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         number = int(tensors[0][0])
@@ -104,21 +104,21 @@ class FakeTransport:
         number = int(buffer[0])
         self._events.add(f"sending {number}")
         if number == self._broken_at:
-            self._over.set()
+            self.is_over.set()
             raise RuntimeError("connection reset by peer")
         self.sent.append(number)
         if len(self.sent) == self._num_buckets:
-            self._over.set()
+            self.is_over.set()
 
-    def announce(self, target: Any, specs: Sequence[ParameterSpec]) -> None:
-        fault = target._faults.get("update")
-        if fault is None or (isinstance(fault, Exception) and is_affected(fault)):
-            assert self._over.wait(LIMIT_S)
-        target.update_weights([spec.name for spec in specs], timeout_s=1.0)
+    def announce(self, server: Any, specs: Sequence[ParameterSpec]) -> None:
+        fault = server.faults.get("transfer")
+        if fault is None or (isinstance(fault, Exception) and split_failed({server.name: fault})[1]):
+            assert self.is_over.wait(LIMIT_S)
+        server.update_weights([spec.name for spec in specs], timeout_s=1.0)
 
     def close(self) -> None:
         self.is_closed = True
-        self._over.set()
+        self.is_over.set()
 
 
 class FakeParameters:

@@ -87,9 +87,6 @@ class ServerProcess:
         self.process.start()
         other.close()
 
-    def wait_until_up(self) -> None:
-        self._call("calls", WAIT_S)
-
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
@@ -124,8 +121,6 @@ def _serve(pipe: Connection, name: str) -> None:
         method, positional, arguments = pipe.recv()
         if method == "calls":
             pipe.send(list(workers.calls))
-        elif method == "totals":  # of what is served
-            pipe.send({key: float(tensor.sum()) for part in workers.served for key, tensor in part.items()})
         else:
             try:
                 getattr(workers, method)(*positional, **arguments)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from grpo_async.weights.buckets import (
     LARGE_BYTES,
     ParameterSpec,
     TurnBuffers,
+    allocate_on_host,
     check_names,
     cut_into_buckets,
     pack,
@@ -55,11 +57,14 @@ def test_what_was_packed_is_unpacked_also_where_tensors_start_unaligned() -> Non
 
 
 def test_two_buffers_take_turns_and_grow() -> None:
-    buffers = TurnBuffers(torch.device("cpu"))
+    buffers = TurnBuffers(allocate_on_host)
     first, second = buffers.take(10), buffers.take(10)
     assert first.data_ptr() != second.data_ptr()
     assert buffers.take(4).data_ptr() == first.data_ptr()
     assert (buffers.take(100).numel(), buffers.take(10).data_ptr()) == (100, first.data_ptr())
+    assert buffers.find(first)[0] != buffers.find(buffers.take(4))[0]
+    with pytest.raises(RuntimeError, match="only buffers"):
+        buffers.find(second)  # it was too small, and is another one now
 
 
 SERVED = {"a": [2, 3], "b": [4]}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import ConfigError
-from grpo_async.weights.choice import choose_transport
+from grpo_async.weights.choice import choose_transport, problem_with_devices
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,19 @@ def test_auto_takes_what_fits_and_says_why(trainer: str, server: str, shares: bo
 def test_gloo_between_gpus_says_that_it_was_asked_for() -> None:
     _, why = choose_transport("gloo", trainer_device="cuda", server_device="cuda", shares_gpu=True)
     assert why == "weights.transport says so (auto would be ipc: trainer and server share a GPU)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "problem"),
+    [
+        ("gloo", ["GPU-1", "GPU-1", "cpu"], None),
+        ("nccl", ["GPU-1", "GPU-2", "GPU-3"], None),
+        ("ipc", ["GPU-1", "GPU-1"], None),
+        ("nccl", ["GPU-1", "GPU-2", "GPU-1"], "each member, the trainer and rank 2 are both on GPU-1; set ipc"),
+        ("ipc", ["GPU-1", "GPU-1", "GPU-2"], "the trainer is on GPU-1, rank 2 on GPU-2; set nccl"),
+        ("nccl", ["GPU-1", "cpu"], "rank 1 is on the CPU; set gloo"),
+    ],
+)
+def test_a_group_of_gpus_that_cannot_form_says_what_to_set(kind: str, devices: list[str], problem: str | None) -> None:
+    found = problem_with_devices(kind, devices)
+    assert found is None if problem is None else found is not None and found.endswith(problem)

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,14 +16,27 @@ from pydantic import ValidationError
 
 from grpo_async.inference.surface import WeightInitInfo
 from grpo_async.weights import rendezvous as rendezvous_module
-from grpo_async.weights.participants import NOT_FORMED, PushFailedError
+from grpo_async.weights.calls import NOT_FORMED, PushFailedError
 from grpo_async.weights.receiver import UpdateRefusedError, check_membership
 from grpo_async.weights.rendezvous import Rendezvous, RendezvousAbortedError, join_rendezvous, problem_with_store
 from tests.weights.servers import Workers
-from tests.weights.test_transport import _Parameters, _push, _transport
+from tests.weights.test_transport import Parameters, make_transport, push
 
 NOBODY = 65534
 LIMIT_S = 60.0
+
+
+class _Looking(Workers):
+    """Calls `look` with what it is to join by."""
+
+    def __init__(self, name: str, look: Any, *, joins: bool = True) -> None:
+        super().__init__(name)
+        self._look, self._joins = look, joins
+
+    def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None:
+        self._look(info)
+        if self._joins:
+            super().init_weight_transfer(info, timeout_s=timeout_s)
 
 
 def _listening() -> set[tuple[str, int]]:
@@ -51,23 +65,22 @@ def _try_as_another_user(folder: str, file: str) -> dict[str, str]:
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as stream:
-        words = stream.read()
+        answer = stream.read()
     os.waitpid(pid, 0)
-    return dict(json.loads(words))
+    return dict(json.loads(answer))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_another_user_can_neither_read_nor_write_what_a_group_forms_over() -> None:
     seen: list[dict[str, str]] = []
 
-    class Looks(Workers):
-        def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None:
-            seen.append(_try_as_another_user(str(Path(info.store_file).parent), info.store_file))
-            super().init_weight_transfer(info, timeout_s=timeout_s)
+    def look(info: WeightInitInfo) -> None:
+        seen.append(_try_as_another_user(str(Path(info.store_file).parent), info.store_file))
 
-    transport = _transport()
+    transport = make_transport()
+    servers: list[Any] = [_Looking("a", look)]
     try:
-        transport.connect([Looks("a")])
+        transport.connect(servers)
     finally:
         transport.close()
     assert seen == [dict.fromkeys(("list", "read", "write", "replace"), "PermissionError")]
@@ -77,22 +90,21 @@ def test_a_group_on_one_machine_listens_on_loopback_only_and_leaves_no_file(tmp_
     before = _listening()
     folders: list[Path] = []
 
-    class Looks(Workers):
-        def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None:
-            assert _listening() == before  # no store listens while the trainer waits in its own
-            folders.append(Path(info.store_file).parent)
-            super().init_weight_transfer(info, timeout_s=timeout_s)
+    def look(info: WeightInitInfo) -> None:
+        assert _listening() == before  # no store listens while the trainer waits in its own
+        folders.append(Path(info.store_file).parent)
 
-    transport, server = _transport(private=tmp_path), Looks("a")
+    transport = make_transport(private=tmp_path)
+    servers: list[Any] = [_Looking("a", look)]
     try:
-        transport.connect([server])
+        transport.connect(servers)
         assert folders[0].parent == tmp_path  # which the launcher removes, whoever is killed
         assert list(tmp_path.iterdir()) == []  # nobody needs it any more
-        _push(transport, [server], _Parameters())
+        push(transport, servers, Parameters())
         assert {address for address, _ in _listening() - before} == {"127.0.0.1"}  # gloo's own, for the pairs
     finally:
         transport.close()
-    assert server.version == 1
+    assert servers[0].version == 1
 
 
 @pytest.fixture
@@ -121,15 +133,19 @@ def _refusal(file: Path) -> str:
     return str(refused.value)
 
 
-def test_a_server_opens_no_file_but_a_store_that_its_own_user_has_made(rendezvous: Rendezvous, tmp_path: Path) -> None:
+def test_a_server_opens_no_file_but_a_store_that_its_own_user_has_made(
+    rendezvous: Rendezvous, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Path(rendezvous.store_file)
     check_membership(_info(store))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: NOBODY)
+        assert "not a private folder of the user of this server" in _refusal(store)
     bytes_of_it = store.read_bytes()
     ssh = tmp_path / ".ssh"
     ssh.mkdir(mode=0o700)
-    assert "not the name of a store" in _refusal(ssh / "authorized_keys")
-    assert "not the name of a store" in _refusal(ssh / "store")
-    assert "not the name of a store" in _refusal(store.parent / "other")
+    for wrong in (ssh / "authorized_keys", ssh / "store", store.parent / "other"):
+        assert "not the name of a store" in _refusal(wrong)
     assert "not the name of a store" in str(problem_with_store(_info(f"/\0/{store.parent.name}/store")))
     shutil.copy(store, ssh / "store")
     (tmp_path / "grpo-async-weights-link").symlink_to(ssh)
@@ -151,13 +167,6 @@ def test_a_server_opens_no_file_but_a_store_that_its_own_user_has_made(rendezvou
     assert "cannot see" in _refusal(tmp_path / "grpo-async-weights-gone" / "store")
 
 
-def test_a_server_of_another_user_refuses_and_opens_nothing(
-    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
-    assert "not a private folder of the user of this server" in _refusal(Path(rendezvous.store_file))
-
-
 def test_one_store_is_named_and_a_key_that_is_no_text_of_the_callers() -> None:
     for key in ("k", "weights/", "weights/0G", "weights/0\n", "x\nssh-ed25519 AAAA\n", "weights/0/0"):
         with pytest.raises(ValidationError, match="key"):
@@ -169,41 +178,25 @@ def test_one_store_is_named_and_a_key_that_is_no_text_of_the_callers() -> None:
     assert WeightInitInfo.model_validate(good | {"store_file": "", "master_port": 7}).where == "127.0.0.1:7"
 
 
-def test_a_store_that_cannot_be_made_is_the_trainers_own_failure_and_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [["_file_store"], ["wait", "abort"], []], ids=["made", "used", "no folder"])
+def test_a_store_that_fails_is_the_trainers_own_failure_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: list[str]
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no space left on device")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(rendezvous_module, "_file_store", fail)
-        with pytest.raises(PushFailedError, match="no space left") as full:
-            _transport(private=tmp_path).connect([Workers("a")])
+    for name in fails:
+        monkeypatch.setattr(rendezvous_module if name == "_file_store" else Rendezvous, name, fail)
+    private = tmp_path if fails else tmp_path / "gone"
+    servers: list[Any] = [_Looking("a", lambda _: None, joins=False)]
+    with pytest.raises(PushFailedError, match="no space left" if fails else "FileNotFoundError") as caught:
+        make_transport(private=private).connect(servers)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(PushFailedError, match="FileNotFoundError") as missing:
-        _transport(private=tmp_path / "gone").connect([Workers("a")])
-    for caught in (full, missing):
-        assert (caught.value.phase, caught.value.failures, list(caught.value.affected)) == ("connect", {}, ["trainer"])
-
-
-def test_a_store_that_fails_while_a_group_forms_is_the_trainers_own_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("no space left on device")
-
-    class Idle(Workers):
-        def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None: ...
-
-    monkeypatch.setattr(Rendezvous, "wait", fail)
-    monkeypatch.setattr(Rendezvous, "abort", fail)
-    with pytest.raises(PushFailedError, match="no space left"):
-        _transport(private=tmp_path).connect([Idle("a")])
-    assert list(tmp_path.iterdir()) == []
+    assert (caught.value.phase, caught.value.failures, list(caught.value.affected)) == ("connect", {}, ["trainer"])
 
 
 @pytest.mark.parametrize("between_machines", [False, True])
-def test_the_trainers_word_reaches_a_worker_over_a_file_and_over_tcp(
+def test_what_the_trainer_says_reaches_a_worker_over_a_file_and_over_tcp(
     monkeypatch: pytest.MonkeyPatch, between_machines: bool
 ) -> None:
     if between_machines:
@@ -213,15 +206,7 @@ def test_the_trainers_word_reaches_a_worker_over_a_file_and_over_tcp(
         rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=LIMIT_S)
         listening = _listening() - before
         assert listening == ({("127.0.0.1", rendezvous.port)} if between_machines else set())
-        info = WeightInitInfo(
-            master_address="127.0.0.1",
-            master_port=rendezvous.port,
-            store_file=rendezvous.store_file,
-            rank_offset=1,
-            world_size=2,
-            timeout_s=LIMIT_S,
-            key=rendezvous.key,
-        )
+        info = rendezvous.init_info("gloo", rank_offset=1)
         if reason:
             rendezvous.abort(reason)
             with pytest.raises(RendezvousAbortedError, match=reason):

@@ -32,9 +32,10 @@ from grpo_async.inference.surface import (
 from grpo_async.servers.app import Engine, NextChunk, RefusedError
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.state import EngineDeadError
+from grpo_async.utils.threads import in_thread
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import ParameterSpec, check_names
-from grpo_async.weights.participants import NOT_ARRIVED, start
+from grpo_async.weights.calls import NOT_ARRIVED
 from grpo_async.weights.receiver import Named, UpdateFailedError, UpdateRefusedError, WeightReceiver, listed
 
 logger = logging.getLogger(__name__)
@@ -408,7 +409,7 @@ async def _in_thread(function: Callable[[], Result], *, timeout_s: float, what: 
     Raises:
         DeadlineError: it did not end in time; its result is ignored.
     """
-    future = asyncio.wrap_future(start(function, name="weight-update"))
+    future = asyncio.wrap_future(in_thread(function, name="weight-update"))
     done, _ = await asyncio.wait({future}, timeout=timeout_s)
     if not done:
         future.add_done_callback(lambda late: late.cancelled() or late.exception())  # marks it as retrieved

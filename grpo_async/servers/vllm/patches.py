@@ -22,11 +22,11 @@ import torch.distributed as dist
 # ---- uvicorn 0.34 and later: Config(http="auto") reads HTTP_PROTOCOLS ----
 
 
-def limit_strangers() -> None:
+def limit_silent_connections() -> None:
     """In the API server: vLLM's own arguments do not choose uvicorn's protocol."""
     import uvicorn.config
 
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = "grpo_async.inference.strangers:StrangersProtocol"
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = "grpo_async.inference.guard:GuardedProtocol"
 
 
 # ---- torch 2.11 to 2.13: a private function of torch.distributed.rendezvous ----

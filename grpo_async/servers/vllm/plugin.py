@@ -20,7 +20,7 @@ def register() -> None:
     from grpo_async.servers.vllm import patches
 
     if multiprocessing.parent_process() is None:
-        patches.limit_strangers()
+        patches.limit_silent_connections()
     patches.record_checkpoint_parameters()
     patches.mark_handled_outputs()
     patches.bind_rendezvous_to_its_own_address()

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
-from grpo_async.weights.participants import NOT_ARRIVED, NOT_FORMED
+from grpo_async.weights.calls import NOT_ARRIVED, NOT_FORMED
 
 logger = logging.getLogger("vllm.grpo_async")
 

@@ -1,0 +1,26 @@
+"""A function in a thread that nobody has to wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def in_thread(function: Callable[[], Result], *, name: str) -> Future[Result]:
+    """Run `function` in a daemon thread. One that outlives the deadline of whoever waits for the future is left behind: it cannot
+    be killed, and unlike a thread of an executor it does not keep the process from ending."""
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised where the future is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
