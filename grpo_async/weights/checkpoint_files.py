@@ -28,7 +28,7 @@ _SAMPLED_ROWS = 3
 
 
 class CheckpointFiles:
-    """Open files of one model. `read_rows` takes memory for what it returns and nothing else; `read` maps the file.
+    """Open files of one model. They are mapped: nothing is read before it is used.
 
     Raises:
         ConfigError: a file is missing, no whole safetensors file, or holds a tensor that another one holds too.
@@ -38,7 +38,6 @@ class CheckpointFiles:
         from safetensors import SafetensorError, safe_open
 
         self._handles: dict[str, Any] = {}  # by the name of the tensor
-        self._places: dict[str, tuple[Path, int]] = {}  # file, and where in it the tensor begins
         self.specs: dict[str, ParameterSpec] = {}
         for file in files:
             try:
@@ -47,7 +46,6 @@ class CheckpointFiles:
                 raise ConfigError(
                     f"model.path: {file} is no whole safetensors file: {error}; copy the model again"
                 ) from error
-            begins = _begins(file)
             for name in handle.keys():  # noqa: SIM118 - it is no mapping
                 if name in self._handles:
                     raise ConfigError(f"model.path: {name} is in two files of {file.parent}; copy the model again")
@@ -56,7 +54,6 @@ class CheckpointFiles:
                 if dtype is None:
                     raise ConfigError(f"model.path: {file} holds {name} as {part.get_dtype()}, which cannot be loaded")
                 self._handles[name] = handle
-                self._places[name] = file, begins[name]
                 self.specs[name] = ParameterSpec(name=name, dtype_name=dtype, shape=tuple(part.get_shape()))
 
     @classmethod
@@ -77,26 +74,11 @@ class CheckpointFiles:
         return tensor
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Entries start..stop of the first dimension, (stop - start, ...); of a tensor without dimensions, all of it.
-
-        Raises:
-            ConfigError: the file has become shorter.
-        """
-        spec = self.specs[name]
-        shape = (stop - start, *spec.shape[1:]) if spec.shape else ()
-        size = spec.num_bytes // max(1, spec.shape[0]) if spec.shape else spec.num_bytes
-        rows = torch.empty(shape, dtype=getattr(torch, spec.dtype_name))
-        file, begin = self._places[name]
-        if rows.numel():
-            with file.open("rb", buffering=0) as stream:
-                stream.seek(begin + start * size if spec.shape else begin)
-                numbers: Any = rows.reshape(-1).view(torch.uint8).numpy()
-                target = memoryview(numbers)
-                while target:
-                    count = stream.readinto(target)
-                    if not count:
-                        raise ConfigError(f"model.path: {file} ends within {name}; copy the model again")
-                    target = target[count:]
+        """Entries start..stop of the first dimension, (stop - start, ...); of a tensor without dimensions, all of it. Its memory
+        may be the file's, so do not write to it."""
+        if not self.specs[name].shape:
+            return self.read(name)
+        rows: torch.Tensor = self._handles[name].get_slice(name)[start:stop]
         return rows
 
     def digest(self) -> str:
@@ -113,16 +95,6 @@ class CheckpointFiles:
                 values = self.read_rows(name, row, row + 1).contiguous().reshape(-1)
                 sha.update(values.view(torch.uint8).numpy().tobytes())
         return sha.hexdigest()
-
-
-def _begins(file: Path) -> dict[str, int]:
-    """Where each tensor of a safetensors file begins, in bytes; safe_open has checked the header."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-    return {
-        name: 8 + length + int(entry["data_offsets"][0]) for name, entry in header.items() if name != "__metadata__"
-    }
 
 
 def find_files(path: str, *, is_local: bool = False) -> list[Path]:

@@ -48,8 +48,8 @@ def test_an_adapter_push_serves_exactly_what_a_merged_push_serves(tmp_path: Path
             answer = server.client.post(SCORE_PATH, json={"token_ids": sequence})
             assert answer.json()["logprobs"] == pytest.approx(logprobs, abs=1e-4)
     # rank 4, float32; a layer: q 64+64, k and v 64+32 each, o 64+64, gate, up and down 64+128 each = 1024 rows and columns
-    assert report.num_bytes == 2 * 4 * 4 * 1024
-    assert whole.num_bytes > 5 * report.num_bytes
+    assert report["sync/bytes"] == 2 * 4 * 4 * 1024
+    assert whole["sync/bytes"] > 5 * report["sync/bytes"]
 
 
 def test_a_server_with_another_base_or_none_is_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_vllm_adds_adapters_to_the_base_that_it_has_loaded(
             report = push(vllm_server.url, vllm_server.token, policy, kind, version + number)
             answers = [control.score(sequence) for sequence in SEQUENCES]
             assert {answer.policy_version for answer in answers} == {version + number}
-            found.append((report.num_bytes, [answer.logprobs for answer in answers]))
+            found.append((report["sync/bytes"], [answer.logprobs for answer in answers]))
         for _, logprobs in found:
             for ours, theirs in zip(expected, logprobs, strict=True):
                 assert theirs == pytest.approx(ours, abs=1e-4)

@@ -1,11 +1,8 @@
-"""Servers without HTTP: workers in threads of this process, or in a process of their own, that join real groups and stage."""
+"""Servers without HTTP: workers in threads of this process that join real groups and stage."""
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -75,55 +72,21 @@ class Workers:
                 raise ServerUnavailableError(f"the inference server answered 500: {error}", answered=True) from error
 
 
-class ServerProcess:
-    """`Workers` in a process that can be killed or stopped; a broken pipe is the broken connection."""
+class DyingWorkers(Workers):
+    """Their process ends in the middle of a broadcast: the connections break, and /update_weights is not answered."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.num_workers = name, 1
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._lock = threading.Lock()
-        self.process = context.Process(target=_serve, args=(other, name), daemon=True)
-        self.process.start()
-        other.close()
+    def update_weights(self, info: WeightUpdateInfo, *, timeout_s: float) -> None:
+        (backend,) = self._backends
+        receive, left = backend.receive, [3]
 
-    def __getattr__(self, method: str) -> Any:
-        if method.startswith("_"):
-            raise AttributeError(method)
+        def receive_some(num_bytes: int, *, timeout_s: float) -> torch.Tensor:
+            left[0] -= 1
+            if left[0] < 0:
+                backend.close()
+            return receive(num_bytes, timeout_s=timeout_s)
 
-        def call(*positional: Any, timeout_s: float = WAIT_S, **arguments: Any) -> Any:
-            return self._call(method, timeout_s, *positional, **arguments)
-
-        return call
-
-    def _call(self, method: str, timeout_s: float, *positional: Any, **arguments: Any) -> Any:
-        with self._lock:
-            try:
-                self._pipe.send((method, positional, {**arguments, "timeout_s": timeout_s}))
-                if not self._pipe.poll(timeout_s):
-                    raise ServerUnavailableError(f"no answer to {method} within {timeout_s} s")
-                result = self._pipe.recv()
-            except (EOFError, OSError) as error:
-                raise ServerUnavailableError(f"{method}: {type(error).__name__}") from error
-        if isinstance(result, str):
-            raise ServerUnavailableError(result, answered=True)
-        return result
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join(WAIT_S)
-
-
-def _serve(pipe: Connection, name: str) -> None:
-    torch.set_num_threads(1)
-    workers = Workers(name)
-    while True:
-        method, positional, arguments = pipe.recv()
-        if method == "calls":
-            pipe.send(list(workers.calls))
-        else:
-            try:
-                getattr(workers, method)(*positional, **arguments)
-                pipe.send(None)
-            except ServerUnavailableError as error:
-                pipe.send(str(error))
+        backend.receive = receive_some  # type: ignore[method-assign]
+        try:
+            super().update_weights(info, timeout_s=timeout_s)
+        except ServerUnavailableError as error:
+            raise ServerUnavailableError("POST /update_weights failed 1 times: ReadError") from error
