@@ -40,6 +40,10 @@ class _PauseState(BaseModel):
     is_paused: bool
 
 
+class _Tokens(BaseModel):
+    tokens: list[int]
+
+
 class ServerControl:
     """Control calls of one server. `timeout_s` of a call bounds it with all its retries; without one that of the constructor does.
 
@@ -108,10 +112,8 @@ class ServerControl:
 
     def tokenize(self, text: str) -> list[int]:
         """What the server's own tokenizer makes of a text, without special tokens around it. Only vLLM has one."""
-        answer = self._request("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
-        if not isinstance(answer, dict) or not isinstance(answer.get("tokens"), list):
-            raise BadResponseError(f"the answer to /tokenize has no tokens: {str(answer)[:200]}")
-        return [int(token) for token in answer["tokens"]]
+        body = {"prompt": text, "add_special_tokens": False}
+        return _read(_Tokens, self._request("POST", "/tokenize", body)).tokens
 
     def is_paused(self, *, timeout_s: float | None = None) -> bool:
         """Goes through the engine: answers only where that runs."""
