@@ -57,13 +57,14 @@ def check_reward(
       grpo-async check-reward configs/math.yaml --json | jq '.rewards[].findings'
     """
     from grpo_async.config.loader import load_config
+    from grpo_async.data import first_rows, make_prompt
     from grpo_async.rewards import audit_report, load_rewards
 
     resolved = load_config(config, overrides or ())
-    prompts = _prompts(resolved, rows)
-    _check_gold_column(gold_column, prompts)
-    functions = load_rewards(resolved.rewards)
+    source = resolved.data.train
+    prompts = [make_prompt(row, number, source.system_prompt) for number, row in enumerate(first_rows(source, rows))]
     notes = _notes(resolved, prompts, gold_column)
+    functions = load_rewards(resolved.rewards)
     reports: list[RewardReport] = []
     try:
         chosen = _without_those_that_need_a_run(functions, resolved, prompts, notes)
@@ -85,33 +86,29 @@ def check_reward(
         for function in functions:
             function.close()
     if as_json:
-        typer.echo(json.dumps(_as_json(reports, notes), indent=2))
+        typer.echo(
+            json.dumps({"rewards": [dataclasses.asdict(report) for report in reports], "notes": notes}, indent=2)
+        )
     else:
         _print(reports, notes)
     if any(report.worst == "error" for report in reports):
         raise typer.Exit(FAILURE)
 
 
-def _prompts(config: ExperimentConfig, num_rows: int) -> list[Prompt]:
-    from grpo_async.data import first_rows, make_prompt
+def _notes(config: ExperimentConfig, prompts: Sequence[Prompt], gold_column: str | None) -> list[str]:
+    """What is not checked.
 
-    source = config.data.train
-    return [make_prompt(row, number, source.system_prompt) for number, row in enumerate(first_rows(source, num_rows))]
-
-
-def _check_gold_column(gold_column: str | None, prompts: Sequence[Prompt]) -> None:
+    Raises:
+        ConfigError: the data has no column `gold_column`.
+    """
     from grpo_async.errors import ConfigError
+    from grpo_async.rewards.fuzz import GOLD_COLUMNS, find_gold_column
 
+    notes = []
     if gold_column is not None and not any(gold_column in prompt.columns for prompt in prompts):
         raise ConfigError(
             f"--gold-column {gold_column}: the data has no such column; it has {sorted(prompts[0].columns)}"
         )
-
-
-def _notes(config: ExperimentConfig, prompts: Sequence[Prompt], gold_column: str | None) -> list[str]:
-    from grpo_async.rewards.fuzz import GOLD_COLUMNS, find_gold_column
-
-    notes = []
     if gold_column is None and not any(find_gold_column(prompt.columns) for prompt in prompts):
         notes.append(
             f"No column is one of {', '.join(GOLD_COLUMNS)}, so right answers are not tried, and what garbage earns is "
@@ -144,10 +141,6 @@ def _without_those_that_need_a_run(
     if problems:
         raise ConfigError("\n".join(problems))
     return chosen
-
-
-def _as_json(reports: Sequence[RewardReport], notes: Sequence[str]) -> dict[str, Any]:
-    return {"rewards": [dataclasses.asdict(report) for report in reports], "notes": list(notes)}
 
 
 def _print(reports: Sequence[RewardReport], notes: Sequence[str]) -> None:

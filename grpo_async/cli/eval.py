@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from grpo_async.cli.options import JSON_LOGS_HELP, ConfigArgument, JsonLogsOption, QuietOption, SetOption
+from grpo_async.cli.options import (
+    ConfigArgument,
+    JsonLogsOption,
+    QuietOption,
+    SetOption,
+    alone_on_stdout,
+    with_json_logs_help,
+)
 
 
+@with_json_logs_help
 def evaluate(
     config: ConfigArgument,
     checkpoint: Annotated[
@@ -59,26 +64,15 @@ def evaluate(
           --set evaluation.temperature=1
       grpo-async eval configs/quickstart.yaml --run runs/quickstart --json | jq .metrics.reward
     """
-    if as_json and json_logs:
-        raise typer.BadParameter("choose one of --json (the result alone) and --json-logs", param_hint="--json-logs")
-
     from grpo_async.config.loader import load_config
     from grpo_async.display.output import Output, OutputMode
     from grpo_async.launcher.evaluate import evaluate as run_evaluation
 
-    mode = OutputMode.of(quiet=quiet, json_logs=json_logs)
-    if not as_json:
-        output = Output(mode)
+    with alone_on_stdout(as_json, json_logs=json_logs):
+        output = Output(OutputMode.of(quiet=quiet, json_logs=json_logs))
         with output.reporting():
             resolved = load_config(config, overrides or ())
-        code = run_evaluation(resolved, checkpoint=checkpoint, run=run, out=out, output=output).exit_code
-        raise typer.Exit(code)
-    resolved = load_config(config, overrides or ())
-    with contextlib.redirect_stdout(sys.stderr):
-        outcome = run_evaluation(resolved, checkpoint=checkpoint, run=run, out=out, output=Output(mode))
-    if outcome.result is not None:
-        typer.echo(json.dumps(outcome.result))
+        outcome = run_evaluation(resolved, checkpoint=checkpoint, run=run, out=out, output=output)
+    if as_json and outcome.summary is not None:
+        typer.echo(json.dumps(outcome.summary))
     raise typer.Exit(outcome.exit_code)
-
-
-evaluate.__doc__ = f"{inspect.cleandoc(evaluate.__doc__ or '')}\n\n{JSON_LOGS_HELP}"

@@ -9,9 +9,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from grpo_async.cli.options import EvaluationOption, RunArgument, SupersededOption, WhereOption
+
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run below runs/, or a run directory.")],
+    run: RunArgument,
     query: Annotated[
         str | None,
         typer.Argument(
@@ -22,22 +24,10 @@ def export(
         Literal["jsonl", "parquet"] | None,
         typer.Option("--format", help="Default: as the name of --out says; without one, jsonl."),
     ] = None,
-    where: Annotated[str | None, typer.Option("--where", metavar="QUERY", help="QUERY, as an option.")] = None,
+    where: WhereOption = None,
     out: Annotated[str, typer.Option("--out", metavar="FILE|-", help="Where to; - is the standard output.")] = "-",
-    evaluation: Annotated[
-        str | None,
-        typer.Option(
-            "--evaluation", metavar="STEP|last", help="Rollouts of an evaluation instead of those of training."
-        ),
-    ] = None,
-    superseded: Annotated[
-        bool,
-        typer.Option(
-            "--superseded",
-            "--with-superseded",
-            help="Also what a resume left behind: it is no part of the run any more.",
-        ),
-    ] = False,
+    evaluation: EvaluationOption = None,
+    superseded: SupersededOption = False,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Leave out what cannot be read, instead of ending with an error.")
     ] = False,
@@ -85,19 +75,11 @@ def export(
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # what is still buffered is flushed at the end, and must not fail then
         os.close(nowhere)
-        raise typer.Exit(0) from None
+        return
     for note in done.notes:
         typer.echo(f"note: {visible(note)}", err=True)
     if out != "-":
-        size = Path(out).stat().st_size
-        typer.echo(f"{done.rollouts} rollouts of {done.groups} groups -> {out} ({_bytes(size)})", err=True)
+        size = Path(out).stat().st_size / 1e6
+        typer.echo(f"{done.rollouts} rollouts of {done.groups} groups -> {out} ({size:,.1f} MB)", err=True)
     elif not done.rollouts:
         typer.echo("no rollout matches", err=True)
-
-
-def _bytes(number: int) -> str:
-    """1,234,567 -> "1.2 MB"."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} bytes"

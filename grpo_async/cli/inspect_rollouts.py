@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from grpo_async.cli.options import EvaluationOption, SupersededOption, WhereOption
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
 
     from rich.console import Console
 
@@ -33,6 +37,7 @@ class InspectCommand(TyperCommand):
 
 
 def inspect_rollouts(
+    context: typer.Context,
     arguments: Annotated[
         list[str],
         typer.Argument(
@@ -41,12 +46,7 @@ def inspect_rollouts(
             show_default=False,
         ),
     ],
-    evaluation: Annotated[
-        str | None,
-        typer.Option(
-            "--evaluation", metavar="STEP|last", help="Rollouts of an evaluation instead of those of training."
-        ),
-    ] = None,
+    evaluation: EvaluationOption = None,
     group: Annotated[
         int | None, typer.Option("--group", metavar="ID", help="All rollouts of one group, printed.")
     ] = None,
@@ -65,15 +65,8 @@ def inspect_rollouts(
     search: Annotated[
         str | None, typer.Option("--search", metavar="TEXT", help="Prompt or completion contains TEXT, in any case.")
     ] = None,
-    where: Annotated[str | None, typer.Option("--where", metavar="QUERY", help="QUERY, as `export` has it.")] = None,
-    superseded: Annotated[
-        bool,
-        typer.Option(
-            "--superseded",
-            "--with-superseded",
-            help="Also what a resume left behind: it is no part of the run any more.",
-        ),
-    ] = False,
+    where: WhereOption = None,
+    superseded: SupersededOption = False,
     sort: Annotated[
         str | None,
         typer.Option(
@@ -98,7 +91,7 @@ def inspect_rollouts(
     ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address of --web.")] = False,
 ) -> None:
-    """Look at the rollouts of a run: groups, one group side by side, one rollout with every figure of its tokens.
+    """Look at the rollouts of a run: groups, one group side by side, one rollout with all numbers of its tokens.
 
     On a terminal it opens a screen (? shows its keys). Into a pipe, and with --plain, --json, --group or --rollout, it prints.
 
@@ -115,22 +108,11 @@ def inspect_rollouts(
       grpo-async inspect-rollouts quickstart another-run --web
     """
     is_printed = plain or as_json or group is not None or rollout is not None or not _is_terminal()
-    _refuse_what_has_no_effect(
-        {
-            "--plain": plain,
-            "--json": as_json,
-            "--group": group is not None,
-            "--rollout": rollout is not None,
-            "--sort": sort is not None,
-            "--limit": limit is not None,
-            "--web": web,
-            "--host": host is not None,
-            "--port": port is not None,
-            "--no-browser": no_browser,
-        },
-        is_printed=is_printed,
-    )
+    _refuse_what_has_no_effect(_given(context), is_printed=is_printed)
 
+    from grpo_async.errors import ConfigError
+    from grpo_async.store.query import QueryError
+    from grpo_async.store.table_sql import group_order
     from grpo_async.viewer.plain import Selection
     from grpo_async.viewer.short_forms import query_text, sort_order
 
@@ -145,7 +127,11 @@ def inspect_rollouts(
         search=search,
     )
     order = sort_order(sort)
-    _check_order(sort)
+    if order:
+        try:
+            group_order(order)
+        except QueryError as error:
+            raise ConfigError(f"--sort {sort}: {error.problem}") from error
     if web:
         from grpo_async.viewer.web.serve import serve
 
@@ -173,48 +159,40 @@ def inspect_rollouts(
     _print(runs[0], selection, as_json=as_json)
 
 
-def _refuse_what_has_no_effect(given: Mapping[str, bool], *, is_printed: bool) -> None:
+_EXCLUDE_EACH_OTHER = (
+    ("--group", "--rollout", "choose one of --group and --rollout"),
+    ("--plain", "--json", "choose one of --plain and --json"),
+    *(
+        ("--web", option, f"it is shown in the browser; leave out {option}")
+        for option in ("--plain", "--json", "--group", "--rollout")
+    ),
+    ("--limit", "--web", "the page has all groups; leave it out"),
+    *((option, "--group", "--group shows one only; leave it out") for option in ("--sort", "--limit")),
+    *((option, "--rollout", "--rollout shows one only; leave it out") for option in ("--sort", "--limit")),
+)
+
+
+def _given(context: typer.Context) -> set[str]:
+    """Names of the options that stand on the command line."""
+    return {
+        parameter.opts[0]
+        for parameter in context.command.params
+        if (source := context.get_parameter_source(parameter.name or "")) is not None and source.name == "COMMANDLINE"
+    }
+
+
+def _refuse_what_has_no_effect(given: set[str], *, is_printed: bool) -> None:
     """Raises BadParameter where one of the options that are `given` would be ignored beside the others."""
-
-    def refuse(option: str, beside: str, why: str) -> None:
-        if given[option]:
-            raise typer.BadParameter(f"{beside}; {why}", param_hint=option)
-
-    if given["--group"] and given["--rollout"]:
-        raise typer.BadParameter("choose one of --group and --rollout", param_hint="--group")
-    if given["--plain"] and given["--json"]:
-        raise typer.BadParameter("choose one of --plain and --json", param_hint="--plain")
-    if given["--web"]:
-        if any(given[option] for option in ("--plain", "--json", "--group", "--rollout")):
-            raise typer.BadParameter(
-                "it is shown in the browser; leave out --plain, --json, --group and --rollout", param_hint="--web"
-            )
-        refuse("--limit", "the page has all groups", "leave it out")
-        return
+    for option, other, why in _EXCLUDE_EACH_OTHER:
+        if {option, other} <= given:
+            raise typer.BadParameter(why, param_hint=option)
     for option in ("--host", "--port", "--no-browser"):
-        refuse(option, "it is for the page in the browser", "add --web")
-    one = next((option for option in ("--group", "--rollout") if given[option]), None)
-    for option in ("--sort", "--limit"):
-        if one is not None:
-            refuse(option, f"{one} shows one only", "leave it out")
-    if not is_printed:
-        refuse("--limit", "the screen has all groups", "leave it out, or print them with --plain")
-
-
-def _check_order(sort: str | None) -> None:
-    """Raises QueryError, with the words of the user, where groups have no such order."""
-    from grpo_async.store.query import QueryError
-    from grpo_async.store.table_sql import group_order
-
-    start = 0
-    for part in sort.split(",") if sort else ():
-        name = part.strip().partition(":")[0].lstrip("+-")
-        try:
-            group_order(name)
-        except QueryError as error:
-            place = start + part.find(name)
-            raise QueryError(sort or "", place, len(name), f"--sort: {error.problem}") from None
-        start += len(part) + 1
+        if option in given and "--web" not in given:
+            raise typer.BadParameter("it is for the page in the browser; add --web", param_hint=option)
+    if "--limit" in given and not is_printed and "--web" not in given:
+        raise typer.BadParameter(
+            "the screen has all groups; leave it out, or print them with --plain", param_hint="--limit"
+        )
 
 
 def _runs_and_query(
@@ -230,18 +208,14 @@ def _runs_and_query(
     from grpo_async.viewer.runs import find_evaluation, find_run
 
     runs, rest = [find_run(arguments[0])], arguments[1:]
-    if not several and rest and _is_a_run_and_no_query(rest[0]):
+    if not several and rest and _problem_of(parse_query, rest[0]) and not _problem_of(find_run, rest[0]):
         raise ConfigError(f"several runs: add --web to see {arguments[0]} and {rest[0]} side by side in the browser")
     while several and rest:
-        try:
-            runs.append(find_run(rest[0]))
-        except ConfigError as no_run:
-            try:
-                parse_query(rest[0])
-            except ConfigError as no_query:
-                raise ConfigError(f"{rest[0]!r} is neither a run nor a query. {no_run}\n{no_query}") from None
+        if no_run := _problem_of(find_run, rest[0]):
+            if no_query := _problem_of(parse_query, rest[0]):
+                raise ConfigError(f"{rest[0]!r} is neither a run nor a query. {no_run}\n{no_query}")
             break
-        rest = rest[1:]
+        runs.append(find_run(rest.pop(0)))
     if len(rest) > 1:
         raise ConfigError(f"one QUERY is expected, got {len(rest)}: put it into quotes, '{' '.join(rest)}'")
     if rest and where is not None:
@@ -253,27 +227,19 @@ def _runs_and_query(
     return runs, query
 
 
-def _is_a_run_and_no_query(word: str) -> bool:
+def _problem_of(read: Callable[[str], object], text: str) -> str:
+    """Why `text` cannot be read; empty where it can."""
     from grpo_async.errors import ConfigError
-    from grpo_async.store.query import parse_query
-    from grpo_async.viewer.runs import find_run
 
     try:
-        parse_query(word)
-    except ConfigError:
-        try:
-            find_run(word)
-        except ConfigError:
-            return False
-        return True
-    return False
+        read(text)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _is_terminal() -> bool:
     """Whether a screen can be drawn: input and output are a terminal that can move its cursor."""
-    import os
-    import sys
-
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
 ConfigArgument: TypeAlias = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")]
+RunArgument: TypeAlias = Annotated[
+    str, typer.Argument(metavar="RUN", help="Name of a run below runs/, or a run directory.")
+]
 SetOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
@@ -17,6 +24,19 @@ SetOption: TypeAlias = Annotated[
     ),
 ]
 PortOption: TypeAlias = Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")]
+EvaluationOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--evaluation", metavar="STEP|last", help="Rollouts of an evaluation instead of those of training."),
+]
+WhereOption: TypeAlias = Annotated[str | None, typer.Option("--where", metavar="QUERY", help="QUERY, as an option.")]
+SupersededOption: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--superseded",
+        "--with-superseded",
+        help="Also what a resume left behind: it is no part of the run any more.",
+    ),
+]
 QuietOption: TypeAlias = Annotated[
     bool, typer.Option("--quiet", "-q", help="Only warnings, errors, and the summary at the end.")
 ]
@@ -26,7 +46,7 @@ JsonLogsOption: TypeAlias = Annotated[
         "--json-logs", help="Every event as one JSON object per line on stdout, and nothing else there; see below."
     ),
 ]
-JSON_LOGS_HELP = """\
+_JSON_LOGS_HELP = """\
 --json-logs writes one object per line, with `time` (seconds since 1970) and `event`; the rest by event:
 
 \b
@@ -45,4 +65,23 @@ JSON_LOGS_HELP = """\
   error       error, exit_code (people get it on stderr, too)
   end         exit_code, summary: as in summary.json, or null
 """
-"""Part of the help of the commands that have it."""
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def with_json_logs_help(command: Command) -> Command:
+    """Adds to the help of a command what --json-logs writes."""
+    command.__doc__ = f"{cleandoc(command.__doc__ or '')}\n\n{_JSON_LOGS_HELP}"
+    return command
+
+
+@contextlib.contextmanager
+def alone_on_stdout(as_json: bool, *, json_logs: bool) -> Iterator[None]:
+    """With --json what is printed inside goes to stderr: the result is all that comes to stdout.
+
+    Raises:
+        BadParameter: --json and --json-logs together.
+    """
+    if as_json and json_logs:
+        raise typer.BadParameter("choose one of --json (the result alone) and --json-logs", param_hint="--json-logs")
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from grpo_async.cli.options import JSON_LOGS_HELP, ConfigArgument, JsonLogsOption, QuietOption, SetOption
+from grpo_async.cli.options import (
+    ConfigArgument,
+    JsonLogsOption,
+    QuietOption,
+    SetOption,
+    alone_on_stdout,
+    with_json_logs_help,
+)
 
-if TYPE_CHECKING:
-    from grpo_async.checks.report import Check
 
-
+@with_json_logs_help
 def preflight(
     config: ConfigArgument,
     as_json: Annotated[
@@ -36,38 +38,16 @@ def preflight(
       grpo-async preflight configs/quickstart.yaml --set inference.dtype=bfloat16
       grpo-async preflight configs/quickstart.yaml --json | jq '.checks[] | select(.status != "pass")'
     """
-    if as_json and json_logs:
-        raise typer.BadParameter("choose one of --json (the checks alone) and --json-logs", param_hint="--json-logs")
-
+    from grpo_async.checks.report import as_json as to_json
     from grpo_async.config.loader import load_config
     from grpo_async.display.output import Output, OutputMode
-    from grpo_async.launcher.train import launch
+    from grpo_async.launcher import train
 
-    mode = OutputMode.of(quiet=quiet, json_logs=json_logs)
-    if not as_json:
-        output = Output(mode)
+    with alone_on_stdout(as_json, json_logs=json_logs):
+        output = Output(OutputMode.of(quiet=quiet, json_logs=json_logs))
         with output.reporting():
             resolved = load_config(config, overrides or ())
-        code = launch(resolved, resume=None, clean=False, dry_run=False, preflight_only=True, output=output)
-        raise typer.Exit(code)
-    resolved = load_config(config, overrides or ())
-
-    from grpo_async.checks.report import as_json as to_json
-
-    checks: list[Check] = []
-    with contextlib.redirect_stdout(sys.stderr):
-        exit_code = launch(
-            resolved,
-            resume=None,
-            clean=False,
-            dry_run=False,
-            preflight_only=True,
-            on_checks=checks.extend,
-            output=Output(mode),
-        )
-    if checks:
-        typer.echo(to_json(checks))
-    raise typer.Exit(exit_code)
-
-
-preflight.__doc__ = f"{inspect.cleandoc(preflight.__doc__ or '')}\n\n{JSON_LOGS_HELP}"
+        outcome = train.preflight(resolved, output=output)
+    if as_json and outcome.checks is not None:
+        typer.echo(to_json(outcome.checks))
+    raise typer.Exit(outcome.exit_code)

@@ -31,7 +31,7 @@ def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOp
 
 
 def serve_embedded(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
-    """Serve the model with the embedded engine, for machines without vLLM. The HTTP surface is the same.
+    """Serve the model with the embedded engine, for machines without vLLM. The HTTP API is the same.
 
     Address, HTTPS and token: as with serve-vllm.
 

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from grpo_async.cli.options import RunArgument
+
 
 def trace(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run below runs/, or a run directory.")],
+    run: RunArgument,
     out: Annotated[
         Path | None,
         typer.Option(

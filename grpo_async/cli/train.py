@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from grpo_async.cli.options import JSON_LOGS_HELP, ConfigArgument, JsonLogsOption, QuietOption, SetOption
+from grpo_async.cli.options import ConfigArgument, JsonLogsOption, QuietOption, SetOption, with_json_logs_help
 
 
 class TrainCommand(TyperCommand):
@@ -33,6 +32,7 @@ def spell_out_resume(arguments: Sequence[str]) -> list[str]:
     return spelled
 
 
+@with_json_logs_help
 def train(
     config: ConfigArgument,
     overrides: SetOption = None,
@@ -94,6 +94,3 @@ def train(
         loaded = load_config(config, overrides or ())
     code = launch(loaded, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank, output=output)
     raise typer.Exit(code)
-
-
-train.__doc__ = f"{inspect.cleandoc(train.__doc__ or '')}\n\n{JSON_LOGS_HELP}"

@@ -2,14 +2,15 @@
 
     node 0 -> node K   {"kind": "challenge", "nonce": A}
     node K -> node 0   {"kind": "hello", "rank": K, "host": "b", "nonce": B, "proof": HMAC(token, "follow", A, B, K, host)}
-    node 0 -> node K   {"kind": "welcome", "offer": "...", "proof": HMAC(token, "lead", A, B, offer)}, or {"kind": "refused", ...}
+    node 0 -> node K   {"kind": "welcome", "attempt": "attempt_3", "secret": S, "proof": HMAC(token, "lead", A, B, attempt, S)}, or
+                       {"kind": "refused", "reason": "..."}
     node K -> node 0   {"kind": "ready"}, or {"kind": "refused", "reason": "..."}: its configuration is another
     node 0 -> node K   {"kind": "start"} when all are ready; {"kind": "end", "exit_code": 1, "error": "..."} when the run is over
     node K -> node 0   {"kind": "signal", "name": "SIGTERM"}; {"kind": "exited", "status": 0, "error": null} of its trainer
-    both               {"kind": "beat"}, every few seconds
 
 Both ends prove that they know the token, which never travels, before either believes the other. What comes afterwards is neither
 encrypted nor signed: whoever can change packets between the machines can end a run, but neither read the token nor put code in.
+A machine that dies without a word is noticed by TCP's keep-alive.
 """
 
 from __future__ import annotations
@@ -18,26 +19,22 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
-BEAT_S = 5.0
-SILENCE_S = 60.0
-"""A launcher that says nothing for so long is gone: dead, or cut off."""
 HANDSHAKE_S = 20.0
-"""For the whole handshake, whatever the other end says meanwhile."""
+"""For the whole handshake."""
 
-_LINE_LIMIT = 4 << 20  # bytes; the offer holds a whole configuration
-_FIRST_LINE_LIMIT = 4096  # before the other end has proven anything
-_CHUNK = 1 << 16
+_FLUSH_S = 5.0
+_SILENCE_S = 60  # after which a machine that acknowledges nothing is gone: dead, or cut off
+_LINE_LIMIT = 1 << 18  # bytes
+_LONGEST_TEXT = 20_000  # characters; JSON takes up to 12 bytes for one
 
 
 class LostError(Exception):
     """The other launcher is gone, or what it says is no message."""
-
-
-class RefusedError(LostError):
-    """Node 0 does not take this machine; the message says why."""
 
 
 class NodeChannel:
@@ -46,9 +43,7 @@ class NodeChannel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._unread = bytearray()  # never more than the limit of a line and one chunk
-        self._closed = asyncio.Event()
-        self._beating: asyncio.Task[None] | None = None
+        _keep_alive(writer.get_extra_info("socket"))
 
     @property
     def peer(self) -> str:
@@ -57,83 +52,61 @@ class NodeChannel:
         return str(name[0]) if name else "?"
 
     def send(self, kind: str, **content: Any) -> None:
-        """Queue one message; nothing happens when the other end is gone."""
+        """Queue one message; nothing happens when the other end is gone. Long texts are cut off."""
         if not self._writer.is_closing():
-            self._writer.write(json.dumps({"kind": kind, **content}).encode() + b"\n")
+            short = {
+                name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in content.items()
+            }
+            self._writer.write(json.dumps({"kind": kind, **short}).encode() + b"\n")
 
-    async def receive(self, timeout_s: float | None = None, *, limit: int = _LINE_LIMIT) -> dict[str, Any]:
-        """The next message that is no beat.
-
-        Args:
-            timeout_s: for this message; beats do not renew it. None: for as long as there are beats.
-            limit: of a line, bytes; no more than that is read of a longer one (but for a part that comes with it).
+    async def receive(self) -> dict[str, Any]:
+        """The next message; whoever expects it soon sets a deadline.
 
         Raises:
-            LostError: none within `timeout_s`, or not even a beat within SILENCE_S; the connection has ended; it is no message.
+            LostError: the connection has ended, or the line is no message.
         """
-        loop = asyncio.get_running_loop()
-        ends_at = None if timeout_s is None else loop.time() + timeout_s
-        while True:
-            try:
-                async with asyncio.timeout_at(loop.time() + SILENCE_S if ends_at is None else ends_at):
-                    line = await self._read_line(limit)
-            except TimeoutError as error:
-                said = "not a word for" if timeout_s is None else "no message within"
-                raise LostError(f"{said} {SILENCE_S if timeout_s is None else timeout_s:.0f} s") from error
-            except OSError as error:
-                raise LostError(str(error)) from error
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError) as error:  # RecursionError: lists in lists in lists
-                raise LostError("it sent a line that is no message") from error
-            if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-                raise LostError("it sent a line that is no message")
-            if message["kind"] != "beat":
-                return message
-
-    async def _read_line(self, limit: int) -> bytes:
-        """Up to and with the next line feed. The reader's own `readline` has one limit for good, that of its longest line."""
-        searched = 0
-        while (end := self._unread.find(b"\n", searched)) < 0 and len(self._unread) <= limit:
-            searched = len(self._unread)
-            chunk = await self._reader.read(_CHUNK)  # `receive` has a deadline, `close` ends it
-            if not chunk:
-                raise LostError("the connection has ended")
-            self._unread += chunk
-        if not 0 <= end < limit:
-            raise LostError(f"it sent a line of more than {limit} bytes")
-        line = bytes(self._unread[: end + 1])
-        del self._unread[: end + 1]
-        return line
-
-    def beat(self) -> None:
-        """Say from now on, every few seconds, that this end lives."""
-        self._beating = asyncio.ensure_future(self._beat())
-
-    async def flush(self, timeout_s: float) -> None:
-        """Wait until what was sent has left, `timeout_s` at most."""
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._writer.drain()
+            line = await self._reader.readline()
+            if not line.endswith(b"\n"):
+                raise LostError("the connection has ended")
+            message = json.loads(line)
+        except OSError as error:
+            raise LostError(str(error)) from error
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # also a line beyond the limit; RecursionError: lists in lists in lists
+            raise LostError("it sent a line that is no message") from error
+        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+            raise LostError("it sent a line that is no message")
+        return message
+
+    async def close(self) -> None:
+        """Hang up when what was sent has left, or after some seconds. May be called more than once."""
+        try:
+            async with asyncio.timeout(_FLUSH_S):
+                self._writer.close()
+                await self._writer.wait_closed()
         except (TimeoutError, OSError):
-            return  # the other end is gone, or will be
-
-    def close(self) -> None:
-        """Hang up. May be called more than once."""
-        self._closed.set()
-        self._writer.close()
-
-    async def _beat(self) -> None:
-        while not self._closed.is_set():
-            try:
-                async with asyncio.timeout(BEAT_S):
-                    await self._closed.wait()  # `close` ends the loop
-            except TimeoutError:
-                self.send("beat")
+            self._writer.transport.abort()  # the other end is gone, or will be
 
 
-def new_nonce() -> str:
-    """A number that no other handshake has, so that a proof cannot be used twice."""
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": _SILENCE_S // 6,
+        "TCP_KEEPALIVE": _SILENCE_S // 6,  # what macOS calls it
+        "TCP_KEEPINTVL": _SILENCE_S // 6,
+        "TCP_KEEPCNT": 5,
+        "TCP_USER_TIMEOUT": _SILENCE_S * 1000,  # ms, for what was sent and is not acknowledged
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def new_secret() -> str:
+    """Random; as a nonce it makes that a proof cannot be used twice."""
     return secrets.token_hex(32)
 
 
@@ -142,70 +115,76 @@ def proof(token: str, role: str, *parts: str) -> str:
     return hmac.new(token.encode(), json.dumps([role, *parts]).encode(), "sha256").hexdigest()
 
 
-def _is_same(wanted: str, given: object) -> bool:
-    return isinstance(given, str) and hmac.compare_digest(wanted.encode(), given.encode("utf-8", "surrogatepass"))
+def _is_same(expected: str, given: object) -> bool:
+    return isinstance(given, str) and hmac.compare_digest(expected.encode(), given.encode("utf-8", "surrogatepass"))
 
 
 async def admit(
-    channel: NodeChannel, token: str, offer: Mapping[str, Any], *, refuse: Callable[[object], str | None]
+    channel: NodeChannel, token: str, *, attempt: str, secret: str, refuse: Callable[[object], str | None]
 ) -> tuple[int, str]:
-    """Node 0's end of the handshake; returns the rank and host name of the other machine, which has the offer then.
+    """Node 0's end of the handshake; returns the rank and host name of the other machine.
 
     Args:
         refuse: why a machine with this rank cannot take part, or None; only asked about one that knows the token.
 
     Raises:
-        LostError: it does not know the token, is refused, or hung up.
+        LostError: it does not know the token, is refused, hung up, or took too long.
     """
-    nonce = new_nonce()
-    channel.send("challenge", nonce=nonce)
-    hello = await channel.receive(HANDSHAKE_S, limit=_FIRST_LINE_LIMIT)
-    rank, host, its_nonce = hello.get("rank"), str(hello.get("host")), str(hello.get("nonce"))
-    wanted = proof(token, "follow", nonce, its_nonce, str(rank), host)
-    if hello["kind"] != "hello" or not _is_same(wanted, hello.get("proof")):
-        channel.send("refused", reason="the token is another one: $GRPO_ASYNC_TOKEN must be the same on all machines")
-        raise LostError("it does not know the token")
-    reason = refuse(rank)
-    if reason is not None or not isinstance(rank, int):
-        channel.send("refused", reason=reason)
-        raise LostError(str(reason))
-    text = json.dumps(offer)
-    channel.send("welcome", offer=text, proof=proof(token, "lead", nonce, its_nonce, text))
-    return rank, host
+    async with _handshake():
+        nonce = new_secret()
+        channel.send("challenge", nonce=nonce)
+        hello = await channel.receive()
+        rank, host, its_nonce = hello.get("rank"), str(hello.get("host")), str(hello.get("nonce"))
+        expected = proof(token, "follow", nonce, its_nonce, str(rank), host)
+        reason: str | None = "the token is another one: $GRPO_ASYNC_TOKEN must be the same on all machines"
+        if hello["kind"] == "hello" and _is_same(expected, hello.get("proof")):
+            reason = refuse(rank)
+        if reason is not None or not isinstance(rank, int):
+            channel.send("refused", reason=reason)
+            raise LostError(str(reason))
+        its_proof = proof(token, "lead", nonce, its_nonce, attempt, secret)
+        channel.send("welcome", attempt=attempt, secret=secret, proof=its_proof)
+        return rank, host
 
 
-async def apply(channel: NodeChannel, token: str, *, rank: int, host: str) -> dict[str, Any]:
-    """The other end of the handshake; returns the offer of node 0.
+async def apply(channel: NodeChannel, token: str, *, rank: int, host: str) -> tuple[str, str]:
+    """The other end of the handshake; returns the attempt and its secret.
 
     Raises:
-        LostError: node 0 refused, does not know the token either, or hung up.
+        LostError: node 0 refused, does not know the token either, hung up, or took too long.
     """
-    loop = asyncio.get_running_loop()
-    ends_at = loop.time() + HANDSHAKE_S
-    challenge = await channel.receive(HANDSHAKE_S, limit=_FIRST_LINE_LIMIT)
-    nonce, its_nonce = new_nonce(), str(challenge.get("nonce"))
-    channel.send(
-        "hello", rank=rank, host=host, nonce=nonce, proof=proof(token, "follow", its_nonce, nonce, str(rank), host)
-    )
-    answer = await channel.receive(max(0.0, ends_at - loop.time()))
+    async with _handshake():
+        its_nonce, nonce = str((await channel.receive()).get("nonce")), new_secret()
+        own_proof = proof(token, "follow", its_nonce, nonce, str(rank), host)
+        channel.send("hello", rank=rank, host=host, nonce=nonce, proof=own_proof)
+        answer = await channel.receive()
     if answer["kind"] == "refused":
-        raise RefusedError(str(answer.get("reason")))
-    text = str(answer.get("offer"))
-    wanted = proof(token, "lead", its_nonce, nonce, text)
-    if answer["kind"] != "welcome" or not _is_same(wanted, answer.get("proof")):
+        raise LostError(str(answer.get("reason")))
+    attempt, secret = str(answer.get("attempt")), str(answer.get("secret"))
+    expected = proof(token, "lead", its_nonce, nonce, attempt, secret)
+    if answer["kind"] != "welcome" or not _is_same(expected, answer.get("proof")):
         raise LostError("what listens there does not know the token, so it is not node 0 of this run")
-    return dict(json.loads(text))
+    return attempt, secret
 
 
-async def open_server(
-    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], address: str, port: int
+@asynccontextmanager
+async def _handshake() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(HANDSHAKE_S):
+            yield
+    except TimeoutError as error:
+        raise LostError(f"the handshake was not done within {HANDSHAKE_S:.0f} s") from error
+
+
+async def listen(
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any], address: str, port: int
 ) -> asyncio.Server:
     """Listen on one address.
 
     Raises:
         OSError: it is none of this machine, or the port is taken.
     """
-    return await asyncio.start_server(serve, host=address, port=port, limit=_FIRST_LINE_LIMIT)
+    return await asyncio.start_server(serve, host=address, port=port, limit=_LINE_LIMIT)
 
 
 async def connect(address: str, port: int, timeout_s: float) -> NodeChannel:
@@ -215,4 +194,4 @@ async def connect(address: str, port: int, timeout_s: float) -> NodeChannel:
         OSError: nobody listens there; TimeoutError, which is one, when nothing answers.
     """
     async with asyncio.timeout(timeout_s):
-        return NodeChannel(*await asyncio.open_connection(address, port, limit=_FIRST_LINE_LIMIT))
+        return NodeChannel(*await asyncio.open_connection(address, port, limit=_LINE_LIMIT))

@@ -32,7 +32,7 @@ def batch_script(
         python: interpreter, the same path on every machine.
         working_dir: where the job runs, on a file system that all machines share, like `config.run.dir`.
     """
-    blocks = (_head(config, config_path), _words(config, config_path, overrides, python, working_dir), _BODY)
+    blocks = (_head(config, config_path), _variables(config, config_path, overrides, python, working_dir), _BODY)
     return "\n".join("\n".join(block) if not isinstance(block, str) else block for block in blocks)
 
 
@@ -92,7 +92,7 @@ def _head(config: ExperimentConfig, config_path: Path) -> Iterator[str]:
     yield ""
 
 
-def _words(
+def _variables(
     config: ExperimentConfig, config_path: Path, overrides: Sequence[str], python: str, working_dir: Path
 ) -> Iterator[str]:
     launch, slurm = config.launch, config.launch.slurm
@@ -190,7 +190,7 @@ for ((rank = 1; rank < num_trainers; rank++)); do
   steps+=("$!")
 done
 
-# ---- where it starts: as `sbatch FILE ...` says, until an attempt of this job has begun in the run directory (each attempt
+# ---- where it starts: as `sbatch FILE ...` says, until an attempt of this job has started in the run directory (each attempt
 # notes its job). When the job is queued again then, after the time was over or after a machine broke, it goes on from the newest
 # checkpoint; while it has saved none, it begins anew, or from the checkpoint that it was given. A job whose start was refused,
 # because the directory holds another run, is refused again.

@@ -19,7 +19,7 @@ import psutil
 
 from grpo_async.display.display import View, finite
 from grpo_async.display.progress import Progress
-from grpo_async.processes.failures import words_of
+from grpo_async.processes.failures import message_of
 from grpo_async.rundir import RunDir, write_atomically
 
 VERSION = 1
@@ -63,7 +63,7 @@ class StatusFile(View):
 
     def __exit__(self, *error: Any) -> None:
         if error[1] is not None:
-            self.end("failed", exit_code=1, error=words_of(error[1]))
+            self.end("failed", exit_code=1, error=message_of(error[1]))
         self._ended.set()
         self._changed.set()
         self._thread.join(_END_S)

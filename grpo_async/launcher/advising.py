@@ -20,7 +20,7 @@ _LEAST_STEPS = 5
 
 
 class Advisor(View):
-    """Every `every_steps` steps it tells `display` what bounds the run, by the figures of the steps since the last time, and
+    """Every `every_steps` steps it tells `display` what bounds the run, by the metrics of the steps since the last time, and
     whether it learns, by the files of the run; the latter after each evaluation, too.
 
     Args:

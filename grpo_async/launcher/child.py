@@ -19,7 +19,7 @@ from grpo_async.cluster.nodes import NODE_RANK_VARIABLE
 from grpo_async.errors import RunError
 from grpo_async.inference.surface import TOKEN_VARIABLE
 from grpo_async.launcher.plan import ProcessSpec
-from grpo_async.launcher.tree import MARK_VARIABLE
+from grpo_async.launcher.tree import TAG_VARIABLE
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE
 from grpo_async.processes.wording import describe_exit, tail
 from grpo_async.utils.lifetime import LAUNCHER_PID_VARIABLE
@@ -37,8 +37,7 @@ class Child:
         self.name = spec.name
         self.log = log
         self._process = process
-        exit_ = asyncio.ensure_future(process.wait())  # whoever awaits the task bounds it
-        self.exited: asyncio.Task[int] = exit_
+        self.exited: asyncio.Task[int] = asyncio.ensure_future(process.wait())
 
     @classmethod
     async def spawn(cls, spec: ProcessSpec, folder: Path, *, life: int = 0) -> Child:
@@ -56,7 +55,7 @@ class Child:
         environment = {
             **inherited_environment(),
             LAUNCHER_PID_VARIABLE: str(os.getpid()),
-            MARK_VARIABLE: mark_of(spec),
+            TAG_VARIABLE: tag_of(spec),
             **spec.environment,
         }
         with log.open("wb") as output:
@@ -89,15 +88,12 @@ class Child:
         except psutil.NoSuchProcess:
             return True
 
-    def describe_end(self, num_lines: int = 15, *, how: str | None = None) -> str:
-        """How it ended, in words, and the last lines of its log. Only after `exited` is done, or with `how`."""
-        words = how or describe_exit(self.exited.result())
-        lines = [f"{self.name} (pid {self.pid}) {words}", *self.last_lines(num_lines)]
-        return "\n".join([*lines, f"log: {self.log}"])
-
-    def last_lines(self, num_lines: int = 15) -> list[str]:
-        lines = tail(self.log, num_lines)
-        return ["its last lines:", *("  " + line for line in lines)] if lines else ["its log is empty"]
+    def describe_end(self, *, how: str | None = None) -> str:
+        """How it ended, and the last lines of its log. Only after `exited` is done, or with `how`."""
+        how = how or describe_exit(self.exited.result())
+        lines = [f"  {line}" for line in tail(self.log)]
+        last_lines = ["its last lines:", *lines] if lines else ["its log is empty"]
+        return "\n".join([f"{self.name} (pid {self.pid}) {how}", *last_lines, f"log: {self.log}"])
 
     def terminate(self) -> None:
         """SIGTERM; a child passes it on to its own children."""
@@ -109,16 +105,9 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    async def end(self, grace_s: float) -> bool:
-        """SIGTERM, then wait `grace_s` seconds; False when it still runs after that."""
-        if self.is_running:
-            self.terminate()
-            await asyncio.wait([self.exited], timeout=grace_s)
-        return not self.is_running
 
-
-def mark_of(spec: ProcessSpec) -> str:
-    """What the environment of this child, and of everything below it, holds as MARK_VARIABLE."""
+def tag_of(spec: ProcessSpec) -> str:
+    """What the environment of this child, and of everything below it, holds as TAG_VARIABLE."""
     return f"{os.getpid()}:{spec.name}"
 
 

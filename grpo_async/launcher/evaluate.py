@@ -10,9 +10,10 @@ The folder of the results is laid out as a run directory, so `inspect-rollouts` 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,14 @@ from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.subject import Subject, choose_subject
 from grpo_async.inference.surface import token_from_environment
-from grpo_async.launcher.conduct import carry_out
 from grpo_async.launcher.guardian import private_folder
-from grpo_async.launcher.plan import ProcessPlan, free_ports, plan_processes
-from grpo_async.launcher.supervisor import Outcome
+from grpo_async.launcher.plan import free_ports, plan_processes
+from grpo_async.launcher.supervisor import Outcome, carry_out
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.wording import plain
 from grpo_async.rundir import RunDir, write_atomically
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalOutcome:
-    """`result` is the content of evaluation.json, None when there is none; `folder` is where it stands."""
-
-    exit_code: int
-    folder: Path
-    result: Mapping[str, Any] | None = None
 
 
 def evaluate(
@@ -53,7 +44,7 @@ def evaluate(
     run: Path | None,
     out: Path | None,
     output: Output | None = None,
-) -> EvalOutcome:
+) -> Outcome:
     """Evaluate a model without training; call it from the main thread.
 
     Args:
@@ -61,32 +52,32 @@ def evaluate(
         out: a folder for the results, new or empty; None: RUN_DIR/NAME.eval-LABEL.
         output: how it tells of itself; None: everything on stdout.
 
+    Returns:
+        How it ended; `summary` is the content of evaluation.json, None where there is none.
+
     Raises:
         ConfigError: the input is wrong; nothing was started.
         CheckpointError: the checkpoint cannot be used.
     """
+    from grpo_async.config.loader import dump_config
+
     output = output or Output()
     with output.reporting():
-        return _evaluate(config, checkpoint=checkpoint, run=run, out=out, output=output)
-
-
-def _evaluate(
-    config: ExperimentConfig, *, checkpoint: str | None, run: Path | None, out: Path | None, output: Output
-) -> EvalOutcome:
-    if config.evaluation is None:
-        raise ConfigError("evaluation: the configuration has none; say what to evaluate on (evaluation.data)")
-    subject = choose_subject(config, checkpoint=checkpoint, run=run)
-    engine = choose_engine(config)
-    notes = check_inputs(config, engine=engine, trains=False)
-    folder = _choose_folder(config, subject, out)
-    run_dir = RunDir(folder.absolute())
-    check_run_place(run_dir)
-    run_dir.create()
-    with _model(config, subject, run_dir, output) as model_path:
-        outcome = _run(_to_serve(config, model_path, run_dir), engine, run_dir, output, notes=notes)
-        # the name of the model for whoever looks at the rollouts, in place of that of a folder that is removed now
-        write_atomically(run_dir.config, _dumped(_to_serve(config, config.model.path, run_dir)))
-    return _report(outcome, subject, run_dir, output)
+        if config.evaluation is None:
+            raise ConfigError("evaluation: the configuration has none; say what to evaluate on (evaluation.data)")
+        subject = choose_subject(config, checkpoint=checkpoint, run=run)
+        engine = choose_engine(config)
+        notes = check_inputs(config, engine=engine, trains=False)
+        run_dir = RunDir(_choose_folder(config, subject, out).absolute())
+        check_run_place(run_dir)
+        run_dir.create()
+        with _model(config, subject, run_dir, output) as model_path:
+            served = _to_serve(config, model_path, run_dir)
+            write_atomically(run_dir.config, dump_config(served))
+            outcome = _run(served, engine, run_dir, output, notes)
+            # the name of the model for whoever looks at the rollouts, in place of that of a folder that is removed now
+            write_atomically(run_dir.config, dump_config(_to_serve(config, config.model.path, run_dir)))
+        return _report(outcome, subject, run_dir, output)
 
 
 def _choose_folder(config: ExperimentConfig, subject: Subject, out: Path | None) -> Path:
@@ -142,16 +133,9 @@ def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> Exp
         raise ConfigError(f"the configuration cannot be used for an evaluation alone: {error}") from error
 
 
-def _dumped(config: ExperimentConfig) -> str:
-    from grpo_async.config.loader import dump_config
-
-    return dump_config(config)
-
-
 def _run(
-    config: ExperimentConfig, engine: EngineChoice, run_dir: RunDir, output: Output, *, notes: list[str]
+    config: ExperimentConfig, engine: EngineChoice, run_dir: RunDir, output: Output, notes: Sequence[str]
 ) -> Outcome:
-    write_atomically(run_dir.config, _dumped(config))
     attempt = run_dir.new_attempt()
     with contextlib.ExitStack() as stack:
         is_external = engine.engine == "external"
@@ -163,47 +147,40 @@ def _run(
                 run_dir=run_dir,
                 attempt_dir=attempt,
                 private=stack.enter_context(private_folder()),
-                preflight_only=True,  # nothing to resume: what ends early is begun again
+                preflight_only=True,  # nothing to resume: what ends early is started again
             ),
             ports=free_ports(config),
             machine=machine_module.inspect(),
             token=token,
             notes=notes,
         )
-        plan = _without_trainer(plan)
+        trainer = replace(  # one process that asks the servers
+            plan.trainer,
+            name="evaluation",
+            command=(plan.trainer.command[0], "-m", "grpo_async.trainer.evaluation_process"),
+            log_name="evaluation.log",
+            num_processes=1,
+        )
+        plan = replace(plan, trainer=trainer)
         write_atomically(run_dir.plan, plan.describe())
         display = output.display(run_name=config.run.name, max_steps=0, run_dir=run_dir, lines_only=True)
         return carry_out(config, plan, display)
 
 
-def _without_trainer(plan: ProcessPlan) -> ProcessPlan:
-    """In the trainer's place one process that asks the servers."""
-    python = plan.trainer.command[0]
-    process = replace(
-        plan.trainer,
-        name="evaluation",
-        command=(python, "-m", "grpo_async.trainer.evaluation_process"),
-        log_name="evaluation.log",
-        num_processes=1,
-    )
-    return replace(plan, trainer=process)
-
-
-def _report(outcome: Outcome, subject: Subject, run_dir: RunDir, output: Output) -> EvalOutcome:
+def _report(outcome: Outcome, subject: Subject, run_dir: RunDir, output: Output) -> Outcome:
     result: dict[str, Any] | None = None
     if outcome.summary is not None and outcome.exit_code == 0:
         result = {"evaluated": subject.label, **outcome.summary, "folder": str(run_dir.root)}
-        write_atomically(run_dir.root / "evaluation.json", _json(result))
+        write_atomically(run_dir.root / "evaluation.json", json.dumps(result, indent=2))
 
     def show(console: Console) -> None:
         assert result is not None
-        metrics, by_group = result["metrics"], result["by_group"]
-        print_evaluation(
-            console, metrics, by_group, group_by=result["group_by"], title=f"held out, {plain(subject.label)}"
-        )
+        title = f"held out, {plain(subject.label)}"
+        print_evaluation(console, result["metrics"], result["by_group"], group_by=result["group_by"], title=title)
+        lines = [f"results: {run_dir.root}", "", "next:", f"  grpo-async inspect-rollouts {run_dir.root}"]
         if "majority_baseline" in result:
-            _print(console, f"always the most frequent answer: {result['majority_baseline']:.3f}")
-        _print(console, f"results: {run_dir.root}\n\nnext:\n  grpo-async inspect-rollouts {run_dir.root}")
+            lines.insert(0, f"always the most frequent answer: {result['majority_baseline']:.3f}")
+        console.print(Text("\n".join(lines)), soft_wrap=True)
 
     output.end(
         exit_code=outcome.exit_code,
@@ -211,14 +188,4 @@ def _report(outcome: Outcome, subject: Subject, run_dir: RunDir, output: Output)
         summary=result,
         show=None if result is None else show,
     )
-    return EvalOutcome(exit_code=outcome.exit_code, folder=run_dir.root, result=result)
-
-
-def _json(content: Mapping[str, Any]) -> str:
-    import json
-
-    return json.dumps(content, indent=2)
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(Text(text), soft_wrap=True)
+    return replace(outcome, summary=result)

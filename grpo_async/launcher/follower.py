@@ -1,4 +1,4 @@
-"""The launcher of a machine that follows (node rank >= 1): torchrun with its ranks, begun and ended as node 0 says.
+"""The launcher of a machine that follows (node rank >= 1): torchrun with its ranks, started and ended as node 0 says.
 
 waits for   node 0 to be there, then all machines; then the first of: trainer exit, node 0's word, a signal
 outcome     node 0's exit code; 1 when the trainer here fails or node 0 is gone; 130 or 143 after a signal, which node 0 is
@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_async.cluster.node_link import NodeLink, Offer
+from grpo_async.cluster.node_link import NodeLink, join
 from grpo_async.cluster.nodes import following_node, shared_token
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
@@ -32,7 +32,12 @@ _MARGIN_S = 60.0  # for node 0 to end its servers and to say how the run went
 
 
 class Follower:
-    """One run, as this machine takes part in it. The run directory is node 0's; here only logs are added to it."""
+    """One run, as this machine takes part in it. The run directory is node 0's; here only logs are added to it.
+
+    Args:
+        rank: of this machine.
+        amend: changes the plan before it is carried out.
+    """
 
     def __init__(
         self,
@@ -45,26 +50,25 @@ class Follower:
     ) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._output = output
+        self._say = output.say
         self._amend = amend
         self._token = shared_token()
         self._node = following_node(config, rank)
+        self._signals = Signals()
+        self._end_timeout_s = config.launch.stop_timeout_s + _MARGIN_S
 
     async def run(self) -> Outcome:
         """Join, train, end. Call it from the main thread.
 
         Raises:
-            ConfigError: node 0 does not take this machine.
+            ConfigError: node 0 does not admit this machine.
             DeadlineError: node 0 did not come.
         """
-        self._signals = Signals()
         with self._signals.installed(), private_folder() as private:
-            link = await NodeLink.join(
+            link = await join(
                 self._config,
-                address=self._node.address,
-                rank=self._node.rank,
-                token=self._token,
-                run_dir=self._run_dir,
+                self._node,
+                self._run_dir,
                 interrupted=self._signals.arrived,
                 on_wait=lambda: self._say(f"waiting for node 0 at {self._config.launch.rdzv}"),
             )  # within launch.rdzv_timeout_s
@@ -77,72 +81,71 @@ class Follower:
                 await link.close()
 
     async def _follow(self, link: NodeLink, private: Path) -> Outcome:
-        plan = self._amend(self._plan(link.offer, private))
+        plan = self._amend(self._plan(link, private))
         self._say(f"{plan.describe()}\nnode {self._node.rank} has joined node 0 ({self._node.address})")
         await first_of(self._signals, [], [link.started, link.ended])
         if self._signals.first is not None:
             link.signal(self._signals.first)
-            return self._stopped("before the trainer had begun")
+            return self._stopped("before the trainer had started")
         if link.ended.is_set():
             return self._ended(link)
         tree = ProcessTree()
-        self._liveness = Liveness(
+        liveness = Liveness(
             plan.assignment.heartbeat_socket,
             timeout_s=self._config.launch.heartbeat_timeout_s,
-            logs=plan.assignment.attempt_dir,
+            logs=link.attempt,
             warn=self._say,
         )
-        async with self._liveness:
-            trainer = await Child.spawn(plan.trainer, plan.assignment.attempt_dir)
+        async with liveness:
+            trainer = await Child.spawn(plan.trainer, link.attempt)
             self._say(f"node {self._node.rank} trains; log: {trainer.log}")
             try:
-                return await self._watch(link, trainer)
+                return await self._watch(link, trainer, liveness)
             finally:
                 for process in await tree.kill(_KILL_TIMEOUT_S):
                     self._say(f"process {process.pid} does not end even by SIGKILL (stuck in the kernel)")
                 await asyncio.wait([trainer.exited], timeout=_KILL_TIMEOUT_S)
 
-    async def _watch(self, link: NodeLink, trainer: Child) -> Outcome:
-        await first_of(self._signals, [trainer], [link.ended, self._liveness.frozen])
+    async def _watch(self, link: NodeLink, trainer: Child, liveness: Liveness) -> Outcome:
+        await first_of(self._signals, [trainer], [link.ended, liveness.frozen])
         if self._signals.first is not None and trainer.is_running:
-            return await self._stop(link, trainer)
-        if self._liveness.frozen.is_set() and trainer.is_running:
+            return await self._stop(link, trainer, liveness)
+        if liveness.frozen.is_set() and trainer.is_running:
             trainer.kill()
             await asyncio.wait([trainer.exited], timeout=_KILL_TIMEOUT_S)
         elif trainer.is_running:  # node 0 says that the run is over
-            if link.exit_code is None or link.exit_code == 1:  # it failed, and what has failed does not end by itself
+            if link.exit_code in (None, 1):  # it failed, and what has failed does not end by itself
                 await end_children(self._signals, [trainer])
             else:
                 await first_of(self._signals, [trainer], timeout_s=GRACE_S)
             return self._ended(link)
-        return await self._finish(link, trainer)
+        return await self._finish(link, trainer, liveness)
 
-    async def _stop(self, link: NodeLink, trainer: Child) -> Outcome:
+    async def _stop(self, link: NodeLink, trainer: Child, liveness: Liveness) -> Outcome:
         assert self._signals.first is not None
         self._signals.arrived.clear()
         link.signal(self._signals.first)
         self._say(
             f"{self._signals.first.name}: node 0 stops the run with a checkpoint (a second signal ends this machine at once)"
         )
-        await first_of(self._signals, [trainer], [link.ended], timeout_s=self._config.launch.stop_timeout_s + _MARGIN_S)
+        await first_of(self._signals, [trainer], [link.ended], timeout_s=self._end_timeout_s)
         if trainer.is_running and not self._signals.arrived.is_set():  # node 0 has killed its own, or is gone
             await end_children(self._signals, [trainer])
         elif not trainer.is_running:
-            await self._finish(link, trainer)
+            await self._finish(link, trainer, liveness)
         return Outcome(exit_code=self._signals.exit_code, error=link.error)
 
-    async def _finish(self, link: NodeLink, trainer: Child) -> Outcome:
+    async def _finish(self, link: NodeLink, trainer: Child, liveness: Liveness) -> Outcome:
         """The trainer has ended by itself: tell node 0, and hear how the run went."""
         status = trainer.exited.result()
-        words = None
+        cause = None
         if status != 0:
-            words = self._liveness.failure or explain(trainer.log.parent, self._liveness.failures)
-            words = words or trainer.describe_end()
-        link.exited(status, words)
-        await first_of(self._signals, [], [link.ended], timeout_s=self._config.launch.stop_timeout_s + _MARGIN_S)
+            cause = liveness.failure or explain(link.attempt, liveness.failures) or trainer.describe_end()
+        link.exited(status, cause)
+        await first_of(self._signals, [], [link.ended], timeout_s=self._end_timeout_s)
         outcome = self._ended(link)
         if status != 0 and outcome.exit_code == 0:
-            return Outcome(exit_code=1, error=words)
+            return Outcome(exit_code=1, error=cause)
         return outcome
 
     def _ended(self, link: NodeLink) -> Outcome:
@@ -157,10 +160,11 @@ class Follower:
         assert self._signals.first is not None
         return Outcome(exit_code=self._signals.exit_code, error=f"{self._signals.first.name} {when}")
 
-    def _plan(self, offer: Offer, private: Path) -> ProcessPlan:
+    def _plan(self, link: NodeLink, private: Path) -> ProcessPlan:
+        offer = link.offer
         assignment = Assignment(
             run_dir=self._run_dir,
-            attempt_dir=self._run_dir.logs / offer.attempt,
+            attempt_dir=link.attempt,
             private=private,
             server_urls=offer.server_urls,
             transport=offer.transport,
@@ -174,6 +178,3 @@ class Follower:
             machine=machine_module.inspect(),
             token=self._token,
         )
-
-    def _say(self, text: str) -> None:
-        self._output.say(text)

@@ -140,11 +140,11 @@ def split_memory(
     if number is None or gpu_bytes is None:
         raise ConfigError(
             f"inference.vllm.gpu_memory_utilization: trainer and server share GPU {','.join(shares.shared)}, and {missing} is "
-            "not known before the start, so the split cannot be planned; set the share of vLLM, such as 0.4"
+            "not known before the start, so the split cannot be planned; set the fraction of vLLM, such as 0.4"
         )
     servers = shares.most_servers_on_a_gpu
-    share, advice = shared_gpu_fraction(config, number, gpu_bytes)
-    fraction = math.floor(share * 100 / servers) / 100
+    fraction, advice = shared_gpu_fraction(config, number, gpu_bytes)
+    fraction = math.floor(fraction * 100 / servers) / 100
     trainer = estimate_trainer(config, number)
     each = f"each of the {servers} servers on it" if servers > 1 else "vLLM"
     text = (

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from grpo_async.errors import RunError
-from grpo_async.launcher.tree import MARK_VARIABLE
+from grpo_async.launcher.tree import TAG_VARIABLE
 
 _SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
 _DONE = b"done\n"
@@ -70,7 +70,7 @@ def _remove_orphans() -> None:
 
 @contextlib.contextmanager
 def guarded(launcher: int, folder: Path) -> Iterator[None]:
-    """Should process `launcher`, the caller, be killed meanwhile: what carries its mark is killed, and `folder` is removed."""
+    """Should process `launcher`, the caller, be killed meanwhile: what carries its tag is killed, and `folder` is removed."""
     command = (sys.executable, "-m", "grpo_async.launcher.guardian", str(launcher), str(folder))
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -99,12 +99,12 @@ def main(launcher: int, folder: Path) -> int:
     return 0
 
 
-def _left(mark: str) -> list[psutil.Process]:
-    """The processes that descend from a child of the launcher, by their environment (see child.mark_of)."""
+def _left(tag: str) -> list[psutil.Process]:
+    """The processes that descend from a child of the launcher, by their environment (see child.tag_of)."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            is_ours = process.environ().get(MARK_VARIABLE, "").startswith(mark)
+            is_ours = process.environ().get(TAG_VARIABLE, "").startswith(tag)
             if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

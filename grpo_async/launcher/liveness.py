@@ -1,6 +1,6 @@
 """Judges from outside whether the processes of the trainer live: what watches from inside stands still with the interpreter.
 
-    every second   each process that has ever given a sign of life (processes.heartbeat) is asked when it gave the last
+    every second   it is checked when each process that has ever sent a heartbeat (processes.heartbeat) sent the last
     30 s           the user is told who is silent, and what the kernel says of it
     at the limit   `launch.heartbeat_timeout_s`: its stacks are written, `frozen` is set, and the supervisor ends the run
 
@@ -32,7 +32,7 @@ from grpo_async.processes.wording import plain
 
 _NOTICE_S = 30.0
 _LEAST_SILENCE_S = 3.0
-"""A word that is late by less is no silence: the machine may be busy."""
+"""A heartbeat that is late by less is no silence: the machine may be busy."""
 _OWN_PAUSE_S = 5.0
 """The launcher itself stood still (Ctrl-Z, a scheduler that suspends the whole job): nobody is judged by that time."""
 _BUSY_SAMPLE_S = 0.5
@@ -43,11 +43,11 @@ _MAX_DATAGRAM = 1 << 18
 
 @dataclass(slots=True)
 class _Life:
-    """One process. `heard_at` by time.monotonic(); `status` is psutil's, of the time of its silence."""
+    """One process. `last_at` by time.monotonic(); `status` is psutil's, of the time of its silence."""
 
     name: str
     pid: int
-    heard_at: float
+    last_at: float
     status: str = ""
     silent_s: float = 0.0
     is_told: bool = False
@@ -69,7 +69,7 @@ _WHY: Mapping[str, str] = {
 
 
 class Liveness:
-    """The launcher's ear. An async context manager.
+    """Listens to the heartbeats of the trainer's processes. An async context manager.
 
     Args:
         path: of the socket to listen at.
@@ -96,7 +96,7 @@ class Liveness:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(str(self._path))
-        asyncio.get_running_loop().add_reader(self._socket, self._hear)
+        asyncio.get_running_loop().add_reader(self._socket, self._receive)
         self._watching = asyncio.create_task(self._watch())
         return self
 
@@ -114,32 +114,32 @@ class Liveness:
         longest = max(known, key=lambda life: life.silent_s, default=None)
         return None if longest is None else longest.describe()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while True:
             try:
                 message = json.loads(self._socket.recv(_MAX_DATAGRAM))  # does not block
             except BlockingIOError:
                 return
             life = self._lives.setdefault(message["pid"], _Life(message["name"], message["pid"], 0.0))
-            life.heard_at, life.silent_s = time.monotonic(), 0.0
+            life.last_at, life.silent_s = time.monotonic(), 0.0
             if "failed" in message:
                 self.failures.append(RankFailure(**message["failed"]))
 
     async def _watch(self) -> None:
-        looked_at = time.monotonic()
+        checked_at = time.monotonic()
         while not self.frozen.is_set():
             await asyncio.sleep(INTERVAL_S)  # back-off until the next look; cancelled with the run
-            self._hear()
+            self._receive()
             now = time.monotonic()
-            if now - looked_at > INTERVAL_S + _OWN_PAUSE_S:
+            if now - checked_at > INTERVAL_S + _OWN_PAUSE_S:
                 for life in self._lives.values():
-                    life.heard_at = now
-            looked_at = now
+                    life.last_at = now
+            checked_at = now
             for life in list(self._lives.values()):
-                await self._look_at(life, now)
+                await self._check(life, now)
 
-    async def _look_at(self, life: _Life, now: float) -> None:
-        silent_s = now - life.heard_at
+    async def _check(self, life: _Life, now: float) -> None:
+        silent_s = now - life.last_at
         if silent_s < _LEAST_SILENCE_S:
             if life.is_told:
                 life.is_told = False
@@ -200,7 +200,7 @@ class Liveness:
         frames = [line for line in current.splitlines() if line.startswith("  File ")]
         lines = ["where it is (most recent call first):", *("  " + frame for frame in frames[:_MAX_FRAMES])]
         target = self._logs / f"stacks_{life.name.replace(' ', '_')}.txt"
-        with contextlib.suppress(OSError):  # a full disk: the words have what matters
+        with contextlib.suppress(OSError):  # a full disk: the message has what matters
             shutil.copyfile(stacks_file(self._path, life.pid), target)
             lines.append(f"the stacks of all its threads: {target}")
         return lines

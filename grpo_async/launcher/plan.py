@@ -210,14 +210,11 @@ def _common_environment(machine: Machine, token: str | None, node: Node) -> dict
     }
 
 
-def _threads_environment(count: int) -> dict[str, str]:
-    """CPU threads of a process, for every library that has a say."""
-    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(count))
-
-
-def _visible_gpus(gpus: tuple[str, ...] | None) -> dict[str, str]:
-    """Hide all other GPUs from a process; nothing where `gpus` is None."""
-    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+def _environment(common: Mapping[str, str], threads: int, gpus: tuple[str, ...] | None) -> dict[str, str]:
+    """Of one process: CPU threads, for every library that has a say, and the GPUs that it may see (None: as they are)."""
+    libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return {**common, **dict.fromkeys(libraries, str(threads)), **visible}
 
 
 def _server(
@@ -245,9 +242,7 @@ def _server(
             *split,
         ),
         environment={
-            **common,
-            **_threads_environment(config.inference.threads),
-            **_visible_gpus(gpus),
+            **_environment(common, config.inference.threads, gpus),
             # unix sockets between vLLM's processes: by default in a folder that everybody can list
             **({"VLLM_RPC_BASE_PATH": str(assignment.private)} if engine.engine == "vllm" else {}),
         },
@@ -269,7 +264,7 @@ def _trainer(
     launch, node = config.launch, assignment.node
     alone: dict[str, str] = {}
     if node.is_alone:
-        meeting = (
+        rendezvous = (
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(assignment.private / "rendezvous")),
             *("--rdzv-conf", "store_type=file"),
         )
@@ -280,7 +275,7 @@ def _trainer(
     else:
         host = f"[{node.address}]" if ":" in node.address else node.address
         settings = f"rank={node.rank},timeout={max(1, round(launch.rdzv_timeout_s))}"
-        meeting = (
+        rendezvous = (
             *("--rdzv-backend", RENDEZVOUS_BACKEND),
             *("--rdzv-endpoint", f"{host}:{node.store_port}", "--rdzv-conf", settings),
         )
@@ -289,7 +284,7 @@ def _trainer(
         command=(
             *(machine.python, "-m", "grpo_async.launcher.torchrun"),
             *("--nnodes", str(node.count), "--nproc-per-node", str(launch.num_trainer_ranks), "--max-restarts", "0"),
-            *meeting,
+            *rendezvous,
             # without an address the host's name is looked up
             *("--rdzv-id", config.run.name, "--local-addr", node.own_address or "127.0.0.1"),
             # of its own; without a place it makes a folder in the temporary directory, and leaves it there
@@ -297,9 +292,7 @@ def _trainer(
             *("-m", "grpo_async.trainer.main"),
         ),
         environment={
-            **common,
-            **_threads_environment(launch.trainer_threads),
-            **_visible_gpus(gpus),
+            **_environment(common, launch.trainer_threads, gpus),
             **alone,
             # a generator of rows that walks a set then gives the same rows to a resumed run
             "PYTHONHASHSEED": "0",

@@ -23,12 +23,11 @@ import psutil
 
 from grpo_async.display.display import Display
 from grpo_async.errors import RunError
-from grpo_async.launcher.child import Child, mark_of
+from grpo_async.launcher.child import Child, tag_of
 from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.launcher.tree import ProcessTree
 from grpo_async.processes.wording import describe_exit
 
-Clock = Callable[[], float]
 Work = Mapping[int, tuple[float, float]]
 """Of processes, by pid: seconds of CPU, bytes read."""
 ServerEvent = Literal["exited", "starting", "working", "given_up"]
@@ -37,26 +36,19 @@ _MAX_DELAY_S = 60.0
 _SERVED_WELL_S = 600.0  # after so long, an end is no longer one of a row
 _KILL_TIMEOUT_S = 10.0  # for SIGKILL to take effect
 _WORK_INTERVAL_S = 5.0
-_LEAST_CPU_SHARE = 0.05  # of one core; a process that waits takes less
+_LEAST_CPU_FRACTION = 0.05  # of one core; a process that waits takes less
 _LEAST_BYTES_PER_S = 1e5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartRules:
-    """See `inference.max_restarts` and `inference.restart_delay_s`."""
-
-    max_restarts: int
-    delay_s: float
-
-
 class RestartCount:
-    """Restarts in a row of one server. `clock` gives seconds."""
+    """Restarts in a row of one server, see `inference.max_restarts` and `inference.restart_delay_s`. `clock` gives seconds."""
 
-    def __init__(self, rules: RestartRules, clock: Clock = time.monotonic) -> None:
-        self._rules = rules
+    def __init__(self, max_restarts: int, delay_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_restarts = max_restarts
+        self.in_a_row = 0
+        self._delay_s = delay_s
         self._clock = clock
         self._serving_since: float | None = None
-        self.in_a_row = 0
 
     def serves(self) -> None:
         """The server serves from now on."""
@@ -71,9 +63,9 @@ class RestartCount:
         self._serving_since = None
         if served_well:
             self.in_a_row = 0
-        if self.in_a_row >= self._rules.max_restarts:
+        if self.in_a_row >= self.max_restarts:
             return None
-        delay_s = min(_MAX_DELAY_S, self._rules.delay_s * 2.0**self.in_a_row)
+        delay_s = min(_MAX_DELAY_S, self._delay_s * 2.0**self.in_a_row)
         self.in_a_row += 1
         return delay_s
 
@@ -86,21 +78,19 @@ class _End:
     asked: bool
 
 
-class _Keeper:
-    """One server over all its lives."""
+class ServerKeeper:
+    """One server over all its lives, which are counted from 0. What is said of another life than the present one is ignored."""
 
-    def __init__(
-        self, index: int, spec: ProcessSpec, keepers: ServerKeepers, restarts: RestartCount, stopping: asyncio.Event
-    ) -> None:
+    def __init__(self, index: int, spec: ProcessSpec, fleet: ServerKeepers, restarts: RestartCount) -> None:
         self.name = spec.name
         self.has_served = False
         self.child: Child | None = None
         self.given_up: str | None = None
         self._index = index
         self._spec = spec
-        self._all = keepers
+        self._fleet = fleet
+        self._display = fleet.display
         self._restarts = restarts
-        self._stopping = stopping
         self._life = 0
         self._asked = asyncio.Event()
         self._asked_reason = ""
@@ -108,33 +98,31 @@ class _Keeper:
         self._serving_life: int | None = None
 
     async def start(self) -> None:
-        self.child = await self._all.spawn(self._spec, self._life)  # for a fork, not for readiness
+        self.child = await self._fleet.spawn(self._spec, self._life)
 
-    def serves(self, life: int | None) -> None:
-        if self._is_about_another_life(life):
+    def serves(self, life: int | None = None) -> None:
+        """The trainer has brought its weights to this server. `life`: the one that the trainer means, if it says."""
+        if life not in (None, self._life):
             return
         self.has_served = True
         self._serving_life = self._life
         self._restarts.serves()
         if self._down_since is not None:
-            took_s = self._all.clock() - self._down_since
+            took_s = time.monotonic() - self._down_since
             self._down_since = None
-            self._all.display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
-            self._all.display.server(self.name, None)
+            self._display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
+            self._display.server(self.name, None)
 
-    def ask_restart(self, reason: str, life: int | None) -> None:
-        """Ignored while it is being restarted anyway: the trainer may have asked before it heard of that. When the run stops, it is
-        only killed: the trainer may be waiting for it, and has a checkpoint to write."""
-        if self.child is None or self._is_about_another_life(life):
+    def ask_restart(self, reason: str, life: int | None = None) -> None:
+        """The trainer wants a restart. Ignored while one is under way: the trainer may have asked before it heard of that. When the
+        run stops, the server is only killed: the trainer may be waiting for it, and has a checkpoint to write."""
+        if self.child is None or life not in (None, self._life):
             return
-        if self._stopping.is_set():
+        if self._fleet.stopping.is_set():
             self.child.kill()
             return
         self._asked_reason = reason
         self._asked.set()
-
-    def _is_about_another_life(self, life: int | None) -> bool:
-        return life is not None and life != self._life
 
     async def keep(self) -> None:
         """Watch and restart until the run stops or the server is lost for good.
@@ -148,45 +136,46 @@ class _Keeper:
             child, self.child = self.child, None
             while end is not None:
                 lost_early = not self.has_served and not end.asked
-                last_words = await self._bury(child, end, tell=not lost_early)
+                last_words = await self._kill_the_rest(child, end, tell=not lost_early)
                 if lost_early:
-                    self._all.lost(f"the {last_words}")
+                    self._fleet.lost(f"the {last_words}")
                     return
                 delay_s = self._restarts.next_delay_s()
                 if delay_s is None:
                     self._give_up(end, last_words)
                     return
-                count = f"restart {self._restarts.in_a_row} of {self._all.rules.max_restarts}"
-                self._all.display.warning(f"the {self.name} {end.how}; {count} in {delay_s:g} s")
-                self._all.display.server(self.name, f"{end.how}, {count}")
-                if await _within(self._stopping, delay_s):
+                count = f"restart {self._restarts.in_a_row} of {self._restarts.max_restarts}"
+                self._display.warning(f"the {self.name} {end.how}; {count} in {delay_s:g} s")
+                self._display.server(self.name, f"{end.how}, {count}")
+                if await self._fleet.stops_within(delay_s):
                     return
-                end = await self._restart()
+                child, end = None, await self._restart()
 
     async def watch_start(self) -> None:
         """Tell the trainer while a server that does not serve yet computes or reads; waits for: `stopping`."""
         before: Work = {}
-        while not await _within(self._stopping, _WORK_INTERVAL_S):
+        while not await self._fleet.stops_within(_WORK_INTERVAL_S):
             if self.child is None or self._serving_life == self._life:
                 before = {}
                 continue
-            now = self._all.work(self.child, self._spec)
+            now = work_of(self._fleet.tree.below(self.child.pid, tag_of(self._spec)))
             if has_worked(before, now, _WORK_INTERVAL_S):
-                self._all.tell_trainer(self._index, "working", "", self._life)
+                self._tell("working", "")
             before = now
+
+    def _tell(self, event: ServerEvent, detail: str) -> None:
+        self._fleet.tell_trainer(self._index, event, detail, self._life)
 
     async def _wait_for_end(self) -> _End | None:
         """None: the run stops."""
         assert self.child is not None
-        asked = asyncio.ensure_future(self._asked.wait())
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        events = {self.child.exited, asked, stopping}
+        events = [asyncio.ensure_future(event.wait()) for event in (self._asked, self._fleet.stopping)]
         try:
-            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)  # until the server ends, or `stop`
+            await asyncio.wait([self.child.exited, *events], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
-            stopping.cancel()
-        if self._stopping.is_set():
+            for event in events:
+                event.cancel()
+        if self._fleet.stopping.is_set():
             return None
         if self.child.has_ended:  # the trainer may have noticed before we were told
             await asyncio.wait([self.child.exited], timeout=_KILL_TIMEOUT_S)
@@ -194,44 +183,49 @@ class _Keeper:
             return _End(how=describe_exit(self.child.exited.result()), asked=False)
         return _End(how=f"was killed: {self._asked_reason}", asked=True)
 
-    async def _bury(self, child: Child | None, end: _End, *, tell: bool) -> str:
+    async def _kill_the_rest(self, child: Child | None, end: _End, *, tell: bool) -> str:
         """Kill what is left of it; returns how it ended, with the last lines of its log."""
         if self._down_since is None:
-            self._down_since = self._all.clock()
+            self._down_since = time.monotonic()
         if tell:
-            self._all.tell_trainer(self._index, "exited", end.how, self._life)
+            self._tell("exited", end.how)
         self._asked.clear()
         if child is None:  # it could not be started at all
             return f"{self.name} {end.how}"
-        await self._all.kill(child, self._spec)
+        for process in await self._fleet.tree.kill_below(child.pid, tag_of(self._spec), _KILL_TIMEOUT_S):
+            self._display.warning(f"process {process.pid} of the {self.name} does not end even by SIGKILL")
+        await asyncio.wait([child.exited], timeout=_KILL_TIMEOUT_S)
         return child.describe_end(how=end.how)
 
     async def _restart(self) -> _End | None:
         """None: it runs."""
         self._life += 1
         try:
-            self.child = await self._all.spawn(self._spec, self._life)  # for a fork, not for readiness
+            await self.start()
         except RunError as error:
             return _End(how=f"could not be started: {error}", asked=False)
-        self._all.tell_trainer(self._index, "starting", f"restart {self._restarts.in_a_row}", self._life)
-        self._all.display.note(f"the {self.name} starts again (log: {self.child.log.name})")
+        assert self.child is not None
+        self._tell("starting", f"restart {self._restarts.in_a_row}")
+        self._display.note(f"the {self.name} starts again (log: {self.child.log.name})")
         return None
 
     def _give_up(self, end: _End, last_words: str) -> None:
         number = self._restarts.in_a_row
         after = f"after {number} restart{'' if number == 1 else 's'} in a row (inference.max_restarts)"
         self.given_up = f"the {self.name} was given up {after}: it {end.how}"
-        self._all.tell_trainer(self._index, "given_up", f"{end.how}, {after}", self._life)
-        self._all.display.server(self.name, "given up")
-        self._all.gave_up(self.given_up, last_words)
+        self._tell("given_up", f"{end.how}, {after}")
+        self._display.server(self.name, "given up")
+        self._fleet.gave_up(self, last_words)
 
 
 class ServerKeepers:
-    """All spawned servers of a run; without any, an object that does nothing.
+    """The keepers of all spawned servers of a run, in the order of their index; there may be none.
 
     Args:
-        display: shows the user what becomes of them.
-        tell_trainer: gets index, event, detail, and the server's life, which counts its starts from 0.
+        display: shows the user what becomes of the servers.
+        tell_trainer: gets index, event, detail, and the server's life.
+        spawn: starts a process; gets its life.
+        max_restarts: like `delay_s`, see RestartCount.
 
     Attributes:
         lost_all: set when the run cannot go on without its servers; `failure` says why.
@@ -245,21 +239,19 @@ class ServerKeepers:
         tell_trainer: Callable[[int, ServerEvent, str, int], None],
         spawn: Callable[[ProcessSpec, int], Awaitable[Child]],
         tree: ProcessTree,
-        rules: RestartRules,
-        clock: Clock = time.monotonic,
+        max_restarts: int,
+        delay_s: float,
     ) -> None:
         self.display = display
         self.tell_trainer = tell_trainer
         self.spawn = spawn
-        self.rules = rules
-        self.clock = clock
+        self.tree = tree
+        self.stopping = asyncio.Event()
         self.lost_all = asyncio.Event()
         self.failure: str | None = None
-        self._tree = tree
-        self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._keepers = [
-            _Keeper(index, spec, self, RestartCount(rules, clock), self._stopping) for index, spec in enumerate(specs)
+            ServerKeeper(index, spec, self, RestartCount(max_restarts, delay_s)) for index, spec in enumerate(specs)
         ]
 
     async def start(self) -> None:
@@ -276,19 +268,13 @@ class ServerKeepers:
                 task.add_done_callback(self._end_with_error)
                 self._tasks.append(task)
 
-    def serves(self, index: int, life: int | None = None) -> None:
-        """The trainer has brought its weights to server `index`. `life`: which start of it the trainer means, if it says."""
-        if 0 <= index < len(self._keepers):
-            self._keepers[index].serves(life)
-
-    def ask_restart(self, index: int, reason: str, life: int | None = None) -> None:
-        """The trainer wants server `index` to be restarted; `reason` says why."""
-        if 0 <= index < len(self._keepers):
-            self._keepers[index].ask_restart(reason, life)
+    def get(self, index: int) -> ServerKeeper | None:
+        """The keeper of server `index`; None of one that this run has not started."""
+        return self._keepers[index] if 0 <= index < len(self._keepers) else None
 
     async def stop(self, timeout_s: float) -> None:
         """Watch and restart no more; the servers run on. Returns when no keeper is at work, or after `timeout_s`."""
-        self._stopping.set()
+        self.stopping.set()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         self.raise_errors()
@@ -316,32 +302,26 @@ class ServerKeepers:
             if task.done() and not task.cancelled():
                 task.result()
 
+    async def stops_within(self, timeout_s: float) -> bool:
+        """Whether the run stops within `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.stopping.wait(), timeout_s)
+        return self.stopping.is_set()
+
     def lost(self, failure: str) -> None:
         """The run cannot go on; the first reason counts."""
         self.failure = self.failure or failure
         self.lost_all.set()
 
-    def gave_up(self, why: str, last_words: str) -> None:
-        """One is given up, with its last words; the run goes on as long as there is another."""
-        given_up = [keeper.given_up for keeper in self._keepers if keeper.given_up is not None]
-        if len(given_up) < len(self._keepers):
-            self.display.warning(
-                f"{why}; the run goes on with {len(self._keepers) - len(given_up)} of {len(self._keepers)}"
-            )
-            return
-        before = [reason for reason in given_up if reason != why]
-        self.lost("\n".join([*before, why, f"the {last_words}"]))
-
-    def work(self, child: Child, spec: ProcessSpec) -> Work:
-        """What a server's processes have done so far."""
-        return work_of(self._tree.below(child.pid, mark_of(spec)))
-
-    async def kill(self, child: Child, spec: ProcessSpec) -> None:
-        """End a server at once, and everything that it started."""
-        left = await self._tree.kill_below(child.pid, mark_of(spec), _KILL_TIMEOUT_S)
-        for process in left:
-            self.display.warning(f"process {process.pid} of the {child.name} does not end even by SIGKILL")
-        await asyncio.wait([child.exited], timeout=_KILL_TIMEOUT_S)
+    def gave_up(self, keeper: ServerKeeper, last_words: str) -> None:
+        """A server is given up; the run goes on as long as there is another."""
+        reasons = [each.given_up for each in self._keepers if each.given_up is not None and each is not keeper]
+        reasons.append(str(keeper.given_up))
+        total = len(self._keepers)
+        if len(reasons) < total:
+            self.display.warning(f"{reasons[-1]}; the run goes on with {total - len(reasons)} of {total}")
+        else:
+            self.lost("\n".join([*reasons, f"the {last_words}"]))
 
     def _end_with_error(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -366,14 +346,4 @@ def has_worked(before: Work, now: Work, interval_s: float) -> bool:
     """
     cpu_s = sum(cpu - before.get(pid, (0.0, 0.0))[0] for pid, (cpu, _) in now.items())
     read = sum(size - before.get(pid, (0.0, 0.0))[1] for pid, (_, size) in now.items())
-    return cpu_s >= _LEAST_CPU_SHARE * interval_s or read >= _LEAST_BYTES_PER_S * interval_s
-
-
-async def _within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Whether `event` is set within `timeout_s`."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()  # timeout_s at most
-    except TimeoutError:
-        return False
-    return True
+    return cpu_s >= _LEAST_CPU_FRACTION * interval_s or read >= _LEAST_BYTES_PER_S * interval_s

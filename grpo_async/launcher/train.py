@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_async.checks.config_checks import check_inputs
-from grpo_async.checks.report import Check
-from grpo_async.cluster.node_hub import HubListener, NodeHub
-from grpo_async.cluster.node_link import Offer, leave_mark, own_versions
-from grpo_async.cluster.nodes import choose_node_rank, leading_node, shared_token
+from grpo_async.cluster.nodes import choose_node_rank, leading_node
 from grpo_async.cluster.slurm import note_job
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
@@ -40,9 +36,11 @@ from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.rundir import RunDir, write_atomically
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 
-_ALONE = Node()
-_FROM_THE_BEGINNING = Start(resume_step=None)
 Amend = Callable[[ProcessPlan], ProcessPlan]
+
+
+def _as_planned(plan: ProcessPlan) -> ProcessPlan:
+    return plan
 
 
 def launch(
@@ -52,9 +50,7 @@ def launch(
     clean: bool = False,
     dry_run: bool = False,
     node_rank: int | None = None,
-    preflight_only: bool = False,
-    on_checks: Callable[[Sequence[Check]], None] = lambda checks: None,
-    amend: Amend = lambda plan: plan,
+    amend: Amend = _as_planned,
     output: Output | None = None,
 ) -> int:
     """Run an experiment to its end, with all its processes; call it from the main thread.
@@ -65,9 +61,6 @@ def launch(
         dry_run: check, print the plan and the resolved configuration, start and write nothing.
         node_rank: of this machine; None: see nodes.choose_node_rank. Of several, node 0 decides all that concerns the run
             directory (`resume`, `clean`); the others follow it.
-        preflight_only: start the processes, make the checks before the first step, print them and end everything: exit code 0
-            when none failed, else 1. Everything is written to a temporary run directory; that of `config` is not touched.
-        on_checks: with `preflight_only`, gets the checks at the end, if they were made.
         amend: changes the plan before it is carried out (other commands for the same roles).
         output: how it tells of itself; None: everything, as a dashboard on a terminal and as lines elsewhere.
 
@@ -80,17 +73,11 @@ def launch(
     """
     output = output or Output()
     with output.reporting():
-        alone: tuple[str, ...] = ()
-        rank = 0
-        if preflight_only:
-            config, alone = _on_one_machine(config)
-        elif node_rank is not None or not dry_run:
-            rank = choose_node_rank(config, node_rank)
+        rank = choose_node_rank(config, node_rank) if node_rank is not None or not dry_run else 0
         engine = choose_engine(config)
-        notes = (*check_inputs(config, engine=engine, node_rank=rank, deep=dry_run), *alone)
-        launcher = _Launcher(config, engine, output, notes, amend)
-        if preflight_only:
-            return launcher.preflight(on_checks)
+        launcher = _Launcher(
+            config, engine, output, amend, check_inputs(config, engine=engine, node_rank=rank, deep=dry_run)
+        )
         if rank > 0 and not dry_run:
             return launcher.follow(rank)
         start = check_start(config, resume=resume, clean=clean)
@@ -102,25 +89,50 @@ def launch(
             return launcher.lead(node, start, clean=clean)
 
 
-def _on_one_machine(config: ExperimentConfig) -> tuple[ExperimentConfig, tuple[str, ...]]:
-    """`config` with the trainer ranks of this machine only, and what is to be said of it."""
-    nodes = config.launch.nodes
-    if nodes == 1:
-        return config, ()
-    launch_section = config.launch.model_copy(update={"nodes": 1, "rdzv": None, "sharding": "full"})
-    note = f"launch.nodes: {nodes}; the checks are made with the trainer ranks of this machine only"
-    return config.model_copy(update={"launch": launch_section}), (note,)
+def preflight(config: ExperimentConfig, *, amend: Amend = _as_planned, output: Output | None = None) -> Outcome:
+    """Start the processes of a run, make the checks before the first step, print them and end everything. Everything is written to
+    a temporary run directory; that of `config` is not touched. Of several machines only this one is checked.
+
+    Returns:
+        Its exit code is 0 when no check failed, else 1; the checks, if they were made.
+
+    Raises:
+        ConfigError, RunError: see `launch`.
+    """
+    output = output or Output()
+    notes: tuple[str, ...] = ()
+    with output.reporting():
+        if (nodes := config.launch.nodes) > 1:
+            alone = config.launch.model_copy(update={"nodes": 1, "rdzv": None, "sharding": "full"})
+            config = config.model_copy(update={"launch": alone})
+            notes = (f"launch.nodes: {nodes}; the checks are made with the trainer ranks of this machine only",)
+        engine = choose_engine(config)
+        notes = (*check_inputs(config, engine=engine), *notes)
+        folder = Path(tempfile.mkdtemp(prefix="grpo-async-preflight-"))
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
+        launcher = _Launcher(config, engine, output, amend, notes)
+        is_broken = False
+        try:
+            outcome = launcher.run(Start(resume_step=None), preflight_only=True)
+            is_broken = outcome.exit_code == 1 and outcome.checks is None
+            if is_broken:  # the logs say more than the error
+                outcome = replace(outcome, error=f"{outcome.error}\nthe logs are kept: {launcher.run_dir.logs}")
+            report_end(outcome, launcher.run_dir, output)
+            return outcome
+        finally:
+            if not is_broken:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """One command, whose configuration has been checked."""
+    """One command, whose configuration has been checked. `notes` are shown with the plan."""
 
     config: ExperimentConfig
     engine: EngineChoice
     output: Output
-    notes: tuple[str, ...]
     amend: Amend
+    notes: Sequence[str]
 
     @property
     def run_dir(self) -> RunDir:
@@ -146,33 +158,13 @@ class _Launcher:
             if clean or start.is_reused:
                 empty(self.run_dir, keeps_logs=not clean)
             set_aside_broken(self.run_dir, start)
-        return end_with_report(self._run(start, node=node), self.config, self.run_dir, self.output)
+        return end_with_report(self.run(start, node=node), self.config, self.run_dir, self.output)
 
-    def preflight(self, on_checks: Callable[[Sequence[Check]], None]) -> int:
-        """Make the checks in a temporary run directory."""
-        folder = Path(tempfile.mkdtemp(prefix="grpo-async-preflight-"))
-        run = self.config.run.model_copy(update={"dir": folder})
-        elsewhere = _Launcher(
-            self.config.model_copy(update={"run": run}), self.engine, self.output, self.notes, self.amend
-        )
-        keep = False
-        try:
-            outcome = elsewhere._run(_FROM_THE_BEGINNING, preflight_only=True)
-            if outcome.checks is not None:
-                on_checks(outcome.checks)
-            keep = outcome.exit_code == 1 and outcome.checks is None  # it broke: the logs say more than the error
-            if keep:
-                logs = elsewhere.run_dir.logs
-                outcome = Outcome(exit_code=1, error=f"{outcome.error}\nthe logs are kept: {logs}")
-            return report_end(outcome, elsewhere.run_dir, self.output)
-        finally:
-            if not keep:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def _run(self, start: Start, *, preflight_only: bool = False, node: Node = _ALONE) -> Outcome:
+    def run(self, start: Start, *, preflight_only: bool = False, node: Node | None = None) -> Outcome:
+        """Carry out the plan on this machine, which leads."""
         from grpo_async.config.loader import dump_config
 
-        config, run_dir = self.config, self.run_dir
+        config, run_dir, node = self.config, self.run_dir, node or Node()
         with writing(run_dir):
             run_dir.create(dump_config(config))
             attempt = run_dir.new_attempt()
@@ -195,7 +187,7 @@ class _Launcher:
             with writing(run_dir):
                 write_atomically(run_dir.plan, plan.describe())
             self.output.start(run_name=config.run.name, directory=run_dir.root, pid=os.getpid(), plan=plan.describe())
-            return conduct(config, plan, self.output, _hub_maker(config, plan))
+            return conduct(config, plan, self.output)
 
     def _plan(self, assignment: Assignment, ports: Sequence[int], *, token: str | None, start: Start) -> ProcessPlan:
         machine = machine_module.inspect()
@@ -212,32 +204,3 @@ class _Launcher:
                 notes=(*start.notes, *self.notes) if leads else (),
             )
         )
-
-
-def _hub_maker(config: ExperimentConfig, plan: ProcessPlan) -> Callable[[HubListener], NodeHub] | None:
-    """Builds node 0's channel to the other machines; None where there are none."""
-    from grpo_async.config.loader import dump_config
-
-    given, node = plan.assignment, plan.assignment.node
-    if node.is_alone:
-        return None
-    mark = secrets.token_hex(16)
-    leave_mark(given.attempt_dir, mark)
-    offer = Offer(
-        config=dump_config(config),
-        versions=own_versions(),
-        attempt=given.attempt_dir.name,
-        mark=mark,
-        store_port=node.store_port,
-        server_urls=given.server_urls,
-        transport=given.transport,
-        resume_step=given.resume_step,
-    )
-    _, port = config.launch.meeting_point
-
-    def make(listener: HubListener) -> NodeHub:
-        return NodeHub(
-            node.address, port, count=node.count, token=shared_token(), offer=offer.as_json(), listener=listener
-        )
-
-    return make

@@ -11,14 +11,15 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import psutil
 
-MARK_VARIABLE = "GRPO_ASYNC_PROCESS"
+TAG_VARIABLE = "GRPO_ASYNC_PROCESS"
 """Names, in its environment, the child of the launcher that a process descends from, whoever its parent is by now."""
 
 _PR_SET_CHILD_SUBREAPER = 36
+_ROUND_S = 0.02
 
 
 @contextlib.contextmanager
@@ -48,21 +49,6 @@ class ProcessTree:
 
     def alive(self) -> list[psutil.Process]:
         """A snapshot, parents before their children; zombies are left out (they run no more)."""
-        return self._snapshot()
-
-    def below(self, child: int, mark: str) -> list[psutil.Process]:
-        """The part of `alive` that descends from one child: its process `child`, its session, what carries its mark, and
-        what these started. Orphans are found, whether they left the session or dropped their environment (not both)."""
-        found: list[psutil.Process] = []
-        pids: set[int] = set()
-        for process in self._snapshot():
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                if process.pid == child or process.ppid() in pids or _belongs(process, child, mark):
-                    found.append(process)
-                    pids.add(process.pid)
-        return found
-
-    def _snapshot(self) -> list[psutil.Process]:
         found: list[psutil.Process] = []
         for process in psutil.Process().children():
             if process.pid in self._before or not self._is_in_another_session(process):
@@ -72,16 +58,28 @@ class ProcessTree:
                 found += process.children(recursive=True)
         return [process for process in found if _is_running(process)]
 
+    def below(self, child: int, tag: str) -> list[psutil.Process]:
+        """The part of `alive` that descends from one child: its process `child`, its session, what carries its tag, and
+        what these started. Orphans are found, whether they left the session or dropped their environment (not both)."""
+        found: list[psutil.Process] = []
+        pids: set[int] = set()
+        for process in self.alive():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if process.pid == child or process.ppid() in pids or _belongs(process, child, tag):
+                    found.append(process)
+                    pids.add(process.pid)
+        return found
+
     async def kill(self, timeout_s: float) -> list[psutil.Process]:
         """SIGKILL everything, again and again until nothing is left; returns what outlived `timeout_s`."""
         return await self._kill(self.alive, timeout_s)
 
-    async def kill_below(self, child: int, mark: str, timeout_s: float) -> list[psutil.Process]:
+    async def kill_below(self, child: int, tag: str, timeout_s: float) -> list[psutil.Process]:
         """`kill` for one child and everything that descends from it (see `below`), also where it ended already."""
         adopted: set[int] = set()
 
         def find() -> list[psutil.Process]:
-            found = self.below(child, mark)
+            found = self.below(child, tag)
             adopted.update(process.pid for process in found)
             return found
 
@@ -95,10 +93,11 @@ class ProcessTree:
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            left_s = deadline - asyncio.get_running_loop().time()
-            if left_s <= 0:
+            if asyncio.get_running_loop().time() >= deadline:
                 return processes
-            await wait_gone(processes, left_s)
+            await asyncio.sleep(
+                _ROUND_S
+            )  # back-off until the next round; psutil's waits would take asyncio's children from it
         return []
 
     def _is_in_another_session(self, process: psutil.Process) -> bool:
@@ -115,41 +114,13 @@ def _reap(pids: Iterable[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def _belongs(process: psutil.Process, child: int, mark: str) -> bool:
+def _belongs(process: psutil.Process, child: int, tag: str) -> bool:
     if os.getsid(process.pid) == child:
         return True
     try:
-        return bool(process.environ().get(MARK_VARIABLE) == mark)
+        return bool(process.environ().get(TAG_VARIABLE) == tag)
     except (psutil.AccessDenied, OSError):
         return False  # it changed its user: it cannot be ended either
-
-
-async def wait_gone(processes: Sequence[psutil.Process], timeout_s: float) -> None:
-    """Wait until all have ended (a zombie has), `timeout_s` seconds at most."""
-    if sys.platform == "linux":
-        await asyncio.gather(
-            *(_wait_by_descriptor(process, timeout_s) for process in processes)
-        )  # each timeout_s at most
-    else:
-        await asyncio.to_thread(psutil.wait_procs, list(processes), timeout=timeout_s)
-
-
-async def _wait_by_descriptor(process: psutil.Process, timeout_s: float) -> None:
-    """psutil can wait for children only without polling; a pid descriptor becomes readable when any process ends."""
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    try:
-        if not _is_running(process):  # ended in between, and the pid may belong to another process by now
-            return
-        loop.add_reader(descriptor, ended.set)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), timeout_s)
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
 
 
 def _is_running(process: psutil.Process) -> bool:

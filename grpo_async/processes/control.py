@@ -1,6 +1,6 @@
 """The channel between the launcher and trainer rank 0: a unix socket in a private folder, one JSON object per line.
 
-    trainer -> launcher   {"kind": "phase" | "preflight" | "step" | "evaluation" | "summary" | "failed", ...}
+    trainer -> launcher   {"kind": "phase" | "preflight" | "step" | "evaluation" | "summary", ...}
                           {"kind": "servers", "servers": [{"index": 0, "state": "serving", ...}]}   see trainer.connections
                           {"kind": "note" | "warning", "text": "..."}
                           {"kind": "server_serving", "index": 0, "life": 1}
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 LAUNCHER_GONE = "the launcher is gone"
 
-_CLOSE_TIMEOUT_S = 5.0  # for the last messages (summary, failed) to leave the process
+_CLOSE_TIMEOUT_S = 5.0  # for the last messages (the summary) to leave the process
 _CONNECT_TIMEOUT_S = 5.0
 _RETRY_S = 0.5
-_PROBE = b"\n"  # of the launcher to itself, see `drain`
+_PROBE = b"\n"  # of the launcher to itself, see `read_the_rest`
 _LINE_LIMIT = 64 * 2**20  # bytes; asyncio's default of 64 KiB is less than a long traceback
 _ABOUT_A_SERVER = ("server_serving", "restart_server")
 
@@ -70,19 +70,13 @@ class ControlClient:
             self._writer.start()
             atexit.register(self.close)  # daemon threads die with the interpreter; the summary must not
 
-    @property
-    def on_server(self) -> ServerListener | None:
-        """Called with each message of kind `server`, in order, in the thread that reads; those that came before it was set are
-        delivered then, in the thread that sets it. It must be quick."""
-        return self._on_server
-
-    @on_server.setter
-    def on_server(self, listener: ServerListener) -> None:
+    def listen(self, listener: ServerListener) -> None:
+        """Call `listener` with each message of kind `server`, in order, in the thread that reads; with those that came before at
+        once. It must be quick."""
         with self._server_lock:
             self._on_server = listener
-            kept, self._kept = self._kept, []
-            for message in kept:
-                self._deliver(listener, message)
+            while self._kept:
+                self._deliver(listener, self._kept.pop(0))
 
     def send(self, kind: str, **payload: Any) -> None:
         """Queue one message; returns at once. Any thread may call it.
@@ -134,13 +128,13 @@ class ControlClient:
                     if message.get("kind") == "stop":
                         self._request_stop(str(message.get("reason", "stop")))
                     elif message.get("kind") == "server":
-                        self._take_server(message)
+                        self._receive_news(message)
         except (OSError, ValueError):
             pass  # a broken line or connection means the same as its end
         if not self._closed:
             self._request_stop(LAUNCHER_GONE)
 
-    def _take_server(self, message: Mapping[str, Any]) -> None:
+    def _receive_news(self, message: Mapping[str, Any]) -> None:
         with self._server_lock:
             self._lives[int(message["index"])] = int(message.get("life", 0))
             if self._on_server is None:
@@ -181,8 +175,7 @@ class ControlServer:
         self._on_broken_line = on_broken_line
         self._writers: set[asyncio.StreamWriter] = set()
         self._readers: set[asyncio.Task[None]] = set()
-        self._stop_line: bytes | None = None
-        self._server_lines: list[bytes] = []
+        self._lines: list[bytes] = []  # all that was sent, for a trainer that connects later
         self._probed = asyncio.Event()
         self.has_connected = False
         """Whether a trainer has ever connected."""
@@ -213,19 +206,19 @@ class ControlServer:
 
     def request_stop(self, reason: str) -> None:
         """Ask the trainer, now or when it connects, to finish its step, checkpoint and end."""
-        self._stop_line = json.dumps({"kind": "stop", "reason": reason}).encode() + b"\n"
-        for writer in self._writers:
-            writer.write(self._stop_line)
+        self._send("stop", reason=reason)
 
     def send_server_event(self, index: int, event: str, detail: str, life: int) -> None:
         """Tell the trainer, now or when it connects, what happened to a server; see the module."""
-        message = {"kind": "server", "index": index, "event": event, "detail": detail, "life": life}
-        line = json.dumps(message).encode() + b"\n"
-        self._server_lines.append(line)
+        self._send("server", index=index, event=event, detail=detail, life=life)
+
+    def _send(self, kind: str, **content: Any) -> None:
+        line = json.dumps({"kind": kind, **content}).encode() + b"\n"
+        self._lines.append(line)
         for writer in self._writers:
             writer.write(line)
 
-    async def drain(self, timeout_s: float) -> None:
+    async def read_the_rest(self, timeout_s: float) -> None:
         """Wait until everything that ended clients have sent was handled, `timeout_s` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -252,24 +245,16 @@ class ControlServer:
                 if not is_told:
                     self._on_broken_line(f"the control channel cannot take the trainer's connection yet: {error}")
                 is_told = True
-                await self._rest_from_listening()
+                await asyncio.sleep(_RETRY_S)  # back-off until one is free
                 continue
             connection.setblocking(False)
             streams = await asyncio.open_connection(sock=connection, limit=_LINE_LIMIT)
             self._greet(*streams)
 
-    async def _rest_from_listening(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._listener)
-        await asyncio.sleep(_RETRY_S)  # back-off until a descriptor is free
-        loop.add_reader(self._listener, self._due.set)
-
     def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.has_connected = True
         self._writers.add(writer)
-        writer.writelines(self._server_lines)
-        if self._stop_line is not None:
-            writer.write(self._stop_line)
+        writer.writelines(self._lines)
         task = asyncio.create_task(self._read(reader, writer))
         self._readers.add(task)
         task.add_done_callback(self._readers.discard)

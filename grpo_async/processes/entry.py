@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import NoReturn, TextIO, cast
 
@@ -13,7 +12,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.processes.failures import words_of, write_failure
+from grpo_async.processes.failures import RankFailure, write_failure
 from grpo_async.processes.heartbeat import Heartbeat
 from grpo_async.processes.lasting_stream import LastingStream
 from grpo_async.processes.warnings_forward import forwarding_warnings
@@ -51,11 +50,9 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
             work(assignment, load_config(attempt_config(assignment.attempt_dir)), control)
     except BaseException as error:
         code = 1
-        # first what needs no disk: it may be full
-        words, text = words_of(error), "".join(traceback.format_exception(error))
-        heartbeat.failed(assignment.rank, words, text)
-        control.send("failed", rank=assignment.rank, error=words, traceback=text)
-        write_failure(assignment.attempt_dir, assignment.rank, error)
+        failure = RankFailure.of(assignment.rank, error)
+        heartbeat.failed(failure)  # first, because it needs no disk: that may be full
+        write_failure(assignment.attempt_dir, failure)
         logger.exception("%s %d failed", name, assignment.rank)
     if prints.num_dropped:
         logger.warning(

@@ -30,12 +30,18 @@ _NOTICE_S = 5.0  # the agent notices a death within this; it kills ranks that ou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """One rank's own words. `time` is seconds since the epoch; `error`: see words_of."""
+    """What a rank says of its end. `time` is seconds since the epoch; `error`: see message_of."""
 
     rank: int
     time: float
     error: str
     traceback: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> RankFailure:
+        """That of a rank which `error` ends now."""
+        trace = "".join(traceback.format_exception(error))
+        return cls(rank=rank, time=time.time(), error=message_of(error), traceback=trace)
 
     @property
     def is_expected(self) -> bool:
@@ -54,27 +60,19 @@ class RankExit:
     exit_code: int
 
 
-def words_of(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """What people read of an error: what was raised on purpose says it all, anything else needs its type."""
     return str(error) if isinstance(error, GrpoAsyncError) else f"{type(error).__name__}: {error}"
 
 
-def write_failure(folder: Path, rank: int, error: BaseException) -> Path | None:
-    """Write failure_rank{rank}.json; None when that is impossible (disk full), so that `error` itself is not masked."""
-    failure = RankFailure(
-        rank=rank,
-        time=time.time(),
-        error=words_of(error),
-        traceback="".join(traceback.format_exception(error)),
-    )
-    path = _failure_path(folder, rank)
+def write_failure(folder: Path, failure: RankFailure) -> None:
+    """Write failure_rank{R}.json; where that is impossible (disk full) it is printed, so that the error itself is not masked."""
+    path = _failure_path(folder, failure.rank)
     try:
         write_atomically(path, json.dumps(asdict(failure)))
     except OSError as problem:
         with contextlib.suppress(OSError):  # the log is on the same disk
             print(f"cannot write {path}: {problem}", file=sys.stderr)
-        return None
-    return path
 
 
 def first_failure(folder: Path, told: Sequence[RankFailure] = ()) -> RankFailure | None:
@@ -106,8 +104,8 @@ def rank_exits(folder: Path) -> list[RankExit]:
 
 
 def explain(folder: Path, told: Sequence[RankFailure] = ()) -> str | None:
-    """A few lines for the user: which rank failed first and why; None when nobody left a word. Safe to print: errors quote
-    what models and tools wrote.
+    """A few lines for the user: which rank failed first and why; None when no rank said or left anything. Safe to print: errors
+    quote what models and tools wrote.
 
     Args:
         told: what ranks said to the launcher of their end.
@@ -129,9 +127,9 @@ def explain(folder: Path, told: Sequence[RankFailure] = ()) -> str | None:
 def _killed_first(folder: Path, told: Sequence[RankFailure]) -> RankExit | None:
     """The rank that a signal ended before it could say anything. Having seen one end, the agent ends the others by
     SIGTERM, so that signal counts for the first one only."""
-    spoke = {failure.rank for failure in told}
+    reported = {failure.rank for failure in told}
     for index, exit_ in enumerate(rank_exits(folder)):
-        silent = exit_.exit_code < 0 and exit_.rank not in spoke and not _failure_path(folder, exit_.rank).exists()
+        silent = exit_.exit_code < 0 and exit_.rank not in reported and not _failure_path(folder, exit_.rank).exists()
         if silent and (index == 0 or exit_.exit_code != -signal.SIGTERM):
             return exit_
     return None

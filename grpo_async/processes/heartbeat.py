@@ -1,8 +1,8 @@
 """The trainer's end of `launcher.liveness`: each of its processes says, every second, that its interpreter runs. No torch.
 
-A thread sends the word, and a thread gets the interpreter every few milliseconds whatever else computes: so no word comes from a
-process that is stopped, or of which one thread holds the interpreter (a regular expression that backtracks, C code that never
-comes back), and from no other. Datagrams, so that nobody waits for the launcher and no disk is needed. When the launcher sends
+A thread sends the heartbeats, and a thread gets the interpreter every few milliseconds whatever else computes: so they are missing
+of a process that is stopped, or of which one thread holds the interpreter (a regular expression that backtracks, C code that never
+comes back), and of no other. Datagrams, so that nobody waits for the launcher and no disk is needed. When the launcher sends
 STACKS_SIGNAL, the stacks of all threads are written by a signal handler in C, which needs no interpreter.
 """
 
@@ -15,14 +15,16 @@ import os
 import signal
 import socket
 import threading
-import time
+from dataclasses import asdict, replace
 from pathlib import Path
+
+from grpo_async.processes.failures import RankFailure
 
 STACKS_SIGNAL = signal.SIGUSR2
 INTERVAL_S = 1.0
 AGENT = "torchrun"
 """Name of the process that has the ranks as its children."""
-_LONGEST_WORDS = 8_000  # characters; a datagram has its limit
+_LONGEST_TEXT = 8_000  # characters; a datagram has its limit
 _FAILED_TIMEOUT_S = 2.0
 
 
@@ -47,18 +49,16 @@ class Heartbeat:
         self._socket.connect(str(path))  # a datagram socket only keeps the address
         with contextlib.suppress(BlockingIOError):
             self._socket.send(self._message(), socket.MSG_DONTWAIT)  # from here on it is known, and judged
-        threading.Thread(target=self._beat, args=(self._socket,), name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._send, args=(self._socket,), name="heartbeat", daemon=True).start()
 
-    def failed(self, rank: int, error: str, trace: str) -> None:
+    def failed(self, failure: RankFailure) -> None:
         """Say why this process ends, for the case that no file can be written."""
-        words = {
-            "rank": rank, "time": time.time(), "error": error[:_LONGEST_WORDS], "traceback": trace[-_LONGEST_WORDS:],
-        }  # fmt: skip
+        short = replace(failure, error=failure.error[:_LONGEST_TEXT], traceback=failure.traceback[-_LONGEST_TEXT:])
         self._socket.settimeout(_FAILED_TIMEOUT_S)
-        with contextlib.suppress(OSError):  # the launcher is gone, or has no ear
-            self._socket.send(self._message(failed=words))
+        with contextlib.suppress(OSError):  # the launcher is gone, or does not listen
+            self._socket.send(self._message(failed=asdict(short)))
 
-    def _beat(self, connection: socket.socket) -> None:
+    def _send(self, connection: socket.socket) -> None:
         never = threading.Event()
         while True:  # ends with the process
             with contextlib.suppress(BlockingIOError, InterruptedError):  # the launcher has not read the last ones yet

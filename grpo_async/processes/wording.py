@@ -1,4 +1,4 @@
-"""Words for what the operating system says: exit statuses, and the last lines of a log made safe to print."""
+"""Text about what the operating system reports: exit statuses, and the last lines of a log made safe to print."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plain(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`plain` text on one line, without marks that turn the direction of what follows on a terminal."""
+    """`plain` text on one line, without characters that turn the direction of what follows on a terminal."""
     return _BREAKS.sub(" ", _DIRECTIONS.sub("", plain(text))).strip()
 
 

@@ -41,7 +41,7 @@ def open_fleet(config: ExperimentConfig, urls: Sequence[str], control: ControlCl
         ask_restart=None if inference.urls else ask_restart,
     )
     stack.callback(fleet.close)
-    control.on_server = fleet.on_launcher_message
+    control.listen(fleet.on_launcher_message)
     report = ServerReport(fleet, lambda servers: control.send("servers", servers=servers))
     fleet.subscribe(report.on_change)
     fleet.subscribe_load(report.on_load)

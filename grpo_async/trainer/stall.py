@@ -25,7 +25,7 @@ from grpo_async.errors import RunError
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.processes.failures import words_of, write_failure
+from grpo_async.processes.failures import RankFailure, write_failure
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.trainer.loop import LeaderLoop
 
@@ -147,9 +147,8 @@ class StallGuard:
         os._exit(1)
 
     def _report(self, error: RunError) -> None:
-        write_failure(self._assignment.attempt_dir, self._assignment.rank, error)
+        write_failure(self._assignment.attempt_dir, RankFailure.of(self._assignment.rank, error))
         logger.error("%s", error)
-        self._control.send("failed", rank=self._assignment.rank, error=words_of(error), traceback="")
         self._control.close()
         logging.shutdown()
 

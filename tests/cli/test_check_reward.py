@@ -91,21 +91,16 @@ def test_what_a_function_prints_does_not_get_into_the_report_and_no_heavy_librar
     assert "a line on stdout" in result.stderr
 
 
-def test_rows_seed_and_set_are_obeyed() -> None:
-    inputs = {}
-    for rows in ("2", "4"):
-        report = json.loads(_check([_reward("honest")], "--rows", rows, "--json").stdout)
-        inputs[rows] = report["rewards"][0]["num_inputs"]
-    assert inputs["4"] == 2 * inputs["2"]
-    limited = _check([_reward("honest")], "--json", "--set", "data.train.limit=2", "--seed", "5")
-    assert json.loads(limited.stdout)["rewards"][0]["num_inputs"] == inputs["2"]
+def test_rows_set_and_the_threshold_of_slow_are_obeyed() -> None:
+    def first(reward: str, *arguments: str) -> dict[str, Any]:
+        return json.loads(_check([_reward(reward)], "--json", *arguments).stdout)["rewards"][0]
 
-
-def test_a_threshold_makes_a_slow_function_a_warning() -> None:
-    quiet = json.loads(_check([_reward("slow_on_nothing")], "--rows", "1", "--json").stdout)
-    assert quiet["rewards"][0]["findings"] == []
-    slow = json.loads(_check([_reward("slow_on_nothing")], "--rows", "1", "--json", "--slow-s", "0.2").stdout)
-    assert [finding["severity"] for finding in slow["rewards"][0]["findings"]] == ["warning"]
+    inputs = first("honest", "--rows", "2")["num_inputs"]
+    assert first("honest", "--rows", "4")["num_inputs"] == 2 * inputs
+    assert first("honest", "--set", "data.train.limit=2", "--seed", "5")["num_inputs"] == inputs
+    assert first("slow_on_nothing", "--rows", "1")["findings"] == []
+    slow = first("slow_on_nothing", "--rows", "1", "--slow-s", "0.2")
+    assert [finding["severity"] for finding in slow["findings"]] == ["warning"]
 
 
 def test_the_gold_column_may_have_any_name() -> None:

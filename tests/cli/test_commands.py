@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from pathlib import Path
@@ -21,14 +20,8 @@ from grpo_async.display.progress import Progress
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.rundir import RunDir
+from tests.cli.support import MINIMAL
 
-MINIMAL = """\
-run: {name: demo}
-model: {path: m}
-data: {train: {type: jsonl, path: t}}
-rewards: [{function: "a:b"}]
-inference: {engine: embedded}
-"""
 COMMANDS = [
     "train", "validate", "preflight", "doctor", "check-reward", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart",
     "inspect-rollouts", "launch", "status", "eval", "export", "report", "trace",
@@ -68,17 +61,14 @@ def _invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself_with_examples(command: str) -> None:
-    result = _invoke(command, "--help")
-    assert result.exit_code == 0
-    assert f"Examples:\n    grpo-async {command}" in result.stdout
-
-
-def test_a_machine_says_which_one_it_is(config: str, runs: list[dict[str, Any]]) -> None:
-    assert _invoke("train", config, "--node-rank", "3").exit_code == 7
-    assert runs[0]["node_rank"] == 3
-    assert _invoke("train", config, "--node-rank", "-1").exit_code == 2
+def test_every_command_explains_itself_with_examples_and_the_help_lists_it() -> None:
+    listed = _invoke("--help").stdout
+    for command in COMMANDS:
+        result = _invoke(command, "--help")
+        assert result.exit_code == 0
+        assert f"Examples:\n    grpo-async {command}" in result.stdout
+        assert f"\n  {command} " in listed
+    assert _invoke("--version").stdout.split()[0] == "grpo-async"
 
 
 def test_the_examples_of_the_help_parse(config: str, runs: list[dict[str, Any]]) -> None:
@@ -91,6 +81,7 @@ def test_the_examples_of_the_help_parse(config: str, runs: list[dict[str, Any]])
         assert result.exit_code == 7, result.output
     assert [call["resume"] for call in runs] == [None, None, "auto", "40", None, None, None]
     assert [call["node_rank"] for call in runs] == [None] * 6 + [1]
+    assert _invoke("train", config, "--node-rank", "-1").exit_code == 2
 
 
 def test_a_run_is_told_in_full_quietly_or_for_machines(config: str, runs: list[dict[str, Any]]) -> None:
@@ -141,19 +132,6 @@ def test_status_knows_the_newest_run_and_says_how_it_is_by_its_exit_code(
     assert _invoke("status", "x", "--json", "--watch").exit_code == 2
 
 
-def test_help_lists_every_command() -> None:
-    result = _invoke("--help")
-    assert result.exit_code == 0
-    for command in COMMANDS:
-        assert f"\n  {command} " in result.stdout
-
-
-def test_version_is_printed() -> None:
-    result = _invoke("--version")
-    assert result.exit_code == 0
-    assert result.stdout.split()[0] == "grpo-async"
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -180,13 +158,9 @@ def test_train_hands_everything_to_the_launcher_and_exits_with_its_code(
     (call,) = runs
     assert (call["config"].run.name, call["config"].run.seed) == ("other", 3)
     assert (call["resume"], call["clean"], call["dry_run"]) == ("12", True, True)
-
-
-def test_a_resume_that_is_no_step_is_a_usage_error(config: str, runs: list[dict[str, Any]]) -> None:
     result = _invoke("train", config, "--resume=last")
     assert result.exit_code == 2
     assert "'last' is neither auto nor a step number" in result.stderr
-    assert runs == []
 
 
 @pytest.mark.parametrize("command", ["train", "validate", "serve-vllm", "serve-embedded"])
@@ -200,24 +174,21 @@ def test_a_bad_configuration_is_exit_code_2_with_every_problem_and_no_traceback(
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize(("error", "code"), [(ConfigError("not so"), 2), (RunError("broke"), 1)])
-def test_own_errors_are_messages_and_exit_codes(
-    config: str, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("not so"), 2), (RunError("broke"), 1), (ZeroDivisionError(), None)]
+)
+def test_own_errors_are_messages_and_exit_codes_and_a_bug_is_not_hidden(
+    config: str, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int | None
 ) -> None:
     def run(*_: object, **__: object) -> int:
         raise error
 
     monkeypatch.setattr("grpo_async.launcher.train.launch", run)
     result = _invoke("train", config)
-    assert (result.exit_code, result.stderr) == (code, f"{error}\n")
-
-
-def test_an_error_that_is_a_bug_is_not_hidden(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object, **__: object) -> int:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("grpo_async.launcher.train.launch", run)
-    assert isinstance(_invoke("train", config).exception, ZeroDivisionError)
+    if code is None:
+        assert result.exception is error
+    else:
+        assert (result.exit_code, result.stderr) == (code, f"{error}\n")
 
 
 def test_validate_prints_a_configuration_and_the_plan(config: str) -> None:
@@ -278,20 +249,6 @@ def test_a_server_started_by_hand_is_never_without_a_token(
         assert token is not None
         assert len(token) >= 32
         assert f"export GRPO_ASYNC_TOKEN={token}" in result.stderr
-
-
-def test_prepare_quickstart_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Path | None, str, int, bool]] = []
-
-    def prepare(folder: Path | None, *, task: str, seed: int, force: bool) -> None:
-        calls.append((folder, task, seed, force))
-
-    module = importlib.import_module("grpo_async.quickstart.prepare")  # the package has a function of this name
-    monkeypatch.setattr(module, "prepare", prepare)
-    assert _invoke("prepare-quickstart").exit_code == 0
-    options = ("--task", "tool", "--out", "here", "--seed", "4", "--force")
-    assert _invoke("prepare-quickstart", *options).exit_code == 0
-    assert calls == [(None, "think", 0, False), (Path("here"), "tool", 4, True)]
 
 
 @pytest.mark.parametrize("command", ["status", "report", "export", "inspect-rollouts", "trace", "train"])

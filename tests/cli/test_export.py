@@ -36,6 +36,7 @@ def test_json_lines_go_to_the_standard_output(run: Path) -> None:
     code, out, err = _export(str(run), "--where", "reward=1 and step=1")
     assert (code, err) == (0, "")
     assert [json.loads(line)["rollout_id"] for line in out.splitlines()] == ["0-1", "1-1"]
+    assert _export(str(run), "--where", "reward>5") == (0, "", "no rollout matches\n")
 
 
 def test_the_name_of_the_file_says_the_format(run: Path, tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_an_evaluation_is_exported(run: Path) -> None:
     assert "it has: 2" in err
 
 
-def test_the_words_of_inspect_rollouts_are_understood(run: Path) -> None:
+def test_the_options_of_inspect_rollouts_are_understood(run: Path) -> None:
     with RolloutStore(run / "rollouts", seals_at_close=False) as store:
         store.supersede_from(2, step=1)
     found = {}
@@ -111,10 +112,6 @@ def test_damage_ends_with_1_and_names_the_way_round(run: Path) -> None:
     code, out, err = _export(str(run), "--skip-damaged")
     assert (code, len(out.splitlines())) == (0, 6)
     assert err.startswith("note: ")
-
-
-def test_nothing_found_is_said(run: Path) -> None:
-    assert _export(str(run), "--where", "reward>5") == (0, "", "no rollout matches\n")
 
 
 def test_a_pipe_that_closes_early_is_no_error(run: Path) -> None:

@@ -1,84 +1,95 @@
-"""`preflight` from the command line: what it asks of the launcher, and where its output goes."""
+"""`preflight` and `doctor` from the command line: what is asked of the launcher, where the output goes, exit codes."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from grpo_async.checks import doctor
 from grpo_async.checks.report import Check
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
+from grpo_async.display.output import Output
 from grpo_async.launcher import train as launcher
+from grpo_async.launcher.supervisor import Outcome
+from tests.cli.support import MINIMAL
 
-CONFIG = """\
-run: {name: demo}
-model: {path: m}
-data: {train: {type: jsonl, path: t}}
-rewards: [{function: "a:b"}]
-inference: {engine: embedded}
-"""
+FAILED = Outcome(exit_code=1, checks=[Check("dtypes", "pass", "float32"), Check("disk", "fail", "full")])
 
 
 @pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the launcher was asked for. It finds one failed check."""
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What the launcher was asked for: name of the run, output mode. It finds one failed check."""
     monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text(CONFIG, encoding="utf-8")
-    made: list[dict[str, Any]] = []
+    Path("x.yaml").write_text(MINIMAL, encoding="utf-8")
+    made: list[tuple[str, str]] = []
 
-    def launch(config: ExperimentConfig, **options: Any) -> int:
-        made.append({"config": config, **options})
+    def preflight(config: ExperimentConfig, *, output: Output) -> Outcome:
+        made.append((config.run.name, output.mode))
         print("the plan")
-        if "on_checks" in options:
-            options["on_checks"]([Check("dtypes", "pass", "float32"), Check("disk", "fail", "full")])
-        return 1
+        return FAILED
 
-    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(launcher, "preflight", preflight)
     return made
 
 
-def _preflight(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["preflight", "x.yaml", *arguments])
+def _invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
 
 
-def test_it_is_a_launch_that_ends_after_the_checks(calls: list[dict[str, Any]]) -> None:
-    result = _preflight("--set", "run.name=other")
+def test_the_preflight_gets_the_configuration_and_its_exit_code_is_that_of_the_command(calls: Any) -> None:
+    result = _invoke("preflight", "x.yaml", "--set", "run.name=other", "--quiet")
     assert result.exit_code == 1
-    (call,) = calls
-    assert call.pop("config").run.name == "other"
-    assert call.pop("output").mode == "full"
-    assert call == {"resume": None, "clean": False, "dry_run": False, "preflight_only": True}
+    assert calls == [("other", "quiet")]
+    wrong = _invoke("preflight", "x.yaml", "--set", "optimizer.lr=-1")
+    assert wrong.exit_code == 2
+    assert "optimizer.lr" in wrong.stderr
+    assert len(calls) == 1
 
 
-def test_json_is_alone_on_stdout(calls: list[dict[str, Any]]) -> None:
-    result = _preflight("--json")
+def test_json_is_alone_on_stdout_and_missing_where_the_run_broke_before_the_checks(
+    calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = _invoke("preflight", "x.yaml", "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert report["status"] == "fail"
     assert [check["name"] for check in report["checks"]] == ["dtypes", "disk"]
     assert "the plan" in result.stderr
-
-
-def test_a_wrong_configuration_is_exit_code_2(calls: list[dict[str, Any]]) -> None:
-    result = _preflight("--set", "optimizer.lr=-1")
-    assert result.exit_code == 2
-    assert "optimizer.lr" in result.stderr
-    assert calls == []
-
-
-def test_json_without_checks_prints_none(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run broke before it came to them; the error is on stderr."""
-
-    def broken(config: ExperimentConfig, **_: Any) -> int:
-        print("error: the server died", file=sys.stderr)
-        return 1
-
-    monkeypatch.setattr(launcher, "launch", broken)
-    result = _preflight("--json")
+    monkeypatch.setattr(launcher, "preflight", lambda config, *, output: Outcome(exit_code=1, error="it died"))
+    result = _invoke("preflight", "x.yaml", "--json")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "the server died" in result.stderr
+    both = _invoke("preflight", "x.yaml", "--json", "--json-logs")
+    assert both.exit_code == 2
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"], ["--full"]])
+def test_the_doctor_prints_every_check_and_only_a_failed_one_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    checks = [Check("python", "pass", "CPython"), Check("disk", "warn", "nearly full")]
+
+    def run_doctor(*, full: bool) -> list[Check]:
+        return [*checks, Check("vllm import", "pass", "works")] if full else list(checks)
+
+    monkeypatch.setattr(doctor, "run_doctor", run_doctor)
+    result = _invoke("doctor", *arguments)
+    assert result.exit_code == 0, result.output
+    if "--json" in arguments:
+        assert json.loads(result.stdout) == {
+            "status": "warn",
+            "checks": [
+                {"name": "python", "status": "pass", "detail": "CPython"},
+                {"name": "disk", "status": "warn", "detail": "nearly full"},
+            ],
+        }
+    else:
+        assert ["warn", "disk", "nearly", "full"] in [line.split() for line in result.stdout.splitlines()]
+        passed = 2 if "--full" in arguments else 1
+        assert result.stdout.splitlines()[-1] == f"{passed} passed, 1 warned, 0 failed"
+    checks.append(Check("torch", "fail", "not installed"))
+    assert _invoke("doctor", *arguments).exit_code == 1

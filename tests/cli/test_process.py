@@ -11,16 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.support import MINIMAL
 from tests.store.builders import append_simple, new_store
 
 ROOT = Path(__file__).parents[2]
-MINIMAL = """\
-run: {name: demo}
-model: {path: m}
-data: {train: {type: jsonl, path: t}}
-rewards: [{function: "a:b"}]
-inference: {engine: embedded}
-"""
 HEAVY = ("torch", "transformers", "vllm", "datasets")
 NOT_FOR_HELP = (*HEAVY, "duckdb", "textual", "starlette", "uvicorn", "numpy", "httpx", "aiohttp")
 # runs command lines (joined by +) in this process and prints which of the heavy libraries it loaded

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 
 REPOSITORY = Path(__file__).parents[2]
 _MARK = "GRPO_ASYNC_TEST_MARK"
+
+SMALL = (
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "optimizer.warmup_steps=0",
+)
 
 
 @dataclass
@@ -28,30 +37,46 @@ class Run:
     folder: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def start(self, *arguments: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[str]:
+    @property
+    def environment(self) -> dict[str, str]:
+        """For processes that belong to this run."""
+        return {**os.environ, _MARK: self.mark}
+
+    def start(
+        self, *arguments: str, command: str = "train", environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "grpo_async", "train", str(self.config), *arguments],
+            [sys.executable, "-m", "grpo_async", command, str(self.config), *arguments],
             cwd=REPOSITORY,
-            env={**environment, _MARK: self.mark},
+            env={**self.environment, **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
     def train(
-        self, *arguments: str, timeout_s: float = 300.0, environment: Mapping[str, str] = os.environ
+        self, *arguments: str, timeout_s: float = 300.0, environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, environment=environment)
-        return finish(process, timeout_s=timeout_s)
+        return finish(self.start(*arguments, environment=environment), timeout_s=timeout_s)
 
-    def complete(self, *arguments: str, timeout_s: float = 300.0) -> tuple[dict[str, Any], str]:
+    def complete(
+        self, *arguments: str, timeout_s: float = 300.0, environment: Mapping[str, str] | None = None
+    ) -> tuple[dict[str, Any], str]:
         """A run that is to end well: exit code 0, no process left, the ledger closed. Its summary and what was printed."""
-        done = self.train(*arguments, timeout_s=timeout_s)
+        done = self.train(*arguments, timeout_s=timeout_s, environment=environment)
         assert done.returncode == 0, done.stdout[-3000:] + self.logs()[-3000:]
         self.assert_nothing_is_left()
         summary = self.summary()
         assert summary["ledger_closed"]
+        assert [line["step"] for line in self.metrics()] == list(range(1, summary["steps"] + 1))
         return summary, done.stdout
+
+    def fail(self, *arguments: str, timeout_s: float = 120.0) -> str:
+        """A run that is to end with exit code 1 and no process left. What it printed."""
+        done = self.train(*arguments, timeout_s=timeout_s)
+        assert done.returncode == 1, done.stdout[-3000:]
+        self.assert_nothing_is_left()
+        return done.stdout
 
     def processes(self, part_of_command: str = "") -> list[psutil.Process]:
         """Living processes of this run whose command line contains a word."""
@@ -69,9 +94,14 @@ class Run:
         wait_for(lambda: not self.processes(), what="every process of the run to end", timeout_s=within_s)
 
     def metrics(self) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return _json_lines(self.folder / "metrics.jsonl")
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        return _json_lines(self.folder / "evaluations.jsonl")
+
+    def checkpoints(self) -> list[int]:
+        """Steps of the whole ones."""
+        return sorted(int(path.name.removeprefix("step_")) for path in (self.folder / "checkpoints").glob("step_*"))
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())
@@ -79,19 +109,52 @@ class Run:
     def logs(self) -> str:
         return "\n".join(path.read_text() for path in sorted((self.folder / "logs").glob("attempt_*/*.log")))
 
-    def wait_for_step(self, step: int, process: subprocess.Popen[str], *, timeout_s: float = 120.0) -> None:
+    def wait_for(
+        self, condition: Callable[[], bool], process: subprocess.Popen[str], *, what: str, timeout_s: float = 120.0
+    ) -> None:
+        """Until `condition` holds; fails when `process`, the run, ends."""
+
         def reached() -> bool:
             assert process.poll() is None, f"the run ended early:\n{process.communicate()[0]}\n{self.logs()[-3000:]}"
-            return len(self.metrics()) >= step
+            return condition()
 
-        wait_for(reached, what=f"step {step}", timeout_s=timeout_s)
+        wait_for(reached, what=what, timeout_s=timeout_s)
+
+    def wait_for_step(self, step: int, process: subprocess.Popen[str], *, timeout_s: float = 120.0) -> None:
+        self.wait_for(lambda: len(self.metrics()) >= step, process, what=f"step {step}", timeout_s=timeout_s)
 
 
-def run_command(*arguments: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that may be written to, or not be there yet."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def assert_ledger_closes_at_every_step(lines: Sequence[Mapping[str, Any]]) -> None:
+    """started = trained + filtered + stale + failed + cancelled + queued + in flight, in groups and in tokens."""
+    for line in lines:
+        for kind in ("groups", "tokens"):
+            counts = {k.rpartition("/")[2]: v for k, v in line.items() if k.startswith(f"ledger/{kind}/")}
+            assert counts.pop("started") == sum(counts.values()), line
+
+
+def assert_on_policy(lines: Sequence[Mapping[str, Any]]) -> None:
+    """With a learning rate at which stale weights would show: at staleness 0 the ratio of every trained token is 1 within 1e-3
+    (fp32 on both sides), although the weights moved between the steps."""
+    for line in lines:
+        assert line["async/staleness_max"] == 0
+        assert line["sampling/importance_sampling_ratio/min"] == pytest.approx(1.0, abs=1e-3)
+        assert line["sampling/importance_sampling_ratio/max"] == pytest.approx(1.0, abs=1e-3)
+
+
+def run_command(
+    *arguments: str, timeout_s: float = 300.0, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """`grpo-async` with these arguments, stdout and stderr apart."""
     return subprocess.run(
         [sys.executable, "-m", "grpo_async", *arguments],
         cwd=REPOSITORY,
+        env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -103,6 +166,13 @@ def status_of(folder: Path) -> tuple[int, dict[str, Any]]:
     """Exit code and content of `grpo-async status --json`."""
     done = run_command("status", str(folder), "--json", timeout_s=60.0)
     return done.returncode, json.loads(done.stdout) if done.stdout else {"error": done.stderr}
+
+
+def rows_of(folder: Path, *options: str) -> list[dict[str, Any]]:
+    """What `inspect-rollouts --json` prints."""
+    shown = run_command("inspect-rollouts", str(folder), "--json", *options, timeout_s=60.0)
+    assert shown.returncode == 0, shown.stderr
+    return [json.loads(line) for line in shown.stdout.splitlines()]
 
 
 def finish(process: subprocess.Popen[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -122,6 +192,27 @@ def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float, ever
         time.sleep(every_s)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving_alone(config: Path, port: int, token: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`serve-embedded`, as started by hand; killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_async", "serve-embedded", str(config), "--port", str(port)],
+        cwd=REPOSITORY,
+        env={**os.environ, "GRPO_ASYNC_TOKEN": token},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=30.0)
+
+
 def make_run(folder: Path, base: str, overrides: Sequence[str] = (), *, name: str = "run") -> Run:
     """A run of a shipped config with overrides, written as a config file that extends it."""
     content: dict[str, Any] = {"extends": str(REPOSITORY / "configs" / base)}
@@ -135,3 +226,9 @@ def make_run(folder: Path, base: str, overrides: Sequence[str] = (), *, name: st
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(content))
     return Run(config=config, folder=folder / name)
+
+
+def rewards(function: str, **more: str) -> str:
+    """An override: this function of tests.e2e is the only reward."""
+    section = {"function": f"tests.e2e.{function}", **more}
+    return f"rewards=[{json.dumps(section)}]"

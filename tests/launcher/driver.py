@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.launcher.plan import ProcessPlan
-from grpo_async.launcher.train import launch
+from grpo_async.launcher.train import launch, preflight
 from tests.launcher.support import make_config
 
 HERE = Path(__file__).parent
@@ -43,12 +43,10 @@ def main(options: dict[str, Any]) -> int:
         launch={"num_trainer_ranks": 2, "stop_timeout_s": options["stop_timeout_s"], **options.get("launch", {})},
         inference=options.get("inference", {}),
     )
-    code = launch(
-        config,
-        node_rank=options.get("node_rank"),
-        preflight_only=options.get("preflight", False),
-        amend=amend,
-    )
+    if options.get("preflight"):
+        code = preflight(config, amend=amend).exit_code
+    else:
+        code = launch(config, node_rank=options.get("node_rank"), amend=amend)
     if "torch" in sys.modules:
         raise AssertionError("the launcher imported torch")
     return code

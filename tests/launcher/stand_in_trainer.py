@@ -21,7 +21,7 @@ from typing import Any
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
-from grpo_async.processes.failures import write_failure
+from grpo_async.processes.failures import RankFailure, write_failure
 from grpo_async.processes.heartbeat import Heartbeat
 from grpo_async.rundir import write_atomically
 from grpo_async.utils.lifetime import die_with_parent
@@ -60,7 +60,7 @@ class ServedRun:
         signal.signal(signal.SIGUSR2, lambda *_: self._finished.set())
         for index in range(self._num_servers):
             self._control.send("server_serving", index=index)
-        self._control.on_server = self._take
+        self._control.listen(self._take)
         self._control.send("phase", name="servers serve")
         status = "finished" if wait_for_either(self._finished, self._control.stop_requested) else "stopped"
         failures = [{"server": "server 0", "reason": "killed", "recovery_s": 1.5}]
@@ -131,7 +131,7 @@ def main(mode: str, folder: Path) -> int:
         signal.signal(signal.SIGUSR1, lambda *_: None)
         leave_pid(folder, "ready")
         signal.pause()
-        write_failure(assignment.attempt_dir, rank, TimeoutError("rank 0 sends nothing"))
+        write_failure(assignment.attempt_dir, RankFailure.of(rank, TimeoutError("rank 0 sends nothing")))
         return 1
     if mode == "kill-rank-1" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -19,7 +19,7 @@ import pytest
 from grpo_async.launcher import server_keeper
 from grpo_async.launcher.child import Child
 from grpo_async.launcher.plan import ProcessSpec
-from grpo_async.launcher.server_keeper import RestartCount, RestartRules, ServerEvent, ServerKeepers, Work, has_worked
+from grpo_async.launcher.server_keeper import RestartCount, ServerEvent, ServerKeeper, ServerKeepers, has_worked
 from grpo_async.launcher.tree import ProcessTree
 from tests.launcher.support import START_S, LauncherProcess
 from tests.support.waiting import eventually, is_alive
@@ -69,58 +69,40 @@ def _logs(folder: Path) -> Path:
     return folder / "runs" / "test" / "logs" / "latest"
 
 
-def test_a_killed_server_is_started_again_with_its_port_and_token_and_the_run_finishes(tmp_path: Path) -> None:
-    with _served(tmp_path) as launcher:
-        _begin(launcher)
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_server_that_dies_or_hangs_is_killed_with_all_that_it_left_and_started_again_and_the_run_finishes(
+    tmp_path: Path, hangs: bool
+) -> None:
+    reason = "was killed: it did not answer for 30 s" if hangs else "was killed by SIGKILL"
+    with _served(tmp_path, server="children") as launcher:
+        names = ("server", "server.child", "server.stray", "server.bare")
+        _begin(launcher, *names)
         assert eventually(lambda: (_logs(tmp_path) / "server.log").read_text() == "serving\n", START_S)
         token = (tmp_path / "server.token").read_text()
         (tmp_path / "server.token").unlink()
-        old = _signal(launcher, "server", signal.SIGKILL)
-        _await_new_pid(launcher, "server", old)
+        old = {name: launcher.pids()[name] for name in names}
+        if hangs:
+            _signal(launcher, "server", signal.SIGSTOP)
+            _signal(launcher, "server.child", signal.SIGSTOP)
+            _signal(launcher, "rank0", signal.SIGUSR1)  # the trainer asks for the restart
+        else:
+            _signal(launcher, "server", signal.SIGKILL)  # only the parent, as an out-of-memory killer does
+        _await_new_pid(launcher, "server", old["server"])
+        assert not any(psutil.pid_exists(pid) for pid in old.values())  # no zombies, either
+        assert is_alive(launcher.pids()["rank0"])
         _await_events(tmp_path, "exited", "starting")
         launcher.wait_for_line("the inference server serves again, ")
         _signal(launcher, "rank0", signal.SIGUSR2)
         assert launcher.end() == 0, launcher.output
         assert launcher.left() == {}
-        assert "the inference server was killed by SIGKILL" in launcher.output
+        assert f"the inference server {reason}" in launcher.output
         assert "restart 1 of 3 in 0 s" in launcher.output
         assert " s after it was lost" in launcher.output
         assert "1 failure, recovered after 1.5 s" in " ".join(launcher.output.split())
-    assert (tmp_path / "server.token").read_text() == token
-    assert "was killed by SIGKILL" in _news(tmp_path)[0]["detail"]
-    assert {"server.log", "server.restart_1.log"} <= {path.name for path in _logs(tmp_path).iterdir()}
+    assert (tmp_path / "server.token").read_text() == token  # and its port: it is in the command
+    assert reason in _news(tmp_path)[0]["detail"]
     assert (_logs(tmp_path) / "server.log").read_text() == "serving\n"  # the old log is kept
     assert (_logs(tmp_path) / "server.restart_1.log").read_text() == "serving\nasked to end\n"
-
-
-def test_everything_that_a_dead_server_left_is_killed_before_it_is_started_again(tmp_path: Path) -> None:
-    with _served(tmp_path, server="children") as launcher:
-        names = ("server.child", "server.stray", "server.bare")
-        _begin(launcher, "server", *names)
-        left = [launcher.pids()[name] for name in names]
-        server = _signal(launcher, "server", signal.SIGKILL)  # only the parent, as an out-of-memory killer does
-        _await_new_pid(launcher, "server", server)
-        assert not any(psutil.pid_exists(pid) for pid in left)  # no zombies, either
-        assert is_alive(launcher.pids()["rank0"])
-        _signal(launcher, "rank0", signal.SIGUSR2)
-        assert launcher.end() == 0, launcher.output
-        assert launcher.left() == {}
-
-
-def test_a_stopped_server_that_the_trainer_wants_restarted_is_killed_with_its_helpers(tmp_path: Path) -> None:
-    with _served(tmp_path, server="children") as launcher:
-        names = ("server.child", "server.stray", "server.bare")
-        _begin(launcher, "server", *names)
-        old = {name: launcher.pids()[name] for name in ("server", *names)}
-        _signal(launcher, "server", signal.SIGSTOP)
-        _signal(launcher, "server.child", signal.SIGSTOP)
-        _signal(launcher, "rank0", signal.SIGUSR1)  # asks for the restart
-        _await_new_pid(launcher, "server", old["server"])
-        assert not any(psutil.pid_exists(pid) for pid in old.values())  # no zombies, either
-        _await_events(tmp_path, "exited", "starting")
-        launcher.wait_for_line("the inference server was killed: it did not answer for 30 s; restart 1 of 3")
-        _signal(launcher, "rank0", signal.SIGUSR2)
-        assert launcher.end() == 0, launcher.output
 
 
 def test_a_server_that_dies_in_every_life_is_given_up_with_its_own_last_lines(tmp_path: Path) -> None:
@@ -161,18 +143,6 @@ def test_with_another_server_the_run_goes_on_and_ends_only_with_the_last(tmp_pat
         assert "server_0.log" in error
     names = {"config.yaml", "server_0.log", "server_1.log", "trainer.log"}
     assert {path.name for path in _logs(tmp_path).iterdir()} == names
-
-
-@pytest.mark.nightly
-def test_a_replica_that_dies_before_it_ever_served_ends_the_run(tmp_path: Path) -> None:
-    with LauncherProcess(tmp_path, trainer="ignore-stop", inference={"replicas": 2}) as launcher:
-        launcher.wait_for_line("training")
-        launcher.wait_for_processes("server0", "server1")
-        _signal(launcher, "server0", signal.SIGUSR1)
-        assert launcher.end() == 1
-        assert "error: the inference server 0 (pid " in launcher.output
-        assert "CUDA error" in launcher.output
-        assert launcher.left() == {}
 
 
 @pytest.mark.parametrize("is_twice", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -219,9 +189,9 @@ def test_a_failing_trainer_is_the_cause_also_while_a_server_is_down(tmp_path: Pa
 
 def test_the_waits_double_up_to_a_minute_and_ten_minutes_of_service_begin_a_new_row() -> None:
     now = 1000.0
-    count = RestartCount(RestartRules(max_restarts=8, delay_s=1.0), clock=lambda: now)
+    count = RestartCount(8, 1.0, clock=lambda: now)
     assert [count.next_delay_s() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
-    count = RestartCount(RestartRules(max_restarts=2, delay_s=3.0), clock=lambda: now)
+    count = RestartCount(2, 3.0, clock=lambda: now)
     for served_s, delay_s in ((0.0, 3), (599.9, 6), (600.0, 3), (1.0, 6), (1.0, None)):
         count.serves()
         now += served_s
@@ -261,7 +231,7 @@ class News:
 @asynccontextmanager
 async def _keepers(
     news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_restarts: int = 3
-) -> AsyncIterator[ServerKeepers]:
+) -> AsyncIterator[tuple[ServerKeepers, ServerKeeper]]:
     """Keepers of one server that runs `command` and is restarted without delay; at the end everything is killed."""
     spec = ProcessSpec(
         name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
@@ -273,50 +243,36 @@ async def _keepers(
         tell_trainer=news.server_event,
         spawn=lambda spec, life: Child.spawn(spec, folder, life=life),
         tree=tree,
-        rules=RestartRules(max_restarts=max_restarts, delay_s=0.0),
+        max_restarts=max_restarts,
+        delay_s=0.0,
     )
     try:
         await keepers.start()
-        yield keepers
+        keeper = keepers.get(0)
+        assert keeper is not None
+        yield keepers, keeper
     finally:
         await keepers.abandon(START_S)
         await tree.kill(START_S)
 
 
-def test_a_start_that_computes_is_reported_until_the_server_serves_and_one_that_waits_is_not(
+def test_a_start_that_computes_is_reported_until_the_server_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks: list[Work] = []
-
-    def has_worked_once_more(before: Work, now: Work, interval_s: float) -> bool:
-        looks.append(now)
-        return has_worked(before, now, interval_s)
-
     monkeypatch.setattr(server_keeper, "_WORK_INTERVAL_S", 0.1)
-    monkeypatch.setattr(server_keeper, "has_worked", has_worked_once_more)
+    news = News()
 
-    async def main(*command: str) -> tuple[list[str], int]:
-        news, folder = News(), tmp_path / str(len(command[-1]))
-        folder.mkdir()
-        async with _keepers(news, folder, command=command) as keepers:
-            if "while" in command[-1]:
-                await news.wait_for("working", 0)
-            else:
-                while len(looks) < 20:  # 20 looks are 2 s, of which the start takes some
-                    await asyncio.sleep(0.1)
-                news.events.clear()
-                while len(looks) < 25:
-                    await asyncio.sleep(0.1)
-            keepers.serves(0, life=0)
-            num_looks = len(looks)
-            await asyncio.sleep(0.3)
-            return [event for event, _, _ in news.events], len(looks) - num_looks
+    async def main() -> None:
+        command = (sys.executable, "-c", "while True: pass")
+        async with _keepers(news, tmp_path, command=command) as (_, keeper):
+            await news.wait_for("working", 0)
+            keeper.serves(life=0)
+            num_events = len(news.events)
+            await asyncio.sleep(0.5)
+            assert len(news.events) == num_events
 
-    events, later_looks = asyncio.run(main(sys.executable, "-c", "while True: pass"))
-    assert set(events) == {"working"}
-    assert later_looks == 0
-    looks.clear()
-    assert asyncio.run(main(*PAUSE)) == ([], 0)
+    asyncio.run(main())
+    assert {event for event, _, _ in news.events} == {"working"}
 
 
 def test_less_than_a_twentieth_of_a_core_is_waiting() -> None:
@@ -330,22 +286,22 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_new_life(tmp_path: Pa
     news = News()
 
     async def main() -> None:
-        async with _keepers(news, tmp_path) as keepers:
-            keepers.serves(0, life=0)
+        async with _keepers(news, tmp_path) as (keepers, keeper):
+            keeper.serves(life=0)
             os.kill(keepers.running[0].pid, signal.SIGKILL)
             await news.wait_for("starting", 1)
-            keepers.ask_restart(0, "an old request", life=0)
-            keepers.serves(0, life=0)
+            keeper.ask_restart("an old request", life=0)
+            keeper.serves(life=0)
             assert news.states[-1] is not None  # the old life's service is no news of the new one
-            keepers.serves(0, life=1)
+            keeper.serves(life=1)
             assert news.states[-1] is None
-            keepers.ask_restart(0, "a new request", life=1)
+            keeper.ask_restart("a new request", life=1)
             await news.wait_for("starting", 2)
             pid = keepers.running[0].pid
             os.kill(pid, signal.SIGKILL)
             # the event loop, which stands still here, hears of the request before it hears of the end
             assert eventually(lambda: not is_alive(pid), START_S)
-            keepers.ask_restart(0, "it does not answer", life=2)
+            keeper.ask_restart("it does not answer", life=2)
             await news.wait_for("starting", 3)
             assert not keepers.lost_all.is_set()
 
@@ -360,11 +316,11 @@ def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: 
     news = News()
 
     async def main() -> None:
-        async with _keepers(news, tmp_path) as keepers:
+        async with _keepers(news, tmp_path) as (keepers, keeper):
             (child,) = keepers.running
             os.kill(child.pid, signal.SIGSTOP)
             await keepers.stop(START_S)
-            keepers.ask_restart(0, "it does not answer", life=0)
+            keeper.ask_restart("it does not answer", life=0)
             await asyncio.wait([child.exited], timeout=START_S)
             assert child.exited.result() == -signal.SIGKILL
             assert keepers.running == []
@@ -380,8 +336,8 @@ def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Pa
     news = News()
 
     async def main() -> str | None:
-        async with _keepers(news, tmp_path, command=(str(program),), max_restarts=2) as keepers:
-            keepers.serves(0)
+        async with _keepers(news, tmp_path, command=(str(program),), max_restarts=2) as (keepers, keeper):
+            keeper.serves()
             program.unlink()
             os.kill(keepers.running[0].pid, signal.SIGKILL)
             async with asyncio.timeout(START_S):

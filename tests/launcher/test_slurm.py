@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from typer.testing import CliRunner
 from grpo_async.cli.app import app
 from grpo_async.cluster.slurm import batch_script, gpus_per_node
 from grpo_async.config import ExperimentConfig
-from tests.e2e.support import REPOSITORY, finish, make_run, wait_for
-from tests.launcher.support import LauncherProcess, make_config
+from tests.e2e.support import SMALL, finish, free_port, make_run, run_command, wait_for
+from tests.launcher.support import make_config
 
 HOSTS = ("127.0.0.1", "127.0.0.1", "127.0.0.1")  # node 0, node 1, server: all are this machine
 
@@ -264,7 +263,6 @@ def _starts(tmp_path: Path, cluster: dict[str, str], arguments: list[str], deeds
         ("", [f"{_attempt(1)} && {_save(5)}", _attempt(2), _attempt(10), "true"], ["", *["--resume"] * 3]),
         # nor by clocks that do not agree
         ("", [f"{_attempt(1)} && {_save(5, '1 hour ago')}", "true"], ["", "--resume"]),
-        ("--clean", [_attempt(1), "true"], ["--clean", "--clean"]),
         # another run has the directory in the meantime
         ("", [f"{_attempt(1)} && {_save(5)}", _attempt(2, job=43), "true"], ["", "--resume", ""]),
     ],
@@ -280,13 +278,11 @@ def test_a_job_that_is_queued_again_goes_on_with_what_it_began(
     ("arguments", "deeds", "starts"),
     [
         ("", [FAILS_BEFORE, "true"], ["", ""]),  # refused, and refused again
-        ("--clean", [FAILS_BEFORE, "true"], ["--clean", "--clean"]),
         ("--resume 40", [FAILS_BEFORE, "true"], ["--resume 40", "--resume 40"]),
         # begun, but nothing saved: the checkpoint of step 60 is not the one to go on from
         ("--resume 40", [_attempt(2), _save(45), "true"], ["--resume 40", "--resume 40", "--resume"]),
         ("--resume 40", [_SAVES, _attempt(10), "true"], ["--resume 40", "--resume", "--resume"]),
         ("--resume=40", [_attempt(2), "true"], ["--resume=40", "--resume=40"]),
-        ("--resume", [_attempt(2), "true"], ["--resume", "--resume"]),
         # other options stay
         (
             "--resume 40 --set a=1",
@@ -309,103 +305,55 @@ def test_a_job_that_is_queued_again_leaves_another_run_alone(
     assert _starts(tmp_path, cluster, arguments.split(), deeds) == starts
 
 
-def test_the_launcher_notes_its_job_as_soon_as_the_run_directory_is_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
-    with LauncherProcess(tmp_path, trainer="finish") as first:
-        assert first.end() == 0, first.output
-    noted = tmp_path / "runs" / "test" / "logs" / "latest" / "slurm_job"
-    assert noted.read_text() == "42\n"
-    monkeypatch.setenv("SLURM_JOB_ID", "43")
-    (tmp_path / "runs" / "test" / "metrics.jsonl").write_text('{"step": 1}\n')  # else it would begin there again
-    with LauncherProcess(tmp_path, trainer="finish") as refused:
-        assert refused.end() != 0
-        assert "exists already" in refused.output
-    assert noted.read_text() == "42\n"
-
-
-def _job(tmp_path: Path, *settings: str) -> tuple[Any, Path]:
-    """A small run on two trainer machines and one that serves, and its script."""
-    with socket.socket() as probe, socket.socket() as other:
-        probe.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        rdzv, server = probe.getsockname()[1], other.getsockname()[1]
-    small = (
-        "rollout.groups_per_step=4",
-        "rollout.group_size=4",
-        "optimizer.warmup_steps=0",
-        "evaluation.num_prompts=4",
-        "launch.nodes=2",
-        f"launch.rdzv=localhost:{rdzv}",
-        f"launch.slurm.server_port={server}",
-        "launch.slurm.gpus_per_node=0",
-    )
-    run = make_run(tmp_path, "quickstart.yaml", (*small, *settings))
-    script = tmp_path / "run.sbatch"
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_async", "launch", "slurm", str(run.config), "--out", str(script)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return run, script
-
-
-def _start(script: Path, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        ["bash", str(script), *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_the_script_trains_to_the_end_on_three_machines(tmp_path: Path, cluster: dict[str, str]) -> None:
-    run, script = _job(tmp_path, "training.max_steps=3")
-    job = _start(script, {**cluster, "GRPO_ASYNC_TEST_MARK": run.mark})
+def test_the_script_trains_on_three_machines_saves_ahead_of_the_time_limit_and_goes_on_after_a_requeue(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    settings = (
+        *SMALL,
+        "evaluation.num_prompts=4",
+        "training.max_steps=5000",
+        "launch.nodes=2",
+        f"launch.rdzv=localhost:{free_port()}",
+        f"launch.slurm.server_port={free_port()}",
+        "launch.slurm.gpus_per_node=0",
+    )
+    run = make_run(tmp_path, "quickstart.yaml", settings)
+    script = tmp_path / "run.sbatch"
+    made = run_command("launch", "slurm", str(run.config), "--out", str(script))
+    assert made.returncode == 0, made.stdout + made.stderr
+
+    def start(**more: str) -> subprocess.Popen[str]:
+        environment = {**cluster, "GRPO_ASYNC_TEST_MARK": run.mark, **more}
+        return subprocess.Popen(
+            ["bash", str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def ends(job: subprocess.Popen[str], number: signal.Signals) -> str:
+        job.send_signal(number)
+        done = finish(job, timeout_s=120.0)
+        assert done.returncode == 143, done.stdout[-4000:]
+        assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
+        assert run.checkpoints()[-1] == len(run.metrics())
+        run.assert_nothing_is_left()
+        return done.stdout
+
+    job = start()
     token = tmp_path / "run.token"
     wait_for(lambda: token.exists() and token.stat().st_size == 64, what="the token", timeout_s=30.0)
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     secret = token.read_text()
-    done = finish(job, timeout_s=180.0)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert run.summary()["steps"] == 3
-    assert run.summary()["num_devices"] == 2
-    assert run.summary()["ledger_closed"]
+    run.wait_for_step(2, job, timeout_s=180.0)
+    printed = ends(job, signal.SIGUSR1)
     started = (tmp_path / "srun.log").read_text().splitlines()
     assert len(started) == 2
     assert any("serve-embedded" in line for line in started)
     assert any("--node-rank 1" in line for line in started)
+    assert run.summary()["num_devices"] == 2
     assert not token.exists()
-    assert secret not in done.stdout + "".join(started)
-    run.assert_nothing_is_left()
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_ahead_of_the_time_limit_the_run_saves_and_the_job_goes_on_after_a_requeue(
-    tmp_path: Path, cluster: dict[str, str]
-) -> None:
-    run, script = _job(tmp_path, "training.max_steps=5000")
-    environment = {**cluster, "GRPO_ASYNC_TEST_MARK": run.mark}
-    job = _start(script, environment)
-    wait_for(lambda: len(run.metrics()) >= 2 or job.poll() is not None, what="two steps", timeout_s=180.0)
-    job.send_signal(signal.SIGUSR1)
-    done = finish(job, timeout_s=120.0)
-    assert done.returncode == 143, done.stdout[-4000:]
-    assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
+    assert secret not in printed + "".join(started)
     steps = len(run.metrics())
-    assert (run.folder / "checkpoints" / f"step_{steps}").is_dir()
-    run.assert_nothing_is_left()
-    again = _start(script, {**environment, "SLURM_RESTART_COUNT": "1"})
-    wait_for(
-        lambda: len(run.metrics()) >= steps + 2 or again.poll() is not None, what="two more steps", timeout_s=180.0
-    )
-    again.send_signal(signal.SIGTERM)  # a stop by hand: saved, and not queued again
-    done = finish(again, timeout_s=120.0)
-    assert done.returncode == 143, done.stdout[-4000:]
-    assert f"from the checkpoint of step {steps}" in done.stdout
-    assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
-    run.assert_nothing_is_left()
+    again = start(SLURM_RESTART_COUNT="1")
+    run.wait_for_step(steps + 2, again, timeout_s=180.0)
+    assert f"from the checkpoint of step {steps}" in ends(again, signal.SIGTERM)  # by hand: saved, not queued again

@@ -14,7 +14,7 @@ from grpo_async.display.output import Output
 from grpo_async.errors import DeadlineError
 from grpo_async.launcher.conduct import report_end
 from grpo_async.launcher.supervisor import Outcome
-from grpo_async.processes.failures import RankExit, explain, first_failure, write_failure, write_rank_exits
+from grpo_async.processes.failures import RankExit, RankFailure, explain, write_failure, write_rank_exits
 from grpo_async.processes.wording import tail
 from grpo_async.rundir import RunDir
 
@@ -23,66 +23,67 @@ def _fail(folder: Path, rank: int, error: Exception) -> None:
     try:
         raise error
     except type(error) as caught:
-        write_failure(folder, rank, caught)
+        write_failure(folder, RankFailure.of(rank, caught))
+
+
+def _lines(folder: Path) -> list[str]:
+    text = explain(folder)
+    assert text is not None
+    return text.splitlines()
 
 
 def _exit(rank: int, exit_code: int) -> RankExit:
     return RankExit(rank=rank, pid=100 + rank, time=time.time(), exit_code=exit_code)
 
 
-def test_the_earliest_failure_is_the_cause(tmp_path: Path) -> None:
-    assert first_failure(tmp_path) is None
+def test_the_earliest_failure_is_the_cause_and_a_rank_that_the_agent_ended_is_not(tmp_path: Path) -> None:
     assert explain(tmp_path) is None
     _fail(tmp_path, 1, ZeroDivisionError("no samples"))
     _fail(tmp_path, 0, RuntimeError("connection closed by peer"))
-    failure = first_failure(tmp_path)
-    assert failure is not None
-    assert (failure.rank, failure.error) == (1, "ZeroDivisionError: no samples")
-    text = explain(tmp_path)
-    assert text is not None
-    assert "trainer rank 1 failed: ZeroDivisionError: no samples" in text
-    assert "_fail" in text  # the traceback
-
-
-def test_an_error_raised_on_purpose_is_shown_without_its_traceback(tmp_path: Path) -> None:
-    _fail(tmp_path, 0, DeadlineError("samples of step 3", waited_s=600, setting="training.queue_timeout_s"))
-    text = explain(tmp_path)
-    assert text is not None
-    assert text.startswith("trainer rank 0 failed: waited 600 s for samples of step 3")
-    assert "\n" not in text
-
-
-def test_what_a_model_wrote_cannot_reach_the_terminal_through_an_error(tmp_path: Path) -> None:
-    _fail(tmp_path, 0, RuntimeError("the tool said \x1b]0;x\x07here\x1b[2J\r gone"))
-    text = explain(tmp_path)
-    assert text is not None
-    assert text.startswith("trainer rank 0 failed: RuntimeError: the tool said here gone\n")
-    assert "    raise error\n" in text  # lines stay lines
-    write_rank_exits(tmp_path, [_exit(1, -signal.SIGKILL)])
-    text = explain(tmp_path)
-    assert text is not None
-    assert text.splitlines()[1] == "after that rank 0 reported: RuntimeError: the tool said here gone"
+    write_rank_exits(tmp_path, [_exit(1, 1), _exit(0, -signal.SIGTERM)])
+    lines = _lines(tmp_path)
+    assert lines[0] == "trainer rank 1 failed: ZeroDivisionError: no samples"
+    assert any("in _fail" in line for line in lines)  # the traceback
 
 
 def test_a_killed_rank_goes_before_the_error_that_it_caused_elsewhere(tmp_path: Path) -> None:
     _fail(tmp_path, 0, RuntimeError("connection closed by peer"))
     write_rank_exits(tmp_path, [_exit(0, 1), _exit(1, -signal.SIGKILL)])
-    text = explain(tmp_path)
-    assert text is not None
-    assert text.splitlines()[0].startswith("trainer rank 1 (pid 101) was killed by SIGKILL")
-    assert text.splitlines()[1] == "after that rank 0 reported: RuntimeError: connection closed by peer"
+    killed, other = _lines(tmp_path)
+    assert killed.startswith("trainer rank 1 (pid 101) was killed by SIGKILL")
+    assert other == "after that rank 0 reported: RuntimeError: connection closed by peer"
 
 
-def test_a_rank_that_the_agent_ended_is_not_the_cause(tmp_path: Path) -> None:
-    _fail(tmp_path, 1, ZeroDivisionError("no samples"))
-    write_rank_exits(tmp_path, [_exit(1, 1), _exit(0, -signal.SIGTERM)])
-    text = explain(tmp_path)
+def test_a_rank_that_could_write_nothing_is_the_cause_by_what_it_told_the_launcher(tmp_path: Path) -> None:
+    told = RankFailure.of(1, OSError(28, "No space left on device"))
+    _fail(tmp_path, 0, RuntimeError("connection closed by peer"))
+    text = explain(tmp_path, [told])
     assert text is not None
-    assert text.startswith("trainer rank 1 failed")
+    assert text.startswith("trainer rank 1 failed: OSError: [Errno 28] No space left on device")
+
+
+def test_an_error_raised_on_purpose_is_shown_without_its_traceback(tmp_path: Path) -> None:
+    _fail(tmp_path, 0, DeadlineError("samples of step 3", waited_s=600, setting="training.queue_timeout_s"))
+    (line,) = _lines(tmp_path)
+    assert line.startswith("trainer rank 0 failed: waited 600 s for samples of step 3")
+
+
+def test_what_a_model_wrote_cannot_reach_the_terminal_through_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fail(tmp_path, 0, RuntimeError("the tool said \x1b]0;x\x07here\x1b[2J\r gone"))
+    lines = _lines(tmp_path)
+    assert lines[0] == "trainer rank 0 failed: RuntimeError: the tool said here gone"
+    assert "      raise error" in lines  # lines stay lines
+    write_rank_exits(tmp_path, [_exit(1, -signal.SIGKILL)])
+    assert _lines(tmp_path)[1] == "after that rank 0 reported: RuntimeError: the tool said here gone"
+    outcome = Outcome(exit_code=1, error="the server said \x1b]0;x\x07no\x1b[2J\ntwice")
+    assert report_end(outcome, RunDir(tmp_path), Output(console=Console(file=io.StringIO()))) == 1
+    assert capsys.readouterr().err == "error: the server said no\ntwice\n"
 
 
 def test_a_full_disk_does_not_mask_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert write_failure(tmp_path / "missing", 0, ValueError("the cause")) is None
+    write_failure(tmp_path / "missing", RankFailure.of(0, ValueError("the cause")))
     assert "cannot write" in capsys.readouterr().err
 
 
@@ -91,9 +92,3 @@ def test_the_tail_of_a_log_is_short_and_cannot_move_the_cursor(tmp_path: Path) -
     assert tail(log) == []
     log.write_bytes(b"early\n" * 100_000 + b"10%\r20%\r\n\x1b[2J\x1b]0;title\x07\x1b[31mred\x1b[0m \xff\n\n")
     assert tail(log, 3) == ["early", "20%", "red \ufffd"]
-
-
-def test_the_launchers_last_word_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = Outcome(exit_code=1, error="the server said \x1b]0;x\x07no\x1b[2J\ntwice")
-    assert report_end(outcome, RunDir(tmp_path), Output(console=Console(file=io.StringIO()))) == 1
-    assert capsys.readouterr().err == "error: the server said no\ntwice\n"
