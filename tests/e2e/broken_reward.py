@@ -11,7 +11,3 @@ def always_raises(completions: list[Any], **_: Any) -> list[float]:
 
 def always_zero(completions: list[Any], **_: Any) -> list[float]:
     return [0.0] * len(completions)
-
-
-def needs_a_column(completions: list[Any], gold: list[str], **_: Any) -> list[float]:
-    return [float(completion == answer) for completion, answer in zip(completions, gold, strict=True)]

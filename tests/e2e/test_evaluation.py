@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import GoldenRun
-from tests.e2e.support import _MARK as MARK_VARIABLE
-from tests.e2e.support import REPOSITORY, Run, finish, make_run, wait_for
+from tests.e2e.support import REPOSITORY, finish, free_port, make_run, rows_of, run_command, serving_alone, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -33,34 +28,27 @@ SMALL = (
     "evaluation.max_in_flight=8",
     "evaluation.group_by=answer",
 )
-
-
-def _log(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.folder / "evaluations.jsonl").read_text().splitlines()]
+NUMBERS = ("num_prompts", "reward", "pass@1", "mean_length", "truncated")
 
 
 def _eval(config: Path, *arguments: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
     """`grpo-async eval --json`: what it prints on stdout."""
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_async", "eval", str(config), "--json", *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=300.0,
-        check=False,
-    )
+    done = run_command("eval", str(config), "--json", *arguments, environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout)
     return result
+
+
+def _numbers(metrics: dict[str, float]) -> list[float]:
+    return [metrics[name] for name in NUMBERS]
 
 
 def test_training_goes_on_while_an_evaluation_runs_and_its_numbers_stay_apart(tmp_path: Path) -> None:
     keep = ("checkpoint.every_steps=2", "checkpoint.keep_last=1", "checkpoint.keep_best=1")
     run = make_run(tmp_path, "quickstart.yaml", (*SMALL, *keep, "training.max_steps=24", "rollout.max_staleness=2"))
     summary, output = run.complete()
-    lines, log = run.metrics(), _log(run)
-    assert [line["step"] for line in lines] == list(range(1, 25))
+    lines, log = run.metrics(), run.evaluations()
+    assert len(lines) == 24
     # the step that reports an evaluation, and the one at whose end it began: those between were made meanwhile
     reported = [(line["step"], int(line["eval/step"])) for line in lines if "eval/step" in line]
     meanwhile = [step - began - 1 for step, began in reported if began > 0]
@@ -75,11 +63,10 @@ def test_training_goes_on_while_an_evaluation_runs_and_its_numbers_stay_apart(tm
     assert all("still running" in record["skipped"] for record in log if "metrics" not in record)
     # the last checkpoint, and the one with the best evaluation during training (of equal ones the newer)
     best = max((metrics["reward"], step) for step, metrics in done.items())[1]
-    assert {int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step_*")} == {best, 24}
+    assert set(run.checkpoints()) == {best, 24}
     # the tokens of evaluations are none of training's
     generated = sum(line["perf/generated_tokens_per_s"] * line["step_time"] for line in lines)
-    started = lines[-1]["ledger/tokens/started"]
-    assert generated == pytest.approx(started, rel=0.15)
+    assert generated == pytest.approx(lines[-1]["ledger/tokens/started"], rel=0.15)
     # parts of the data
     after = summary["evaluation"]["after"]
     by_answer = summary["evaluation"]["by_group"]["after"]
@@ -90,24 +77,12 @@ def test_training_goes_on_while_an_evaluation_runs_and_its_numbers_stay_apart(tm
     assert {f"eval/reward/{answer}" for answer in by_answer} <= lines[0].keys()
     assert "held-out at step 2" in output
     assert "held out, after training" in output
-    rows = _rows(run, "last")
+    rows = rows_of(run.folder, "--evaluation", "last")
     assert len(rows) == 12
     assert {row["step"] for row in rows} == {24}
     assert all(len(row["rollouts"]) == 4 for row in rows)
     mean = sum(rollout["reward"] for row in rows for rollout in row["rollouts"]) / 48
     assert mean == pytest.approx(after["reward"])
-
-
-def _rows(run: Run, evaluation: str) -> list[dict[str, Any]]:
-    shown = subprocess.run(
-        [sys.executable, "-m", "grpo_async", "inspect-rollouts", str(run.folder), "--evaluation", evaluation, "--json"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return [json.loads(line) for line in shown.stdout.splitlines()]
 
 
 @pytest.mark.nightly
@@ -118,7 +93,7 @@ def test_a_pinned_evaluation_is_answered_by_one_version_and_nothing_of_training_
     run = make_run(tmp_path, "quickstart.yaml", settings)
     summary, _ = run.complete()
     lines = run.metrics()
-    during = [record for record in _log(run) if record["when"] == "step" and "metrics" in record]
+    during = [record for record in run.evaluations() if record["when"] == "step" and "metrics" in record]
     assert during
     for record in during:
         metrics = record["metrics"]
@@ -145,14 +120,14 @@ def test_an_evaluation_that_a_kill_broke_off_is_made_again_and_those_that_were_d
     run = make_run(tmp_path, "quickstart.yaml", settings)
     process = run.start()
     run.wait_for_step(4, process)
-    wait_for(lambda: (run.folder / "checkpoints" / "step_3").exists(), what="a checkpoint", timeout_s=60.0)
-    done = [record["due"] for record in _log(run) if "metrics" in record]
+    run.wait_for(lambda: 3 in run.checkpoints(), process, what="a checkpoint")
+    done = [record["due"] for record in run.evaluations() if "metrics" in record]
     assert done == [0], "the evaluation of step 3 has ended: it was to be long"
     process.send_signal(signal.SIGKILL)
     finish(process, timeout_s=30.0)
     run.assert_nothing_is_left(within_s=20.0)
     summary, _ = run.complete("--resume")
-    log = _log(run)
+    log = run.evaluations()
     assert sorted(record["due"] for record in log) == [0, 3, 6, 8]
     again = next(record for record in log if record["due"] == 3)
     assert again["step"] >= 3
@@ -167,15 +142,13 @@ def test_an_evaluation_that_a_kill_broke_off_is_made_again_and_those_that_were_d
 def test_eval_finds_what_the_run_found_in_its_model(golden_run: GoldenRun) -> None:
     """Greedy, float32 throughout: the exported model is the policy of the run's last evaluation."""
     exported = _eval(golden_run.run.config, "--run", str(golden_run.run.folder))
-    after = golden_run.run.summary()["evaluation"]["after"]
     assert exported["evaluated"] == "model"
-    names = ("num_prompts", "reward", "pass@1", "mean_length", "truncated")
-    assert [exported["metrics"][name] for name in names] == [after[name] for name in names]
+    assert _numbers(exported["metrics"]) == _numbers(golden_run.run.summary()["evaluation"]["after"])
 
 
 @pytest.mark.nightly
-def test_eval_finds_what_the_run_found_in_its_model_and_in_its_checkpoints(tmp_path: Path) -> None:
-    """Greedy, float32 throughout: the exported model and the last checkpoint are the policy of the run's last evaluation."""
+def test_eval_finds_what_the_run_found_in_its_checkpoints(tmp_path: Path) -> None:
+    """Greedy, float32 throughout: the last checkpoint is the policy of the run's last evaluation, an earlier one is another."""
     settings = (
         *SMALL,
         "training.max_steps=4",
@@ -188,52 +161,38 @@ def test_eval_finds_what_the_run_found_in_its_model_and_in_its_checkpoints(tmp_p
     )
     run = make_run(tmp_path, "quickstart.yaml", settings)
     summary, _ = run.complete()
-    before, after = (summary["evaluation"][when] for when in ("before", "after"))
-    step_2 = next(record["metrics"] for record in _log(run) if record["step"] == 2)
-    names = ("num_prompts", "reward", "pass@1", "mean_length", "truncated")
-
-    def numbers(metrics: dict[str, float]) -> list[float]:
-        return [metrics[name] for name in names]
-
-    exported = _eval(run.config, "--run", str(run.folder))
-    assert exported["evaluated"] == "model"
-    assert numbers(exported["metrics"]) == numbers(after)
-    assert exported["by_group"].keys() == summary["evaluation"]["by_group"]["after"].keys()
-    assert numbers(_eval(run.config, "--checkpoint", "latest")["metrics"]) == numbers(after)
-    earlier = _eval(
-        run.config, "--checkpoint", str(run.folder / "checkpoints" / "step_2"), "--out", str(tmp_path / "out")
-    )
-    assert numbers(earlier["metrics"]) == numbers(step_2)
-    assert numbers(step_2) != numbers(after) != numbers(before)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+    before, after = (_numbers(summary["evaluation"][when]) for when in ("before", "after"))
+    step_2 = next(_numbers(record["metrics"]) for record in run.evaluations() if record["step"] == 2)
+    latest = _eval(run.config, "--checkpoint", "latest")
+    assert _numbers(latest["metrics"]) == after
+    assert latest["by_group"].keys() == summary["evaluation"]["by_group"]["after"].keys()
+    folder = tmp_path / "out"
+    earlier = _eval(run.config, "--checkpoint", str(run.folder / "checkpoints" / "step_2"), "--out", str(folder))
+    assert _numbers(earlier["metrics"]) == step_2
+    assert step_2 != after != before
+    assert sorted(path.name for path in folder.iterdir()) == [
         *("checkpoints", "config.yaml", "evaluation.json", "logs", "plan.txt", "rollouts"),
     ]
 
 
 @pytest.mark.nightly
-def test_eval_asks_servers_that_run_already_and_leaves_them_running(tmp_path: Path) -> None:
-    """They serve the base model, as servers of its own do."""
-    settings = ("evaluation.num_prompts=12", "evaluation.group_by=answer")
-    run = make_run(tmp_path, "quickstart.yaml", settings)
-    own = _eval(run.config)
+def test_servers_that_run_already_are_trained_on_and_evaluated_and_go_on_running(tmp_path: Path) -> None:
+    """`inference.urls`: serve alone in one terminal. Two runs, so that the weight group forms anew. An evaluation finds there the
+    base model, as with servers of its own."""
+    port, token = free_port(), {"GRPO_ASYNC_TOKEN": "a-token-of-the-user"}
+    small = (*SMALL, "evaluation.every_steps=1000", "evaluation.samples=1", "evaluation.temperature=0.0")
+    settings = (*small, "training.max_steps=2", f"inference.urls=[http://127.0.0.1:{port}]")
+    alone = make_run(tmp_path, "quickstart.yaml", small, name="alone")
+    own = _eval(alone.config)
     assert own["evaluated"] == "base"
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {"GRPO_ASYNC_TOKEN": "a-token-of-the-user"}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "grpo_async", "serve-embedded", str(run.config), "--port", str(port)],
-        cwd=REPOSITORY,
-        env={**os.environ, **environment},
-    )
-    try:
-        served = _eval(run.config, "--set", f"inference.urls=[http://127.0.0.1:{port}]", environment=environment)
+    with serving_alone(alone.config, port, "a-token-of-the-user") as server:
+        served = _eval(alone.config, "--set", f"inference.urls=[http://127.0.0.1:{port}]", environment=token)
         assert served["evaluated"] == "served"
         assert {**served["metrics"], "duration_s": 0} == {**own["metrics"], "duration_s": 0}
         assert served["by_group"] == own["by_group"]
-        assert server.poll() is None
-    finally:
+        for name in ("first", "second"):
+            make_run(tmp_path, "quickstart.yaml", settings, name=name).complete(environment=token)
+            assert server.poll() is None
         server.terminate()
         assert server.wait(timeout=30.0) in (0, -15)
 
@@ -242,16 +201,11 @@ def test_eval_asks_servers_that_run_already_and_leaves_them_running(tmp_path: Pa
 def test_eval_that_is_interrupted_ends_at_once_with_130_and_leaves_nothing(tmp_path: Path) -> None:
     settings = ("evaluation.samples=8", "evaluation.temperature=1.0", "evaluation.max_in_flight=1")
     run = make_run(tmp_path, "quickstart.yaml", settings)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "grpo_async", "eval", str(run.config), "--checkpoint", _base_model()],
-        cwd=REPOSITORY,
-        env={**os.environ, MARK_VARIABLE: run.mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    model = REPOSITORY / ".cache" / "quickstart" / "seed_0" / "model"
+    process = run.start("--checkpoint", str(model), command="eval")
     folder = tmp_path / "run.eval-model"
-    wait_for(lambda: _has_rows(folder / "rollouts"), what="the first rollouts", timeout_s=120.0)
+    blocks = folder / "rollouts"
+    wait_for(lambda: any(path.stat().st_size for path in blocks.glob("block-*")), what="rollouts", timeout_s=120.0)
     process.send_signal(signal.SIGINT)
     assert finish(process, timeout_s=60.0).returncode == 130
     run.assert_nothing_is_left()
@@ -259,23 +213,14 @@ def test_eval_that_is_interrupted_ends_at_once_with_130_and_leaves_nothing(tmp_p
     assert not (folder / "token").exists()
 
 
-def _base_model() -> str:
-    return str(REPOSITORY / ".cache" / "quickstart" / "seed_0" / "model")
-
-
-def _has_rows(folder: Path) -> bool:
-    return any(path.stat().st_size for path in folder.glob("block-*"))
-
-
 @pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.usefixtures("needs_vllm")
 def test_eval_on_vllm_gives_the_embedded_engines_greedy_numbers(tmp_path: Path) -> None:
     """Float32 on both; a tie between two tokens may fall differently, so a completion of 40 may."""
-    settings = ("evaluation.num_prompts=40",)
     numbers = []
     for base in ("quickstart.yaml", "quickstart-vllm.yaml"):
-        run = make_run(tmp_path, base, settings, name=base.removesuffix(".yaml"))
+        run = make_run(tmp_path, base, ("evaluation.num_prompts=40",), name=base.removesuffix(".yaml"))
         result = _eval(run.config)
         assert result["engine"] == ("vllm" if "vllm" in base else "embedded")
         numbers.append(result["metrics"])

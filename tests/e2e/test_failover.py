@@ -6,15 +6,11 @@ twice, no process left; the time to recover stands in summary.json.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +18,14 @@ import httpx
 import psutil
 import pytest
 
-from grpo_async.store import GroupRow, scan_groups
-from tests.e2e.support import REPOSITORY, Run, finish, make_run, wait_for
+from grpo_async.store import scan_groups
+from tests.e2e.support import SMALL, Run, finish, free_port, make_run, rewards, serving_alone, wait_for
 
 pytestmark = pytest.mark.slow
 
-SMALL = (
-    "rollout.groups_per_step=4",
-    "rollout.group_size=4",
+SETTINGS = (
+    *SMALL,
     "evaluation.num_prompts=8",
-    "optimizer.warmup_steps=0",
     "checkpoint.every_steps=1000",
     "inference.restart_delay_s=0.2",
     "inference.max_restarts=5",
@@ -40,14 +34,10 @@ SMALL = (
 # hangs is waited for longer than that, by the run and by the tests' own questions.
 HEARTBEAT_S = 12.0
 VLLM_HEARTBEAT_S = 60.0
-SLOW_STEPS = "rewards=[{function: 'tests.e2e.soak_reward:by_place_in_no_hurry'}]"
+SLOW_STEPS = rewards("soak_reward:by_place_in_no_hurry")
 """A server needs some seconds to start; a run that need not wait for it makes few steps meanwhile."""
 SERVER = {"quickstart.yaml": "serve-embedded", "quickstart-vllm.yaml": "vllm.entrypoints.openai.api_server"}
 RECOVERY_S = 300.0  # a hang is noticed, and a vLLM starts on a busy machine
-
-
-def _settled(run: Run) -> list[GroupRow]:
-    return [stored.row for stored in scan_groups(run.folder / "rollouts", with_superseded=True)]
 
 
 def _assert_accounts(run: Run, process: subprocess.Popen[str], *, failures: int) -> dict[str, Any]:
@@ -59,11 +49,11 @@ def _assert_accounts(run: Run, process: subprocess.Popen[str], *, failures: int)
     assert summary["status"] == "finished"
     assert summary["ledger_closed"], summary["ledger"]
     assert [line["step"] for line in run.metrics()] == list(range(1, summary["steps"] + 1))
-    rows = _settled(run)
+    rows = [stored.row for stored in scan_groups(run.folder / "rollouts", with_superseded=True)]
     trained = Counter(row.prompt_id for row in rows if row.status.value == "trained")
     assert trained, "nothing was trained"
     assert set(trained.values()) == {1}, "a prompt was trained twice"
-    assert max(Counter(row.group_id for row in rows).values()) == 1, "a group was settled twice"
+    assert max(Counter(row.group_id for row in rows).values()) == 1, "a group was written twice"
     assert summary["ledger"]["groups"]["failed"] == 0, "a server's death is no failure of a rollout"
     assert len(summary["server_failures"]) == failures, summary["server_failures"]
     for failure in summary["server_failures"]:
@@ -77,24 +67,21 @@ def _server(run: Run, base: str) -> psutil.Process:
     return server
 
 
-def _connection(run: Run, index: int = 0) -> httpx.Client:
-    """A client of a server of the run, as its user may have one: address from plan.txt, token from the run's file."""
-    urls = re.findall(r"http://127\.0\.0\.1:\d+", (run.folder / "plan.txt").read_text())
+def _connection(run: Run) -> httpx.Client:
+    """A client of the server of the run, as its user may have one: address from plan.txt, token from the run's file."""
+    url = re.findall(r"http://127\.0\.0\.1:\d+", (run.folder / "plan.txt").read_text())[0]
     token = (run.folder / "token").read_text().strip()
-    return httpx.Client(
-        base_url=list(dict.fromkeys(urls))[index], headers={"authorization": f"Bearer {token}"}, timeout=HEARTBEAT_S
-    )
+    return httpx.Client(base_url=url, headers={"authorization": f"Bearer {token}"}, timeout=HEARTBEAT_S)
 
 
-def _wait_until_mended(run: Run, process: subprocess.Popen[str], *, restarts: int, servers: int = 1) -> None:
-    """Until that many restarts have happened and every server serves again, by the run's own metrics."""
+def _wait_until(run: Run, process: subprocess.Popen[str], *, serving: int = 1, restarts: int = 0) -> None:
+    """Until so many servers serve after so many restarts, by the run's own metrics."""
 
-    def mended() -> bool:
-        assert process.poll() is None, f"the run ended early:\n{process.communicate()[0]}\n{run.logs()[-3000:]}"
+    def reached() -> bool:
         last = run.metrics()[-1]
-        return last["servers/restarts"] >= restarts and last["servers/serving"] == servers
+        return last["servers/restarts"] >= restarts and last["servers/serving"] == serving
 
-    wait_for(mended, what=f"server failure {restarts} to be mended", timeout_s=RECOVERY_S)
+    run.wait_for(reached, process, what=f"{serving} to serve after {restarts} restarts", timeout_s=RECOVERY_S)
 
 
 def _is_paused(client: httpx.Client) -> bool:
@@ -118,24 +105,24 @@ def _kill_kill_and_stop(tmp_path: Path, base: str, *, heartbeat_s: float = HEART
     run = make_run(
         tmp_path,
         base,
-        (*SMALL, "training.max_steps=60", f"inference.heartbeat_timeout_s={heartbeat_s}", "weights.timeout_s=60"),
+        (*SETTINGS, "training.max_steps=60", f"inference.heartbeat_timeout_s={heartbeat_s}", "weights.timeout_s=60"),
     )
     process = run.start()
     run.wait_for_step(2, process, timeout_s=RECOVERY_S)
 
     _server(run, base).kill()  # generating is what it does nearly all the time
-    _wait_until_mended(run, process, restarts=1)
+    _wait_until(run, process, restarts=1)
 
     victim = _server(run, base)
     with _connection(run) as client:
         wait_for(lambda: _is_paused(client), what="a push", timeout_s=RECOVERY_S, every_s=0.0)
         victim.kill()
-    _wait_until_mended(run, process, restarts=2)
+    _wait_until(run, process, restarts=2)
 
     hung = _server(run, base)
     for stopped in [hung, *hung.children(recursive=True)]:
         stopped.send_signal(signal.SIGSTOP)
-    _wait_until_mended(run, process, restarts=3)
+    _wait_until(run, process, restarts=3)
     assert not hung.is_running(), "the hung server was left behind"
 
     summary = _assert_accounts(run, process, failures=3)
@@ -148,7 +135,7 @@ def test_a_server_that_never_comes_back_is_given_up_with_its_own_last_words(tmp_
     run = make_run(
         tmp_path,
         "quickstart.yaml",
-        (*SMALL, "training.max_steps=5000", "inference.max_restarts=2", "inference.restart_delay_s=2"),
+        (*SETTINGS, "training.max_steps=5000", "inference.max_restarts=2", "inference.restart_delay_s=2"),
     )
     process = run.start()
     run.wait_for_step(2, process)
@@ -175,37 +162,13 @@ def _binds(listener: socket.socket, port: int) -> bool:
     return True
 
 
-@contextmanager
-def _serving_alone(folder: Path, base: str, port: int, token: str) -> Iterator[subprocess.Popen[bytes]]:
-    log = (folder / f"server_{port}.log").open("wb")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "grpo_async", "serve-embedded", str(REPOSITORY / "configs" / base), "--port", str(port)],
-        cwd=REPOSITORY,
-        env={**os.environ, "GRPO_ASYNC_TOKEN": token},
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(timeout=30.0)
-        log.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.nightly
 def test_external_servers_may_join_late_hang_and_come_back(tmp_path: Path) -> None:
     """`inference.urls`: the second server starts when the run is under way, then the first hangs for a while."""
-    ports = [_free_port(), _free_port()]
+    ports = [free_port(), free_port()]
     urls = ", ".join(f"http://127.0.0.1:{port}" for port in ports)
     settings = (
-        *SMALL,
+        *SETTINGS,
         SLOW_STEPS,
         "training.max_steps=120",
         f"inference.urls=[{urls}]",
@@ -213,11 +176,11 @@ def test_external_servers_may_join_late_hang_and_come_back(tmp_path: Path) -> No
         "weights.timeout_s=10",
     )
     run = make_run(tmp_path, "quickstart.yaml", settings)
-    with _serving_alone(tmp_path, "quickstart.yaml", ports[0], "secret") as first:
-        process = run.start(environment={**os.environ, "GRPO_ASYNC_TOKEN": "secret"})
+    with serving_alone(run.config, ports[0], "secret") as first:
+        process = run.start(environment={"GRPO_ASYNC_TOKEN": "secret"})
         run.wait_for_step(2, process, timeout_s=RECOVERY_S)
         assert run.metrics()[-1]["servers/serving"] == 1
-        with _serving_alone(tmp_path, "quickstart.yaml", ports[1], "secret"):
+        with serving_alone(run.config, ports[1], "secret"):
             _wait_until(run, process, serving=2)
             first.send_signal(signal.SIGSTOP)
             _wait_until(run, process, serving=1)
@@ -227,11 +190,3 @@ def test_external_servers_may_join_late_hang_and_come_back(tmp_path: Path) -> No
     # whichever notices first: a heartbeat, or a push that it takes part in
     reason = summary["server_failures"][0]["reason"]
     assert "answer" in reason or "timed out" in reason, reason
-
-
-def _wait_until(run: Run, process: subprocess.Popen[str], *, serving: int) -> None:
-    def reached() -> bool:
-        assert process.poll() is None, f"the run ended early:\n{process.communicate()[0]}\n{run.logs()[-3000:]}"
-        return run.metrics()[-1]["servers/serving"] == serving
-
-    wait_for(reached, what=f"{serving} servers to serve", timeout_s=RECOVERY_S)

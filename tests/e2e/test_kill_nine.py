@@ -20,19 +20,17 @@ import psutil
 import pytest
 
 from grpo_async.store import read_groups
-from tests.e2e.support import Run, make_run
+from tests.e2e.support import SMALL, Run, assert_ledger_closes_at_every_step, make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SHORT = (1, 8)  # kills and steps: a life lasts for one to five steps, so that all kills are over before the run is
 LONG = (10, 60)
 MOST_STEPS = 5  # of a life
-SMALL = (
-    "rollout.groups_per_step=4",
-    "rollout.group_size=4",
+SETTINGS = (
+    *SMALL,
     "rollout.max_completion_tokens=32",
     "rollout.zero_variance=resample",  # every step trains four groups, so their number does not hang on luck
-    "optimizer.warmup_steps=0",
     "optimizer.lr=2e-5",  # it learns slowly: what the model knows gives no signal, and so no group
     "checkpoint.every_steps=1",
     "evaluation=null",
@@ -112,7 +110,7 @@ def _chain(run: Run, *, kills: int, steps: int, seed: int) -> list[str]:
             output = process.communicate(timeout=30.0)[0]
             raise AssertionError("\n".join([*history, "it ended by itself", output[-3000:], run.logs()[-3000:]]))
         _kill_everything(run, process)
-        saved = sorted(int(p.name.removeprefix("step_")) for p in (run.folder / "checkpoints").glob("step_*"))
+        saved = run.checkpoints()
         history.append(f"killed after {moment}; checkpoints {saved}, lines {len(run.metrics())}")
         arguments = ["--resume"] if saved else ["--clean"]
     done = run.train(*arguments, timeout_s=240.0)
@@ -129,18 +127,15 @@ def _assert_accounts_are_right(run: Run, steps: int, history: list[str]) -> None
     assert groups["trained"] == steps * 4, f"{groups}\n{where}"
     assert groups["queued"] == groups["in_flight"] == 0, f"{groups}\n{where}"
     assert [line["step"] for line in run.metrics()] == list(range(1, steps + 1)), where
-    for line in run.metrics():
-        for kind in ("groups", "tokens"):
-            counts = {k.rpartition("/")[2]: v for k, v in line.items() if k.startswith(f"ledger/{kind}/")}
-            assert counts.pop("started") == sum(counts.values()), f"step {line['step']}: {line}\n{where}"
+    assert_ledger_closes_at_every_step(run.metrics())
     # the store agrees: each step trained four prompts, and no prompt was trained twice
     trained = _trained(run)
     assert {step: counts.total() for step, counts in trained.items()} == dict.fromkeys(range(1, steps + 1), 4), where
     assert max(sum(trained.values(), Counter()).values()) == 1, where
     rows = [row for row in read_groups(run.folder / "rollouts") if row.status.value != "cancelled"]
-    settled = Counter(row.prompt_id for row in rows)
-    assert set(settled.values()) == {1}, f"a prompt was settled twice: {settled}\n{where}"
-    # no prompt was skipped: what was settled, and what was in flight at the end, are the first ones of the stream
+    written = Counter(row.prompt_id for row in rows)
+    assert set(written.values()) == {1}, f"a prompt was written twice: {written}\n{where}"
+    # no prompt was skipped: what was written, and what was in flight at the end, are the first ones of the stream
     known = {row.prompt_id for row in read_groups(run.folder / "rollouts")}
     assert known == set(range(len(known))), f"{sorted(known)}\n{where}"
 
@@ -149,7 +144,7 @@ def _assert_accounts_are_right(run: Run, steps: int, history: list[str]) -> None
 def test_a_synchronous_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     tmp_path: Path, kills: int, steps: int
 ) -> None:
-    sync = (*SMALL, f"training.max_steps={steps}", "rollout.max_staleness=0")
+    sync = (*SETTINGS, f"training.max_steps={steps}", "rollout.max_staleness=0")
     straight = make_run(tmp_path, "quickstart.yaml", sync, name="straight")
     straight.complete()
     killed = make_run(tmp_path, "quickstart.yaml", sync, name="killed")
@@ -168,7 +163,7 @@ def test_an_asynchronous_run_that_is_killed_again_and_again_loses_no_prompt(tmp_
     run = make_run(
         tmp_path,
         "quickstart.yaml",
-        (*SMALL, f"training.max_steps={steps}", "rollout.max_staleness=2"),
+        (*SETTINGS, f"training.max_steps={steps}", "rollout.max_staleness=2"),
         name="killed",
     )
     history = _chain(run, kills=kills, steps=steps, seed=2)

@@ -21,17 +21,10 @@ from rich.cells import cell_len
 
 from grpo_async.display.display import EVENTS
 from tests.e2e.conftest import GoldenRun
-from tests.e2e.support import REPOSITORY, Run, make_run, status_of
+from tests.e2e.support import REPOSITORY, SMALL, Run, make_run, status_of
 
 pytestmark = pytest.mark.slow
 
-SMALL = (
-    "rollout.groups_per_step=4",
-    "rollout.group_size=4",
-    "evaluation.num_prompts=8",
-    "optimizer.warmup_steps=0",
-    "record.advise_every_steps=3",
-)
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -141,7 +134,11 @@ class _Terminal:
 
 
 def test_a_terminal_shows_the_dashboard_in_its_own_size_and_ctrl_c_stops_the_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, "training.max_steps=2000"])
+    run = make_run(
+        tmp_path,
+        "quickstart.yaml",
+        [*SMALL, "evaluation.num_prompts=8", "record.advise_every_steps=3", "training.max_steps=2000"],
+    )
     terminal = _Terminal(run, columns=80, rows=24)
     try:
         terminal.read_until(lambda text: bool(re.search(r"step (?:[4-9]|\d\d+)/2000", text)), what="step 4 or later")

@@ -1,66 +1,95 @@
-"""Checkpoints of a real run: nothing waits for a slow disk, and a damaged one is not gone on from."""
+"""Checkpoints of a real run: nothing waits for a slow disk, a damaged one is not gone on from, and a scheduler's SIGTERM at an
+awkward moment saves the steps so far in time."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.hanging import SCORED
 from tests.e2e.slow_disk import DELAY_S
-from tests.e2e.support import Run, finish, make_run, wait_for
+from tests.e2e.support import SMALL, Run, finish, make_run, rewards, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
-SMALL = (
-    "rollout.groups_per_step=4",
-    "rollout.group_size=4",
-    "rollout.max_staleness=2",
-    "optimizer.warmup_steps=0",
-    "evaluation=null",
-)
-
-
-def _run(folder: Path, *more: str, reward: str = "tests.e2e.slow_disk:exact_answer_with_a_slow_disk") -> Run:
-    run = make_run(folder, "quickstart.yaml", (*SMALL, *more))
-    run.config.write_text(run.config.read_text() + f"rewards:\n- function: {reward}\n")
-    return run
+STOP_TIMEOUT_S = 30.0
+ENDLESS = (*SMALL, "training.max_steps=5000", f"launch.stop_timeout_s={STOP_TIMEOUT_S:g}")
 
 
 def test_nothing_waits_for_a_slow_disk_but_a_stop_and_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
-    run = _run(tmp_path, "training.max_steps=5000", "checkpoint.every_steps=3")
+    slow = rewards("slow_disk:exact_answer_with_a_slow_disk")
+    settings = (*ENDLESS, "rollout.max_staleness=2", "checkpoint.every_steps=3", "evaluation=null", slow)
+    run = make_run(tmp_path, "quickstart.yaml", settings)
     process = run.start()
     # that of step 3 is written, that of step 6 was due meanwhile: the one that is taken next is being written
-    wait_for(
-        lambda: any("checkpoint/written_s" in line for line in run.metrics()), what="a checkpoint", timeout_s=120.0
-    )
+    written = "checkpoint/written_s"
+    run.wait_for(lambda: any(written in line for line in run.metrics()), process, what="a checkpoint")
     run.wait_for_step(len(run.metrics()) + 4, process)
-    process.send_signal(signal.SIGTERM)
-    done = finish(process, timeout_s=90.0)
-    assert done.returncode == 143, done.stdout[-3000:]
-    run.assert_nothing_is_left()
+    last = _stops_in_time(run, process)
     lines = run.metrics()
     begun = next(line["step"] for line in lines if "checkpoint/staged_s" in line)
-    ended = next(line["step"] for line in lines if "checkpoint/written_s" in line)
+    ended = next(line["step"] for line in lines if written in line)
     assert begun == 4  # copied after step 3
     assert lines[begun - 1]["checkpoint/staged_s"] < 1.0
-    assert lines[ended - 1]["checkpoint/written_s"] > DELAY_S
+    assert lines[ended - 1][written] > DELAY_S
     assert lines[ended - 1]["checkpoint/bytes"] > 1_000_000
     meanwhile = lines[begun - 1 : ended - 1]
     assert len(meanwhile) >= 2, "no step was trained while the checkpoint was written"
     assert sum(line["perf/generated_tokens_per_s"] * line["step_time"] for line in meanwhile) > 100
 
     checkpoints = run.folder / "checkpoints"
-    last = len(lines)
-    assert (checkpoints / f"step_{last}").is_dir()
     assert not list(checkpoints.glob("writing_*"))
     tensors = checkpoints / f"step_{last}" / "__0_0.distcp"
     content = bytearray(tensors.read_bytes())
     content[len(content) // 2] ^= 1
     tensors.write_bytes(bytes(content))
-    resumed = run.train("--resume", "--set", f"training.max_steps={last + 1}", timeout_s=200.0)
-    assert resumed.returncode == 0, resumed.stdout[-3000:] + run.logs()[-3000:]
-    assert f"the checkpoint of step {last} is damaged" in " ".join(resumed.stdout.split())
+    _, printed = run.complete("--resume", "--set", f"training.max_steps={last + 1}")
+    assert f"the checkpoint of step {last} is damaged" in " ".join(printed.split())
     assert (checkpoints / f"broken_step_{last}").is_dir()
-    assert [line["step"] for line in run.metrics()] == list(range(1, last + 2))
-    assert run.summary()["ledger_closed"]
+
+
+def _stops_in_time(run: Run, process: subprocess.Popen[str]) -> int:
+    """SIGTERM: everything is saved and closed; returns the step that it stopped at."""
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, timeout_s=STOP_TIMEOUT_S + 60.0)
+    assert done.returncode == 143, done.stdout[-3000:] + run.logs()[-3000:]
+    assert time.monotonic() - began < STOP_TIMEOUT_S + 15.0  # and the servers' end
+    assert "was killed" not in done.stdout
+    run.assert_nothing_is_left()
+    stopped_at = len(run.metrics())
+    assert run.checkpoints()[-1] == stopped_at
+    summary = run.summary()
+    assert (summary["status"], summary["steps"], summary["ledger_closed"]) == ("stopped", stopped_at, True)
+    return stopped_at
+
+
+def test_sigterm_during_an_evaluation_in_the_middle_of_training(tmp_path: Path) -> None:
+    """An answer of the evaluation is scored for a minute: it runs when the signal comes, and would run past the deadline."""
+    evaluation = ("evaluation.num_prompts=4", "evaluation.every_steps=1", "evaluation.at_start=false")
+    settings = (*ENDLESS, "checkpoint.every_steps=1000", *evaluation, rewards("hanging:is_slow_for_evaluations"))
+    run = make_run(tmp_path, "quickstart.yaml", settings)
+    process = run.start()
+    run.wait_for_step(3, process)
+    run.wait_for(lambda: SCORED in run.logs(), process, what="an evaluation")
+    stopped_at = _stops_in_time(run, process)
+    run.complete("--resume", "--set", f"training.max_steps={stopped_at + 2}", "--set", "evaluation=null")
+
+
+def test_sigterm_during_the_write_of_a_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml", (*ENDLESS, "checkpoint.every_steps=1", "evaluation=null"))
+    process = run.start()
+    run.wait_for_step(2, process)
+    checkpoints = run.folder / "checkpoints"
+
+    def is_writing() -> bool:
+        return any(not path.name.removeprefix("step_").isdecimal() for path in checkpoints.iterdir())
+
+    wait_for(is_writing, what="a checkpoint that is being written", timeout_s=60.0, every_s=0.001)
+    stopped_at = _stops_in_time(run, process)
+    assert not is_writing(), "half a checkpoint is left"
+    run.complete("--resume", "--set", f"training.max_steps={stopped_at + 2}")

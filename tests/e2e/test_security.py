@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from grpo_async.inference.surface import GENERATE_PATH, INFO_PATH, PARAMETERS_PATH, SCORE_PATH
-from tests.e2e.support import Run, finish, make_run, wait_for
+from tests.e2e.support import Run, finish, make_run, rewards, wait_for
 from tests.e2e.test_failures import ENDLESS
 from tests.support.tls import make_certificates
 
@@ -77,10 +77,29 @@ class Live:
         launcher = psutil.Process(self.process.pid)
         return list({process.pid: process for process in [*self.run.processes(), *_below(launcher)]}.values())
 
+    def assert_only_its_user_can_reach_it(self, *, least_sockets: int) -> None:
+        """TCP and UDP sockets are bound to loopback, Unix sockets are out of the reach of others; nothing shows the token."""
+        processes = self.tree()
+        every, beyond = _open_to_others(processes)
+        assert len(every) >= least_sockets, every
+        assert beyond == []
+        sockets = _unix_listeners(processes)
+        assert any(path.endswith("/control") for path in sockets), sockets
+        assert [path for path in sockets if _others_can_reach(path)] == []
+        shown = [Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in processes]
+        assert not any(self.token.encode() in command for command in shown)
+        assert _files_with(self.run.folder, self.token) == ["token"]
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return [process, *process.children(recursive=True)]
+    return []
+
 
 @contextlib.contextmanager
 def _live(run: Run, *, step: int, timeout_s: float = 180.0) -> Iterator[Live]:
-    process = run.start(environment={**os.environ, INSECURE: "1"})
+    process = run.start(environment={INSECURE: "1"})
     try:
         run.wait_for_step(step, process, timeout_s=timeout_s)
         plan = (run.folder / "plan.txt").read_text().splitlines()
@@ -109,18 +128,12 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         "inference.restart_delay_s=0.2",
         "launch.num_trainer_ranks=2",
         "weights.verify_every_pushes=1",
-        "rewards=[{function: 'tests.e2e.soak_reward:by_place_in_no_hurry', run_in: process}]",
+        rewards("soak_reward:by_place_in_no_hurry", run_in="process"),
     )
     run = make_run(folder, "quickstart.yaml", settings)
     with _live(run, step=2) as live:
         live.trust.load_verify_locations(made.authority)
         yield live
-
-
-def _below(process: psutil.Process) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        return [process, *process.children(recursive=True)]
-    return []
 
 
 # -- sockets
@@ -165,18 +178,14 @@ def _others_can_reach(path: str) -> bool:
     return bool(may_write) and all(above.stat().st_mode & stat.S_IXOTH for above in Path(path).parents)
 
 
-def test_no_process_of_a_run_can_be_reached_from_another_machine(live: Live) -> None:
-    processes = live.tree()
-    every, beyond = _open_to_others(processes)
-    assert len(processes) >= 6, processes  # launcher, two servers, torchrun, two ranks, a reward's worker
-    assert len(every) >= 4, every  # two servers, gloo of each rank
-    assert beyond == []
-
-
-def test_no_unix_socket_of_a_run_can_be_opened_by_another_user(live: Live) -> None:
-    sockets = _unix_listeners(live.tree())
-    assert any(path.endswith("/control") for path in sockets), sockets
-    assert [path for path in sockets if _others_can_reach(path)] == []
+def test_a_run_can_be_reached_by_its_user_on_this_machine_only_and_the_token_stands_in_its_file_only(
+    live: Live,
+) -> None:
+    assert len(live.tree()) >= 6  # launcher, two servers, torchrun, two ranks, a reward's worker
+    live.assert_only_its_user_can_reach_it(least_sockets=4)  # two servers, gloo of each rank
+    assert len(live.token) >= 32
+    assert stat.S_IMODE((live.run.folder / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE(live.run.folder.stat().st_mode) == 0o700
 
 
 # -- HTTP
@@ -202,7 +211,7 @@ def _status(live: Live, url: str, method: str, target: str, authorization: str |
     return int(answer.split()[1]) if answer else 0
 
 
-def test_every_path_of_every_server_answers_401_without_the_token(live: Live) -> None:
+def test_every_path_of_every_server_answers_401_without_the_token_which_opens_each(live: Live) -> None:
     assert len(live.urls) == 2
     token = live.token
     none_of_them = (
@@ -232,11 +241,7 @@ def test_every_path_of_every_server_answers_401_without_the_token(live: Live) ->
         assert _status(live, url, "GET", INFO_PATH, "Bearer wrong\r\nX-Authorization: Bearer " + token) == 401
     assert open_paths == []
     assert asked > 1000
-    print(f"{asked} requests, {len(PATHS)} paths, {len(METHODS)} methods: all answer 401")
-
-
-def test_the_token_of_the_run_opens_every_server(live: Live) -> None:
-    right = f"Bearer {live.token}"
+    right = f"Bearer {token}"
     for url in live.urls:
         assert [_status(live, url, "GET", path, right) for path in READABLE] == [200, 200, 200]
         assert _status(live, url, "GET", "/no_such_path", right) == 404
@@ -280,23 +285,6 @@ def _files_with(folder: Path, secret: str) -> list[str]:
                 if secret.encode() in file.read_bytes():
                     found.append(file.relative_to(folder).as_posix())
     return found
-
-
-def _with_the_token_in_view(live: Live) -> list[str]:
-    """Processes that show the token to every user of the machine."""
-    return [
-        process.name()
-        for process in live.tree()
-        if live.token.encode() in Path(f"/proc/{process.pid}/cmdline").read_bytes()
-    ]
-
-
-def test_the_token_stands_in_its_file_only_and_only_the_user_can_read_it(live: Live) -> None:
-    assert len(live.token) >= 32
-    assert _with_the_token_in_view(live) == []
-    assert _files_with(live.run.folder, live.token) == ["token"]
-    assert stat.S_IMODE((live.run.folder / "token").stat().st_mode) == 0o600
-    assert stat.S_IMODE(live.run.folder.stat().st_mode) == 0o700
 
 
 # -- processes
@@ -382,16 +370,8 @@ def test_a_run_on_vllm_is_closed_to_others_and_its_dead_server_leaves_no_orphan(
     """vLLM starts processes of its own, which open sockets of their own and outlive their parent unless they are kept from it."""
     run = make_run(tmp_path, "quickstart-vllm.yaml", ENDLESS)
     with _live(run, step=2, timeout_s=400.0) as live:
-        processes = live.tree()
-        every, beyond = _open_to_others(processes)
-        assert len(every) >= 2
-        assert beyond == []
-        assert [path for path in _unix_listeners(processes) if _others_can_reach(path)] == []
-        assert _with_the_token_in_view(live) == []
-        assert _files_with(run.folder, live.token) == ["token"]
-        (server,) = [
-            process for process in processes if "vllm" in " ".join(process.cmdline()) and _is_a_server(process)
-        ]
+        live.assert_only_its_user_can_reach_it(least_sockets=2)
+        (server,) = [process for process in live.tree() if _is_a_vllm_server(process)]
         dying = _below(server)
         assert len(dying) >= 2, "vLLM's engine is a process of its own"
         for process in dying:
@@ -402,6 +382,7 @@ def test_a_run_on_vllm_is_closed_to_others_and_its_dead_server_leaves_no_orphan(
     assert not (run.folder / "token").exists()
 
 
-def _is_a_server(process: psutil.Process) -> bool:
+def _is_a_vllm_server(process: psutil.Process) -> bool:
     """The API server itself: it listens for HTTP."""
-    return "api_server" in " ".join(process.cmdline()) or "--port" in process.cmdline()
+    command = process.cmdline()
+    return "vllm" in " ".join(command) and ("api_server" in " ".join(command) or "--port" in command)

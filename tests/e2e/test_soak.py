@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,7 +12,7 @@ from statistics import median
 import psutil
 import pytest
 
-from tests.e2e.support import REPOSITORY, Run, make_run, wait_for
+from tests.e2e.support import REPOSITORY, Run, assert_ledger_closes_at_every_step, make_run, rewards, wait_for
 from tests.support.tiny_model import build_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.nightly]
@@ -54,7 +52,7 @@ def _make(folder: Path) -> Run:
             "rollout.groups_per_step=1",
             "rollout.group_size=2",
             "rollout.max_completion_tokens=4",
-            "rewards=[{function: 'tests.e2e.soak_reward:by_place'}]",
+            rewards("soak_reward:by_place"),
             f"training.max_steps={NUM_STEPS}",
             "training.micro_batch_tokens=256",
             "optimizer.lr=1e-6",
@@ -75,14 +73,12 @@ def _roles(run: Run) -> dict[str, psutil.Process]:
 def _watch(run: Run, process: subprocess.Popen[bytes]) -> dict[str, list[Sample]]:
     """Samples of each process, some a second, from the first step to the last."""
     samples: dict[str, list[Sample]] = {}
-    metrics = run.folder / "metrics.jsonl"
-    lines = _lines(metrics)
-    wait_for(lambda: next(lines) > 0 or process.poll() is not None, what="the first step", timeout_s=300.0)
+    wait_for(lambda: bool(run.metrics()) or process.poll() is not None, what="the first step", timeout_s=300.0)
     roles = _roles(run)
     assert sorted(roles) == ["launcher", "server", "trainer"]
 
-    def look() -> bool:
-        step = next(lines)
+    def sample_all() -> bool:
+        step = json.loads((run.folder / "status.json").read_text())["step"]
         if step < NUM_STEPS:  # then what is left is closed
             for role, each in roles.items():
                 try:
@@ -97,20 +93,8 @@ def _watch(run: Run, process: subprocess.Popen[bytes]) -> dict[str, list[Sample]
                 samples.setdefault(role, []).append(sample)
         return process.poll() is not None
 
-    wait_for(look, what=f"{NUM_STEPS} steps", timeout_s=LONGEST_S, every_s=0.5)
+    wait_for(sample_all, what=f"{NUM_STEPS} steps", timeout_s=LONGEST_S, every_s=0.5)
     return samples
-
-
-def _lines(path: Path) -> Iterator[int]:
-    """Lines of a file that grows, at each look."""
-    count, position = 0, 0
-    while True:
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(position)
-                new = file.read()
-            count, position = count + new.count(b"\n"), position + len(new)
-        yield count
 
 
 def _quarters(samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
@@ -128,7 +112,7 @@ def test_a_long_run_does_not_grow_and_its_ledger_is_closed_at_every_step(tmp_pat
         process = subprocess.Popen(
             [sys.executable, "-m", "grpo_async", "train", str(run.config)],
             cwd=REPOSITORY,
-            env={**os.environ, "GRPO_ASYNC_TEST_MARK": run.mark},
+            env=run.environment,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -147,10 +131,7 @@ def test_a_long_run_does_not_grow_and_its_ledger_is_closed_at_every_step(tmp_pat
 
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
-    for line in lines:
-        for kind in ("groups", "tokens"):
-            counts = {k.rpartition("/")[2]: v for k, v in line.items() if k.startswith(f"ledger/{kind}/")}
-            assert counts.pop("started") == sum(counts.values()), f"step {line['step']}"
+    assert_ledger_closes_at_every_step(lines)
     assert run.summary()["ledger_closed"]
 
     states = [run.folder / "checkpoints" / f"step_{step}" / "state.json" for step in (NUM_STEPS - 500, NUM_STEPS)]

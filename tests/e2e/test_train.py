@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,17 +10,9 @@ from scripts.install.stamp import digest, read_stamp
 
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.tracking.catalog import describe
-from tests.e2e.support import REPOSITORY, Run, make_run
+from tests.e2e.support import REPOSITORY, Run, assert_ledger_closes_at_every_step, make_run, rows_of
 
 pytestmark = pytest.mark.slow
-
-# small steps: 4 groups of 4
-SMALL = (
-    "rollout.groups_per_step=4",
-    "rollout.group_size=4",
-    "evaluation.num_prompts=8",
-    "optimizer.warmup_steps=0",
-)
 
 
 @pytest.mark.timeout(1000)
@@ -56,77 +44,17 @@ def test_the_quickstart_script_learns_and_leaves_a_summary_and_a_model_that_load
     assert evaluation["after"]["reward"] > evaluation["majority_baseline"] + 0.4
     unknown = {name for line in run.metrics() for name in line if not describe(name).is_known}
     assert not unknown, "add them to tracking/catalog.py"
-    # the closed ledger holds at every step, not only at the end
-    for line in run.metrics():
-        for kind in ("groups", "tokens"):
-            counts = {k.rpartition("/")[2]: v for k, v in line.items() if k.startswith(f"ledger/{kind}/")}
-            assert counts.pop("started") == sum(counts.values())
+    assert_ledger_closes_at_every_step(run.metrics())
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     AutoModelForCausalLM.from_pretrained(run.folder / "model")
     AutoTokenizer.from_pretrained(run.folder / "model")
-    shown = subprocess.run(
-        [sys.executable, "-m", "grpo_async", "inspect-rollouts", str(run.folder), "--status", "trained", "--json"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    rows = [json.loads(line) for line in shown.stdout.splitlines()]
-    assert len(rows) == summary["ledger"]["groups"]["trained"]
+    assert len(rows_of(run.folder, "--status", "trained")) == summary["ledger"]["groups"]["trained"]
 
 
-def test_a_bad_config_starts_nothing_and_exits_with_2(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml", ("rollout.group_sise=4", "optimizer.lr=-1"))
+def test_a_reward_that_cannot_work_starts_nothing_and_exits_with_2(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "quickstart.yaml", ["rewards=[{function: 'tests.e2e.broken_reward:nope'}]"])
     done = run.train()
     assert done.returncode == 2
-    assert "did you mean 'group_size'" in done.stdout
-    assert "optimizer.lr" in done.stdout
+    assert "has no `nope`" in done.stdout
     assert not run.folder.exists()
-
-
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [("nope", "has no `nope`"), ("needs_a_column", "needs the column(s) ['gold']")],
-)
-def test_a_reward_that_cannot_work_starts_nothing_and_exits_with_2(tmp_path: Path, function: str, words: str) -> None:
-    run = make_run(tmp_path, "quickstart.yaml")
-    run.config.write_text(run.config.read_text() + f"rewards:\n- function: tests.e2e.broken_reward:{function}\n")
-    done = run.train()
-    assert done.returncode == 2
-    assert words in done.stdout
-    assert not run.folder.exists()
-
-
-def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart.yaml")
-    done = run.train("--dry-run")
-    assert done.returncode == 0, done.stdout
-    assert "serve-embedded" in done.stdout
-    assert not run.folder.exists()
-
-
-@pytest.mark.nightly
-def test_training_on_a_server_that_runs_already_leaves_it_running(tmp_path: Path) -> None:
-    """`inference.urls`: serve alone in one terminal, train in another; twice, so that the weight group forms anew."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "GRPO_ASYNC_TOKEN": "a-token-of-the-user"}
-    settings = (*SMALL, "training.max_steps=2", f"inference.urls=[http://127.0.0.1:{port}]")
-    first, second = (make_run(tmp_path, "quickstart.yaml", settings, name=name) for name in ("first", "second"))
-    server = subprocess.Popen(
-        [sys.executable, "-m", "grpo_async", "serve-embedded", str(first.config), "--port", str(port)],
-        cwd=REPOSITORY,
-        env=environment,
-    )
-    try:
-        for run in (first, second):
-            done = run.train(environment=environment)
-            assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
-            assert run.summary()["ledger_closed"]
-            assert server.poll() is None
-    finally:
-        server.terminate()
-        assert server.wait(timeout=30.0) in (0, -15)

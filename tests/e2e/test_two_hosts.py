@@ -15,22 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.support import REPOSITORY, Run, finish, make_run, wait_for
+from tests.e2e.support import REPOSITORY, SMALL, Run, finish, make_run, wait_for
 from tests.support.namespaces import Machine, machines, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 PORT = 29400
 TOKEN = "a-token-of-the-three-machines"
-SMALL = (
-    "rollout.groups_per_step=4",
-    "rollout.group_size=4",
-    "optimizer.warmup_steps=0",
-    "optimizer.lr=0.001",
-    "evaluation.num_prompts=8",
-    "checkpoint.every_steps=2",
-    "launch.nodes=2",
-)
 
 
 @dataclass
@@ -40,7 +31,8 @@ class Cluster:
     nodes: list[Machine]
     server: Machine
     run: Run
-    _watched: set[tuple[str, str]] = field(default_factory=set)
+    listened: set[tuple[str, str]] = field(default_factory=set)
+    """(machine, address) of everything that listened while `watch_listeners` ran."""
 
     def start(self, rank: int, *arguments: str) -> subprocess.Popen[str]:
         return self.nodes[rank].popen(
@@ -88,11 +80,7 @@ class Cluster:
         """Note (machine, address) of everything that listens, until `ended`."""
         while not ended.wait(0.1):
             for machine in (*self.nodes, self.server):
-                self._watched |= {(machine.address, address) for address in machine.listening()}
-
-    @property
-    def listened(self) -> set[tuple[str, str]]:
-        return self._watched
+                self.listened |= {(machine.address, address) for address in machine.listening()}
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "GRPO_ASYNC_TOKEN": TOKEN}
@@ -112,6 +100,10 @@ def cluster(network: list[Machine], tmp_path: Path) -> Iterator[Cluster]:
     *nodes, server = network
     settings = (
         *SMALL,
+        "optimizer.lr=0.001",
+        "evaluation.num_prompts=8",
+        "checkpoint.every_steps=2",
+        "launch.nodes=2",
         "training.max_steps=5000",
         f"launch.rdzv={nodes[0].address}:{PORT}",
         f"inference.urls=[http://{server.address}:8000]",
@@ -135,17 +127,15 @@ def _ends(processes: list[subprocess.Popen[str]], *codes: int) -> list[str]:
     return [one.stdout for one in done]
 
 
-def _resume_to_the_end(cluster: Cluster, *, more_steps: int) -> None:
-    steps = max(int(path.name.removeprefix("step_")) for path in (cluster.run.folder / "checkpoints").glob("step_*"))
-    last = steps + more_steps
-    processes = cluster.start_both("--resume", "--set", f"training.max_steps={last}")
-    _ends(processes, 0, 0)
+def _resume_to_the_end(cluster: Cluster) -> None:
+    last = cluster.run.checkpoints()[-1] + 2
+    _ends(cluster.start_both("--resume", "--set", f"training.max_steps={last}"), 0, 0)
     assert [line["step"] for line in cluster.run.metrics()] == list(range(1, last + 1))
-    assert cluster.run.summary()["status"] == "finished"
-    assert cluster.run.summary()["ledger_closed"]
+    summary = cluster.run.summary()
+    assert (summary["status"], summary["ledger_closed"], summary["num_devices"]) == ("finished", True, 2)
 
 
-def test_two_machines_train_and_push_to_a_server_on_a_third_and_one_that_dies_ends_all(cluster: Cluster) -> None:
+def test_two_machines_train_and_push_to_a_third_one_that_dies_ends_all_and_a_resume_goes_on(cluster: Cluster) -> None:
     ended = threading.Event()
     watching = threading.Thread(target=cluster.watch_listeners, args=(ended,))
     watching.start()
@@ -177,19 +167,7 @@ def test_two_machines_train_and_push_to_a_server_on_a_third_and_one_that_dies_en
     assert "node 1     trainer rank 1" in (cluster.run.folder / "plan.txt").read_text()
     assert (cluster.run.folder / "logs" / "latest" / "trainer_node1.log").is_file()
     assert TOKEN not in "".join(outputs)
-
-
-def test_after_the_death_of_a_machine_a_resume_goes_on(cluster: Cluster) -> None:
-    processes = cluster.start_both()
-    cluster.run.wait_for_step(3, processes[0])
-    for process in cluster.processes_on(1):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    _ends(processes, 1, -signal.SIGKILL)
-    _resume_to_the_end(cluster, more_steps=2)
-    summary = cluster.run.summary()
-    assert summary["num_devices"] == 2
-    assert summary["evaluation"]["after"]["num_prompts"] == 8
+    _resume_to_the_end(cluster)
 
 
 def test_a_rank_that_is_killed_on_one_machine_ends_both_and_is_named(cluster: Cluster) -> None:
@@ -206,29 +184,19 @@ def test_a_rank_that_is_killed_on_one_machine_ends_both_and_is_named(cluster: Cl
     cluster.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_on_either_machine_checkpoints_ends_both_and_resume_goes_on(cluster: Cluster, rank: int) -> None:
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+def test_sigterm_on_either_machine_or_both_is_one_stop_with_a_checkpoint(cluster: Cluster, ranks: list[int]) -> None:
+    """A scheduler sends it to both: it is no second signal, which would end the run without a checkpoint."""
     processes = cluster.start_both()
     cluster.run.wait_for_step(2, processes[0])
-    processes[rank].send_signal(signal.SIGTERM)
+    for rank in ranks:
+        processes[rank].send_signal(signal.SIGTERM)
     _ends(processes, 143, 143)
-    steps = len(cluster.run.metrics())
-    assert (cluster.run.folder / "checkpoints" / f"step_{steps}" / "state.json").exists()
+    assert cluster.run.checkpoints()[-1] == len(cluster.run.metrics())
     assert cluster.run.summary()["status"] == "stopped"
     cluster.assert_nothing_is_left()
-    if rank == 1:  # the other way round a resume is the same
-        _resume_to_the_end(cluster, more_steps=2)
-
-
-def test_sigterm_on_both_at_once_is_one_stop(cluster: Cluster) -> None:
-    """As a scheduler sends it: it is no second signal, which would end the run without a checkpoint."""
-    processes = cluster.start_both()
-    cluster.run.wait_for_step(2, processes[0])
-    for process in processes:
-        process.send_signal(signal.SIGTERM)
-    _ends(processes, 143, 143)
-    steps = len(cluster.run.metrics())
-    assert (cluster.run.folder / "checkpoints" / f"step_{steps}" / "state.json").exists()
+    if ranks == [1]:  # the other ways round a resume is the same
+        _resume_to_the_end(cluster)
 
 
 def test_a_loopback_machine_is_not_reached_from_another(network: list[Machine]) -> None:

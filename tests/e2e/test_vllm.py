@@ -6,22 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.support import make_run
-from tests.e2e.test_train import SMALL
+from tests.e2e.support import SMALL, assert_on_policy, make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("needs_vllm")]
 
+SYNCHRONOUS = (*SMALL, "rollout.max_staleness=0", "optimizer.lr=0.001", "rollout.zero_variance=train")
+
 
 def test_after_every_push_vllms_logprobs_are_the_trainers_and_a_killed_launcher_leaves_no_vllm(tmp_path: Path) -> None:
-    """Synchronous, with a learning rate at which stale weights would show: at staleness 0 the ratio of every trained token is
-    1 within 1e-3 (fp32 on both sides), although the weights moved between the steps."""
-    settings = (
-        *SMALL,
-        "rollout.max_staleness=0",
-        "training.max_steps=5000",
-        "optimizer.lr=0.001",
-        "rollout.zero_variance=train",
-    )
+    settings = (*SYNCHRONOUS, "training.max_steps=5000", "evaluation.num_prompts=8")
     run = make_run(tmp_path, "quickstart-vllm.yaml", settings)
     process = run.start()
     run.wait_for_step(4, process, timeout_s=400.0)
@@ -29,21 +22,32 @@ def test_after_every_push_vllms_logprobs_are_the_trainers_and_a_killed_launcher_
     process.kill()
     process.communicate(timeout=30.0)
     run.assert_nothing_is_left(within_s=20.0)
-    lines = run.metrics()
-    for line in lines:
-        assert line["async/staleness_max"] == 0
-        assert line["sampling/importance_sampling_ratio/min"] == pytest.approx(1.0, abs=1e-3)
-        assert line["sampling/importance_sampling_ratio/max"] == pytest.approx(1.0, abs=1e-3)
+    assert_on_policy(run.metrics())
 
 
 @pytest.mark.nightly
 def test_asynchronous_training_on_vllm_trains_on_tokens_of_known_versions(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "quickstart-vllm.yaml", (*SMALL, "training.max_steps=6"))
-    done = run.train(timeout_s=600.0)
-    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
-    run.assert_nothing_is_left()
-    summary = run.summary()
+    settings = (*SMALL, "training.max_steps=6", "evaluation.num_prompts=8")
+    run = make_run(tmp_path, "quickstart-vllm.yaml", settings)
+    summary, _ = run.complete(timeout_s=600.0)
     assert summary["engine"] == "vllm"
-    assert summary["ledger_closed"]
     assert summary["staleness_max"] <= 1
     assert sum(line["async/staleness_mean"] for line in run.metrics()) > 0, "nothing was generated ahead"
+
+
+@pytest.mark.nightly
+def test_with_vllm_the_weights_are_pushed_before_each_call_of_a_rollout_function(tmp_path: Path) -> None:
+    """R5.2: each call sees the version of its step, and its tokens have the trainer's own logprobs (test_interactions has it on
+    the embedded engine)."""
+    settings = (
+        *SYNCHRONOUS,
+        "training.max_steps=3",
+        "evaluation=null",
+        "rollout_function.function=tests.e2e.user_code:rollout_func",
+        "rewards=[{function: 'tests.e2e.user_code:step_is_known'}, {function: 'grpo_async.quickstart.reward:exact_answer'}]",
+    )
+    run = make_run(tmp_path, "quickstart-vllm.yaml", settings)
+    summary, _ = run.complete(timeout_s=600.0)
+    assert summary["engine"] == "vllm"
+    assert [line["rewards/step_is_known/mean"] for line in run.metrics()] == [1.0, 1.0, 1.0]
+    assert_on_policy(run.metrics())

@@ -36,12 +36,3 @@ def step_is_known(
         float(step == trainer_state.global_step and count % 4 == 0)
         for step, count in zip(seen_step, number_of_prompts, strict=True)
     ]
-
-
-def forgetful_rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    return {"prompt_ids": [[1]] * len(prompts), "completion_ids": [[1]] * len(prompts)}
-
-
-def always_guess(text: str) -> dict[str, Any]:
-    """Guesses 1, 2 or 3 by the length of the text."""
-    return {"content": text, "tool_calls": [{"name": "guess", "arguments": {"number": 1 + len(text) % 3}}]}
