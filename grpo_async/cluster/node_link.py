@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 from collections.abc import Callable, Mapping
@@ -188,28 +189,24 @@ async def join(
 async def _reach(
     config: ExperimentConfig, node: Node, interrupted: asyncio.Event, on_wait: Callable[[], None]
 ) -> NodeChannel | None:
-    loop = asyncio.get_running_loop()
-    timeout_s = config.launch.rdzv_timeout_s
-    ends_at = loop.time() + timeout_s
-    _, port = config.launch.meeting_point
-    has_waited = False
-    while loop.time() < ends_at:
-        try:
-            return await connect(node.address, port, _CONNECT_S)
-        except OSError as error:
-            last = error
-        if not has_waited:
-            on_wait()
-            has_waited = True
-        try:
-            async with asyncio.timeout(min(_RETRY_S, max(0.0, ends_at - loop.time()))):
-                await interrupted.wait()
-                return None
-        except TimeoutError:
-            continue
-    raise DeadlineError(
-        f"node 0 to listen at {config.launch.rdzv} (launch.rdzv)",
-        waited_s=timeout_s,
-        setting="launch.rdzv_timeout_s",
-        hint=f"It is where `grpo-async train CONFIG --node-rank 0` runs; the last attempt: {last}",
-    )
+    timeout_s, port = config.launch.rdzv_timeout_s, config.launch.meeting_point[1]
+    last: OSError | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not interrupted.is_set():
+                try:
+                    return await connect(node.address, port, _CONNECT_S)
+                except OSError as error:
+                    if last is None:
+                        on_wait()
+                    last = error
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(interrupted.wait(), _RETRY_S)
+            return None
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"node 0 to listen at {config.launch.rdzv} (launch.rdzv)",
+            waited_s=timeout_s,
+            setting="launch.rdzv_timeout_s",
+            hint=f"It is where `grpo-async train CONFIG --node-rank 0` runs; the last attempt: {last}",
+        ) from error

@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from grpo_async.display.output import Output
-from grpo_async.display.summary import print_summary
 from grpo_async.launcher import conduct
 from grpo_async.launcher.conduct import end_with_report
 from grpo_async.launcher.supervisor import Outcome
@@ -47,15 +46,6 @@ def test_a_report_that_fails_is_a_warning_with_the_command_to_try_again(
     said = capsys.readouterr().err
     assert said.startswith("warning: there is no report.html: ")
     assert f"try again: grpo-async report {run_dir.root}" in said
-
-
-def test_the_summary_names_the_report_first(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=100)
-    print_summary(console, {"status": "finished"}, tmp_path, report=tmp_path / "report.html")
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    following = lines[lines.index("next:") + 1 :]
-    assert following[0].startswith(f"  {tmp_path / 'report.html'}")
-    assert "inspect-rollouts" in following[1]
 
 
 def _hanging_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
