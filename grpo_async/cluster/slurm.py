@@ -4,7 +4,7 @@ job      launch.nodes + launch.slurm.server_nodes machines, whole ones
 node 0   the machine of the batch script itself: what Slurm sends to the script, the script passes on to it and to nothing else
 others   `srun` on one machine each: trainers by their --node-rank, servers by their port
 time     a while before the limit the run saves and ends, and the job is queued again to go on from there
-again    a job that is queued again goes on only with what it began itself: every attempt notes its job, see `note_job`
+again    a job that is queued again goes on only with what it began itself: every attempt notes its job, see `restart_of_job`
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.rundir import write_atomically
+from grpo_async.rundir import RunDir, write_atomically
 
 _MARGIN_S = 60  # to end the servers, and for Slurm, which looks at its clock every so often
 _DEFAULT_PORT = 29400
@@ -48,10 +48,35 @@ def gpus_per_node(config: ExperimentConfig) -> int:
 
 
 def note_job(attempt: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Write the Slurm job that this process belongs to, if any, into the folder of an attempt: by it the batch script knows, when
-    the job is queued again, that the run in the directory is its own."""
+    """Write the Slurm job that this process belongs to, if any, into the folder of an attempt, for `restart_of_job`."""
     if job := environment.get("SLURM_JOB_ID"):
-        write_atomically(attempt / "slurm_job", f"{job}\n")
+        write_atomically(_note(attempt), f"{job}\n")
+
+
+def restart_of_job(
+    run_dir: RunDir, *, resume: str | None, clean: bool, environment: Mapping[str, str] = os.environ
+) -> tuple[str | None, bool]:
+    """Where a Slurm job that is queued again starts, after its time was over or a machine broke: `resume` and `clean` of its
+    command line, or what takes their place once an attempt of this job has started in the run directory.
+
+    It goes on from the newest checkpoint; while it has saved none, it begins anew, or from the checkpoint that it was given. A job
+    whose start was refused, because the directory holds another run, is refused again.
+    """
+    job = environment.get("SLURM_JOB_ID")
+    own = [path for path in run_dir.logs.glob("attempt_*/slurm_job") if path.read_text(encoding="utf-8").strip() == job]
+    latest = _note(run_dir.latest_logs.resolve())
+    if environment.get("SLURM_RESTART_COUNT", "0") == "0" or latest not in [path.resolve() for path in own]:
+        return resume, clean
+    began_at = min(path.stat().st_mtime for path in own)
+    # all checkpoints are of this job, unless it began with one
+    steps = [
+        s for s in run_dir.checkpoint_steps() if resume is None or run_dir.checkpoint(s).stat().st_mtime > began_at
+    ]
+    return ("auto", False) if steps else (resume, resume is None)
+
+
+def _note(attempt: Path) -> Path:
+    return attempt / "slurm_job"
 
 
 def _gpus_of_a_server(config: ExperimentConfig) -> int:
@@ -101,7 +126,6 @@ def _variables(
     serve = "serve-embedded" if config.inference.engine == "embedded" else "serve-vllm"
     run_dir = working_dir / config.run_path
     yield f"cd {shlex.quote(str(working_dir))}"
-    yield f"run_dir={shlex.quote(str(run_dir))}"
     yield f"token_file={shlex.quote(str(run_dir) + '.token')}"
     yield f"grpo=({shlex.join([python, '-m', 'grpo_async'])})"
     yield f"config=({shlex.join([str(config_path), *settings])})"
@@ -190,39 +214,8 @@ for ((rank = 1; rank < num_trainers; rank++)); do
   steps+=("$!")
 done
 
-# ---- where it starts: as `sbatch FILE ...` says, until an attempt of this job has started in the run directory (each attempt
-# notes its job). When the job is queued again then, after the time was over or after a machine broke, it goes on from the newest
-# checkpoint; while it has saved none, it begins anew, or from the checkpoint that it was given. A job whose start was refused,
-# because the directory holds another run, is refused again.
-start=("$@")
-if ((${SLURM_RESTART_COUNT:-0} > 0)) && [ "$(cat "$run_dir/logs/latest/slurm_job" 2> /dev/null)" = "$SLURM_JOB_ID" ]; then
-  others=() # options that say nothing about the start
-  from=(--clean)
-  while (($# > 0)); do
-    case $1 in
-      --clean) ;;
-      --resume=*) from=("$1") ;;
-      --resume)
-        from=(--resume)
-        if [[ ${2:-} =~ ^(auto|[0-9]+)$ ]]; then
-          from+=("$2")
-          shift
-        fi
-        ;;
-      *) others+=("$1") ;;
-    esac
-    shift
-  done
-  since=() # all checkpoints are of this job, unless it began with one
-  if [ "${from[0]}" != --clean ]; then
-    first=$(grep -lxF "$SLURM_JOB_ID" "$run_dir"/logs/attempt_*/slurm_job | sort -V | sed -n 1p)
-    since=(-newer "$first")
-  fi
-  saved=$(find "$run_dir/checkpoints" -maxdepth 1 -name 'step_*' "${since[@]}")
-  if [ -n "$saved" ]; then from=(--resume); fi
-  start=("${others[@]}" "${from[@]}")
-fi
-"${train[@]}" --node-rank 0 "${start[@]}" &
+# ---- node 0: as `sbatch FILE ...` says; of a job that is queued again it knows by itself where to go on
+"${train[@]}" --node-rank 0 "$@" &
 leader=$!
 if [ -n "$signalled" ]; then kill -TERM "$leader"; fi
 

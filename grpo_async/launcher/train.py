@@ -19,7 +19,7 @@ from pathlib import Path
 
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.cluster.nodes import choose_node_rank, leading_node
-from grpo_async.cluster.slurm import note_job
+from grpo_async.cluster.slurm import note_job, restart_of_job
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
 from grpo_async.inference.surface import token_from_environment
@@ -80,6 +80,7 @@ def launch(
         )
         if rank > 0 and not dry_run:
             return launcher.follow(rank)
+        resume, clean = restart_of_job(launcher.run_dir, resume=resume, clean=clean)
         start = check_start(config, resume=resume, clean=clean)
         if dry_run:
             return launcher.describe(rank, start)

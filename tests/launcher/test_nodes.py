@@ -18,7 +18,7 @@ import pytest
 from grpo_async.cluster import node_channel, node_link, nodes
 from grpo_async.cluster.node_channel import NodeChannel, connect
 from grpo_async.cluster.node_hub import NodeHub
-from grpo_async.cluster.node_link import NodeLink, join
+from grpo_async.cluster.node_link import NodeLink, Offer, join
 from grpo_async.cluster.nodes import choose_node_rank, leading_node, socket_names
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
@@ -232,10 +232,16 @@ def test_what_is_not_the_same_on_both_machines_is_refused_on_both_sides(
     elif what == "folder":
         expected = r"run\.dir: .* must be on a file system that all machines share"
         run_dir = RunDir(tmp_path / "a folder of its own")
+        run_dir.create(dump_config(config))
+        run_dir.new_attempt()
 
     async def script() -> None:
         if what == "versions":  # that of node 0 is written already
             monkeypatch.setattr(node_link, "version", lambda name: "1.0")
+        if what == "folder":  # it has an attempt of the same name, from another run
+            text = Offer.path(cluster.run_dir.latest_logs).read_text()
+            other = {**json.loads(text), "secret": "that of another attempt"}
+            Offer.path(run_dir.latest_logs).write_text(json.dumps(other))
         with pytest.raises(ConfigError, match=f"cannot take part as node 1: .*{expected}"):
             await cluster.join(config=config, run_dir=run_dir)
         await cluster.hub.trouble.wait()

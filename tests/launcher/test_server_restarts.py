@@ -291,6 +291,8 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_new_life(tmp_path: Pa
             os.kill(keepers.running[0].pid, signal.SIGKILL)
             await news.wait_for("starting", 1)
             keeper.ask_restart("an old request", life=0)
+            await asyncio.sleep(0.2)
+            assert (len(keepers.running), news.events[-1][0]) == (1, "starting")
             keeper.serves(life=0)
             assert news.states[-1] is not None  # the old life's service is no news of the new one
             keeper.serves(life=1)

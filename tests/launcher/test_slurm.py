@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import yaml
 from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
-from grpo_async.cluster.slurm import batch_script, gpus_per_node
+from grpo_async.cluster.slurm import batch_script, gpus_per_node, note_job, restart_of_job
 from grpo_async.config import ExperimentConfig
+from grpo_async.rundir import RunDir
 from tests.e2e.support import SMALL, finish, free_port, make_run, run_command, wait_for
 from tests.launcher.support import make_config
 
@@ -210,99 +212,66 @@ def test_the_script_is_for_its_user_alone_and_has_no_secret_of_the_environment(
     assert stat.S_IMODE(out.stat().st_mode) == 0o700
 
 
-# ---- where a job starts; a stand-in for node 0's launcher plays one deed in each attempt of the job
-
-LAUNCHER = """#!/bin/bash
-[[ "$*" == *"--node-rank 0"* ]] || exit 0
-printf '%s\\n' "$@" > "$0.log"
-cd runs/test
-"""
-FAILS_BEFORE = "true"  # the machine broke before the launcher had the run directory, or the launcher refused
+NOW = time.time()
+HOUR = 3600.0
 
 
-def _attempt(number: int, *, job: int = 42, when: str = "now") -> str:
-    """What the launcher does to the run directory as soon as that is its own; see `note_job`."""
-    folder = f"logs/attempt_{number}"
-    note = f"echo {job} > {folder}/slurm_job && touch -d '{when}' {folder}/slurm_job"
-    return f"mkdir -p {folder} checkpoints && {note} && ln -sfn attempt_{number} logs/latest"
+def _attempt(run_dir: RunDir, number: int, *, job: int | None = 42, at: float = NOW) -> None:
+    """What a launcher does to the run directory as soon as that is its own."""
+    attempt = run_dir.logs / f"attempt_{number}"
+    attempt.mkdir(parents=True)
+    if job is not None:
+        note_job(attempt, {"SLURM_JOB_ID": str(job)})
+        os.utime(attempt / "slurm_job", (at, at))
+    run_dir.latest_logs.unlink(missing_ok=True)
+    run_dir.latest_logs.symlink_to(attempt.name)
 
 
-def _save(step: int, when: str = "+1 minute") -> str:
+def _save(run_dir: RunDir, step: int, at: float = NOW + 60.0) -> None:
     """A checkpoint, written a while after all that was there (file times are no finer than some milliseconds)."""
-    return f"mkdir -p checkpoints/step_{step} && touch -d '{when}' checkpoints/step_{step}"
+    run_dir.checkpoint(step).mkdir(parents=True)
+    os.utime(run_dir.checkpoint(step), (at, at))
 
 
-_SAVES = f"{_attempt(2, when='2 hours ago')} && {_save(45, '1 hour ago')}"
+def _restart(
+    run_dir: RunDir, resume: str | None = None, clean: bool = False, *, count: int = 1
+) -> tuple[str | None, bool]:
+    environment = {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": str(count)}
+    return restart_of_job(run_dir, resume=resume, clean=clean, environment=environment)
 
 
-def _starts(tmp_path: Path, cluster: dict[str, str], arguments: list[str], deeds: list[str]) -> list[str]:
-    """What node 0's launcher is told about the start in each attempt of a job that was handed in with `arguments`."""
-    launcher, script = tmp_path / "launcher", tmp_path / "x.sbatch"
-    script.write_text(_script(make_config(tmp_path), python=str(launcher), working_dir=tmp_path))
-    starts = []
-    for number, deed in enumerate(deeds):
-        launcher.write_text(LAUNCHER + deed)
-        launcher.chmod(0o755)
-        environment = {**cluster, "SLURM_RESTART_COUNT": str(number), "SLURM_JOB_NODELIST": "127.0.0.1 127.0.0.1"}
-        done = subprocess.run(
-            ["bash", str(script), *arguments], env=environment, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        told = (tmp_path / "launcher.log").read_text().split()
-        starts.append(" ".join(told[told.index("--node-rank") + 2 :]))
-    return starts
+@pytest.mark.parametrize("clean", [False, True])
+def test_a_job_that_is_queued_again_goes_on_with_what_it_began(tmp_path: Path, clean: bool) -> None:
+    run_dir = RunDir(tmp_path)
+    assert _restart(run_dir, clean=clean) == (None, clean)  # the machine broke before it had the run directory
+    _attempt(run_dir, 1)
+    assert _restart(run_dir, clean=clean, count=0) == (None, clean)  # handed in anew
+    assert _restart(run_dir, clean=clean) == (None, True)
+    _save(run_dir, 5, at=NOW - HOUR)  # clocks do not agree
+    assert _restart(run_dir, clean=clean) == ("auto", False)
+    _attempt(run_dir, 2)
+    _attempt(run_dir, 10)  # what an attempt saved is not lost by one that saved nothing
+    assert _restart(run_dir, clean=clean) == ("auto", False)
+    _attempt(run_dir, 11, job=43)  # another run has the directory in the meantime
+    assert _restart(run_dir, clean=clean) == (None, clean)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "deeds", "starts"),
-    [
-        ("", [FAILS_BEFORE, _attempt(1), "true"], ["", "", "--clean"]),
-        ("", [f"{_attempt(1)} && {_save(5)}", _attempt(2), "true"], ["", "--resume", "--resume"]),
-        ("--clean", [f"{_attempt(1)} && {_save(5)}", "true"], ["--clean", "--resume"]),
-        # what an attempt saved is not lost by one that saved nothing
-        ("", [f"{_attempt(1)} && {_save(5)}", _attempt(2), _attempt(10), "true"], ["", *["--resume"] * 3]),
-        # nor by clocks that do not agree
-        ("", [f"{_attempt(1)} && {_save(5, '1 hour ago')}", "true"], ["", "--resume"]),
-        # another run has the directory in the meantime
-        ("", [f"{_attempt(1)} && {_save(5)}", _attempt(2, job=43), "true"], ["", "--resume", ""]),
-    ],
-)
-def test_a_job_that_is_queued_again_goes_on_with_what_it_began(
-    tmp_path: Path, cluster: dict[str, str], arguments: str, deeds: list[str], starts: list[str]
-) -> None:
-    (tmp_path / "runs" / "test").mkdir(parents=True)
-    assert _starts(tmp_path, cluster, arguments.split(), deeds) == starts
-
-
-@pytest.mark.parametrize(
-    ("arguments", "deeds", "starts"),
-    [
-        ("", [FAILS_BEFORE, "true"], ["", ""]),  # refused, and refused again
-        ("--resume 40", [FAILS_BEFORE, "true"], ["--resume 40", "--resume 40"]),
-        # begun, but nothing saved: the checkpoint of step 60 is not the one to go on from
-        ("--resume 40", [_attempt(2), _save(45), "true"], ["--resume 40", "--resume 40", "--resume"]),
-        ("--resume 40", [_SAVES, _attempt(10), "true"], ["--resume 40", "--resume", "--resume"]),
-        ("--resume=40", [_attempt(2), "true"], ["--resume=40", "--resume=40"]),
-        # other options stay
-        (
-            "--resume 40 --set a=1",
-            [f"{_attempt(2)} && {_save(45)}", "true"],
-            ["--resume 40 --set a=1", "--set a=1 --resume"],
-        ),
-        ("--set a=1 --resume auto", [_attempt(2), "true"], ["--set a=1 --resume auto", "--set a=1 --resume auto"]),
-    ],
-)
-@pytest.mark.parametrize("owner", ["another job", "no job"])
-def test_a_job_that_is_queued_again_leaves_another_run_alone(
-    tmp_path: Path, cluster: dict[str, str], arguments: str, deeds: list[str], starts: list[str], owner: str
-) -> None:
-    run_dir = tmp_path / "runs" / "test"
-    run_dir.mkdir(parents=True)
-    before = f"{_attempt(1, job=7)} && {_save(40, '1 day ago')} && {_save(60, '1 day ago')}"
-    subprocess.run(["bash", "-c", before], cwd=run_dir, check=True, timeout=30)
-    if owner == "no job":
-        (run_dir / "logs" / "attempt_1" / "slurm_job").unlink()
-    assert _starts(tmp_path, cluster, arguments.split(), deeds) == starts
+@pytest.mark.parametrize("owner", [7, None])
+def test_a_job_that_is_queued_again_leaves_another_run_alone(tmp_path: Path, owner: int | None) -> None:
+    run_dir = RunDir(tmp_path)
+    _attempt(run_dir, 1, job=owner)
+    _save(run_dir, 40, at=NOW - 24 * HOUR)
+    _save(run_dir, 60, at=NOW - 24 * HOUR)
+    assert _restart(run_dir) == (None, False)  # refused, and refused again
+    assert _restart(run_dir, clean=True) == (None, True)
+    assert _restart(run_dir, "40") == ("40", False)
+    _attempt(run_dir, 2, at=NOW - 2 * HOUR)
+    # begun, but nothing saved: the checkpoint of step 60 is not the one to go on from
+    assert _restart(run_dir, "40") == ("40", False)
+    assert _restart(run_dir, "auto") == ("auto", False)
+    _save(run_dir, 45, at=NOW - HOUR)
+    _attempt(run_dir, 10)
+    assert _restart(run_dir, "40") == ("auto", False)
 
 
 @pytest.mark.nightly
