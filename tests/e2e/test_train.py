@@ -6,10 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from scripts.install.stamp import digest, read_stamp
 
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.tracking.catalog import describe
+from scripts.install.__main__ import digest, read_stamp
 from tests.e2e.support import REPOSITORY, Run, assert_ledger_closes_at_every_step, make_run, rows_of
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_the_quickstart_script_learns_and_leaves_a_summary_and_a_model_that_loads(tmp_path: Path) -> None:
     """25 of its 50 steps: it has learned by then."""
-    stamp = read_stamp(REPOSITORY / ".venv")
+    stamp = read_stamp()
     is_ready = stamp is not None and (stamp.checkout, stamp.inputs) == (str(REPOSITORY.resolve()), digest(REPOSITORY))
     assert is_ready, "it would make .venv anew under all other tests; first: scripts/bootstrap.sh --with-tests"
     done = subprocess.run(
