@@ -256,17 +256,13 @@ def _open_screen(run: RunDir, name: str, text: str, order: str, superseded: bool
 
 def _print(run: RunDir, selection: Selection, *, as_json: bool) -> None:
     from grpo_async.store.table import RolloutTable
-    from grpo_async.viewer.plain import show_group, show_groups, show_rollout, write_json
+    from grpo_async.viewer.plain import show, write_json
 
     with RolloutTable.open(run.rollouts) as table:
         if as_json:
             write_json(run, table, selection, typer.echo)
-        elif selection.rollout_id is not None:
-            show_rollout(run, table, selection, _console())
-        elif selection.group_id is not None:
-            show_group(run, table, selection, _console())
         else:
-            show_groups(run, table, selection, _console())
+            show(run, table, selection, _console())
 
 
 def _console() -> Console:

@@ -38,9 +38,8 @@ def trace(
         raise typer.BadParameter(f"{first_step} is after --to {last_step}", param_hint="--from")
 
     from grpo_async.viewer.runs import find_run
-    from grpo_async.viewer.timeline_data import load_events
-    from grpo_async.viewer.timeline_text import summary
-    from grpo_async.viewer.trace import PERFETTO, write_trace
+    from grpo_async.viewer.timeline import load_events
+    from grpo_async.viewer.trace import PERFETTO, summary, write_trace
 
     run_dir = find_run(run)
     file = load_events(run_dir.events, first_step=first_step, last_step=last_step)

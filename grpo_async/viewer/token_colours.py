@@ -1,4 +1,4 @@
-"""How tokens are coloured: one figure of each token -> a class, and a legend that says what the classes mean. Pure.
+"""How tokens are coloured: one value of each token -> a class, and a legend that says what the classes mean. Pure.
 
 A class is a word (`up-2`, `level-3`, `version-1`, `clipped-high`); `SWATCHES` has its background for dark and light screens. The
 terminal makes styles of them, the web page CSS. Worked example, log ratio: trainer -1.0, sampler -1.3 -> 0.3 -> `up-2`, "≥0.2".
@@ -11,9 +11,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TypeVar
 
 from grpo_async.records import TokenMark
+from grpo_async.store import RolloutRow
+
+T = TypeVar("T")
 
 
 class ColourMode(StrEnum):
@@ -30,43 +33,6 @@ class ColourMode(StrEnum):
     def label(self) -> str:
         return _LABELS[self]
 
-    @property
-    def following(self) -> ColourMode:
-        """The next in the cycle."""
-        modes = list(ColourMode)
-        return modes[(modes.index(self) + 1) % len(modes)]
-
-
-class Tokens(Protocol):
-    """The lists that colours are made of, one entry per completion token; a `store.RolloutRow` is one.
-
-    The figures of the trainer are None where it never saw the rollout; their entries are None where the mask is 0, and any figure
-    where it was not finite.
-    """
-
-    @property
-    def advantage(self) -> float | None: ...
-    @property
-    def mask(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> Sequence[float | None]: ...
-    @property
-    def versions(self) -> Sequence[int]: ...
-    @property
-    def trainer_logprobs(self) -> Sequence[float | None] | None: ...
-    @property
-    def entropies(self) -> Sequence[float | None] | None: ...
-    @property
-    def marks(self) -> Sequence[int | None] | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Swatch:
-    """Background of a class as #rrggbb on a dark and on a light screen; None: the screen's own."""
-
-    dark: str | None
-    light: str | None
-
 
 @dataclass(frozen=True, slots=True)
 class LegendEntry:
@@ -77,40 +43,37 @@ class LegendEntry:
 
 
 UNTRAINED = "untrained"  # mask 0: tokens of the prompt's template, tools, environments; shown dim
-UNKNOWN = "unknown"  # the figure was not recorded
+UNKNOWN = "unknown"  # the value was not recorded
 NO_GRADIENT = "no-gradient"  # trained on, but clipped or left out
 NUM_VERSION_COLOURS = 6  # version-0 .. version-5, then from the start: neighbours always differ
 
-SWATCHES: dict[str, Swatch] = {
-    UNTRAINED: Swatch(None, None),
-    UNKNOWN: Swatch(None, None),
-    NO_GRADIENT: Swatch("#4a4a4a", "#d4d4d4"),
-    "down-3": Swatch("#8a1f2b", "#ff9ea6"),
-    "down-2": Swatch("#652630", "#ffc4c8"),
-    "down-1": Swatch("#45262c", "#ffe2e4"),
-    "even": Swatch(None, None),
-    "up-1": Swatch("#1d3a2a", "#dcf5e3"),
-    "up-2": Swatch("#1d5636", "#b3e8c3"),
-    "up-3": Swatch("#147a42", "#7fd69b"),
-    "level-0": Swatch(None, None),
-    "level-1": Swatch("#3b3520", "#fff6d1"),
-    "level-2": Swatch("#5c4a14", "#ffe79a"),
-    "level-3": Swatch("#7d4a10", "#ffc876"),
-    "level-4": Swatch("#97330f", "#ff9c66"),
-    "version-0": Swatch("#1f3f6b", "#cfe2ff"),
-    "version-1": Swatch("#1d5147", "#c9f0e4"),
-    "version-2": Swatch("#5a3a6e", "#ead6f7"),
-    "version-3": Swatch("#66501b", "#fbe9b5"),
-    "version-4": Swatch("#6b2f45", "#fbd3e0"),
-    "version-5": Swatch("#3d5220", "#e0efc4"),
-    "trained": Swatch("#1d3a2a", "#dcf5e3"),
-    "clipped-low": Swatch("#1f3f6b", "#b9d4ff"),
-    "clipped-high": Swatch("#7d4a10", "#ffc876"),
-    "corrected-away": Swatch("#5a3a6e", "#dcbcf2"),
-    "off-policy": Swatch("#8a1f2b", "#ff9ea6"),
-    "low-entropy": Swatch("#1d5147", "#b4e5d6"),
-    "skipped": Swatch("#4a4a4a", "#d4d4d4"),
+SWATCHES: dict[str, tuple[str, str]] = {
+    NO_GRADIENT: ("#4a4a4a", "#d4d4d4"),
+    "down-3": ("#8a1f2b", "#ff9ea6"),
+    "down-2": ("#652630", "#ffc4c8"),
+    "down-1": ("#45262c", "#ffe2e4"),
+    "up-1": ("#1d3a2a", "#dcf5e3"),
+    "up-2": ("#1d5636", "#b3e8c3"),
+    "up-3": ("#147a42", "#7fd69b"),
+    "level-1": ("#3b3520", "#fff6d1"),
+    "level-2": ("#5c4a14", "#ffe79a"),
+    "level-3": ("#7d4a10", "#ffc876"),
+    "level-4": ("#97330f", "#ff9c66"),
+    "version-0": ("#1f3f6b", "#cfe2ff"),
+    "version-1": ("#1d5147", "#c9f0e4"),
+    "version-2": ("#5a3a6e", "#ead6f7"),
+    "version-3": ("#66501b", "#fbe9b5"),
+    "version-4": ("#6b2f45", "#fbd3e0"),
+    "version-5": ("#3d5220", "#e0efc4"),
+    "trained": ("#1d3a2a", "#dcf5e3"),
+    "clipped-low": ("#1f3f6b", "#b9d4ff"),
+    "clipped-high": ("#7d4a10", "#ffc876"),
+    "corrected-away": ("#5a3a6e", "#dcbcf2"),
+    "off-policy": ("#8a1f2b", "#ff9ea6"),
+    "low-entropy": ("#1d5147", "#b4e5d6"),
+    "skipped": ("#4a4a4a", "#d4d4d4"),
 }
+"""Background of a class as #rrggbb on a dark and on a light screen; classes that are not here have the screen's own."""
 
 _LABELS = {
     ColourMode.ADVANTAGE: "advantage",
@@ -136,22 +99,21 @@ _MARKS: tuple[tuple[TokenMark, str, str], ...] = (
 )
 
 
-def token_classes(mode: ColourMode, tokens: Tokens) -> list[str]:
+def token_classes(mode: ColourMode, rollout: RolloutRow) -> list[str]:
     """The class of every completion token. [num_tokens]"""
-    figures = _FIGURES[mode]
-    return [figures(tokens, index) if kept else UNTRAINED for index, kept in enumerate(tokens.mask)]
+    class_of = _CLASS_OF[mode]
+    return [class_of(rollout, index) if kept else UNTRAINED for index, kept in enumerate(rollout.mask)]
 
 
-def legend(mode: ColourMode, tokens: Tokens | None = None) -> list[LegendEntry]:
-    """What the classes of a mode mean, weakest to strongest; with `tokens`, of the versions and marks only those it has."""
-    present = None if tokens is None else set(token_classes(mode, tokens))
-    entries = _legend_of(mode, tokens)
-    if present is not None:
-        if mode in (ColourMode.VERSION, ColourMode.MARKS):
-            entries = [entry for entry in entries if entry.name in present]
-        for name, text in ((NO_GRADIENT, "no gradient"), (UNKNOWN, "not recorded"), (UNTRAINED, "not trained on")):
-            if name in present and all(entry.name != name for entry in entries):
-                entries.append(LegendEntry(name, text))
+def legend(mode: ColourMode, rollout: RolloutRow) -> list[LegendEntry]:
+    """What the classes of a mode mean, weakest to strongest; of the versions and marks only those that the rollout has."""
+    present = set(token_classes(mode, rollout))
+    entries = _all_entries(mode, rollout)
+    if mode is ColourMode.MARKS:
+        entries = [entry for entry in entries if entry.name in present]
+    for name, text in ((NO_GRADIENT, "no gradient"), (UNKNOWN, "not recorded"), (UNTRAINED, "not trained on")):
+        if name in present:
+            entries.append(LegendEntry(name, text))
     return entries
 
 
@@ -160,49 +122,52 @@ def mark_words(marks: int | None) -> list[str]:
     return [words for mark, _, words in _MARKS if (marks or 0) & mark]
 
 
-def log_ratio(trainer: float | None, sampler: float | None) -> float | None:
-    """trainer - sampler, None where one is not known (or was not finite)."""
+def at(values: Sequence[T | None] | None, index: int) -> T | None:
+    """One value of a token, None where the trainer's values were not recorded."""
+    return None if values is None else values[index]
+
+
+def log_ratio(rollout: RolloutRow, index: int) -> float | None:
+    """The trainer's logprob - the sampler's, None where one is not known (or was not finite)."""
+    trainer, sampler = at(rollout.trainer_logprobs, index), rollout.logprobs[index]
     return None if trainer is None or sampler is None else trainer - sampler
 
 
-def _advantage_class(tokens: Tokens, index: int) -> str:
-    if tokens.advantage is None:
+def _advantage_class(rollout: RolloutRow, index: int) -> str:
+    if rollout.advantage is None:
         return UNKNOWN
-    if _mark_at(tokens, index):
-        return NO_GRADIENT
-    return _signed(tokens.advantage, ADVANTAGE_BOUNDS)
+    return NO_GRADIENT if at(rollout.marks, index) else _signed(rollout.advantage, ADVANTAGE_BOUNDS)
 
 
-def _log_ratio_class(tokens: Tokens, index: int) -> str:
-    trainer = None if tokens.trainer_logprobs is None else tokens.trainer_logprobs[index]
-    ratio = log_ratio(trainer, tokens.logprobs[index])
+def _log_ratio_class(rollout: RolloutRow, index: int) -> str:
+    ratio = log_ratio(rollout, index)
     return UNKNOWN if ratio is None else _signed(ratio, LOG_RATIO_BOUNDS)
 
 
-def _probability_class(tokens: Tokens, index: int) -> str:
-    if (logprob := tokens.logprobs[index]) is None:
+def _probability_class(rollout: RolloutRow, index: int) -> str:
+    if (logprob := rollout.logprobs[index]) is None:
         return UNKNOWN
     probability = math.exp(min(logprob, 0.0))
     return f"level-{sum(probability < bound for bound in PROBABILITY_BOUNDS)}"
 
 
-def _entropy_class(tokens: Tokens, index: int) -> str:
-    entropy = None if tokens.entropies is None else tokens.entropies[index]
+def _entropy_class(rollout: RolloutRow, index: int) -> str:
+    entropy = at(rollout.entropies, index)
     return UNKNOWN if entropy is None else f"level-{bisect_right(ENTROPY_BOUNDS, entropy)}"
 
 
-def _version_class(tokens: Tokens, index: int) -> str:
-    return f"version-{tokens.versions[index] % NUM_VERSION_COLOURS}"
+def _version_class(rollout: RolloutRow, index: int) -> str:
+    return f"version-{rollout.versions[index] % NUM_VERSION_COLOURS}"
 
 
-def _mark_class(tokens: Tokens, index: int) -> str:
-    marks = _mark_at(tokens, index)
-    if tokens.advantage is None or marks is None:  # never scored, or the trainer's figures are not recorded
+def _mark_class(rollout: RolloutRow, index: int) -> str:
+    marks = at(rollout.marks, index)
+    if rollout.advantage is None or marks is None:  # never scored, or the trainer's values are not recorded
         return UNKNOWN
     return next((name for mark, name, _ in _MARKS if marks & mark), "trained")
 
 
-_FIGURES = {
+_CLASS_OF = {
     ColourMode.ADVANTAGE: _advantage_class,
     ColourMode.LOG_RATIO: _log_ratio_class,
     ColourMode.PROBABILITY: _probability_class,
@@ -212,53 +177,28 @@ _FIGURES = {
 }
 
 
-def _mark_at(tokens: Tokens, index: int) -> int | None:
-    return None if tokens.marks is None else tokens.marks[index]
-
-
 def _signed(value: float, bounds: tuple[float, float, float]) -> str:
     level = bisect_right(bounds, abs(value))
     return "even" if level == 0 else f"{'up' if value > 0 else 'down'}-{level}"
 
 
-def _legend_of(mode: ColourMode, tokens: Tokens | None) -> list[LegendEntry]:
+def _all_entries(mode: ColourMode, rollout: RolloutRow) -> list[LegendEntry]:
     match mode:
-        case ColourMode.ADVANTAGE:
-            return _signed_legend(ADVANTAGE_BOUNDS)
-        case ColourMode.LOG_RATIO:
-            return _signed_legend(LOG_RATIO_BOUNDS)
+        case ColourMode.ADVANTAGE | ColourMode.LOG_RATIO:
+            bounds = ADVANTAGE_BOUNDS if mode is ColourMode.ADVANTAGE else LOG_RATIO_BOUNDS
+            down = [LegendEntry(f"down-{level}", f"≤-{bounds[level - 1]:g}") for level in (3, 2, 1)]
+            up = [LegendEntry(f"up-{level}", f"≥{bounds[level - 1]:g}") for level in (1, 2, 3)]
+            return [*down, LegendEntry("even", "about 0"), *up]
         case ColourMode.PROBABILITY:
-            first, *rest = PROBABILITY_BOUNDS
-            texts = [f"≥{first:g}", *(f"≥{bound:g}" for bound in rest), f"<{rest[-1]:g}"]
+            texts = [*(f"≥{bound:g}" for bound in PROBABILITY_BOUNDS), f"<{PROBABILITY_BOUNDS[-1]:g}"]
         case ColourMode.ENTROPY:
             texts = [f"<{ENTROPY_BOUNDS[0]:g}", *(f"≥{bound:g}" for bound in ENTROPY_BOUNDS)]
         case ColourMode.VERSION:
-            return _version_legend(tokens)
+            by_colour: dict[int, list[str]] = {}
+            for version in sorted(rollout.sampled_versions):
+                by_colour.setdefault(version % NUM_VERSION_COLOURS, []).append(str(version))
+            return [LegendEntry(f"version-{colour}", ", ".join(shown)) for colour, shown in by_colour.items()]
         case ColourMode.MARKS:
             marks = [LegendEntry(name, words) for _, name, words in reversed(_MARKS)]
             return [LegendEntry("trained", "trained on"), *marks]
     return [LegendEntry(f"level-{level}", text) for level, text in enumerate(texts)]
-
-
-def _signed_legend(bounds: tuple[float, float, float]) -> list[LegendEntry]:
-    low, middle, high = bounds
-    return [
-        LegendEntry("down-3", f"≤-{high:g}"),
-        LegendEntry("down-2", f"≤-{middle:g}"),
-        LegendEntry("down-1", f"≤-{low:g}"),
-        LegendEntry("even", "about 0"),
-        LegendEntry("up-1", f"≥{low:g}"),
-        LegendEntry("up-2", f"≥{middle:g}"),
-        LegendEntry("up-3", f"≥{high:g}"),
-    ]
-
-
-def _version_legend(tokens: Tokens | None) -> list[LegendEntry]:
-    """The versions of these tokens; of none, the colours only."""
-    if tokens is None:
-        return [LegendEntry(f"version-{number}", f"{number}") for number in range(NUM_VERSION_COLOURS)]
-    sampled = sorted({version for version, kept in zip(tokens.versions, tokens.mask, strict=True) if kept})
-    by_colour: dict[str, list[str]] = {}
-    for version in sampled:
-        by_colour.setdefault(f"version-{version % NUM_VERSION_COLOURS}", []).append(str(version))
-    return [LegendEntry(name, ", ".join(versions)) for name, versions in by_colour.items()]

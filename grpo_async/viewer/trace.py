@@ -1,4 +1,5 @@
-"""A timeline as a trace for Perfetto (https://ui.perfetto.dev, which keeps it in the browser) and Chrome's about:tracing.
+"""What `grpo-async trace` makes of a timeline: a file for Perfetto (https://ui.perfetto.dev, which keeps it in the browser) or
+Chrome's about:tracing, and a summary of who waited for whom.
 
 Trace Event Format, JSON: a process for each group of lanes, a thread for each lane, "X" spans in microseconds since the first
 event, "i" instants, "C" counters, and arrows ("s" -> "t" -> "f"): a group from its last rollout over scoring and queue to the
@@ -17,19 +18,22 @@ from typing import IO, Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline_file import ATTEMPT, Event
-from grpo_async.viewer.timeline_data import ORDER, TITLES, lane_group, lay_out
+from grpo_async.viewer.format import duration
+from grpo_async.viewer.safe_text import one_line
+from grpo_async.viewer.timeline import ORDER, TITLES, EventFile, lane_group, lay_out, usage
 
 PERFETTO = "https://ui.perfetto.dev"
-_COUNTERS = (
-    ("queued groups", "queue", "queued"),
-    ("requests in flight", "rollout", "generate"),
-    ("rollouts in flight", "rollout", "rollout"),
-    ("trainer waits", "trainer", "wait for samples"),
-)
-"""Title, group of lanes and name of the spans that are counted."""
+_COUNTERS = {
+    ("queue", "queued"): "queued groups",
+    ("rollout", "generate"): "requests in flight",
+    ("rollout", "rollout"): "rollouts in flight",
+    ("trainer", "wait for samples"): "trainer waits",
+}
+"""Titles of the spans that are counted, by group of lanes and name."""
 
 Record = dict[str, Any]
-Place = tuple[int, int]
+Thread = tuple[int, int]
+"""Process and thread of a lane in the trace."""
 
 
 def write_trace(events: Sequence[Event], path: Path, *, title: str) -> int:
@@ -64,33 +68,29 @@ def trace_records(events: Sequence[Event], *, title: str) -> list[Record]:
     zero = min((event.start for event in events), default=0.0)
     rows = lay_out(events)
     groups = [*ORDER, *sorted({lane_group(row.lane) for row in rows} - set(ORDER))]
-    places: dict[int, Place] = {}  # of each event, by its identity
+    threads: dict[int, Thread] = {}  # of each event, by its identity
     metadata: list[Record] = []
     counts: dict[int, int] = {}
+
+    def name(process: int, thread: int, kind: str, text: str, place: int) -> None:
+        base = {"ph": "M", "pid": process, "tid": thread, "ts": 0}
+        metadata.append({**base, "name": f"{kind}_name", "args": {"name": text}})
+        metadata.append({**base, "name": f"{kind}_sort_index", "args": {"sort_index": place}})
+
     for row in rows:
         group = lane_group(row.lane)
         process = groups.index(group) + 1
         thread = counts[process] = counts.get(process, 0) + 1
         if thread == 1:
-            name = f"{title}: {TITLES.get(group, group)}"
-            metadata.append(_name(process, 0, "process_name", name=name))
-            metadata.append(_name(process, 0, "process_sort_index", sort_index=process))
-        metadata.append(_name(process, thread, "thread_name", name=row.lane))
-        metadata.append(_name(process, thread, "thread_sort_index", sort_index=thread))
-        for placed in row.spans:
-            places[id(placed.event)] = process, thread
-    timed = [_span(event, places[id(event)], zero) for event in events]
-    timed += _arrows(events, places, zero)
-    counters = list(_counters(events, zero, process=len(groups) + 1))
-    if counters:
-        metadata.append(_name(len(groups) + 1, 0, "process_name", name=f"{title}: counters"))
-        metadata.append(_name(len(groups) + 1, 0, "process_sort_index", sort_index=0))
-    timed += counters
-    return metadata + sorted(timed, key=lambda record: (record["ts"], -record.get("dur", 0)))
-
-
-def _name(process: int, thread: int, kind: str, **arguments: str | int) -> Record:
-    return {"ph": "M", "pid": process, "tid": thread, "ts": 0, "name": kind, "args": arguments}
+            name(process, 0, "process", f"{title}: {TITLES.get(group, group)}", process)
+        name(process, thread, "thread", row.lane, thread)
+        for event, _ in row.spans:
+            threads[id(event)] = process, thread
+    timed = [_span(event, threads[id(event)], zero) for event in events]
+    timed += _arrows(events, threads, zero)
+    if counters := list(_counters(events, zero, process=len(groups) + 1)):
+        name(len(groups) + 1, 0, "process", f"{title}: counters", 0)
+    return metadata + sorted([*timed, *counters], key=lambda record: (record["ts"], -record.get("dur", 0)))
 
 
 def _us(time_s: float, zero: float) -> int:
@@ -98,9 +98,15 @@ def _us(time_s: float, zero: float) -> int:
     return round((time_s - zero) * 1e6)
 
 
-def _span(event: Event, place: Place, zero: float) -> Record:
+def _span(event: Event, thread: Thread, zero: float) -> Record:
     start, end = _us(event.start, zero), _us(event.end, zero)
-    record: Record = {"name": event.name, "cat": lane_group(event.lane), "pid": place[0], "tid": place[1], "ts": start}
+    record: Record = {
+        "name": event.name,
+        "cat": lane_group(event.lane),
+        "pid": thread[0],
+        "tid": thread[1],
+        "ts": start,
+    }
     if event.end > event.start:
         record |= {"ph": "X", "dur": end - start}
     else:
@@ -110,7 +116,7 @@ def _span(event: Event, place: Place, zero: float) -> Record:
     return record
 
 
-def _arrows(events: Iterable[Event], places: dict[int, Place], zero: float) -> Iterator[Record]:
+def _arrows(events: Iterable[Event], threads: dict[int, Thread], zero: float) -> Iterator[Record]:
     last_rollout: dict[str, Event] = {}
     scores: dict[str, Event] = {}
     queued: list[Event] = []
@@ -139,14 +145,13 @@ def _arrows(events: Iterable[Event], places: dict[int, Place], zero: float) -> I
     for wait in queued:
         group = str(wait.details.get("group"))
         found = [last_rollout.get(group), scores.get(group), wait, trained.get(wait.details.get("step", -1))]
-        yield from _arrow("group", [event for event in found if event is not None], places, zero, next(numbers))
+        yield from _arrow("group", [event for event in found if event is not None], threads, zero, next(numbers))
     for step, train in trained.items():
-        push = pushes.get(step)
-        if push is not None:
-            yield from _arrow("weights", [train, push], places, zero, next(numbers))
+        if step in pushes:
+            yield from _arrow("weights", [train, pushes[step]], threads, zero, next(numbers))
 
 
-def _arrow(name: str, stops: Sequence[Event], places: dict[int, Place], zero: float, number: int) -> Iterator[Record]:
+def _arrow(name: str, stops: Sequence[Event], threads: dict[int, Thread], zero: float, number: int) -> Iterator[Record]:
     """It leaves the first span at its end, and reaches the others at their starts."""
     if len(stops) < 2:
         return
@@ -154,25 +159,18 @@ def _arrow(name: str, stops: Sequence[Event], places: dict[int, Place], zero: fl
     for index, stop in enumerate(stops):
         start, end = _us(stop.start, zero), _us(stop.end, zero)
         at = max(start, end - 1) if index == 0 else max(at, start)
-        process, thread = places[id(stop)]
-        kind = "s" if index == 0 else "f" if index == len(stops) - 1 else "t"
-        record: Record = {
-            "ph": kind,
-            "id": number,
-            "name": name,
-            "cat": "flow",
-            "pid": process,
-            "tid": thread,
-            "ts": at,
-        }
-        yield {**record, "bp": "e"} if kind == "f" else record
+        process, thread = threads[id(stop)]
+        record: Record = {"id": number, "name": name, "cat": "flow", "pid": process, "tid": thread, "ts": at}
+        if index == len(stops) - 1:
+            yield {**record, "ph": "f", "bp": "e"}
+        else:
+            yield {**record, "ph": "s" if index == 0 else "t"}
 
 
 def _counters(events: Iterable[Event], zero: float, *, process: int) -> Iterator[Record]:
-    edges: dict[str, list[tuple[int, int]]] = {title: [] for title, _, _ in _COUNTERS}
-    titles = {(group, name): title for title, group, name in _COUNTERS}
+    edges: dict[str, list[tuple[int, int]]] = {title: [] for title in _COUNTERS.values()}
     for event in events:
-        title = titles.get((lane_group(event.lane), event.name))
+        title = _COUNTERS.get((lane_group(event.lane), event.name))
         if title is not None and event.end > event.start:
             edges[title] += [(_us(event.start, zero), 1), (_us(event.end, zero), -1)]
     for title, changes in edges.items():
@@ -182,3 +180,57 @@ def _counters(events: Iterable[Event], zero: float, *, process: int) -> Iterator
             if change:
                 value += change
                 yield {"ph": "C", "pid": process, "tid": 0, "ts": at, "name": title, "args": {"value": value}}
+
+
+# -- the summary
+
+_MOST_NAMES = 12
+_NAME_WIDTH = 34
+_ALWAYS_BUSY = ("run", "server")
+_SHOWN_DETAILS = ("step", "version", "group", "rollout")
+_LANES = {
+    "trainer": "trainer",
+    "gpu": "trainer GPU",
+    "generation": "generation",
+    "scoring": "scoring",
+    "weights": "weight pushes",
+    "checkpoint": "writing checkpoints",
+    "evaluation": "evaluation",
+}
+
+
+def summary(file: EventFile) -> str:
+    """Who waited for whom, in some paragraphs of plain text, at most 79 wide."""
+    found = usage(file.events)
+    if found is None:
+        return "the timeline has no span yet"
+    steps = f"steps {min(file.steps)} to {max(file.steps)}" if file.steps else "no step yet"
+    attempts = f", {file.num_attempts} attempts" if file.num_attempts > 1 else ""
+    lines = [f"{len(file.events)} events over {duration(found.wall_s)}, {steps}{attempts}", "", "who waited for whom"]
+    lines += [f"  {what:<50} {_of(spent, found.wall_s)}" for what, spent in found.rows]
+    lines += ["", "busy"]
+    for lane, title in _LANES.items():
+        if lane in found.lanes:
+            more = f", {found.mean_in_flight:.1f} requests at once" if lane == "generation" else ""
+            lines.append(f"  {title:<50} {_of(found.lanes[lane], found.wall_s)}{more}")
+    lines += ["", f"{'where the time went':<{_NAME_WIDTH}}{'count':>8}{'total':>11}{'mean':>11}{'longest':>11}"]
+    names = [
+        each for each in found.names if each.lane not in _ALWAYS_BUSY and (each.lane, each.name) != ("trainer", "step")
+    ]
+    for each in names[:_MOST_NAMES]:
+        title = one_line(f"{each.lane}: {each.name}", _NAME_WIDTH - 3)
+        times = "".join(f"{duration(value):>11}" for value in (each.total_s, each.mean_s, each.longest_s))
+        lines.append(f"  {title:<{_NAME_WIDTH - 2}}{each.count:>8}{times}")
+    if found.waits:
+        lines += ["", "longest waits", *(_wait(event, file.events[0].start) for event in found.waits)]
+    return "\n".join([*lines, *(f"note: {note}" for note in file.notes)])
+
+
+def _wait(event: Event, zero: float) -> str:
+    details = (f"{name} {event.details[name]}" for name in _SHOWN_DETAILS if name in event.details)
+    where = one_line(", ".join([event.lane, *details]), 34)
+    return f"  {one_line(event.name, 22):<22} {duration(event.duration_s):>8}  at {duration(event.start - zero):>8}  {where}"
+
+
+def _of(part_s: float, wall_s: float) -> str:
+    return f"{part_s / wall_s if wall_s else 0.0:>4.0%}  {duration(part_s):>8}"

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_async.store import read_groups
 from grpo_async.tracking.timeline_file import read_events
-from grpo_async.viewer.timeline_data import lane_group, lay_out
+from grpo_async.viewer.timeline import lane_group, lay_out
 from tests.e2e.support import REPOSITORY, SMALL, assert_on_policy, make_run
 
 pytestmark = pytest.mark.slow

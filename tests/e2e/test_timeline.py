@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.tracking.timeline_file import ATTEMPT, Event, read_events
-from grpo_async.viewer.timeline_data import lane_group, lay_out, load_events
-from grpo_async.viewer.timeline_usage import overlap, union, usage
+from grpo_async.viewer.timeline import lane_group, lay_out, load_events, overlap, union, usage
 from tests.e2e.conftest import GoldenRun
 from tests.e2e.support import run_command
 from tests.support.trace_format import read_trace
@@ -64,8 +63,7 @@ def test_spans_of_a_lane_lie_inside_each_other_or_apart(events: list[Event]) -> 
     parents: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         stack: list[Event] = []
-        for placed in row.spans:
-            event = placed.event
+        for event, _ in row.spans:
             if event.end == event.start:
                 continue
             while stack and stack[-1].end <= event.start:

@@ -64,4 +64,4 @@ def test_the_command_and_the_report_say_the_same(tmp_path: Path, changes: dict[s
     run_dir = RunDir(tmp_path)
     run_dir.status.write_text(json.dumps(_status(**changes)))
     assert read_status(run_dir).state == word
-    assert read_run(run_dir, "x").ending.status == word
+    assert read_run(run_dir, "x").status == word

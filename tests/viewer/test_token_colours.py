@@ -1,98 +1,124 @@
-"""Which colour a token gets, and what the legend says it means."""
+"""Which colour a token gets, what the legend says it means, and the texts of tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from grpo_async.records import TokenMark
+from grpo_async.errors import RunError
+from grpo_async.records import RolloutStatus, TokenMark
+from grpo_async.rundir import RunDir
+from grpo_async.store import RolloutRow
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode, legend, mark_words, token_classes
+from grpo_async.viewer.token_text import TokenTexts, load_token_texts
+from tests.viewer.support import byte_tokenizer
+
+HAVE_NO_SWATCH = {"even", "level-0", "untrained", "unknown"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Tokens:
-    advantage: float | None = 1.0
-    mask: Sequence[int] = (1,)
-    logprobs: Sequence[float | None] = (-1.0,)
-    versions: Sequence[int] = (0,)
-    trainer_logprobs: Sequence[float | None] | None = None
-    entropies: Sequence[float | None] | None = None
-    marks: Sequence[int | None] | None = field(default=None)
+def _rollout(mask: list[int], **values: Any) -> RolloutRow:
+    """One whose tokens have the mask; what is not given is as of a rollout that no trainer has seen."""
+    n = len(mask)
+    plain: dict[str, Any] = {
+        "rollout_id": "r", "status": RolloutStatus.FINISHED, "truncated": False, "done": False, "error": None,
+        "num_tokens": n, "reward": None, "rewards": {}, "messages": [], "turns": [], "started_at": 0.0,
+        "total_duration_s": 0.0, "prompt_ids": [], "completion_ids": [0] * n,
+        "advantage": 1.0, "logprobs": [-1.0] * n, "versions": [0] * n,
+    }  # fmt: skip
+    return RolloutRow(**{**plain, "mask": mask, **values})
 
 
-@pytest.mark.parametrize(
-    ("advantage", "expected"),
-    [
-        (0.0, "even"), (0.04, "even"), (0.05, "up-1"), (-0.4, "down-1"),
-        (0.5, "up-2"), (-1.4, "down-2"), (1.5, "up-3"), (-9.0, "down-3"),
-    ],
-)  # fmt: skip
-def test_advantages_by_their_size_and_sign(advantage: float, expected: str) -> None:
-    assert token_classes(ColourMode.ADVANTAGE, _Tokens(advantage=advantage)) == [expected]
+def _entries(mode: ColourMode, rollout: RolloutRow) -> list[tuple[str, str]]:
+    return [(entry.name, entry.text) for entry in legend(mode, rollout)]
 
 
-def test_a_clipped_token_has_no_gradient_and_a_tools_token_was_not_trained_on() -> None:
-    tokens = _Tokens(
-        advantage=2.0, mask=[1, 1, 0], logprobs=[-1.0, -1.0, 0.0], versions=[0, 0, -1], marks=[0, TokenMark.CLIPPED_HIGH, None]
-    )  # fmt: skip
-    assert token_classes(ColourMode.ADVANTAGE, tokens) == ["up-3", "no-gradient", "untrained"]
-    assert [entry.text for entry in legend(ColourMode.ADVANTAGE, tokens)][-2:] == ["no gradient", "not trained on"]
+def test_advantages_by_their_size_and_sign_where_there_is_a_gradient() -> None:
+    expected = {
+        0.0: "even", 0.04: "even", 0.05: "up-1", -0.4: "down-1", 0.5: "up-2", -1.4: "down-2", 1.5: "up-3", -9.0: "down-3"
+    }  # fmt: skip
+    for advantage, name in expected.items():
+        assert token_classes(ColourMode.ADVANTAGE, _rollout([1], advantage=advantage)) == [name]
+    clipped = _rollout([1, 1, 0], advantage=2.0, marks=[0, TokenMark.CLIPPED_HIGH, None])
+    assert token_classes(ColourMode.ADVANTAGE, clipped) == ["up-3", "no-gradient", "untrained"]
+    entries = _entries(ColourMode.ADVANTAGE, clipped)
+    assert [text for _, text in entries] == [
+        "≤-1.5", "≤-0.5", "≤-0.05", "about 0", "≥0.05", "≥0.5", "≥1.5", "no gradient", "not trained on",
+    ]  # fmt: skip
 
 
 def test_log_ratios_are_trainer_minus_sampler() -> None:
     # differences 0.01, 0.1, -0.3, 1.0; unknown where one of the two is
-    tokens = _Tokens(
-        mask=[1] * 6, versions=[0] * 6,
-        logprobs=[-1.0, -1.0, -1.0, -2.0, None, -1.0], trainer_logprobs=[-0.99, -0.9, -1.3, -1.0, -1.0, None],
-    )  # fmt: skip
-    assert token_classes(ColourMode.LOG_RATIO, tokens) == ["even", "up-1", "down-2", "up-3", "unknown", "unknown"]
-    assert token_classes(ColourMode.LOG_RATIO, _Tokens()) == ["unknown"]  # the trainer never saw it
+    rollout = _rollout(
+        [1] * 6,
+        logprobs=[-1.0, -1.0, -1.0, -2.0, None, -1.0],
+        trainer_logprobs=[-0.99, -0.9, -1.3, -1.0, -1.0, None],
+    )
+    assert token_classes(ColourMode.LOG_RATIO, rollout) == ["even", "up-1", "down-2", "up-3", "unknown", "unknown"]
+    assert token_classes(ColourMode.LOG_RATIO, _rollout([1])) == ["unknown"]  # the trainer never saw it
 
 
 def test_probabilities_and_entropies_have_five_levels() -> None:
     chances = [0.95, 0.89, 0.49, 0.09, 0.009]
-    tokens = _Tokens(
-        mask=[1] * 5, versions=[0] * 5, logprobs=[math.log(p) for p in chances], entropies=[0.05, 0.1, 0.6, 1.5, 2.0]
-    )  # fmt: skip
-    assert token_classes(ColourMode.PROBABILITY, tokens) == [f"level-{level}" for level in range(5)]
-    assert token_classes(ColourMode.ENTROPY, tokens) == [f"level-{level}" for level in range(5)]
-    assert token_classes(ColourMode.ENTROPY, _Tokens()) == ["unknown"]
+    rollout = _rollout([1] * 5, logprobs=[math.log(p) for p in chances], entropies=[0.05, 0.1, 0.6, 1.5, 2.0])
+    levels = [f"level-{level}" for level in range(5)]
+    assert token_classes(ColourMode.PROBABILITY, rollout) == levels
+    assert token_classes(ColourMode.ENTROPY, rollout) == levels
+    assert token_classes(ColourMode.ENTROPY, _rollout([1])) == ["unknown"]
+    assert [name for name, _ in _entries(ColourMode.PROBABILITY, rollout)] == levels
 
 
 def test_neighbouring_versions_differ_and_the_legend_names_those_that_are_there() -> None:
-    tokens = _Tokens(mask=[1, 1, 0, 1], versions=[5, 6, -1, 11], logprobs=[-1.0, -1.0, 0.0, -1.0])
-    assert token_classes(ColourMode.VERSION, tokens) == ["version-5", "version-0", "untrained", "version-5"]
-    assert [(entry.name, entry.text) for entry in legend(ColourMode.VERSION, tokens)] == [
+    rollout = _rollout([1, 1, 0, 1], versions=[5, 6, -1, 11])
+    assert token_classes(ColourMode.VERSION, rollout) == ["version-5", "version-0", "untrained", "version-5"]
+    assert _entries(ColourMode.VERSION, rollout) == [
         ("version-5", "5, 11"), ("version-0", "6"), ("untrained", "not trained on"),
     ]  # fmt: skip
 
 
 def test_the_strongest_mark_gives_the_colour_and_all_are_named() -> None:
     marks = TokenMark.CLIPPED_LOW | TokenMark.CORRECTED_AWAY
-    tokens = _Tokens(mask=[1, 1], versions=[0, 0], logprobs=[-1.0, -1.0], marks=[0, marks])
-    assert token_classes(ColourMode.MARKS, tokens) == ["trained", "corrected-away"]
+    rollout = _rollout([1, 1], marks=[0, marks])
+    assert token_classes(ColourMode.MARKS, rollout) == ["trained", "corrected-away"]
     assert mark_words(marks) == ["masked by correction", "clipped low"]
     assert mark_words(None) == mark_words(0) == []
-    assert [entry.name for entry in legend(ColourMode.MARKS, tokens)] == ["trained", "corrected-away"]
+    assert [name for name, _ in _entries(ColourMode.MARKS, rollout)] == ["trained", "corrected-away"]
 
 
 @pytest.mark.parametrize("mode", list(ColourMode))
-def test_every_class_of_a_legend_has_its_colours(mode: ColourMode) -> None:
-    for entry in legend(mode):
-        assert entry.name in SWATCHES
-        assert entry.text
-    for mark in TokenMark:
-        (name,) = token_classes(mode, _Tokens(marks=[mark], entropies=[1.0], trainer_logprobs=[-1.0]))
-        assert name in SWATCHES
+def test_every_class_has_its_colours_and_its_entry_in_the_legend(mode: ColourMode) -> None:
+    for mark in (0, *TokenMark):
+        rollout = _rollout([1], marks=[mark], entropies=[1.0], trainer_logprobs=[-1.3])
+        named = dict(_entries(mode, rollout))
+        (name,) = token_classes(mode, rollout)
+        assert named[name]
+        assert set(named) <= set(SWATCHES) | HAVE_NO_SWATCH
 
 
-def test_the_cycle_of_modes_returns() -> None:
-    mode, seen = ColourMode.ADVANTAGE, []
-    for _ in ColourMode:
-        seen.append(mode)
-        mode = mode.following
-    assert seen == list(ColourMode)
-    assert mode is ColourMode.ADVANTAGE
+def test_token_texts_come_from_the_model_that_the_run_names(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    (tmp_path / "model ${X}").mkdir()
+    tokenizer.save(str(tmp_path / "model ${X}" / "tokenizer.json"))
+    run = RunDir(tmp_path / "run")
+    run.create(f"model: {{path: '{tmp_path}/model $${{X}}'}}\n")
+    texts = load_token_texts(run)
+    assert isinstance(texts, TokenTexts)
+    # the last: byte 0xC3 alone is no character, so it is as the vocabulary spells it
+    for token, text in (("a", "a"), ("Ġ", " "), ("Ã", "Ã")):
+        token_id = tokenizer.token_to_id(token)
+        assert token_id is not None
+        assert texts.of(token_id) == text
+    assert texts.of(100_000) == "<no token 100000>"
+
+
+def test_without_a_tokenizer_there_is_a_sentence_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create(f"model: {{path: '{tmp_path}/gone'}}\n")
+    note = load_token_texts(run)
+    assert note == f"token texts are left out: no {tmp_path}/gone/tokenizer.json and no {tmp_path}/model/tokenizer.json"
+    run.model.mkdir()
+    (run.model / "tokenizer.json").write_text("{}")
+    with pytest.raises(RunError, match=r"tokenizer\.json is not a tokenizer"):
+        load_token_texts(run)

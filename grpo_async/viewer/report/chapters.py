@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _RATIO = "sampling/importance_sampling_ratio"
-_WHOLE = (0.0, 1.0)  # an axis that shows all of a share
+_WHOLE = (0.0, 1.0)  # an axis that shows all of a fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ CHAPTERS: tuple[Chapter, ...] = (
              include=()),
         Plot("reward-parts", "Parts of the reward", "mean of each reward function, before its weight",
              pattern=("rewards/", "/mean"), least_found=2, include=()),
-        Plot("zero-variance", "Groups without a signal", "share of groups whose rewards are all equal",
+        Plot("zero-variance", "Groups without a signal", "fraction of groups whose rewards are all equal",
              (Line("frac_reward_zero_std", "all equal"),),
              format="percent", include=_WHOLE),
         Plot("advantage", "Size of the advantages", "mean |advantage| of trained samples",
@@ -69,12 +69,12 @@ CHAPTERS: tuple[Chapter, ...] = (
              (Line("completions/mean_length", "mean", between=("completions/p10_length", "completions/p90_length")),
               Line("completions/min_length", "shortest", alone=True),
               Line("completions/max_length", "longest", alone=True))),
-        Plot("truncated", "Cut by a limit", "share of rollouts",
+        Plot("truncated", "Truncated", "fraction of rollouts",
              (Line("rollout/truncated", "truncated"),),
              format="percent", include=_WHOLE),
         Plot("turns", "Turns and tool calls", "of a rollout",
              (Line("rollout/num_turns", "turns"), Line("tools/call_frequency", "tool calls"))),
-        Plot("tools", "Tools that fail", "share of calls that failed, share of turns that could not be read",
+        Plot("tools", "Tools that fail", "fraction of calls that failed, fraction of turns that could not be read",
              (Line("tools/failure_frequency", "calls that failed"),
               Line("tools/parse_error_frequency", "unreadable turns")),
              format="percent", include=_WHOLE),
@@ -84,7 +84,7 @@ CHAPTERS: tuple[Chapter, ...] = (
               Line("tools/duration_s/per_rollout", "tools")),
              format="seconds"),
         Plot("failures", "Failures by kind", "since the run began", pattern=("failures/", "")),
-    ), why_not="No step has figures of its completions."),
+    ), why_not="No step has metrics of its completions."),
     Chapter("update", "The update", (
         Plot("entropy", "Entropy", "nats, mean over the trained tokens", (Line("entropy", "entropy"),)),
         Plot("kl", "KL from the reference", "nats, k3 estimator", (Line("kl", "KL"),)),
@@ -93,12 +93,12 @@ CHAPTERS: tuple[Chapter, ...] = (
              include=()),
         Plot("grad-norm", "Gradient norm", "before clipping", (Line("grad_norm", "norm"),)),
         Plot("lr", "Learning rate", "of the optimizer step", (Line("lr", "learning rate"),)),
-        Plot("clip", "Clipped tokens", "share of trained tokens",
+        Plot("clip", "Clipped tokens", "fraction of trained tokens",
              (Line("clip_ratio/region_mean", "either side"),
               Line("clip_ratio/low_mean", "low side", alone=True),
               Line("clip_ratio/high_mean", "high side", alone=True)),
              format="percent"),
-        Plot("masked", "Tokens left out of the loss", "share, by reason", pattern=("masked/", ""), format="percent"),
+        Plot("masked", "Tokens left out of the loss", "fraction, by reason", pattern=("masked/", ""), format="percent"),
     )),
     Chapter("async", "On and off policy", (
         Plot("ratio", "Importance ratio", "trainer / sampler probability of a token; 1 is on policy; logarithmic",
@@ -109,8 +109,8 @@ CHAPTERS: tuple[Chapter, ...] = (
         Plot("mismatch", "Trainer against sampler", "mean |difference| of a token's log-probability, nats",
              (Line("sampling/sampling_logp_difference/mean", "mean"),
               Line("sampling/sampling_logp_difference/max", "largest", alone=True))),
-        Plot("ess", "Effective sample size", "share of the samples; 100 % is on policy",
-             (Line("sampling/ess", "effective share"),),
+        Plot("ess", "Effective sample size", "fraction of the samples; 100 % is on policy",
+             (Line("sampling/ess", "effective fraction"),),
              format="percent", include=_WHOLE),
         Plot("staleness", "Staleness", "steps between sampling a token and training it",
              (Line("async/staleness_mean", "mean"), Line("async/staleness_max", "most"))),
@@ -118,11 +118,11 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter("pipeline", "The pipeline", (
         Plot("throughput", "Throughput", "tokens per second",
              (Line("perf/generated_tokens_per_s", "generated"), Line("perf/trained_tokens_per_s", "trained"))),
-        Plot("idle", "Waiting", "share of the step's wall time",
+        Plot("idle", "Waiting", "fraction of the step's wall time",
              (Line("pipeline/trainer_idle_ratio", "trainer waits for samples"),
               Line("pipeline/generator_idle_ratio", "no server generates")),
              format="percent", include=_WHOLE),
-        Plot("shares", "What the trainer does", "share of the step's wall time",
+        Plot("shares", "What the trainer does", "fraction of the step's wall time",
              pattern=("pipeline/", "_share"), order=("training", "pushing", "checkpoint", "other", "waiting"),
              kind="stacked", format="percent", include=_WHOLE),
         Plot("step-time", "Time of a step", "seconds",
@@ -142,7 +142,7 @@ CHAPTERS: tuple[Chapter, ...] = (
              (Line("servers/serving", "serving"),
               Line("servers/restarts", "restarts"),
               Line("servers/failures", "failures"))),
-        Plot("kv", "Servers' key/value cache", "share in use",
+        Plot("kv", "Servers' key/value cache", "fraction in use",
              (Line("servers/kv_usage", "in use"),),
              format="percent", include=_WHOLE),
     )),

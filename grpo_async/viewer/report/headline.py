@@ -1,4 +1,4 @@
-"""The top of the report: what happened, in one sentence and in figures. Pure."""
+"""The top of the report: what happened, in one sentence and in numbers. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.findings import figure, percent
+from grpo_async.viewer.format import duration
 from grpo_async.viewer.report.run_data import RunData
 
 _STATUS = {
@@ -18,12 +19,13 @@ _STATUS = {
     "silent": ("warning", "silent"),
     "unfinished": ("warning", "not finished"),
 }
-UNKNOWN = "–"
+Number = tuple[str, str]
+"""A value, and a note about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """The top of the report for one run: its status (a level for the colour, and a word), one sentence, and its figures."""
+    """The top of the report for one run: its status (a level for the colour, and a word), one sentence, and its numbers."""
 
     level: str
     status: str
@@ -32,119 +34,106 @@ class Headline:
 
 
 def headline(run: RunData) -> Headline:
-    summary = _summary(run)
-    figures = [
-        ("held-out reward", *_held_out(run)),
-        ("training reward", *_reward(run, summary)),
-        ("steps", *_steps(run, summary)),
-        ("tokens/s", *_throughput(run, summary)),
-        ("trainer idle", *_idle(run, summary)),
-        ("staleness", *_staleness(run, summary)),
-        ("groups", *_groups(run)),
-        ("stored rollouts", *_stored(run)),
-    ]
-    level, status = _STATUS.get(run.ending.status, ("warning", run.ending.status))
-    return Headline(
-        level=level, status=status, story=_story(run), figures=[each for each in figures if each[1] != UNKNOWN]
-    )
+    # one that failed or goes on leaves the summary of the attempt before
+    summary = run.summary if run.status in ("finished", "stopped") else {}
+    wall_s = _number(summary, "wall_s") or sum(run.values("step_time"))
+    numbers = {
+        "held-out reward": _held_out(run),
+        "training reward": _reward(run, summary),
+        "steps": _steps(run, wall_s),
+        "tokens/s": _throughput(run, summary),
+        "trainer idle": _idle(run, summary),
+        "staleness": _staleness(run, summary),
+        "groups": _groups(run),
+        "stored rollouts": _stored(run),
+    }
+    level, status = _STATUS.get(run.status, ("warning", run.status))
+    figures = [(name, *found) for name, found in numbers.items() if found is not None]
+    return Headline(level=level, status=status, story=_story(run, wall_s), figures=figures)
 
 
-def _story(run: RunData) -> str:
+def _story(run: RunData, wall_s: float) -> str:
     """One sentence: what happened."""
     planned = f" of {run.max_steps}" if run.max_steps else ""
-    steps = f"{run.last_step}{planned} steps"
-    took = _number(_summary(run), "wall_s") or sum(row.get("step_time", 0.0) for row in run.metrics)
-    time = f" in {duration(took)}" if took else ""
+    steps = f"{run.last_step}{planned} steps{f' in {_whole(wall_s)}' if wall_s else ''}"
     how = {
-        "finished": f"The run finished after {steps}{time}.",
-        "stopped": f"The run was stopped after {steps}{time}; it can go on with --resume.",
-        "failed": f"The run failed after {steps}{time}.",
-        "running": f"The run goes on: {steps}{time} so far.",
-        "killed": f"The run was killed after {steps}{time}, without a word; it can go on with --resume.",
-        "silent": f"The run has {steps}{time}; its launcher, on another machine, has written nothing for a while.",
-        "unfinished": f"The run has {steps}{time}. It still goes on, or it was killed.",
+        "finished": f"The run finished after {steps}.",
+        "stopped": f"The run was stopped after {steps}; it can go on with --resume.",
+        "failed": f"The run failed after {steps}.",
+        "running": f"The run goes on: {steps} so far.",
+        "killed": f"The run was killed after {steps}, without a word; it can go on with --resume.",
+        "silent": f"The run has {steps}; its launcher, on another machine, has written nothing for a while.",
+        "unfinished": f"The run has {steps}. It still goes on, or it was killed.",
     }
-    return how.get(run.ending.status, f"{run.ending.status}: {steps}{time}.")
+    return how.get(run.status, f"{run.status}: {steps}.")
 
 
-def _summary(run: RunData) -> Mapping[str, Any]:
-    """summary.json, where it is of the last attempt: one that failed or goes on leaves that of the attempt before."""
-    return run.summary if run.ending.status in ("finished", "stopped") else {}
-
-
-def _held_out(run: RunData) -> tuple[str, str]:
-    results = sorted((each for each in run.evaluations if "reward" in each.metrics), key=lambda each: each.step)
+def _held_out(run: RunData) -> Number | None:
+    results = run.evaluated()
+    if not results:
+        return None
     evaluation = run.summary.get("evaluation")
     baseline = _number(evaluation, "majority_baseline") if isinstance(evaluation, Mapping) else None
-    note = f"always the most frequent answer: {figure(baseline)}" if baseline is not None else ""
-    if not results:
-        return UNKNOWN, note
-    if len(results) == 1:
-        return figure(results[0].metrics["reward"]), note or f"at step {results[0].step}"
+    note = "" if baseline is None else f"always the most frequent answer: {figure(baseline)}"
     first, last = results[0], results[-1]
-    return (
-        f"{figure(first.metrics['reward'])} → {figure(last.metrics['reward'])}",
-        note or f"steps {first.step} and {last.step}",
-    )
+    if len(results) == 1:
+        return figure(first.metrics["reward"]), note or f"at step {first.step}"
+    change = f"{figure(first.metrics['reward'])} → {figure(last.metrics['reward'])}"
+    return change, note or f"steps {first.step} and {last.step}"
 
 
-def _reward(run: RunData, summary: Mapping[str, Any]) -> tuple[str, str]:
+def _reward(run: RunData, summary: Mapping[str, Any]) -> Number | None:
     first, last = _number(summary, "reward_first"), _number(summary, "reward_last")
-    rewards = [row["reward"] for row in run.metrics if "reward" in row]
+    rewards = run.values("reward")
     if first is None or last is None:
         if not rewards:
-            return UNKNOWN, ""
+            return None
         size = min(3, len(rewards))
         first, last = sum(rewards[:size]) / size, sum(rewards[-size:]) / size
     return f"{figure(first)} → {figure(last)}", "all groups of the first and last 3 steps"
 
 
-def _steps(run: RunData, summary: Mapping[str, Any]) -> tuple[str, str]:
-    wall = _number(summary, "wall_s") or sum(row.get("step_time", 0.0) for row in run.metrics)
+def _steps(run: RunData, wall_s: float) -> Number:
     planned = f" of {run.max_steps}" if run.max_steps and run.max_steps != run.last_step else ""
-    per_step = f"{figure(wall / run.last_step)} s a step" if wall and run.last_step else ""
-    note = ", ".join(part for part in (duration(wall) if wall else "", per_step) if part)
-    return f"{run.last_step}{planned}", note
+    per_step = f", {figure(wall_s / run.last_step)} s a step" if run.last_step else ""
+    return f"{run.last_step}{planned}", f"{_whole(wall_s)}{per_step}" if wall_s else ""
 
 
-def _throughput(run: RunData, summary: Mapping[str, Any]) -> tuple[str, str]:
+def _throughput(run: RunData, summary: Mapping[str, Any]) -> Number | None:
     generated = _mean(run, summary, "generated_tokens_per_s", "perf/generated_tokens_per_s")
     trained = _mean(run, summary, "trained_tokens_per_s", "perf/trained_tokens_per_s")
     if generated is None or trained is None:
-        return UNKNOWN, ""
+        return None
     engine = summary.get("engine")
     return figure(generated), f"generated{f' by {engine}' if engine else ''}; {figure(trained)} trained"
 
 
-def _idle(run: RunData, summary: Mapping[str, Any]) -> tuple[str, str]:
+def _idle(run: RunData, summary: Mapping[str, Any]) -> Number | None:
     trainer = _mean(run, summary, "trainer_idle_ratio", "pipeline/trainer_idle_ratio")
     generator = _mean(run, summary, "generator_idle_ratio", "pipeline/generator_idle_ratio")
-    if trainer is None or generator is None:
-        return UNKNOWN, ""
-    return percent(trainer), f"servers idle {percent(generator)}"
+    return None if trainer is None or generator is None else (percent(trainer), f"servers idle {percent(generator)}")
 
 
-def _staleness(run: RunData, summary: Mapping[str, Any]) -> tuple[str, str]:
+def _staleness(run: RunData, summary: Mapping[str, Any]) -> Number | None:
     mean = _mean(run, summary, "staleness_mean", "async/staleness_mean")
-    most = max((row["async/staleness_max"] for row in run.metrics if "async/staleness_max" in row), default=None)
-    if mean is None:
-        return UNKNOWN, ""
-    return f"{mean:.2f}", "steps in the mean" + ("" if most is None else f", most {most:.0f}")
+    most = max(run.values("async/staleness_max"), default=None)
+    return (
+        None if mean is None else (f"{mean:.2f}", "steps in the mean" + ("" if most is None else f", most {most:.0f}"))
+    )
 
 
-def _groups(run: RunData) -> tuple[str, str]:
+def _groups(run: RunData) -> Number | None:
     last = next((row for row in reversed(run.metrics) if "ledger/groups/started" in row), None)
     if last is None:
-        return UNKNOWN, ""
+        return None
     states = ("trained", "filtered", "stale", "failed", "cancelled")
     parts = [f"{last[name]:.0f} {state}" for state in states if last.get(name := f"ledger/groups/{state}")]
     return f"{last['ledger/groups/started']:,.0f}", ", ".join(parts)
 
 
-def _stored(run: RunData) -> tuple[str, str]:
-    if not run.rollouts.num_rollouts:
-        return UNKNOWN, ""
-    return f"{run.rollouts.num_rollouts:,}", f"in {run.rollouts.num_groups:,} groups"
+def _stored(run: RunData) -> Number | None:
+    facts = run.rollouts
+    return (f"{facts.num_rollouts:,}", f"in {facts.num_groups:,} groups") if facts.num_rollouts else None
 
 
 def _mean(run: RunData, summary: Mapping[str, Any], name: str, metric: str) -> float | None:
@@ -162,11 +151,6 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def duration(seconds: float) -> str:
-    """75 -> "1:15"; 3725 -> "1:02:05"; 4 -> "4 s"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+def _whole(seconds: float) -> str:
+    """4.2 -> "4 s"; from a minute on as `duration`."""
+    return f"{seconds:.0f} s" if round(seconds) < 60 else duration(max(60.0, seconds))

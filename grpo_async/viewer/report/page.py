@@ -31,7 +31,7 @@ _SCRIPTS = ("uplot.iife.min.js", "charts.js")
 _NO_EVALUATION = "There was no evaluation: set evaluation.data, and evaluation.every_steps for a curve."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Plots:
     """A section whose places charts.js fills; `why_not` where there are none."""
 
@@ -50,19 +50,13 @@ def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
         version: of this package.
     """
     timeline = sections.timeline(runs)
-    also = {"async": staleness_histograms(runs)}
-    rewards, *others = [
-        _Plots(
-            name=chapter.name,
-            title=chapter.title,
-            drawings=[*(each for plot in chapter.plots for each in draw(plot, runs)), *also.get(chapter.name, ())],
-            why_not=chapter.why_not,
-        )
-        for chapter in CHAPTERS
-    ]
-    held_out = _Plots(
-        name="held-out", title="Held-out prompts", drawings=held_out_plots(runs), why_not=_NO_EVALUATION
-    )  # fmt: skip
+    chapters = []
+    for chapter in CHAPTERS:
+        plots = [each for plot in chapter.plots for each in draw(plot, runs)]
+        plots += staleness_histograms(runs) if chapter.name == "async" else []
+        chapters.append(_Plots(chapter.name, chapter.title, plots, chapter.why_not))
+    rewards, *others = chapters
+    held_out = _Plots("held-out", "Held-out prompts", held_out_plots(runs), _NO_EVALUATION)
     drawings = [drawing for chapter in (rewards, held_out, *others) for drawing in chapter.drawings]
     charts = [{"place": f"chart-{each.name}", **each.data} for each in drawings] + [
         {"place": _histogram_id(kind, run), **rollout_histogram(title, unit, bins)}
@@ -74,13 +68,13 @@ def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
         if run.rollouts.num_rollouts
     ]
     scripts = _SCRIPTS + (("timeline.js",) if timeline.data is not None else ())
-    configured = [run for run in runs if run.config is not None]
+    configured = [run for run in runs if run.config]
     return _environment().get_template("report.html").render(
         runs=runs,
         several=len(runs) > 1,
         headlines=[headline(run) for run in runs],
-        difference_rows=[[each.path, *each.values] for each in changed_settings([run.config or {} for run in configured])],
-        configs=[(run, flat(run.config or {})) for run in configured],
+        difference_rows=[[each.path, *each.values] for each in changed_settings([run.config for run in configured])],
+        configs=[(run, flat(run.config)) for run in configured],
         learning=[sections.learning(run) for run in runs],
         advice=[sections.advice(run) for run in runs],
         rewards=rewards,

@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_async.findings import Row
+from grpo_async.store.summaries import Histogram
 from grpo_async.tracking.catalog import Reduction, describe
 from grpo_async.viewer.report.chapters import Line, Plot
 from grpo_async.viewer.report.run_data import RunData
-
-if TYPE_CHECKING:
-    from grpo_async.store.summaries import Histogram
 
 MOST_POINTS = 500
 """Of a curve. A longer one is cut into so many pieces, and each becomes one point by the metric's reduction."""
@@ -132,10 +130,9 @@ def _lines_of(plot: Plot, run: RunData) -> list[Line]:
     if plot.pattern is None:
         return list(plot.lines)
     prefix, suffix = plot.pattern
-    names = sorted(name for name in run.metric_names if name.startswith(prefix) and name.endswith(suffix))
     found = [
         Line(name, name.removeprefix(prefix).removesuffix(suffix).replace("_", " "))
-        for name in names
+        for name in run.names(prefix, suffix)
         if name not in plot.leave_out
     ]
     if len(found) < plot.least_found:
@@ -223,50 +220,44 @@ def _evaluations(name: str, title: str, unit: str, runs: Sequence[RunData], metr
             known = sorted((each for each in run.evaluations if metric in each.metrics), key=lambda each: each.step)
             if not known:
                 continue
-            values = [each.metrics[metric] for each in known]
             plain = metric.replace("_", " ")
-            drawn: dict[str, Any] = {
-                "label": plain if len(runs) == 1 else run.label if len(metrics) == 1 else f"{run.label}: {plain}",
-                "x": [each.step for each in known],
-                "values": values,
-                "points": True,
-                "color": (place if len(runs) > 1 else number) + 1,
-                "dash": number if len(runs) > 1 else 0,
-            }
+            label = plain if len(runs) == 1 else run.label if len(metrics) == 1 else f"{run.label}: {plain}"
+            values = [each.metrics[metric] for each in known]
+            drawn = _points(label, [each.step for each in known], values, place if len(runs) > 1 else number)
+            drawn["dash"] = number if len(runs) > 1 else 0
             errors = [each.metrics.get("reward_stderr", 0.0) for each in known]
             if metric == "reward" and any(errors):
                 pairs = list(zip(values, errors, strict=True))
                 drawn["band"] = [[value - error for value, error in pairs], [value + error for value, error in pairs]]
             series.append(drawn)
-    if not series:
-        return None
-    is_rate = metrics[0].startswith("pass@")
-    data = {
-        "kind": "line",
-        "title": title,
-        "unit": unit,
-        "format": "percent" if is_rate else "number",
-        "include": [0.0, 1.0] if is_rate else [0.0],
-        "series": series,
-    }
-    return Drawing(name=name, data=data, metrics=[f"eval/{metric}" for metric in metrics])
+    is_rate = bool(metrics) and metrics[0].startswith("pass@")
+    options = {"format": "percent", "include": [0.0, 1.0]} if is_rate else {"include": [0.0]}
+    return _held_out(name, title, unit, series, [f"eval/{metric}" for metric in metrics], **options)
 
 
 def _by_group(run: RunData) -> Drawing | None:
-    evaluations = sorted(run.evaluations, key=lambda each: each.step)
     groups = list(dict.fromkeys(group for each in run.evaluations for group in each.by_group))[:_MOST_SERIES]
     series = []
     for number, group in enumerate(groups):
-        known = [each for each in evaluations if "reward" in each.by_group.get(group, {})]
-        steps, values = [each.step for each in known], [each.by_group[group]["reward"] for each in known]
-        series.append({"label": group, "x": steps, "values": values, "points": True, "color": number + 1})
+        known = [each for each in run.evaluations if "reward" in each.by_group.get(group, {})]
+        known.sort(key=lambda each: each.step)
+        values = [each.by_group[group]["reward"] for each in known]
+        series.append(_points(group, [each.step for each in known], values, number))
+    title, unit = "Held-out reward by group", "mean over the group's prompts"
+    return _held_out("held-out-groups", title, unit, series, (), include=[0.0])
+
+
+def _points(label: str, steps: Sequence[int], values: Sequence[float], colour: int) -> dict[str, Any]:
+    return {"label": label, "x": steps, "values": values, "points": True, "color": colour + 1}
+
+
+def _held_out(
+    name: str, title: str, unit: str, series: Sequence[dict[str, Any]], metrics: Sequence[str], **options: Any
+) -> Drawing | None:
     if not series:
         return None
-    title, unit = "Held-out reward by group", "mean over the group's prompts"
-    return Drawing(
-        name="held-out-groups",
-        data={"kind": "line", "title": title, "unit": unit, "series": series, "include": [0.0]},
-    )
+    data = {"kind": "line", "title": title, "unit": unit, "series": series, **options}
+    return Drawing(name=name, data=data, metrics=metrics)
 
 
 # -- histograms
@@ -276,39 +267,40 @@ def staleness_histograms(runs: Sequence[RunData]) -> list[Drawing]:
     """Trained tokens by their staleness over the whole run, weighed by the tokens of each step."""
     drawings = []
     for place, run in enumerate(runs):
-        found = (name.removeprefix(_STALENESS) for name in run.metric_names if name.startswith(_STALENESS))
+        found = (name.removeprefix(_STALENESS) for name in run.names(_STALENESS))
         ages = sorted(int(age) for age in found if age.isdecimal())
         tokens = [
             sum(row.get(f"{_STALENESS}{age}", 0.0) * row.get("num_tokens", 1.0) for row in run.metrics) for age in ages
         ]
         if not any(tokens):
             continue
-        data = {
-            "kind": "histogram",
-            "title": "Staleness of trained tokens" + (f": {run.label}" if len(runs) > 1 else ""),
-            "unit": "trained tokens by the steps between sampling and training",
-            "edges": [age - 0.5 for age in ages] + [ages[-1] + 0.5],
-            "counts": [round(count) for count in tokens],
-            "names": ages,
-            "xLabel": "staleness",
-            "label": "tokens",
-        }
-        name = f"staleness-histogram-{place + 1}" if len(runs) > 1 else "staleness-histogram"
-        drawings.append(Drawing(name=name, data=data))
+        several = len(runs) > 1
+        title = "Staleness of trained tokens" + (f": {run.label}" if several else "")
+        unit = "trained tokens by the steps between sampling and training"
+        edges = [age - 0.5 for age in ages] + [ages[-1] + 0.5]
+        data = _histogram(title, unit, "staleness", "tokens", edges, [round(count) for count in tokens], ages)
+        drawings.append(Drawing(name=f"staleness-histogram{f'-{place + 1}' if several else ''}", data=data))
     return drawings
 
 
 def rollout_histogram(title: str, unit: str, bins: Histogram | None) -> dict[str, Any]:
     """Of all stored rollouts."""
     edges = [] if bins is None else list(bins.edges)
+    counts = [] if bins is None else list(bins.counts)
     are_whole = 0 < len(edges) <= _MOST_NAMED and all((edge - 0.5).is_integer() for edge in edges)
-    return {
-        "kind": "histogram",
-        "title": f"{title} of all stored rollouts",
-        "unit": f"rollouts by their {unit}",
-        "edges": edges,
-        **({"names": [round(edge + 0.5) for edge in edges[:-1]]} if are_whole else {}),
-        "counts": [] if bins is None else list(bins.counts),
-        "xLabel": unit,
-        "label": "rollouts",
-    }
+    names = [round(edge + 0.5) for edge in edges[:-1]] if are_whole else None
+    title = f"{title} of all stored rollouts"
+    return _histogram(title, f"rollouts by their {unit}", unit, "rollouts", edges, counts, names)
+
+
+def _histogram(
+    title: str,
+    unit: str,
+    x_label: str,
+    label: str,
+    edges: Sequence[float],
+    counts: Sequence[int],
+    names: Sequence[int] | None,
+) -> dict[str, Any]:
+    content = {"kind": "histogram", "title": title, "unit": unit, "xLabel": x_label, "label": label}
+    return {**content, "edges": edges, "counts": counts, **({} if names is None else {"names": names})}

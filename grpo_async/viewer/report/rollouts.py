@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import duckdb
 
 from grpo_async.errors import RunError
 from grpo_async.records import TaggedMessage
-
-if TYPE_CHECKING:
-    from grpo_async.store.rows import GroupRow, RolloutRow
-    from grpo_async.store.summaries import Histogram, PromptChange
-    from grpo_async.store.table import RolloutTable
+from grpo_async.store.query import EVERYTHING, parse_query
+from grpo_async.store.rows import GroupRow, RolloutRow
+from grpo_async.store.summaries import Histogram, PromptChange
+from grpo_async.store.table import RolloutTable
+from grpo_async.viewer.format import message_text, prompt_of
 
 _NUM_EXTREMES = 4
 _SAMPLED = "step>=0 and length>0 and not failed"
@@ -23,20 +24,24 @@ _LONGEST_ERROR = 160
 _HISTOGRAM_BINS = 24
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Example:
-    """One rollout with its text. `prompt` and `completion` are as the data and the model wrote them: hostile, perhaps."""
+    """One rollout and its group. Their texts are as the data and the model wrote them: hostile, perhaps."""
 
-    rollout_id: str
-    step: int | None
-    status: str
-    reward: float | None
-    rewards: Mapping[str, float | None]
-    num_tokens: int
-    num_tool_calls: int
-    error: str | None
-    prompt: str
-    completion: str
+    group: GroupRow
+    rollout: RolloutRow
+
+    @property
+    def prompt(self) -> str:
+        return conversation(prompt_of(self.group, self.rollout))
+
+    @property
+    def completion(self) -> str:
+        return conversation(self.rollout.messages)
+
+    @property
+    def num_tool_calls(self) -> int:
+        return sum(len(turn.tool_calls) for turn in self.rollout.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +79,6 @@ class RolloutFacts:
 
 def read_rollouts(folder: Path) -> RolloutFacts:
     """Look through a store. What keeps it from being read is a note, not an error."""
-    import duckdb
-
-    from grpo_async.store.table import RolloutTable
-
     if not folder.is_dir():
         return RolloutFacts(notes=(f"There are no rollouts: {folder.name}/ is missing.",))
     try:
@@ -88,25 +89,22 @@ def read_rollouts(folder: Path) -> RolloutFacts:
 
 
 def _read(table: RolloutTable) -> RolloutFacts:
-    from grpo_async.store.query import parse_query
-
-    everything = parse_query("")
-    counts = table.count(everything)
+    counts = table.count()
     if counts.rollouts == 0:
         return RolloutFacts(notes=tuple(table.notes) or ("There are no rollouts: none was stored yet.",))
-    extremes = table.extremes(everything, _NUM_EXTREMES)
+    extremes = table.extremes(EVERYTHING, _NUM_EXTREMES)
     return RolloutFacts(
         num_rollouts=counts.rollouts,
         num_groups=counts.groups,
         num_sampled=table.count(parse_query(_SAMPLED)).rollouts,
         num_unscored=table.count(parse_query(f"{_SAMPLED} and unscored")).rollouts,
-        best=[_example(*table.rollout(each.rollout_id)) for each in extremes.best],
-        worst=[_example(*table.rollout(each.rollout_id)) for each in extremes.worst],
+        best=[Example(*table.rollout(each.rollout_id)) for each in extremes.best],
+        worst=[Example(*table.rollout(each.rollout_id)) for each in extremes.worst],
         improved=[_change(table, each) for each in extremes.improved],
         worsened=[_change(table, each) for each in extremes.worsened],
-        rewards=table.histogram("reward", everything, bins=_HISTOGRAM_BINS),
-        lengths=table.histogram("length", everything, bins=_HISTOGRAM_BINS),
-        tools=table.facets("tools", everything, limit=_MOST_LISTED),
+        rewards=table.histogram("reward", EVERYTHING, bins=_HISTOGRAM_BINS),
+        lengths=table.histogram("length", EVERYTHING, bins=_HISTOGRAM_BINS),
+        tools=table.facets("tools", EVERYTHING, limit=_MOST_LISTED),
         errors=_errors(table.facets("error", parse_query("status = 'failed'"), limit=_MOST_LISTED)),
         notes=tuple(table.notes),
     )
@@ -136,43 +134,14 @@ def _typical(group: GroupRow, mean: float) -> Example:
     def distance(rollout: RolloutRow) -> float:
         return float("inf") if rollout.reward is None else abs(rollout.reward - mean)
 
-    return _example(group, min(group.rollouts, key=distance))
+    return Example(group, min(group.rollouts, key=distance))
 
 
-def _example(group: GroupRow, rollout: RolloutRow) -> Example:
-    """One rollout as the report shows it."""
-    prompt = group.messages if rollout.reset_messages is None else rollout.reset_messages
-    return Example(
-        rollout_id=rollout.rollout_id,
-        step=group.step,
-        status=rollout.status.value,
-        reward=rollout.reward,
-        rewards=rollout.rewards,
-        num_tokens=rollout.num_tokens,
-        num_tool_calls=sum(len(turn.tool_calls) for turn in rollout.turns),
-        error=rollout.error,
-        prompt=shortened(_conversation(prompt), _LONGEST_TEXT),
-        completion=shortened(_conversation(rollout.messages), _LONGEST_TEXT),
-    )
-
-
-def _conversation(messages: Sequence[TaggedMessage]) -> str:
-    """One message: its text. Several: "[role]" above each."""
+def conversation(messages: Sequence[TaggedMessage]) -> str:
+    """One message: its text. Several, or one that calls tools: "[role]" above each."""
     if len(messages) == 1 and not messages[0].tool_calls:
-        return messages[0].content
-    return "\n\n".join(_message(message) for message in messages)
-
-
-def _message(message: TaggedMessage) -> str:
-    calls = [f"call {_call(call)}" for call in message.tool_calls]
-    return "\n".join([f"[{message.role}]", *([message.content] if message.content else []), *calls])
-
-
-def _call(call: Mapping[str, object]) -> str:
-    function = call.get("function")
-    if not isinstance(function, Mapping):
-        return str(call)
-    return f"{function.get('name')}({function.get('arguments')})"
+        return shortened(messages[0].content, _LONGEST_TEXT)
+    return shortened("\n\n".join(f"[{each.role}]\n{message_text(each)}" for each in messages), _LONGEST_TEXT)
 
 
 def shortened(text: str, limit: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_async.config.differences import Difference, differences
 from grpo_async.config.public import public_sections
-from grpo_async.findings import Evaluation, Evidence, Row
+from grpo_async.findings import Evidence
 from grpo_async.findings.evidence import json_lines, json_object, read_evaluations, read_metrics
 from grpo_async.rundir import RunDir
 from grpo_async.utils.run_state import judge
@@ -24,56 +24,25 @@ _PLAIN_WORDS = {"engine", "dtype", "device", "sharding"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How the last attempt of a run ended, as far as is known."""
-
-    status: str  # a word of run_state.STATES; unfinished: there is no status.json, and it goes on or was killed
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunData:
-    """One run. `config` is the part of the configuration that may be shown, None where it cannot be read."""
+class RunData(Evidence):
+    """One run: what the findings are made of, and what the report shows beside it. `config` is the part that may be shown, empty
+    where it cannot be read."""
 
     label: str  # unique among the runs of a report
     run_dir: RunDir
-    ending: Ending
     engine: str | None = None  # the one that was chosen; None: not known
     on_gpu: bool | None = None  # whether the trainer had a GPU; None: not known
     num_gpus: int | None = None  # of the machine with the servers; None: not known
     summary: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] | None = None
-    metrics: Sequence[Row] = ()
-    evaluations: Sequence[Evaluation] = ()
     advice: Sequence[Mapping[str, Any]] = ()
     rollouts: RolloutFacts = field(default_factory=RolloutFacts)
     problems: Sequence[str] = ()
 
     @property
-    def evidence(self) -> Evidence:
-        """What the findings are made of."""
-        return Evidence(
-            metrics=self.metrics,
-            evaluations=self.evaluations,
-            num_sampled=self.rollouts.num_sampled,
-            num_unscored=self.rollouts.num_unscored,
-            errors=self.rollouts.errors,
-            config=self.config or {},
-            status=self.ending.status,
-            error=self.ending.error,
-        )
-
-    @property
     def max_steps(self) -> int | None:
         """training.max_steps; None: not known."""
-        training = (self.config or {}).get("training")
-        value = training.get("max_steps") if isinstance(training, Mapping) else None
+        value = self.setting("training.max_steps")
         return value if isinstance(value, int) else None
-
-    @property
-    def metric_names(self) -> set[str]:
-        """The metrics that any step has."""
-        return set().union(*self.metrics)
 
     @property
     def last_step(self) -> int:
@@ -88,23 +57,31 @@ def read_run(run_dir: RunDir, label: str) -> RunData:
     metrics = read_metrics(run_dir, problems)
     if not metrics:
         problems.append("There are no metrics: no optimizer step was finished.")
-    evaluations = read_evaluations(run_dir, problems)
     rollouts = read_rollouts(run_dir.rollouts)
-    problems.extend(rollouts.notes)
+    error = status.get("error")
+
+    def known(name: str, kind: type) -> Any:
+        """Of the last attempt, else of the summary, which may be older."""
+        return next((value for each in (status, summary) if isinstance(value := each.get(name), kind)), None)
+
     return RunData(
         label=label,
         run_dir=run_dir,
-        ending=_ending(status, summary),
-        engine=next((value for each in (status, summary) if isinstance(value := each.get("engine"), str)), None),
-        on_gpu=next((value for each in (status, summary) if isinstance(value := each.get("on_gpu"), bool)), None),
+        status=_status(status, summary),
+        error=error if isinstance(error, str) else None,
+        engine=known("engine", str),
+        on_gpu=known("on_gpu", bool),
         num_gpus=num_gpus if isinstance(num_gpus := status.get("num_gpus"), int) else None,
         summary=summary,
         config=read_config(run_dir.config, problems),
         metrics=metrics,
-        evaluations=evaluations,
+        evaluations=read_evaluations(run_dir, problems),
+        num_sampled=rollouts.num_sampled,
+        num_unscored=rollouts.num_unscored,
+        errors=rollouts.errors,
         advice=json_lines(run_dir.advice, problems),
         rollouts=rollouts,
-        problems=problems,
+        problems=[*problems, *rollouts.notes],
     )
 
 
@@ -117,29 +94,29 @@ def labels_of(run_dirs: Sequence[RunDir]) -> list[str]:
     return ["/".join(path.parts[-2:]) if names.count(path.name) > 1 else path.name for path in paths]
 
 
-def _ending(status: Mapping[str, Any], summary: Mapping[str, Any]) -> Ending:
-    """From status.json; where there is none (an old run), from summary.json, which is written when a run comes to its end."""
+def _status(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """A word of run_state.STATES from status.json; where there is none (an old run), that of summary.json, which is written when a
+    run comes to its end. "unfinished": the run goes on, or was killed."""
     if status:
-        error = status.get("error")
-        return Ending(status=judge(status).state, error=error if isinstance(error, str) else None)
-    return Ending(status=str(summary.get("status", "?")) if summary else "unfinished")
+        return judge(status).state
+    return str(summary.get("status", "?")) if summary else "unfinished"
 
 
-def read_config(path: Path, problems: list[str]) -> Mapping[str, Any] | None:
-    """The part of a config.yaml that a report may show; None, and a sentence in `problems`, where it cannot be read."""
+def read_config(path: Path, problems: list[str]) -> Mapping[str, Any]:
+    """The part of a config.yaml that a report may show; empty, and a sentence in `problems`, where it cannot be read."""
     import yaml
 
     if not path.is_file():
         problems.append("config.yaml is missing.")
-        return None
+        return {}
     try:
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         problems.append(f"config.yaml cannot be read: {' '.join(str(error).split())}")
-        return None
+        return {}
     if not isinstance(sections, dict):
         problems.append("config.yaml holds no configuration.")
-        return None
+        return {}
     return shown_config(sections)
 
 

@@ -13,8 +13,7 @@ from grpo_async.findings import Finding, Severity, Verdict, figure, find, judge,
 from grpo_async.findings.pipeline_figures import figures_of, setup_of
 from grpo_async.findings.speed import advise
 from grpo_async.viewer.report.run_data import RunData
-from grpo_async.viewer.timeline_data import drawing, load_events
-from grpo_async.viewer.timeline_usage import Usage, usage
+from grpo_async.viewer.timeline import drawing, load_events, usage
 
 LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.GOOD: "good", Severity.NOTE: "info"}
 WORDS = {Severity.ERROR: "problem", Severity.WARNING: "look at it", Severity.GOOD: "good", Severity.NOTE: "note"}
@@ -27,7 +26,6 @@ _MOST_SAID = 5
 _TIMELINE_STEPS = 5
 _COLUMNS = (1000, 250, 62)  # of the timeline's drawing: fewer where there are too many spans
 _MOST_SPANS = 20_000
-_WORTH_A_LINE = 0.01  # of the time of these steps
 
 _LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std")
 
@@ -51,9 +49,8 @@ class Learning:
 
 
 def learning(run: RunData) -> Learning:
-    evidence = run.evidence
-    found = find(evidence)
-    verdict = judge(evidence, found)
+    found = find(run)
+    verdict = judge(run, found)
     return Learning(run=run, verdict=verdict, level=_VERDICT_LEVELS[verdict.is_learning], findings=found)
 
 
@@ -73,12 +70,12 @@ class Advice:
 
 
 def advice(run: RunData) -> Advice:
-    steps = {  # of each sentence the last step that said it
-        text: each.get("step") for each in run.advice if isinstance(text := each.get("text"), str) and text.strip()
-    }
-    said = [
-        (f"step {step}: " if isinstance(step, int) else "", sentence(text)) for text, step in list(steps.items())[-_MOST_SAID:]
-    ]  # fmt: skip
+    steps: dict[str, str] = {}  # of each sentence the last step that said it
+    for each in run.advice:
+        text, step = each.get("text"), each.get("step")
+        if isinstance(text, str) and text.strip():
+            steps[sentence(text)] = f"step {step}: " if isinstance(step, int) else ""
+    said = [(step, text) for text, step in steps.items()][-_MOST_SAID:]
     if not run.metrics:
         return Advice(run=run, said=said, why_not="No optimizer step was finished, so nothing was measured.")
     try:
@@ -143,18 +140,12 @@ def _value(value: float | None) -> str:
     return f"{value:.0f}" if value == int(value) and abs(value) >= 10 else f"{value:.4g}"
 
 
-def tools(run: RunData) -> list[list[str]]:
-    """A row for each tool: name, rollouts that called it, calls of a rollout, share that failed, seconds of a call."""
+def tools(run: RunData) -> Iterator[list[str]]:
+    """A row for each tool: name, rollouts that called it, calls of a rollout, fraction that failed, seconds of a call."""
     last = next((row for row in reversed(run.metrics) if any(name.startswith("tools/") for name in row)), {})
-    measured = ("call_frequency", "failure_frequency", "duration_s")
-    return [
-        [
-            name,
-            f"{count:,}",
-            *(figure(last[key]) if (key := f"tools/{name}/{what}") in last else "" for what in measured),
-        ]
-        for name, count in run.rollouts.tools
-    ]
+    for name, count in run.rollouts.tools:
+        keys = [f"tools/{name}/{what}" for what in ("call_frequency", "failure_frequency", "duration_s")]
+        yield [name, f"{count:,}", *(figure(last[key]) if key in last else "" for key in keys)]
 
 
 # -- timeline
@@ -186,34 +177,19 @@ def timeline(runs: Sequence[RunData]) -> Timeline:
     end = max((found.steps[step].end for step in steps), default=None)
     for columns in _COLUMNS:
         drawn = drawing(found.events, start=start, end=end, columns=columns)
-        if drawn is None or len(drawn.spans) <= _MOST_SPANS:
+        if drawn is None or len(drawn["spans"]) <= _MOST_SPANS:
             break
     if drawn is None:
         return Timeline(why_not="The timeline has no events.")
     which = f"Steps {steps[0]} to {steps[-1]}" if steps else "No step was finished; all that there is"
     used = usage(found.events)
+    waits = None
+    if used is not None:
+        rows = [[what, f"{seconds:.2f}", percent(seconds / used.wall_s)] for what, seconds in used.rows]
+        waits = Table(caption="", head=["who waited for whom", "seconds", "fraction"], rows=rows)
     return Timeline(
-        data=drawn.as_dict(),
+        data=drawn,
         of=which + (f" of {run.label}" if len(runs) > 1 else ""),
         notes=found.notes,
-        waits=None if used is None or used.wall_s <= 0.0 else _waits(used),
-    )
-
-
-def _waits(used: Usage) -> Table:
-    rows: list[tuple[str, float]] = [
-        ("the trainer waited for samples", used.trainer_waits_s),
-        ("– of it, while requests were generated", used.trainer_waits_generating_s),
-        ("no request was at a server", used.generation_idle_s),
-        *(
-            (f"– of it, during the trainer's “{what}”", seconds)
-            for what, seconds in used.generation_idle_by.items()
-            if seconds >= _WORTH_A_LINE * used.wall_s
-        ),
-        ("training and generating at once", used.both_s),
-    ]
-    return Table(
-        caption="",
-        head=["who waited for whom", "seconds", "share"],
-        rows=[[name, f"{seconds:.2f}", percent(seconds / used.wall_s)] for name, seconds in rows],
+        waits=waits,
     )

@@ -55,7 +55,7 @@ def config_differences(run_dirs: Sequence[RunDir]) -> tuple[list[str], list[Diff
     problems: list[str] = []
     for run_dir in run_dirs:
         found: list[str] = []
-        configs.append(read_config(run_dir.config, found) or {})
+        configs.append(read_config(run_dir.config, found))
         problems.extend(f"{run_dir.root}: {problem}" for problem in found)
     if problems:
         raise ConfigError("\n".join(problems))

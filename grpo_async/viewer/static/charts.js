@@ -3,22 +3,20 @@
    Charts.line(element, {x, series: [{label, values}]})        several lines, bands around them, one cursor for the page
    Charts.stacked(element, {x, series: [{label, values}]})     areas on top of each other
    Charts.histogram(element, {edges, counts})                  bins of any width
-   Charts.sparkline(element, values)                           one small line
 
-   Each of the first three gives {update(options), destroy()}. Colours come from theme.css and follow it: light, dark, print.
-   Every chart has a name for screen readers, arrow keys for its cursor, a legend whose entries switch series off and show the
-   values under the cursor, and its numbers as a table. Text is only ever set as text. Needs uPlot and theme.css.
+   Each gives an object with destroy(). Colours come from theme.css and follow it: light, dark, print. Every chart has a name for
+   screen readers, arrow keys for its cursor, a legend whose entries switch series off and show the values under the cursor, and its
+   numbers as a table. Text is only ever set as text. Needs uPlot and theme.css.
 
    Options of line and stacked:
      x           ascending numbers; a series may have an own `x`
-     series      {label, values, band: [low, high]?, x?, color?, dash?, points?, hidden?}; values may be null; color is a number
-                 from 1 (--series-N); dash is a number from 0 (full)
+     series      {label, values, band: [low, high]?, x?, color?, dash?, points?}; values may be null; color is a number from 1
+                 (--series-N); dash is a number from 0 (full)
      title, unit, xLabel ("step"), height (px), log (true: logarithmic), include ([0]: values that the y axis must show)
-     format      "number", "percent", "seconds", "bytes" or a function
+     format      "number", "percent", "seconds" or "bytes"
      group       charts of one page with the same group share their cursor and their zoom; null: on its own
      onSelect    called with the x value that was clicked
-   Options of histogram: edges (one more than counts), counts, label, title, unit, xLabel, format (of the edges), height,
-     onSelect (called with low, high, count). */
+   Options of histogram: edges (one more than counts), counts, names (of bins of one whole number), label, title, unit, xLabel, height. */
 
 "use strict";
 
@@ -31,10 +29,13 @@ var Charts = (() => {
 
   // -- theme
 
+  /** "rgb(0, 105, 180)" of "--series-1" as it is now. */
   function colour(name) {
     if (!colours.has(name)) {
-      const value = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-      colours.set(name, value || "#808080");
+      const probe = document.body.appendChild(document.createElement("span"));
+      probe.style.color = `var(${name})`;
+      colours.set(name, getComputedStyle(probe).color);
+      probe.remove();
     }
     return colours.get(name);
   }
@@ -43,25 +44,19 @@ var Charts = (() => {
     return colour(`--series-${((index - 1) % COLOURS) + 1}`);
   }
 
-  function translucent(hex, alpha) {
-    return hex + Math.round(alpha * 255).toString(16).padStart(2, "0");
+  function translucent(rgb, alpha) {
+    return rgb.replace("rgb(", "rgba(").replace(")", `, ${alpha})`);
   }
 
   function redrawAll() {
     colours = new Map();
-    for (const chart of alive) {
-      chart.redraw();
-    }
+    alive.forEach((chart) => chart.redraw());
   }
 
   function watchTheme() {
     for (const query of ["(prefers-color-scheme: dark)", "(forced-colors: active)"]) {
       window.matchMedia(query).addEventListener("change", redrawAll);
     }
-    new MutationObserver(redrawAll).observe(document.documentElement, {
-      attributes: true,
-      attributeFilter: ["data-theme", "data-printing"],
-    });
     const printing = (isPrinting) => {
       document.documentElement.toggleAttribute("data-printing", isPrinting);
       redrawAll();
@@ -75,19 +70,20 @@ var Charts = (() => {
 
   const SUFFIXES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
+  function isNumber(value) {
+    return typeof value === "number" && Number.isFinite(value);
+  }
+
   function number(value) {
-    if (value === null || value === undefined || Number.isNaN(value)) {
+    if (!isNumber(value)) {
       return "–";
     }
     const size = Math.abs(value);
     if (size >= 1e15 || (size > 0 && size < 1e-4)) {
       return value.toExponential(2).replace("e+", "e");
     }
-    if (size >= 1e4) {
-      const [scale, suffix] = SUFFIXES.find(([scale]) => size >= scale);
-      return `${trimmed(value / scale, 4)}${suffix}`;
-    }
-    return trimmed(value, 4);
+    const [scale, suffix] = size >= 1e4 ? SUFFIXES.find(([least]) => size >= least) : [1, ""];
+    return trimmed(value / scale, 4) + suffix;
   }
 
   function trimmed(value, digits) {
@@ -96,25 +92,17 @@ var Charts = (() => {
 
   const FORMATS = {
     number,
-    percent: (value) => (value === null || value === undefined ? "–" : `${trimmed(value * 100, 3)}%`),
-    seconds: (value) => (value === null || value === undefined ? "–" : value > 0 && value < 0.1 ? `${trimmed(value * 1000, 3)} ms` : `${number(value)} s`),
-    bytes: (value) => (value === null || value === undefined ? "–" : `${number(value)}B`),
+    percent: (value) => (isNumber(value) ? `${trimmed(value * 100, 3)}%` : "–"),
+    seconds: (value) => (value > 0 && value < 0.1 ? `${trimmed(value * 1000, 3)} ms` : isNumber(value) ? `${number(value)} s` : "–"),
+    bytes: (value) => (isNumber(value) ? `${number(value)}B` : "–"),
   };
-
-  function formatter(format) {
-    return typeof format === "function" ? format : FORMATS[format || "number"];
-  }
 
   // -- small parts of a page
 
-  function make(tag, className, text) {
+  function make(tag, className, text = "") {
     const element = document.createElement(tag);
-    if (className) {
-      element.className = className;
-    }
-    if (text !== undefined) {
-      element.textContent = text;
-    }
+    element.className = className;
+    element.textContent = text;
     return element;
   }
 
@@ -133,20 +121,16 @@ var Charts = (() => {
     context.stroke();
   }
 
-  function isNumber(value) {
-    return typeof value === "number" && Number.isFinite(value);
-  }
-
   // -- data: every series on one x
 
   function onOneAxis(options) {
     const own = options.series.map((series) => series.x || options.x || series.values.map((_, index) => index));
     const xs = [...new Set(own.flat())].filter(isNumber).sort((left, right) => left - right);
-    const shared = own.every((x) => x.length === xs.length);
+    const isShared = own.every((x) => x.length === xs.length);
     const place = new Map(xs.map((x, index) => [x, index]));
     // undefined where a series has no such x (a line goes on), null where its value is missing (a line breaks)
     const spread = (values, x) => {
-      if (shared) {
+      if (isShared) {
         return values.map((value) => (isNumber(value) ? value : null));
       }
       const all = new Array(xs.length).fill(undefined);
@@ -169,43 +153,32 @@ var Charts = (() => {
 
   function yRange(include, isLog) {
     return (_plot, low, high) => {
-      let least = isNumber(low) ? low : 0;
-      let most = isNumber(high) ? high : 1;
-      for (const value of include || []) {
-        least = Math.min(least, value);
-        most = Math.max(most, value);
-      }
+      const known = [...[low, high].filter(isNumber), ...(include || [])];
+      const [least, most] = known.length ? [Math.min(...known), Math.max(...known)] : [0, 1];
       if (isLog) {
-        const decades = [Math.floor(Math.log10(least || 1e-6)), Math.ceil(Math.log10(most || 1))];
-        return [10 ** decades[0], 10 ** (decades[1] > decades[0] ? decades[1] : decades[0] + 1)];
+        const [from, to] = [Math.floor(Math.log10(least || 1e-6)), Math.ceil(Math.log10(most || 1))];
+        return [10 ** from, 10 ** (to > from ? to : from + 1)];
       }
       if (least === 0 && most === 0) {
         return [0, 1]; // a series that never moved from zero: the room below would say that it could be negative
       }
       const room = most > least ? (most - least) * 0.06 : Math.abs(most) * 0.1 || 0.5;
-      const floor = (include || []).includes(least) ? least : least - room;
-      const ceiling = (include || []).includes(most) && most > least ? most + room / 3 : most + room;
-      return [floor, ceiling];
+      const isBound = (value) => (include || []).includes(value);
+      return [isBound(least) ? least : least - room, isBound(most) && most > least ? most + room / 3 : most + room];
     };
   }
 
   /** Distances between ticks for an axis of whole numbers. */
   const WHOLE_STEPS = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 
-  function axes(options, format, isWhole) {
+  function axes(format, isWhole) {
     const font = `12px ${getComputedStyle(document.body).fontFamily}`;
     const line = { stroke: () => colour("--grid"), width: 1 };
-    const common = { stroke: () => colour("--text-muted"), font, grid: line, ticks: { ...line, size: 4 } };
-    return [
-      { ...common, size: 30, gap: 4, space: 60, ...(isWhole ? { incrs: WHOLE_STEPS } : {}), values: (_plot, ticks) => ticks.map((tick) => (tick === null ? null : number(tick))) },
-      {
-        ...common,
-        gap: 4,
-        space: 34,
-        size: (_plot, values) => 16 + 7 * Math.max(3, ...(values || []).map((value) => (value || "").length)),
-        values: (_plot, ticks) => ticks.map((tick) => (tick === null ? null : format(tick))),
-      },
-    ];
+    const common = { stroke: () => colour("--text-muted"), font, grid: line, ticks: { ...line, size: 4 }, gap: 4 };
+    const shown = (write) => (_plot, ticks) => ticks.map((tick) => (tick === null ? null : write(tick)));
+    const size = (_plot, values) => 16 + 7 * Math.max(3, ...(values || []).map((value) => (value || "").length));
+    const horizontal = { ...common, size: 30, space: 60, values: shown(number), ...(isWhole ? { incrs: WHOLE_STEPS } : {}) };
+    return [horizontal, { ...common, space: 34, size, values: shown(format) }];
   }
 
   // -- the frame around every plot
@@ -213,32 +186,36 @@ var Charts = (() => {
   class Frame {
     constructor(element, options) {
       this.element = element;
-      element.replaceChildren();
-      element.classList.add("chart");
-      if (options.title) {
-        element.append(make("h3", "chart-title", options.title));
-      }
-      if (options.unit) {
-        element.append(make("p", "chart-unit", options.unit));
-      }
+      this.options = options;
+      this.format = FORMATS[options.format || "number"];
+      this.xLabel = options.xLabel || "step";
       this.place = make("div", "chart-plot");
       this.place.tabIndex = 0;
       this.place.setAttribute("role", "img");
+      this.place.addEventListener("keydown", (event) => this.onKey(event));
       this.legend = make("ul", "chart-legend");
+      this.at = make("li", "chart-at");
+      this.legend.append(this.at);
       this.table = make("details", "chart-table");
       this.table.append(make("summary", "", "numbers"));
-      element.append(this.place, this.legend, this.table);
       this.table.addEventListener("toggle", () => this.table.open && this.fillTable());
-      this.place.addEventListener("keydown", (event) => this.onKey(event));
       this.entries = [];
       this.plot = null;
       this.observer = new ResizeObserver(() => this.resize());
       this.observer.observe(element);
+      element.classList.add("chart");
+      element.replaceChildren(
+        ...(options.title ? [make("h3", "chart-title", options.title)] : []),
+        ...(options.unit ? [make("p", "chart-unit", options.unit)] : []),
+        this.place,
+        this.legend,
+        this.table,
+      );
       alive.add(this);
     }
 
     describe(text) {
-      this.place.setAttribute("aria-label", text);
+      this.place.setAttribute("aria-label", `${text} Arrow keys move the cursor.`);
     }
 
     size() {
@@ -258,11 +235,11 @@ var Charts = (() => {
       }
     }
 
-    addEntry(label, color, dash, onToggle) {
-      const button = make("button");
+    addEntry({ label, color, dash }, onToggle) {
+      const button = make("button", "");
       button.type = "button";
       button.setAttribute("aria-pressed", "true");
-      const entry = { swatch: make("canvas"), color, dash, output: make("output") };
+      const entry = { swatch: make("canvas", ""), color, dash, output: make("output", "") };
       entry.swatch.setAttribute("aria-hidden", "true");
       button.append(entry.swatch, make("span", "", label), entry.output);
       button.addEventListener("click", () => {
@@ -270,8 +247,7 @@ var Charts = (() => {
         button.setAttribute("aria-pressed", String(isShown));
         onToggle(isShown);
       });
-      entry.button = button;
-      const item = make("li");
+      const item = make("li", "");
       item.append(button);
       this.legend.append(item);
       this.entries.push(entry);
@@ -290,43 +266,22 @@ var Charts = (() => {
       this.plot.setCursor({ left: this.plot.valToPos(xs[index], "x"), top: 10 }, true, true); // in the other plots, too
     }
 
-    onClick(report) {
-      if (!report) {
-        return;
-      }
-      let pressed = 0;
-      this.place.addEventListener("mousedown", (event) => (pressed = event.clientX));
-      this.place.addEventListener("mouseup", (event) => {
-        const index = this.plot ? this.plot.cursor.idx : null;
-        if (isNumber(index) && Math.abs(event.clientX - pressed) < 4) {
-          report(index);
-        }
-      });
-    }
-
-    empty(text) {
-      this.place.replaceWith(make("p", "chart-empty", text));
+    empty() {
+      this.place.replaceWith(make("p", "chart-empty", "no values"));
       this.table.remove();
     }
 
-    writeTable(heads, rows, note) {
-      const table = make("table");
-      const head = make("tr");
-      heads.forEach((text) => head.append(make("th", "", text)));
-      table.append(make("thead"), make("tbody"));
-      table.tHead.append(head);
-      for (const row of rows) {
-        const line = make("tr");
-        row.forEach((text) => line.append(make("td", "", text)));
-        table.tBodies[0].append(line);
-      }
-      const box = make("div");
-      box.append(table);
-      if (note) {
-        box.append(make("p", "", note));
-      }
-      this.table.querySelector("div")?.remove();
-      this.table.append(box);
+    writeTable(heads, rows, note = "") {
+      const table = make("table", "");
+      const line = (tag, texts) => {
+        const row = make("tr", "");
+        row.append(...texts.map((text) => make(tag, "", text)));
+        return row;
+      };
+      table.append(line("th", heads), ...rows.map((row) => line("td", row)));
+      const box = make("div", "");
+      box.append(table, make("p", "", note));
+      this.table.replaceChildren(this.table.firstChild, box);
     }
 
     destroy() {
@@ -334,7 +289,6 @@ var Charts = (() => {
       this.observer.disconnect();
       if (this.plot) {
         this.plot.destroy();
-        this.plot = null;
       }
       this.element.replaceChildren();
       this.element.classList.remove("chart");
@@ -346,65 +300,26 @@ var Charts = (() => {
   class Curves extends Frame {
     constructor(element, options, isStacked) {
       super(element, options);
-      this.options = options;
       this.isStacked = isStacked;
-      this.format = formatter(options.format);
-      const { xs, series } = onOneAxis(options);
-      this.xs = xs;
-      this.series = series;
-      this.shown = series.map((each) => !each.hidden);
-      if (!series.some((each) => each.values.some(isNumber))) {
-        this.empty(options.emptyText || "no values");
+      Object.assign(this, onOneAxis(options));
+      if (!this.series.some((each) => each.values.some(isNumber))) {
+        this.empty();
         return;
       }
+      this.shown = this.series.map(() => true);
       this.describe(this.summary());
-      this.at = make("li", "chart-at");
-      this.legend.append(this.at);
-      series.forEach((each, index) => {
-        this.addEntry(each.label, each.color, each.dash, (isShown) => this.toggle(index, isShown));
-        this.entries[index].button.setAttribute("aria-pressed", String(this.shown[index]));
-      });
+      this.series.forEach((each, index) => this.addEntry(each, (isShown) => this.toggle(index, isShown)));
       this.plot = new uPlot(this.plotOptions(), this.data(), this.place);
       this.showValues(null);
-      this.onClick(options.onSelect && ((index) => options.onSelect(this.xs[index])));
+      if (options.onSelect) {
+        this.listenForClicks();
+      }
     }
 
     plotOptions() {
-      const series = [{}];
-      const bands = [];
-      this.positions = [];
-      this.series.forEach((each, index) => {
-        const stroke = () => seriesColour(each.color);
-        this.positions.push(series.length);
-        const isSparse = each.points || each.values.filter(isNumber).length === 1;
-        series.push({
-          label: each.label,
-          show: this.shown[index],
-          stroke,
-          width: this.isStacked ? 1 : 1.75,
-          dash: DASHES[each.dash % DASHES.length],
-          spanGaps: Boolean(each.spanGaps),
-          points: { show: isSparse && !this.isStacked ? true : false, size: 6, stroke, fill: stroke },
-          fill: this.isStacked && index === 0 ? () => translucent(seriesColour(each.color), 0.55) : undefined,
-        });
-        if (this.isStacked && index > 0) {
-          bands.push({ series: [series.length - 1, series.length - 2], fill: () => translucent(seriesColour(each.color), 0.55) });
-        }
-      });
-      if (!this.isStacked) {
-        this.series.forEach((each, index) => {
-          if (!each.band) {
-            return;
-          }
-          const edge = { show: this.shown[index], stroke: null, width: 0, points: { show: false } };
-          each.edges = [series.length, series.length + 1];
-          series.push({ ...edge }, { ...edge });
-          bands.push({ series: [each.edges[1], each.edges[0]], fill: () => translucent(seriesColour(each.color), 0.16) });
-        });
-      }
-      const group = this.options.group === undefined ? "page" : this.options.group;
-      const first = this.xs[0];
-      const last = this.xs[this.xs.length - 1];
+      const { options, isStacked, xs } = this;
+      const group = options.group === undefined ? "page" : options.group;
+      const [first, last] = [xs[0], xs[xs.length - 1]];
       return {
         ...this.size(),
         legend: { show: false },
@@ -418,15 +333,44 @@ var Charts = (() => {
         scales: {
           x: { time: false, ...(first === last ? { range: [first - 1, last + 1] } : {}) },
           y: {
-            distr: this.options.log ? 3 : 1,
-            range: yRange(this.isStacked ? [0, ...(this.options.include || [])] : this.options.include, this.options.log),
+            distr: options.log ? 3 : 1,
+            range: yRange(isStacked ? [0, ...(options.include || [])] : options.include, options.log),
           },
         },
-        axes: axes(this.options, this.format, this.xs.every(Number.isInteger)),
-        series,
-        bands,
+        axes: axes(this.format, xs.every(Number.isInteger)),
+        ...this.lines(),
         hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },
       };
+    }
+
+    /** uPlot's series and the bands between them: first one for each of ours, then the edges of their bands. */
+    lines() {
+      const fill = (each, alpha) => () => translucent(seriesColour(each.color), alpha);
+      const series = this.series.map((each, index) => {
+        const stroke = () => seriesColour(each.color);
+        const isSparse = each.points || each.values.filter(isNumber).length === 1;
+        return {
+          label: each.label,
+          stroke,
+          width: this.isStacked ? 1 : 1.75,
+          dash: DASHES[each.dash % DASHES.length],
+          points: { show: Boolean(isSparse) && !this.isStacked, size: 6, stroke, fill: stroke },
+          fill: this.isStacked && index === 0 ? fill(each, 0.55) : undefined,
+        };
+      });
+      if (this.isStacked) {
+        const bands = this.series.slice(1).map((each, index) => ({ series: [index + 2, index + 1], fill: fill(each, 0.55) }));
+        return { series: [{}, ...series], bands };
+      }
+      const bands = [];
+      for (const each of this.series.filter(({ band }) => band)) {
+        const low = series.length + 1;
+        const edge = { stroke: null, width: 0, points: { show: false } };
+        each.edges = [low, low + 1];
+        series.push({ ...edge }, { ...edge });
+        bands.push({ series: [low + 1, low], fill: fill(each, 0.16) });
+      }
+      return { series: [{}, ...series], bands };
     }
 
     data() {
@@ -436,31 +380,27 @@ var Charts = (() => {
         return [this.xs, ...this.series.map((each) => drawable(each.values)), ...edges];
       }
       const total = new Array(this.xs.length).fill(0);
-      return [
-        this.xs,
-        ...this.series.map((each, index) =>
-          each.values.map((value, place) => {
-            total[place] += this.shown[index] && isNumber(value) ? value : 0;
-            return total[place];
-          }),
-        ),
-      ];
+      const pile = (each, index) =>
+        each.values.map((value, place) => {
+          total[place] += this.shown[index] && isNumber(value) ? value : 0;
+          return total[place];
+        });
+      return [this.xs, ...this.series.map(pile)];
     }
 
     toggle(index, isShown) {
       this.shown[index] = isShown;
       if (this.isStacked) {
-        this.plot.setSeries(this.positions[index], { show: true });
         this.plot.setData(this.data(), false);
         this.plot.redraw(true, true);
         return;
       }
-      [this.positions[index], ...(this.series[index].edges || [])].forEach((place) => this.plot.setSeries(place, { show: isShown }));
+      [index + 1, ...(this.series[index].edges || [])].forEach((place) => this.plot.setSeries(place, { show: isShown }));
     }
 
     showValues(index) {
       const isOver = isNumber(index);
-      this.at.textContent = isOver ? `${this.options.xLabel || "step"} ${number(this.xs[index])}` : "";
+      this.at.textContent = isOver ? `${this.xLabel} ${number(this.xs[index])}` : "";
       this.at.hidden = !isOver;
       this.series.forEach((each, place) => {
         const value = isOver ? each.values[index] : each.values.findLast(isNumber);
@@ -471,17 +411,18 @@ var Charts = (() => {
     }
 
     summary() {
-      const xLabel = this.options.xLabel || "step";
       const parts = this.series.map((each) => {
         const values = each.values.filter(isNumber);
         if (values.length === 0) {
           return `${each.label}: no values`;
         }
-        const [low, high] = values.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
-        return `${each.label}: first ${this.format(values[0])}, last ${this.format(values[values.length - 1])}, lowest ${this.format(low)}, highest ${this.format(high)}`;
+        const [first, last] = [values[0], values[values.length - 1]].map(this.format);
+        const low = this.format(values.reduce((least, value) => Math.min(least, value)));
+        const high = this.format(values.reduce((most, value) => Math.max(most, value)));
+        return `${each.label}: first ${first}, last ${last}, lowest ${low}, highest ${high}`;
       });
       const name = this.options.title || this.options.unit || "chart";
-      return `${name} by ${xLabel} ${number(this.xs[0])} to ${number(this.xs[this.xs.length - 1])}. ${parts.join(". ")}. Arrow keys move the cursor.`;
+      return `${name} by ${this.xLabel} ${number(this.xs[0])} to ${number(this.xs[this.xs.length - 1])}. ${parts.join(". ")}.`;
     }
 
     fillTable() {
@@ -491,7 +432,18 @@ var Charts = (() => {
         rows.push([number(this.xs[index]), ...this.series.map((each) => this.format(each.values[index]))]);
       }
       const note = stride > 1 ? `every ${stride}th of ${this.xs.length} rows` : "";
-      this.writeTable([this.options.xLabel || "step", ...this.series.map((each) => each.label)], rows, note);
+      this.writeTable([this.xLabel, ...this.series.map((each) => each.label)], rows, note);
+    }
+
+    listenForClicks() {
+      let pressed = 0;
+      this.place.addEventListener("mousedown", (event) => (pressed = event.clientX));
+      this.place.addEventListener("mouseup", (event) => {
+        const index = this.plot.cursor.idx;
+        if (isNumber(index) && Math.abs(event.clientX - pressed) < 4) {
+          this.options.onSelect(this.xs[index]);
+        }
+      });
     }
   }
 
@@ -500,23 +452,16 @@ var Charts = (() => {
   class Bins extends Frame {
     constructor(element, options) {
       super(element, options);
-      this.options = options;
-      this.format = formatter(options.format);
       const { edges, counts } = options;
-      const total = (counts || []).reduce((sum, count) => sum + count, 0);
-      if (!counts || counts.length === 0 || total === 0) {
-        this.empty(options.emptyText || "no values");
+      this.total = counts.reduce((sum, count) => sum + count, 0);
+      if (this.total === 0) {
+        this.empty();
         return;
       }
-      this.total = total;
-      const most = counts.indexOf(Math.max(...counts));
-      this.describe(
-        `${options.title || options.label || "histogram"}: ${number(total)} in ${counts.length} bins from ${this.format(edges[0])} to ` +
-          `${this.format(edges[edges.length - 1])}, most in ${this.binName(most)}. Arrow keys move the cursor.`,
-      );
-      this.at = make("li", "chart-at");
-      this.legend.append(this.at);
-      const middles = counts.map((_, index) => (edges[index] + edges[index + 1]) / 2);
+      const last = edges[edges.length - 1];
+      const most = this.binName(counts.indexOf(Math.max(...counts)));
+      const range = `in ${counts.length} bins from ${this.format(edges[0])} to ${this.format(last)}`;
+      this.describe(`${options.title || options.label || "histogram"}: ${number(this.total)} ${range}, most in ${most}.`);
       this.plot = new uPlot(
         {
           ...this.size(),
@@ -524,43 +469,43 @@ var Charts = (() => {
           padding: [8, 12, 0, 0],
           cursor: { y: false, x: false, points: { show: false }, drag: { x: false, y: false } },
           scales: {
-            x: { time: false, range: [edges[0], edges[edges.length - 1]] },
+            x: { time: false, range: [edges[0], last] },
             y: { range: (_plot, _low, high) => [0, (high || 1) * 1.06] },
           },
-          axes: this.binAxes(edges),
+          axes: this.binAxes(),
           series: [{}, { label: options.label || "", paths: () => null, points: { show: false } }],
           hooks: { draw: [(plot) => this.drawBins(plot)], setCursor: [(plot) => this.onCursor(plot)] },
         },
-        [middles, counts],
+        [counts.map((_, index) => this.middle(index)), counts],
         this.place,
       );
       this.showBin(null);
-      this.onClick(options.onSelect && ((index) => options.onSelect(edges[index], edges[index + 1], counts[index])));
     }
 
-    binAxes(edges) {
-      const [horizontal, vertical] = axes(this.options, number);
-      if (this.options.names) {
-        horizontal.splits = () => this.options.names.map((_, index) => (edges[index] + edges[index + 1]) / 2);
-        horizontal.values = () => this.options.names.map(String);
-      } else {
-        horizontal.values = (_plot, ticks) => ticks.map((tick) => (tick === null ? null : this.format(tick)));
+    middle(index) {
+      return (this.options.edges[index] + this.options.edges[index + 1]) / 2;
+    }
+
+    binAxes() {
+      const [horizontal, vertical] = axes(this.format, false);
+      const { names } = this.options;
+      if (names) {
+        horizontal.splits = () => names.map((_, index) => this.middle(index));
+        horizontal.values = () => names.map(String);
       }
       return [horizontal, vertical];
     }
 
     binName(index) {
-      if (this.options.names) {
-        return String(this.options.names[index]);
-      }
-      return `${this.format(this.options.edges[index])} to ${this.format(this.options.edges[index + 1])}`;
+      const { names, edges } = this.options;
+      return names ? String(names[index]) : `${this.format(edges[index])} to ${this.format(edges[index + 1])}`;
     }
 
     drawBins(plot) {
       const { edges, counts } = this.options;
       const context = plot.ctx;
       const floor = plot.valToPos(0, "y", true);
-      const gap = Math.max(1, (window.devicePixelRatio || 1));
+      const gap = Math.max(1, window.devicePixelRatio || 1);
       context.save();
       counts.forEach((count, index) => {
         if (count <= 0) {
@@ -569,123 +514,40 @@ var Charts = (() => {
         const left = plot.valToPos(edges[index], "x", true);
         const right = plot.valToPos(edges[index + 1], "x", true);
         const top = Math.min(plot.valToPos(count, "y", true), floor - 1);
-        context.fillStyle = translucent(seriesColour(this.options.color || 1), index === this.hovered ? 1 : 0.75);
+        context.fillStyle = translucent(seriesColour(1), index === this.hovered ? 1 : 0.75);
         context.fillRect(left + gap / 2, top, Math.max(1, right - left - gap), floor - top);
       });
       context.restore();
     }
 
     onCursor(plot) {
-      const index = isNumber(plot.cursor.left) && plot.cursor.left >= 0 ? this.binAt(plot.posToVal(plot.cursor.left, "x")) : null;
+      const isOver = isNumber(plot.cursor.left) && plot.cursor.left >= 0;
+      const value = isOver ? plot.posToVal(plot.cursor.left, "x") : null;
+      const index = isOver ? this.options.edges.findIndex((edge) => edge > value) - 1 : -1;
       if (index !== this.hovered) {
         this.hovered = index;
-        this.showBin(index);
+        this.showBin(index >= 0 ? index : null);
         plot.redraw(false);
       }
     }
 
-    binAt(value) {
-      const index = this.options.edges.findIndex((edge) => edge > value) - 1;
-      return index >= 0 ? index : null;
-    }
-
     showBin(index) {
-      if (!isNumber(index)) {
-        this.at.textContent = `${number(this.total)} ${this.options.label || ""}`;
-        return;
-      }
-      const count = this.options.counts[index];
-      this.at.textContent = `${this.options.xLabel || ""} ${this.binName(index)}: ${number(count)} (${FORMATS.percent(count / this.total)})`;
+      const { counts, label } = this.options;
+      const ofBin = index === null ? "" : `${number(counts[index])} (${FORMATS.percent(counts[index] / this.total)})`;
+      this.at.textContent = index === null ? `${number(this.total)} ${label || ""}` : `${this.xLabel} ${this.binName(index)}: ${ofBin}`;
     }
 
     fillTable() {
-      const rows = this.options.counts.map((count, index) => [this.binName(index), String(count)]);
-      this.writeTable([this.options.xLabel || "from", "count"], rows, "");
+      this.writeTable([this.xLabel, "count"], this.options.counts.map((count, index) => [this.binName(index), String(count)]));
     }
-  }
-
-  // -- what pages call
-
-  function handle(construct, element, options) {
-    let chart = construct(element, options);
-    return {
-      element,
-      update(changes) {
-        const hidden = chart.series ? new Map(chart.series.map((each, index) => [each.label, !chart.shown[index]])) : new Map();
-        const wasOpen = chart.table.open;
-        options = { ...options, ...changes };
-        if (options.series) {
-          options.series = options.series.map((each) => ({ ...each, hidden: hidden.get(each.label) ?? each.hidden }));
-        }
-        chart.destroy();
-        chart = construct(element, options);
-        chart.table.open = wasOpen;
-      },
-      destroy() {
-        chart.destroy();
-      },
-    };
-  }
-
-  function sparkline(element, values, options = {}) {
-    const canvas = make("canvas", "sparkline");
-    const known = values.filter(isNumber);
-    const format = formatter(options.format);
-    canvas.setAttribute("role", "img");
-    canvas.setAttribute(
-      "aria-label",
-      known.length ? `${options.label || "values"}: from ${format(known[0])} to ${format(known[known.length - 1])}` : "no values",
-    );
-    const [width, height] = [options.width || 120, options.height || 28];
-    canvas.style.width = `${width}px`;
-    canvas.style.height = `${height}px`;
-    const draw = () => {
-      const ratio = window.devicePixelRatio || 1;
-      canvas.width = width * ratio;
-      canvas.height = height * ratio;
-      if (known.length === 0) {
-        return;
-      }
-      const context = canvas.getContext("2d");
-      context.scale(ratio, ratio);
-      const [low, high] = [Math.min(...known), Math.max(...known)];
-      const across = (index) => 2 + (index / Math.max(1, values.length - 1)) * (width - 4);
-      const up = (value) => (high > low ? height - 3 - ((value - low) / (high - low)) * (height - 6) : height / 2);
-      context.strokeStyle = seriesColour(options.color || 1);
-      context.lineWidth = 1.5;
-      context.beginPath();
-      let isPenDown = false;
-      values.forEach((value, index) => {
-        if (!isNumber(value)) {
-          isPenDown = false;
-          return;
-        }
-        context[isPenDown ? "lineTo" : "moveTo"](across(index), up(value));
-        isPenDown = true;
-      });
-      context.stroke();
-      const end = values.findLastIndex(isNumber);
-      context.fillStyle = seriesColour(options.color || 1);
-      context.beginPath();
-      context.arc(across(end), up(values[end]), 2.5, 0, 2 * Math.PI);
-      context.fill();
-    };
-    const chart = { redraw: draw };
-    element.replaceChildren(canvas);
-    draw();
-    alive.add(chart);
-    return { element, destroy: () => (alive.delete(chart), element.replaceChildren()) };
   }
 
   watchTheme();
 
   return {
-    line: (element, options) => handle((place, wanted) => new Curves(place, wanted, false), element, options),
-    stacked: (element, options) => handle((place, wanted) => new Curves(place, wanted, true), element, options),
-    histogram: (element, options) => handle((place, wanted) => new Bins(place, wanted), element, options),
-    sparkline,
-    format: (value, name) => formatter(name)(value),
+    line: (element, options) => new Curves(element, options, false),
+    stacked: (element, options) => new Curves(element, options, true),
+    histogram: (element, options) => new Bins(element, options),
     colour,
-    redraw: redrawAll,
   };
 })();

@@ -2,12 +2,11 @@
 
    const view = Timeline.draw(element, data, options)
 
-   data      {spans: [{lane, name, start, end, details?, depth?, count?, busy_s?}], first?, last?, t0?}: the lines of events.jsonl as
-             they are, or the spans of `timeline_data.drawing`. Times in seconds since the epoch; first and last: how far one may
-             move; t0: what the ruler calls 0. Lane "rollout/3" is slot 3 of "rollout".
+   data      what `timeline.drawing` gives: {spans: [{lane, depth, name, start, end, details, count?, busy_s?}], first, last, titles},
+             lanes from top to bottom. Times in seconds since the epoch; first and last: how far one may move. Lane "rollout/3" is
+             slot 3 of "rollout".
    options   onRollout(id): a span was clicked that is of a rollout; onSelect(span): any other one; onWindow(start, end): another
-             window is looked at (shortly after it was moved), to fetch finer spans for `view.update`; height: most pixels;
-             follow: keep the newest in sight while `update` brings more.
+             window is looked at (shortly after it was moved), to fetch finer spans for `view.update`; height: most pixels.
    view      update(data), show(start, end), window() -> {start, end}, spanAt(x, y), destroy()
 
    Wheel: scroll. Ctrl + wheel, W S, + -: zoom. Drag, Shift + wheel, A D, arrows: move. F, 0: everything. A group's title: fold.
@@ -15,8 +14,6 @@
 "use strict";
 
 const Timeline = (() => {
-  const ORDER = ["run", "trainer", "gpu", "rollout", "tools", "weights", "queue", "scoring", "evaluation", "checkpoint", "server"];
-  const TITLES = { gpu: "trainer GPU", weights: "weight push", queue: "queue", rollout: "rollouts", server: "servers" };
   const COLOURS = {
     generate: 1, serving: 1, forward: 1, tools: 2, environment: 2, backward: 6, optimizer: 4, score: 3, train: 7, "plan and pack": 5,
     push: 4, transfer: 4, gather: 6, send: 7, "write checkpoint": 5, "copy checkpoint": 5, evaluation: 3, training: 7,
@@ -24,7 +21,6 @@ const Timeline = (() => {
   };
   const RULER = 34, TITLE = 20, LEVEL = 17, SLIM = 6, SLIMMEST = 4, FOLDED = 42, GAP = 6, MANY = 16, VERY_MANY = 64, SLACK = 1.02, LEAST_WINDOW = 1e-5;
 
-  const order = (group) => (ORDER.includes(group) ? ORDER.indexOf(group) : ORDER.length);
   const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
   const isWait = (span) => span.name.startsWith("wait for") || span.name === "queued" || span.name === "pause";
 
@@ -47,51 +43,33 @@ const Timeline = (() => {
     return sign + (hours ? `${hours}:${String(minutes).padStart(2, "0")}:${rest}` : `${minutes}:${rest}`);
   }
 
-  /* Depth of each span in its lane: how many of those before it go on. What only overlaps is drawn one level lower, too. */
-  function nest(spans) {
-    spans.sort((a, b) => a.start - b.start || b.end - a.end);
-    let open = [];
+  /* [{group, title, lanes: [{slot, levels: [[span]]}], most, edges}] from top to bottom. `edges`: [time, how many run from then on],
+     of the outermost spans; `most`: the highest of them. */
+  function layOut({ spans, titles = {} }) {
+    const groups = new Map(), lanes = new Map();
     for (const span of spans) {
-      open = open.filter((each) => each.end > span.start);
-      if (span.depth === undefined) span.level = open.length && span.end > span.start ? Math.max(...open.map((e) => e.level)) + 1 : open.length;
-      else span.level = span.depth;
-      if (span.end > span.start) open.push(span);
-    }
-  }
-
-  /* [{group, title, lanes: [{name, slot, levels: [[span]]}]}] from top to bottom */
-  function layOut(data) {
-    const lanes = new Map();
-    for (const given of data.spans) {
-      if (!lanes.has(given.lane)) lanes.set(given.lane, []);
-      lanes.get(given.lane).push({ ...given, details: given.details ?? {} });
-    }
-    const groups = new Map();
-    for (const [name, spans] of lanes) {
-      nest(spans);
-      const [group, slot = ""] = name.split("/", 2);
-      const levels = [];
-      for (const span of spans) {
-        while (levels.length <= span.level) levels.push([]);
-        levels[span.level].push(span);
+      const [group, slot = ""] = span.lane.split("/", 2);
+      if (!groups.has(group)) groups.set(group, { group, title: titles[group] ?? group, lanes: [] });
+      if (!lanes.has(span.lane)) {
+        lanes.set(span.lane, { slot, levels: [] });
+        groups.get(group).lanes.push(lanes.get(span.lane));
       }
-      if (!groups.has(group)) groups.set(group, { group, title: TITLES[group] ?? group, lanes: [] });
-      groups.get(group).lanes.push({ name, slot, levels });
+      const { levels } = lanes.get(span.lane);
+      while (levels.length <= span.depth) levels.push([]);
+      levels[span.depth].push(span);
     }
-    const sorted = [...groups.values()].sort((a, b) => order(a.group) - order(b.group) || a.group.localeCompare(b.group));
-    for (const each of sorted) {
-      each.lanes.sort((a, b) => a.slot.localeCompare(b.slot, undefined, { numeric: true }));
+    for (const each of groups.values()) {
+      for (const lane of each.lanes) for (const level of lane.levels) level.sort((a, b) => a.start - b.start || b.end - a.end);
       each.isSlim = each.lanes.length > MANY;
       each.slim = each.lanes.length > VERY_MANY ? SLIMMEST : SLIM;
-      const edges = [];
       const counts = (span) => span.end > span.start && (each.group === "queue" || !isWait(span));
-      for (const lane of each.lanes) for (const s of (lane.levels[0] ?? []).filter(counts)) edges.push([s.start, 1], [s.end, -1]);
-      edges.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+      const outermost = each.lanes.flatMap((lane) => lane.levels[0] ?? []).filter(counts);
+      const edges = outermost.flatMap((span) => [[span.start, 1], [span.end, -1]]).sort((a, b) => a[0] - b[0] || a[1] - b[1]);
       let count = 0;
       each.most = 1;
       each.edges = edges.map(([at, change]) => { count += change; each.most = Math.max(each.most, count); return [at, count]; });
     }
-    return sorted;
+    return [...groups.values()];
   }
 
   const laneHeight = (group, lane) => (group.isSlim ? group.slim : Math.max(1, lane.levels.length) * LEVEL + 2);
@@ -125,19 +103,19 @@ const Timeline = (() => {
     }, box);
     const context = canvas.getContext("2d");
     const folded = new Set();
-    let groups = [], marks = [], zero = 0, first = 0, last = 1, from = 0, to = 1, scroll = 0, total = 0, width = 0, height = 0, gutter = 0;
+    let groups = [], marks = [], first = 0, last = 1, from = 0, to = 1, scroll = 0, total = 0, width = 0, height = 0, gutter = 0;
     let hovered = null, selected = null, drag = null, frame = 0, told = 0, theme = {}, hits = [];
 
     function readTheme() {
-      const style = getComputedStyle(element);
-      const value = (name, fallback) => style.getPropertyValue(name).trim() || fallback;
+      const probe = make("span", {}, box);
+      const colour = (name) => { probe.style.color = `var(--${name})`; return getComputedStyle(probe).color; };
       theme = {
-        surface: value("--surface", "#fff"), raised: value("--surface-raised", "#eee"), text: value("--text", "#111"),
-        muted: value("--text-muted", "#555"), border: value("--border", "#ccc"), strong: value("--border-strong", "#888"),
-        grid: value("--grid", "#eee"), bad: value("--bad", "#b00"), accent: value("--accent", "#05a"),
-        font: value("--font", "sans-serif"),
-        series: [1, 2, 3, 4, 5, 6, 7, 8].map((number) => value(`--series-${number}`, "#468")),
+        surface: colour("surface"), raised: colour("surface-raised"), text: colour("text"), muted: colour("text-muted"),
+        border: colour("border"), strong: colour("border-strong"), grid: colour("grid"), bad: colour("bad"),
+        font: getComputedStyle(box).fontFamily,
+        series: [1, 2, 3, 4, 5, 6, 7, 8].map((number) => colour(`series-${number}`)),
       };
+      probe.remove();
       theme.ink = theme.series.map(inkOn);
       theme.inkOnBad = inkOn(theme.bad);
       const stripes = document.createElement("canvas");
@@ -230,13 +208,13 @@ const Timeline = (() => {
       let unit = [1, 2, 5, 10].map((n) => n * power).find((each) => each >= least);
       if (unit > 10) unit = [15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400].find((each) => each >= least) ?? Math.ceil(least / 86400) * 86400;
       const found = [];
-      for (let n = Math.ceil((from - zero) / unit); n * unit <= to - zero; n++) found.push(n * unit);
+      for (let n = Math.ceil((from - first) / unit); n * unit <= to - first; n++) found.push(n * unit);
       return [found, unit];
     }
 
     function grid() {
       context.fillStyle = theme.grid;
-      for (const tick of ticks()[0]) context.fillRect(Math.round(xOf(zero + tick)), RULER, 1, height - RULER);
+      for (const tick of ticks()[0]) context.fillRect(Math.round(xOf(first + tick)), RULER, 1, height - RULER);
     }
 
     function ruler() {
@@ -251,7 +229,7 @@ const Timeline = (() => {
       context.textBaseline = "middle";
       context.fillStyle = theme.muted;
       for (const tick of found) {
-        const x = xOf(zero + tick);
+        const x = xOf(first + tick);
         context.fillRect(Math.round(x), RULER - 4, 1, 4);
         context.fillText(clock(tick, unit), x + 4, 9);
       }
@@ -409,7 +387,7 @@ const Timeline = (() => {
       const isInstant = span.end === span.start;
       const lines = [`${span.count ? `${span.count} spans, most of it ${span.name}` : span.name}${isInstant ? "" : ` · ${duration(span.end - span.start)}`}`];
       if (span.count) lines.push(`busy ${duration(span.busy_s ?? 0)}; zoom in to tell them apart`);
-      lines.push(`${span.lane} · at ${clock(span.start - zero, 0.001)}`);
+      lines.push(`${span.lane} · at ${clock(span.start - first, 0.001)}`);
       for (const [name, value] of Object.entries(span.details)) if (value !== null) lines.push(`${name}: ${text(value)}`);
       if (options.onRollout && span.details.rollout) lines.push("click: this rollout");
       tip.textContent = lines.join("\n");
@@ -518,27 +496,22 @@ const Timeline = (() => {
     const restyle = () => { readTheme(); redraw(); };
     listen(window.matchMedia("(prefers-color-scheme: dark)"), "change", restyle);
     const themes = new MutationObserver(restyle);
-    themes.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme", "class"] });
+    themes.observe(document.documentElement, { attributes: true, attributeFilter: ["data-printing"] });
     const sizes = new ResizeObserver(() => { measure(); redraw(); });
     sizes.observe(box);
     undo.push(() => themes.disconnect(), () => sizes.disconnect());
 
     function update(next, { keep = true } = {}) {
-      const wasAll = !keep || to - from >= (last - first) * 0.999, atEnd = to >= last - (last - first) * 0.01;
-      const before = last, size = to - from;
+      const isAll = !keep || to - from >= (last - first) * 0.999;
       groups = layOut(next);
-      let low = Infinity, high = -Infinity;
-      for (const span of next.spans) { low = Math.min(low, span.start); high = Math.max(high, span.end); }
-      first = next.first ?? (Number.isFinite(low) ? low : 0);
-      zero = next.t0 ?? first;
-      last = Math.max(next.last ?? (Number.isFinite(high) ? high : 1), first + 1e-6);
-      const steps = next.spans.filter((span) => span.lane === "trainer" && span.name === "step" && span.details?.step !== undefined);
+      first = next.first ?? 0;
+      last = Math.max(next.last ?? 1, first + 1e-6);
+      const steps = next.spans.filter((span) => span.lane === "trainer" && span.name === "step" && span.details.step !== undefined);
       if (!keep) for (const group of groups) if (group.lanes.length > (group.group === "rollout" ? VERY_MANY : MANY)) folded.add(group.group);
       if (steps.length || !keep) marks = steps.sort((a, b) => a.start - b.start);
       hovered = selected = null;
       showTip(null);
-      if (wasAll) { from = first - ((last - first) * (SLACK - 1)) / 2; to = last + ((last - first) * (SLACK - 1)) / 2; }
-      else if (options.follow && atEnd && last > before) { to = last; from = last - size; }
+      if (isAll) { from = first - ((last - first) * (SLACK - 1)) / 2; to = last + ((last - first) * (SLACK - 1)) / 2; }
       measure();
       redraw();
     }

@@ -1,34 +1,33 @@
-"""The inspector: opens the screens over a session, and looks for new rows of the run. Screens open others through it."""
+"""The inspector: the screens over a session, the keys that all of them share, and the look for new rows of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.app import App
 from textual.binding import Binding, BindingType
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.store.query import Query
-from grpo_async.viewer.terminal.bars import BarsScreen
-from grpo_async.viewer.terminal.base import InspectorScreen, Session, WalkGroups, WalkRollouts
-from grpo_async.viewer.terminal.browse import BrowseScreen, HistoryScreen
-from grpo_async.viewer.terminal.group import GroupScreen
-from grpo_async.viewer.terminal.help import HelpScreen
-from grpo_async.viewer.terminal.rollout import RolloutScreen
-from grpo_async.viewer.token_colours import ColourMode
+from grpo_async.store.query import quote
+from grpo_async.viewer.terminal.base import HelpScreen, InspectorScreen, Session, key
+from grpo_async.viewer.terminal.browse import BrowseScreen
 
 _LOOK_EVERY_S = 2.0  # for new rows
 
 
 class Inspector(App[None]):
-    """`text` is the filter it begins with, `sort` the order ("" = newest first)."""
+    """`text` is the filter that it starts with, `sort` the order ("" = newest first)."""
 
     ENABLE_COMMAND_PALETTE = False
     TITLE = "inspect-rollouts"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+c", "quit", "out", priority=True),
-        Binding("L", "light", "light or dark"),
+        key("o", "other_steps", "the prompt at other steps", "steps"),
+        key("y", "copy_id", "copy the id"),
+        key("Y", "copy_command", "copy the command line that shows it again"),
+        key("L", "light", "light or dark"),
+        key("question_mark", "help", "this page", "help"),
+        key("q,escape", "leave", "back; from the first screen: out", "back"),
+        Binding("ctrl+c", "quit", "out", show=False, priority=True),
     ]
 
     def __init__(
@@ -36,12 +35,12 @@ class Inspector(App[None]):
     ) -> None:
         super().__init__()
         self.session = session
-        self.colour_mode = ColourMode.ADVANTAGE  # kept from rollout to rollout
+        self.animation_level = "none"
         self._text, self._sort, self._look_every_s = text, sort, look_every_s
-        self._complained = ""
+        self._last_error = ""
 
     def on_mount(self) -> None:
-        self.push_screen(BrowseScreen(self._text, self._sort))
+        self.push_screen(BrowseScreen(self.session, self._text, self._sort))
         self.set_interval(self._look_every_s, self.look)
 
     def look(self) -> None:
@@ -52,30 +51,50 @@ class Inspector(App[None]):
         try:
             has_grown = await self.session.ask(lambda table: table.refresh())
         except GrpoAsyncError as error:
-            if str(error) != self._complained:  # once, not every two seconds
-                self._complained = str(error)
+            if str(error) != self._last_error:  # once, not every two seconds
+                self._last_error = str(error)
                 self.notify(str(error), severity="error", markup=False, timeout=10)
             return
         for screen in self.screen_stack:
-            if isinstance(screen, InspectorScreen):
-                screen.looked()
-                if has_grown:
-                    screen.grown()
+            if isinstance(screen, BrowseScreen):
+                screen.refreshed(has_grown)
 
-    def open_group(self, seq: int, walk: WalkGroups) -> None:
-        self.push_screen(GroupScreen(seq, walk))
+    def action_leave(self) -> None:
+        if len(self.screen_stack) > 2:
+            self.pop_screen()
+        else:
+            self.exit()
 
-    def open_rollout(self, seq: int, rollout_id: str, walk: WalkRollouts) -> None:
-        self.push_screen(RolloutScreen(seq, rollout_id, walk))
+    def action_help(self) -> None:
+        keys: dict[str, list[str]] = {}
+        for active in self.screen.active_bindings.values():
+            if active.binding.description:
+                what = active.binding.tooltip or active.binding.description
+                keys.setdefault(what, []).append(self.get_key_display(active.binding))
+        title = self.screen.TITLE_OF_HELP if isinstance(self.screen, InspectorScreen) else ""
+        self.push_screen(HelpScreen(title, [(" ".join(pressed), what) for what, pressed in keys.items()]))
 
-    def open_history(self, prompt_hash: str, seq: int) -> None:
-        self.push_screen(HistoryScreen(prompt_hash, seq))
+    def action_other_steps(self) -> None:
+        prompt = self.screen.prompt() if isinstance(self.screen, InspectorScreen) else None
+        if prompt is not None:
+            prompt_hash, seq = prompt
+            self.push_screen(BrowseScreen(self.session, f"prompt_hash = {quote(prompt_hash)}", "seq", seq=seq))
 
-    def open_bars(self, text: str, query: Query) -> None:
-        self.push_screen(BarsScreen(text, query))
+    def action_copy_id(self) -> None:
+        if (subject := self._subject()) is not None:
+            self._copy(subject[0])
 
-    def open_help(self, title: str, keys: Sequence[tuple[str, str]]) -> None:
-        self.push_screen(HelpScreen(title, keys))
+    def action_copy_command(self) -> None:
+        if (subject := self._subject()) is not None:
+            self._copy(self.session.command(*subject[1]))
+
+    def _subject(self) -> tuple[str, list[str]] | None:
+        return self.screen.subject() if isinstance(self.screen, InspectorScreen) else None
+
+    def _copy(self, text: str) -> None:
+        """Put `text` into the clipboard, and show it for terminals that do not allow that."""
+        self.copy_to_clipboard(text)
+        self.notify(text, title="copied", markup=False)
 
     def action_light(self) -> None:
         self.theme = "textual-light" if self.current_theme.dark else "textual-dark"

@@ -1,40 +1,47 @@
-"""What all screens share: the run that is looked at, the line of keys, the keys that leave, copying, and questions to the store."""
+"""What all screens share: the run, questions to the store, paging, keys, and the help page that is made of them."""
 
 from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
+from typing import ClassVar, TypeVar
 
+from rich.console import Group
+from rich.table import Table
 from rich.text import Text
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.screen import Screen
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen, Screen
 from textual.widgets import Static
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.rundir import RunDir
+from grpo_async.store.query_names import HELP
 from grpo_async.store.table import RolloutTable
 from grpo_async.viewer.runs import EvaluationDir
+from grpo_async.viewer.token_colours import ColourMode
 from grpo_async.viewer.token_text import TokenTexts
 
-if TYPE_CHECKING:
-    from grpo_async.viewer.terminal.app import Inspector
-
-
 Answer = TypeVar("Answer")
+Walk = Callable[[int], Awaitable[tuple[int, str] | None]]
+"""Moves the cursor of a table by some rows: seq of the group that is there and id of the rollout ("" in a table of groups); None
+where the table ends."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Session:
-    """One run, opened. `name` is how the user called it; `texts` the token texts, or the sentence that says why there are none."""
+    """One run, opened. `name` is how the user called it; `texts` the token texts, or the sentence that says why there are none;
+    `colour_mode` is kept from rollout to rollout."""
 
     run: RunDir
     name: str
     table: RolloutTable
     texts: TokenTexts | str
     with_superseded: bool = False
+    colour_mode: ColourMode = ColourMode.ADVANTAGE
 
     async def ask(self, question: Callable[[RolloutTable], Answer]) -> Answer:
         """What the store answers; the question runs in a thread.
@@ -57,91 +64,116 @@ class Session:
         return shlex.join(["grpo-async", "inspect-rollouts", self.name, *arguments, *evaluation, *superseded])
 
 
-WalkGroups = Callable[[int], Awaitable[int | None]]
-"""Moves the cursor of a table; the seq of the group that is there, None where the table ends."""
-WalkRollouts = Callable[[int], Awaitable[tuple[int, str] | None]]
-"""The same for rollouts: seq of the group, and id."""
+def key(keys: str, action: str, what: str, short: str = "") -> Binding:
+    """A key (several with commas) that the help page explains by `what`; with `short` the bottom line shows it too."""
+    return Binding(keys, action, short or what, show=bool(short), tooltip=what)
 
 
-class Keys(Static):
-    """One line of keys at the bottom: (key, what it does) pairs, as many as fit."""
+class Pager(VerticalScroll, inherit_bindings=False):
+    """Scrolls what is in it by the keys of pagers."""
 
-    DEFAULT_CSS = "Keys { dock: bottom; height: 1; background: $panel; }"
-
-    def __init__(self, *keys: tuple[str, str]) -> None:
-        super().__init__("", markup=False)
-        self._keys = keys
-
-    def on_resize(self) -> None:
-        text = Text(no_wrap=True)
-        for key, what in (*self._keys, ("?", "help"), ("q", "back")):
-            piece = Text.assemble((f" {key}", "bold"), f" {what} ")
-            if text.cell_len + piece.cell_len <= self.size.width:
-                text.append_text(piece)
-        self.update(text)
-
-
-class InspectorScreen(Screen[None]):
-    """A screen of the inspector. `explain` is what its help page says first."""
-
+    DEFAULT_CSS = "Pager { scrollbar-size-vertical: 1; }"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q", "leave", "back"),
-        Binding("question_mark", "help", "help"),
-        Binding("y", "copy_id", "copy the id"),
-        Binding("Y", "copy_command", "copy the command that shows it again"),
+        key("up,k", "scroll_up", "scroll up"),
+        key("down,j", "scroll_down", "scroll down"),
+        key("pageup,ctrl+u", "page_up", "a page up"),
+        key("pagedown,ctrl+d,space", "page_down", "a page down"),
+        key("home,g", "scroll_home", "to the top"),
+        key("end,G", "scroll_end", "to the end"),
     ]
+
+
+class InspectorScreen(Screen[None], inherit_bindings=False):
+    """A screen of the inspector; the app has the keys that all of them share."""
+
     AUTO_FOCUS = "*"
-    KEYS: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Keys of this screen and what they do, for the help page."""
     TITLE_OF_HELP: ClassVar[str] = ""
 
-    @property
-    def inspector(self) -> Inspector:
-        return cast("Inspector", self.app)
-
-    @property
-    def session(self) -> Session:
-        return self.inspector.session
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
 
     async def ask(self, question: Callable[[RolloutTable], Answer]) -> Answer | None:
         """What the store answers; None after an error, which is shown."""
         try:
             return await self.session.ask(question)
         except GrpoAsyncError as error:
-            self.complain(str(error))
+            self.notify(str(error), severity="error", markup=False, timeout=10)
             return None
 
-    def complain(self, text: str) -> None:
-        self.notify(text, severity="error", markup=False, timeout=10)
-
-    def copied(self, text: str) -> None:
-        """Put `text` into the clipboard, and show it for terminals that do not allow that."""
-        self.app.copy_to_clipboard(text)
-        self.notify(text, title="copied", markup=False)
-
     def subject(self) -> tuple[str, list[str]] | None:
-        """(id, options of the command line) of what `y` and `Y` copy; None: there is nothing."""
+        """What `y` and `Y` copy: an id, and the options of the command line that shows it; None: there is nothing."""
         return None
 
-    def grown(self) -> None:
-        """Called when the store has new rows."""
+    def prompt(self) -> tuple[str, int] | None:
+        """Hash of the prompt whose other steps `o` shows, and the seq of its group here; None: there is none."""
+        return None
 
-    def looked(self) -> None:
-        """Called whenever the store was looked at, new rows or not."""
 
-    def action_leave(self) -> None:
-        if len(self.app.screen_stack) > 2:
-            self.app.pop_screen()
-        else:
-            self.app.exit()
+class RowScreen(InspectorScreen):
+    """A screen about one row of a table, by the seq of its group, since ids may come twice. `walk` leads to its neighbours."""
 
-    def action_help(self) -> None:
-        self.inspector.open_help(self.TITLE_OF_HELP, self.KEYS)
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("n", "go(1)", "the next one of the table", "next"),
+        key("p", "go(-1)", "the previous one of the table"),
+    ]
 
-    def action_copy_id(self) -> None:
-        if (subject := self.subject()) is not None:
-            self.copied(subject[0])
+    def __init__(self, session: Session, seq: int, rollout_id: str, walk: Walk) -> None:
+        super().__init__(session)
+        self.seq, self.rollout_id = seq, rollout_id
+        self._walk = walk
 
-    def action_copy_command(self) -> None:
-        if (subject := self.subject()) is not None:
-            self.copied(self.session.command(*subject[1]))
+    def on_mount(self) -> None:
+        self.run_worker(self.load(), exclusive=True, group="load")
+
+    async def load(self) -> None:
+        """Read the row and show it."""
+        raise NotImplementedError
+
+    def action_go(self, by: int) -> None:
+        self.run_worker(self._go(by), exclusive=True, group="load")
+
+    async def _go(self, by: int) -> None:
+        following = await self._walk(by)
+        if following is None:
+            self.notify("that was the last one" if by > 0 else "that was the first one")
+            return
+        self.seq, self.rollout_id = following
+        await self.load()
+
+
+class HelpScreen(ModalScreen[None], inherit_bindings=False):
+    """The keys of the screen that was open, and what queries may say."""
+
+    DEFAULT_CSS = """
+    HelpScreen { align: center middle; }
+    HelpScreen Pager { width: 96%; max-width: 130; height: 94%; border: round $primary; padding: 0 1; }
+    HelpScreen Static { width: 100%; height: auto; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark,enter", "dismiss", "back")]
+
+    def __init__(self, title: str, keys: Sequence[tuple[str, str]]) -> None:
+        super().__init__()
+        parts: list[Text | Table] = [Text(title, style="bold underline"), _table(keys), Text()]
+        parts.append(Text("What a filter may say", style="bold underline"))
+        for section in HELP:
+            rows = [
+                (row.syntax, f"{row.meaning}   {row.example}" if row.example != row.syntax else row.meaning)
+                for row in section.rows
+            ]
+            parts += [Text(), Text(section.title, style="bold"), _table(rows)]
+        self._content = Group(*parts)
+
+    def compose(self) -> ComposeResult:
+        with Pager():
+            yield Static(self._content, markup=False)
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), expand=True)
+    widest = max((len(left) for left, _ in rows), default=0)
+    table.add_column(style="bold cyan", width=min(widest, 32), overflow="fold")
+    table.add_column(ratio=1)
+    for left, right in rows:
+        table.add_row(Text(left), Text(right))
+    return table

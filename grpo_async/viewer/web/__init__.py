@@ -1,8 +1,6 @@
 """The inspector as a web page: `serve.serve` answers on loopback, `guard` lets nobody else in, the page is in viewer/static/web.
 
-    browser  <--JSON-->  api (rollouts, groups, tokens) | run_files (metrics, timeline, status)
-                            |  threads                        |
-                         sources: one store.RolloutTable per run
+    browser  <--JSON-->  api  --threads-->  sources: for each run one store.RolloutTable, its metrics and its timeline (`files`)
 
 Nothing here imports torch, and nothing is written to a run.
 """

@@ -1,36 +1,45 @@
-"""What the page asks: one GET per view, each answered in a thread.
+"""The application behind the page: its files, and one GET per view, each answered in a thread.
 
 Every answer over rollouts takes `run` (a name of /api/runs; left out: the first), `q` (a query), `superseded=1` (also
 what a resume left behind) and `until` (rows up to this seq only). A page that has begun to read names its `until`, so what a run
 writes meanwhile moves nothing; /api/pulse says how much there is by now.
+
+400 the query or a parameter is wrong (with the position of the mistake) | 404 no such run, group or rollout
+503 the store cannot be read, or all threads hang | 504 the deadline has passed
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from pathlib import Path
 from typing import Any
 
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from grpo_async.errors import ConfigError, GrpoAsyncError, RunError
-from grpo_async.store.query import EVERYTHING, Query, both, parse_query, quote
-from grpo_async.store.query_names import FLAG, HELP, NAMES
+from grpo_async.findings.evidence import json_object
+from grpo_async.store.query import EVERYTHING, Query, QueryError, both, parse_query
+from grpo_async.store.query_names import HELP, NAMES
 from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.store.table import RolloutTable
-from grpo_async.tracking.catalog import describe as describe_metric
+from grpo_async.tracking.catalog import describe
+from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.run_state import judge
-from grpo_async.viewer.web.answers import MOST_ROWS, Json, NotFoundError, Parameters, error_answer
-from grpo_async.viewer.web.run_files import describe, read_json
-from grpo_async.viewer.web.sources import Library, Source, evaluation_steps
-from grpo_async.viewer.web.tokens import token_style_sheet, token_view
+from grpo_async.viewer.runs import evaluation_steps
+from grpo_async.viewer.safe_text import visible
+from grpo_async.viewer.token_colours import SWATCHES, ColourMode, legend, mark_words, token_classes
+from grpo_async.viewer.token_text import TokenTexts
+from grpo_async.viewer.web.guard import Guard
+from grpo_async.viewer.web.sources import DEADLINE_S, Library, Source
 
-_MOST_BINS = 200
-
-Work = Callable[[Source, Parameters], Any]
+STATIC = Path(__file__).parents[1] / "static"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,144 +52,60 @@ class Opening:
     superseded: bool = False
 
 
-WHOLE_RUN = Opening()
+class Question(BaseModel):
+    """The parameters of all views; each view reads those that it knows."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run: str = ""
+    q: str = Field("", max_length=4000)
+    until: int = Field(-1, ge=-1, le=2**53)  # -1: no bound
+    superseded: bool = False
+    sort: str = Field("-seq", max_length=400)
+    offset: int = Field(0, ge=0, le=2**53)
+    limit: int = Field(100, ge=0, le=500)
+    count: bool = False
+    id: str = ""  # of a group or rollout; `seq` of the group finds one of two with the same id
+    seq: int = Field(-1, ge=-1, le=2**53)
+    field: str = "reward"
+    bins: int = Field(30, ge=1, le=200)
+    k: int = Field(10, ge=1, le=100)
+    hash: str = ""  # of a prompt
+    names: str = ""  # of metrics, with commas
+    columns: int = Field(1500, ge=1, le=10_000)  # pixels
+    start: float | None = Field(None, allow_inf_nan=False)  # unix seconds
+    end: float | None = Field(None, allow_inf_nan=False)
 
 
-class Api:
-    """The endpoints over a library."""
-
-    def __init__(self, library: Library, *, opening: Opening) -> None:
-        self._library = library
-        self._opening = opening
-
-    @property
-    def routes(self) -> list[Route]:
-        over_runs: dict[str, Work] = {
-            "summary": _summary,
-            "pulse": _pulse,
-            "groups": _groups,
-            "rollouts": _rollouts,
-            "group": _group,
-            "rollout": _rollout,
-            "histogram": _histogram,
-            "steps": _steps,
-            "extremes": _extremes,
-            "prompt": _prompt,
-            "metrics": _metrics,
-            "timeline": _timeline,
-            "usage": _usage,
-        }
-        routes = [Route(f"/api/{name}", self._endpoint(work), methods=["GET"]) for name, work in over_runs.items()]
-        return [
-            Route("/api/runs", self._runs, methods=["GET"]),
-            Route("/api/help", _help, methods=["GET"]),
-            Route("/static/token-colours.css", _token_colours, methods=["GET"]),
-            *routes,
-        ]
-
-    async def _runs(self, _: Request) -> Response:
-        """All runs and their evaluations, and what queries may say."""
-
-        def work() -> list[dict[str, Any]]:
-            found = []
-            for name in self._library.names:
-                source = self._library.source(name)
-                steps = evaluation_steps(source.run)
-                found.append(
-                    {
-                        "name": name,
-                        "folder": str(source.run.root),
-                        "is_evaluation": source.is_evaluation,
-                        "evaluations": [{"name": f"{name}@{step}", "step": step} for step in steps],
-                    }
-                )
-            return found
-
-        fields = [
-            {
-                "name": each.name,
-                "kind": each.kind,
-                "help": each.help,
-                "values": [quote(value) for value in each.values],
-                "example": each.example,
-            }
-            for each in NAMES
-            if each.kind != FLAG
-        ]
-        words = [{"name": each.name, "help": each.help} for each in NAMES if each.kind == FLAG]
-        return Json(
-            {"runs": await self._library.ask(work), "opening": self._opening, "fields": fields, "words": words},
-        )
-
-    def _endpoint(self, work: Work) -> Callable[[Request], Awaitable[Response]]:
-        @wraps(work)
-        async def endpoint(request: Request) -> Response:
-            try:
-                parameters = Parameters(request)
-                run = parameters.optional("run")
-                return Json(await self._library.ask(lambda: work(self._source(run), parameters)))
-            except (GrpoAsyncError, TimeoutError) as error:
-                return error_answer(error)
-
-        return endpoint
-
-    def _source(self, name: str | None) -> Source:
-        try:
-            return self._library.source(name)
-        except ConfigError as error:
-            raise NotFoundError(str(error)) from error
+class NotFoundError(ConfigError):
+    """What the address names is not there."""
 
 
-def _help(_: Request) -> Response:
-    return Json({"sections": HELP})
+# -- views
 
 
-def _token_colours(_: Request) -> Response:
-    return Response(token_style_sheet(), media_type="text/css")
-
-
-def _query(parameters: Parameters) -> Query:
-    """The query of a request, bounded by its `until`."""
-    query = parse_query(parameters.text("q"))
-    until = parameters.number("until", -1, low=-1)
-    return query if until < 0 else _up_to(query, until)
-
-
-def _up_to(query: Query, seq: int) -> Query:
-    return both(query, parse_query(f"seq<={seq}"))
-
-
-def _newest(table: RolloutTable) -> int:
-    """The seq of the newest group; -1: there is none."""
-    newest = table.group_page(EVERYTHING, sort="-seq", offset=0, limit=1, with_superseded=True)
-    return newest[0].seq if newest else -1
-
-
-def _summary(source: Source, parameters: Parameters) -> dict[str, Any]:
+def _summary(source: Source, question: Question) -> dict[str, Any]:
     """Everything of a run that does not depend on what is looked for."""
     table = source.table()
     return {
-        "name": source.name,
-        "until": _newest(table),
         "counts": table.count(EVERYTHING),
         "counts_with_superseded": table.count(EVERYTHING, with_superseded=True),
         "notes": table.notes,
         "reward_names": table.reward_names(),
         "column_names": table.column_names(),
-        **describe(source.run),
     }
 
 
-def _pulse(source: Source, parameters: Parameters) -> dict[str, Any]:
+def _pulse(source: Source, question: Question) -> dict[str, Any]:
     """How much there is by now, and where the run stands."""
     table = source.table()
-    status = read_json(source.run.status) or {}
+    status = json_object(source.run.status, [])
     judged = judge(status) if status else None
     return {
         "until": _newest(table),
         "counts": table.count(EVERYTHING),
         "notes": table.notes,
-        "metrics": source.metrics.num_steps(),
+        "metrics": len(source.metrics.rows()),
         "status": {
             **{name: status.get(name) for name in ("phase", "step", "max_steps", "eta_s")},
             "state": judged.state if judged else None,
@@ -189,132 +114,283 @@ def _pulse(source: Source, parameters: Parameters) -> dict[str, Any]:
     }
 
 
-def _page(source: Source, parameters: Parameters, *, of_groups: bool) -> dict[str, Any]:
+def _newest(table: RolloutTable) -> int:
+    """The seq of the newest group; -1: there is none."""
+    newest = table.group_page(EVERYTHING, sort="-seq", offset=0, limit=1, with_superseded=True)
+    return newest[0].seq if newest else -1
+
+
+def _query(question: Question) -> Query:
+    """The query of a request, bounded by its `until`."""
+    query = parse_query(question.q)
+    return query if question.until < 0 else both(query, parse_query(f"seq<={question.until}"))
+
+
+def _page(source: Source, question: Question, *, of_groups: bool) -> dict[str, Any]:
     """Rows `offset` to `offset + limit`, and `until`: as asked for, else the newest seq, to which the rows are bound. With
     `count=1` also how many there are."""
+    table, superseded = source.table(), question.superseded
+    parse_query(question.q)
+    until = question.until if question.until >= 0 else max(_newest(table), 0)
+    query = _query(question.model_copy(update={"until": until}))
+    read: Callable[..., Sequence[object]] = table.group_page if of_groups else table.page
+    rows = read(query, sort=question.sort, offset=question.offset, limit=question.limit, with_superseded=superseded)
+    counts = {"counts": table.count(query, with_superseded=superseded)} if question.count else {}
+    return {"rows": rows, "offset": question.offset, "until": until, **counts}
+
+
+def _groups(source: Source, question: Question) -> dict[str, Any]:
+    return _page(source, question, of_groups=True)
+
+
+def _rollouts(source: Source, question: Question) -> dict[str, Any]:
+    return _page(source, question, of_groups=False)
+
+
+def _group(source: Source, question: Question) -> dict[str, Any]:
+    """One group with the texts of its rollouts, without tokens."""
     table = source.table()
-    query = parse_query(parameters.text("q"))
-    until = parameters.number("until", -1, low=-1)
-    if until < 0:
-        until = _newest(table)
-    query = _up_to(query, max(until, 0))
-    all_branches = parameters.flag("superseded")
-    offset = parameters.number("offset", 0)
-    limit = parameters.number("limit", 100, high=MOST_ROWS)
-    sort = parameters.text("sort") or "-seq"
-    read = table.group_page if of_groups else table.page
-    rows: Sequence[object] = read(query, sort=sort, offset=offset, limit=limit, with_superseded=all_branches)
-    answer: dict[str, Any] = {"rows": rows, "offset": offset, "until": until}
-    if parameters.flag("count"):
-        answer["counts"] = table.count(query, with_superseded=all_branches)
-    return answer
-
-
-def _groups(source: Source, parameters: Parameters) -> dict[str, Any]:
-    return _page(source, parameters, of_groups=True)
-
-
-def _rollouts(source: Source, parameters: Parameters) -> dict[str, Any]:
-    return _page(source, parameters, of_groups=False)
-
-
-def _group(source: Source, parameters: Parameters) -> dict[str, Any]:
-    """One group with the texts of its rollouts, without tokens. `seq` finds one of two with the same `id`."""
-    table, seq = source.table(), parameters.number("seq", -1)
     try:
-        if seq >= 0:
-            row = table.group_at(seq)
+        if question.seq >= 0:
+            group = table.group_at(question.seq)
+        elif question.id.removeprefix("-").isdecimal() and len(question.id) < 18:
+            group = table.group(int(question.id), with_superseded=question.superseded)
         else:
-            group_id = parameters.number("id", -1, low=-(2**53))
-            row = table.group(group_id, with_superseded=parameters.flag("superseded"))
-        return {
-            "summary": table.group_summary_at(row.seq),
-            "group": _without_rollouts(row),
-            "rollouts": [_without_tokens(rollout) for rollout in row.rollouts],
-            "summaries": table.rollout_summaries_at(row.seq),
-        }
+            raise NotFoundError(f"id: '{question.id[:40]}' is not the number of a group")
     except RunError as error:
         raise NotFoundError(str(error)) from error
+    return {
+        "summary": table.group_summary_at(group.seq),
+        "group": _without_rollouts(group),
+        "rollouts": [_without_tokens(rollout) for rollout in group.rollouts],
+        "summaries": table.rollout_summaries_at(group.seq),
+    }
 
 
-def _rollout(source: Source, parameters: Parameters) -> dict[str, Any]:
-    """One rollout with all its tokens. `seq` of its group finds one of two with the same `id`."""
-    table, seq, rollout_id = source.table(), parameters.number("seq", -1), parameters.text("id")
+def _rollout(source: Source, question: Question) -> dict[str, Any]:
+    """One rollout with all its tokens."""
+    table, wanted = source.table(), question.id
     try:
-        if seq >= 0:
-            group = table.group_at(seq)
-            rollout = next((each for each in group.rollouts if each.rollout_id == rollout_id), None)
+        if question.seq >= 0:
+            group = table.group_at(question.seq)
         else:
-            group, rollout = table.rollout(rollout_id, with_superseded=parameters.flag("superseded"))
-        summaries = table.rollout_summaries_at(group.seq)
+            group, _ = table.rollout(wanted, with_superseded=question.superseded)
     except RunError as error:
         raise NotFoundError(str(error)) from error
+    rollout = next((each for each in group.rollouts if each.rollout_id == wanted), None)
     if rollout is None:
-        raise NotFoundError(f"the group with seq {seq} has no rollout {rollout_id}")
+        raise NotFoundError(f"the group with seq {group.seq} has no rollout {wanted}")
     return {
         "group": _without_rollouts(group),
         "rollout": _without_tokens(rollout),
-        "summaries": summaries,
+        "summaries": table.rollout_summaries_at(group.seq),
         "tokens": token_view(rollout, source.texts()),
     }
 
 
-def _histogram(source: Source, parameters: Parameters) -> Any:
-    field = parameters.text("field") or "reward"
-    bins = parameters.number("bins", 30, low=1, high=_MOST_BINS)
-    with_superseded = parameters.flag("superseded")
-    return source.table().histogram(field, _query(parameters), bins=bins, with_superseded=with_superseded)
+def _histogram(source: Source, question: Question) -> object:
+    query, superseded = _query(question), question.superseded
+    return source.table().histogram(question.field, query, bins=question.bins, with_superseded=superseded)
 
 
-def _steps(source: Source, parameters: Parameters) -> dict[str, Any]:
-    return {"steps": source.table().by_step(_query(parameters), with_superseded=parameters.flag("superseded"))}
+def _steps(source: Source, question: Question) -> dict[str, Any]:
+    return {"steps": source.table().by_step(_query(question), with_superseded=question.superseded)}
 
 
-def _extremes(source: Source, parameters: Parameters) -> Any:
-    return source.table().extremes(_query(parameters), parameters.number("k", 10, low=1, high=100))
+def _extremes(source: Source, question: Question) -> object:
+    return source.table().extremes(_query(question), question.k)
 
 
-def _prompt(source: Source, parameters: Parameters) -> dict[str, Any]:
-    groups = source.table().same_prompt(parameters.text("hash"), with_superseded=parameters.flag("superseded"))
-    return {"groups": groups}
+def _prompt(source: Source, question: Question) -> dict[str, Any]:
+    return {"groups": source.table().same_prompt(question.hash, with_superseded=question.superseded)}
 
 
-def _metrics(source: Source, parameters: Parameters) -> dict[str, Any]:
-    names = [name for name in parameters.text("names").split(",") if name]
-    known = source.metrics.names()
-    about = {name: describe_metric(name) for name in known}
-    return {"names": known, "known": about, **source.metrics.series(names)}
+def _metrics(source: Source, question: Question) -> dict[str, Any]:
+    """All names, and the values of those that are asked for: one entry per step, None where a step lacks the metric."""
+    rows = source.metrics.rows()
+    names = sorted(set().union(*rows.values()) - {"step"})
+    wanted = [name for name in question.names.split(",") if name]
+    return {
+        "names": names,
+        "known": {name: describe(name) for name in names},
+        "steps": list(rows),
+        "series": {name: [row.get(name) for row in rows.values()] for name in wanted},
+    }
 
 
-def _timeline(source: Source, parameters: Parameters) -> Any:
-    columns = parameters.number("columns", 1500, low=1, high=10_000)
-    return source.events.window(parameters.real("start"), parameters.real("end"), columns=columns)
+def _timeline(source: Source, question: Question) -> object:
+    return source.events.window(question.start, question.end, columns=question.columns)
 
 
-def _usage(source: Source, parameters: Parameters) -> Any:
+def _usage(source: Source, question: Question) -> object:
     """Who waited for whom between two times of the timeline."""
-    return source.events.usage(parameters.real("start"), parameters.real("end"))
+    return source.events.usage(question.start, question.end)
+
+
+_VIEWS: Mapping[str, Callable[[Source, Question], object]] = {
+    "summary": _summary,
+    "pulse": _pulse,
+    "groups": _groups,
+    "rollouts": _rollouts,
+    "group": _group,
+    "rollout": _rollout,
+    "histogram": _histogram,
+    "steps": _steps,
+    "extremes": _extremes,
+    "prompt": _prompt,
+    "metrics": _metrics,
+    "timeline": _timeline,
+    "usage": _usage,
+}
+
+
+# -- rows and tokens
+
+_TOKEN_FIELDS = (
+    "prompt_ids",
+    "completion_ids",
+    "mask",
+    "logprobs",
+    "versions",
+    "trainer_logprobs",
+    "proximal_logprobs",
+    "weights",
+    "entropies",
+    "marks",
+)
 
 
 def _without_rollouts(group: GroupRow) -> dict[str, Any]:
     return {name: getattr(group, name) for name in group.__dataclass_fields__ if name != "rollouts"}
 
 
-_TOKEN_FIELDS = frozenset(
-    (
-        "prompt_ids",
-        "completion_ids",
-        "mask",
-        "logprobs",
-        "versions",
-        "trainer_logprobs",
-        "proximal_logprobs",
-        "weights",
-        "entropies",
-        "marks",
-    )
-)
-
-
 def _without_tokens(rollout: RolloutRow) -> dict[str, Any]:
     return {name: getattr(rollout, name) for name in rollout.__dataclass_fields__ if name not in _TOKEN_FIELDS}
+
+
+def token_view(rollout: RolloutRow, texts: TokenTexts | str) -> dict[str, Any]:
+    """Lists with one entry per completion token.
+
+    `classes[mode][i]` is a place in `palette`; `texts` is None where there is no tokenizer, and `texts_missing` says why.
+    `mark_words` has the words of each value that occurs in `marks`.
+    """
+    named = {mode: token_classes(mode, rollout) for mode in ColourMode}
+    palette = sorted(set().union(*named.values()))
+    places = {name: place for place, name in enumerate(palette)}
+
+    def texts_of(ids: Sequence[int]) -> list[str] | None:
+        return [visible(texts.of(each)) for each in ids] if isinstance(texts, TokenTexts) else None
+
+    return {
+        **{name: getattr(rollout, name) for name in _TOKEN_FIELDS},
+        "texts": texts_of(rollout.completion_ids),
+        "texts_missing": texts if isinstance(texts, str) else None,
+        "prompt_texts": texts_of(rollout.prompt_ids),
+        "mark_words": {value: mark_words(value) for value in set(rollout.marks or ()) - {None}},
+        "palette": palette,
+        "classes": {mode: [places[name] for name in names] for mode, names in named.items()},
+        "modes": [{"name": mode, "label": mode.label, "legend": legend(mode, rollout)} for mode in ColourMode],
+    }
+
+
+def token_style_sheet() -> str:
+    """The classes as CSS, for light and dark screens."""
+    return "".join(
+        f".token-{name} {{ background: light-dark({light}, {dark}); }}\n" for name, (dark, light) in SWATCHES.items()
+    )
+
+
+# -- answers
+
+
+class Json(Response):
+    """Dataclasses, enums and numpy arrays included; NaN and infinities become null."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+        return orjson.dumps(content, default=_storable, option=options)
+
+
+def _storable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return sorted(value) if isinstance(value, set | frozenset) else repr(value)
+
+
+def error_answer(error: Exception) -> Json:
+    """The answer to a request that failed; every error of ours has a status."""
+    match error:
+        case QueryError():
+            where = {"position": error.position, "length": error.length, "suggestions": list(error.suggestions)}
+            return Json({"error": error.problem, **where}, status_code=400)
+        case ValidationError():
+            wrong = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
+            return Json({"error": wrong}, status_code=400)
+        case NotFoundError():
+            return Json({"error": str(error)}, status_code=404)
+        case ConfigError():
+            return Json({"error": str(error)}, status_code=400)
+        case TimeoutError():
+            late = f"no answer within {DEADLINE_S:.0f} s; narrow the query, or ask again when the machine is less busy"
+            return Json({"error": late}, status_code=504)
+        case RunError() | ThreadsExhaustedError():
+            return Json({"error": str(error)}, status_code=503)
+    raise error
+
+
+def build_app(library: Library, *, token: str, host: str, opening: Opening | None = None) -> Guard:
+    """The page, its files and the API, behind the guard.
+
+    Args:
+        token: secret of this start, without which no data is given.
+        host: the address that is listened on; see `Guard`.
+        opening: what the page opens with; None: all groups.
+    """
+
+    async def runs(_: Request) -> Response:
+        """All runs and their evaluations, and what queries may say."""
+
+        def evaluations(name: str) -> list[dict[str, Any]]:
+            steps = evaluation_steps(library.source(name).run)
+            return [{"name": f"{name}@{step}", "step": step} for step in steps]
+
+        found = await library.ask(lambda: [{"name": n, "evaluations": evaluations(n)} for n in library.names])
+        return Json({"runs": found, "opening": opening or Opening(), "names": NAMES})
+
+    async def view(request: Request) -> Response:
+        try:
+            answer = _VIEWS.get(request.path_params["view"])
+            if answer is None:
+                return _missing(request)
+            question = Question.model_validate(dict(request.query_params))
+
+            def work() -> object:
+                try:
+                    source = library.source(question.run)
+                except ConfigError as error:
+                    raise NotFoundError(str(error)) from error
+                return answer(source, question)
+
+            return Json(await library.ask(work))
+        except (GrpoAsyncError, TimeoutError, ValidationError) as error:
+            return error_answer(error)
+
+    def file(name: str, media_type: str) -> Callable[[Request], Response]:
+        return lambda _: FileResponse(STATIC / "web" / name, media_type=media_type)
+
+    routes = [
+        Route("/", file("index.html", "text/html"), methods=["GET"]),
+        Route("/favicon.ico", file("icon.svg", "image/svg+xml"), methods=["GET"]),
+        Route("/api/runs", runs, methods=["GET"]),
+        Route("/api/help", lambda _: Json({"sections": HELP}), methods=["GET"]),
+        Route("/api/{view}", view, methods=["GET"]),
+        Route("/static/token-colours.css", lambda _: Response(token_style_sheet(), media_type="text/css")),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    return Guard(Starlette(routes=routes, exception_handlers={404: _missing}), token=token, host=host)
+
+
+def _missing(request: Request, _: Exception | None = None) -> Response:
+    return Json({"error": f"there is nothing at {request.url.path}"}, status_code=404)

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import json
 import secrets
 import socket
-from collections.abc import Iterable
 
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_async.utils.loopback import is_loopback
 
 SESSION_PATH = "/api/session"
-_OPEN_PATHS = ("/", "/favicon.ico")
-_OPEN_FOLDERS = ("/static/",)
 _MAX_COOKIE_BYTES = 16_384
 
 CONTENT_SECURITY_POLICY = "; ".join(
@@ -40,15 +38,15 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-_HEADERS = [
-    (b"content-security-policy", CONTENT_SECURITY_POLICY.encode()),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"x-frame-options", b"DENY"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"permissions-policy", b"camera=(), microphone=(), geolocation=(), interest-cohort=()"),
-]
+_HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=(), interest-cohort=()",
+}
 
 
 class Guard:
@@ -70,46 +68,45 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            return await self._app(scope, receive, send)
-        if scope["type"] != "http":
-            return await send({"type": "websocket.close", "code": 1008})
-        send = _with_headers(send, scope["path"])
-        hosts = _values(scope, b"host")
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope)(scope, receive, _with_headers(send, scope["path"]))
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _answer(self, scope: Scope) -> ASGIApp:
+        """What answers the request: the app, or a refusal."""
+        headers, path = Headers(scope=scope), scope["path"]
+        hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._names_us(hosts[0]):
-            return await _refuse(send, 403, f"the Host header must be one of {', '.join(sorted(self._names))}")
-        path = scope["path"]
-        if path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS):
-            return await self._app(scope, receive, send)
-        if any(site not in ("same-origin", "none") for site in _values(scope, b"sec-fetch-site")):
-            return await _refuse(send, 403, "requests from pages of other sites are refused")
-        port = _port(hosts[0])
+            return _refusal(403, f"the Host header must be one of {', '.join(sorted(self._names))}")
+        if _is_open(path):
+            return self._app
+        if any(site not in ("same-origin", "none") for site in headers.getlist("sec-fetch-site")):
+            return _refusal(403, "requests from pages of other sites are refused")
+        # cookies are shared by all ports of a host: each inspector has its own, also behind a forwarded port
+        cookie_name = f"grpo_async_{_port(hosts[0])}"
+        has_token = self._has_token(headers)
         if path == SESSION_PATH and scope["method"] == "POST":
-            return await self._open_session(scope, send, port)
-        if self._has_token(scope) or self._has_cookie(scope, port):
-            return await self._app(scope, receive, send)
-        return await _refuse(
-            send, 401, "the token is missing or wrong: open the address that inspect-rollouts printed, which ends in it"
+            if not has_token:
+                return _refusal(401, "the token is wrong; it changes with every start of inspect-rollouts")
+            cookie = f"{cookie_name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
+            return Response(status_code=204, headers={"set-cookie": cookie})
+        if has_token or self._has_cookie(headers, cookie_name):
+            return self._app
+        return _refusal(
+            401, "the token is missing or wrong: open the address that inspect-rollouts printed, which ends in it"
         )
 
-    async def _open_session(self, scope: Scope, send: Send, port: str) -> None:
-        """The token for a cookie, which scripts cannot read and other sites' requests do not carry."""
-        if not self._has_token(scope):
-            return await _refuse(send, 401, "the token is wrong; it changes with every start of inspect-rollouts")
-        cookie = f"{_cookie_name(port)}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
-        await send({"type": "http.response.start", "status": 204, "headers": [(b"set-cookie", cookie.encode())]})
-        return await send({"type": "http.response.body", "body": b""})
-
-    def _has_token(self, scope: Scope) -> bool:
-        given = _values(scope, b"authorization")
+    def _has_token(self, headers: Headers) -> bool:
+        given = headers.getlist("authorization")
         # exactly one: of several, a proxy before us may have looked at another than we would
         return len(given) == 1 and _same(given[0], f"Bearer {self._token}")
 
-    def _has_cookie(self, scope: Scope, port: str) -> bool:
-        wanted = _cookie_name(port)
-        header = "; ".join(_values(scope, b"cookie"))[:_MAX_COOKIE_BYTES]
-        given = [
-            value for name, _, value in (part.strip().partition("=") for part in header.split(";")) if name == wanted
-        ]
+    def _has_cookie(self, headers: Headers, wanted: str) -> bool:
+        header = "; ".join(headers.getlist("cookie"))[:_MAX_COOKIE_BYTES]
+        pairs = (part.strip().partition("=") for part in header.split(";"))
+        given = [value for name, _, value in pairs if name == wanted]
         return len(given) == 1 and _same(given[0], self._cookie)
 
     def _names_us(self, host: str) -> bool:
@@ -123,9 +120,9 @@ class Guard:
         return self._any_address or address.is_loopback  # an address cannot be rebound
 
 
-def _cookie_name(port: str) -> str:
-    """Cookies are shared by all ports of a host: each inspector has its own, also behind a forwarded port."""
-    return f"grpo_async_{port}"
+def _is_open(path: str) -> bool:
+    """Whether it holds no data."""
+    return path in ("/", "/favicon.ico") or path.startswith("/static/")
 
 
 def _name(host: str) -> str:
@@ -141,10 +138,6 @@ def _port(host: str) -> str:
     return port if port.isascii() and port.isdecimal() else "80"
 
 
-def _values(scope: Scope, name: bytes) -> list[str]:
-    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
-
-
 def _same(given: str, expected: str) -> bool:
     """In a time that does not tell how much of it is right."""
     return hmac.compare_digest(given.encode(), expected.encode())
@@ -152,27 +145,20 @@ def _same(given: str, expected: str) -> bool:
 
 def _with_headers(send: Send, path: str) -> Send:
     """Data stays in no cache; files of ours are asked for again each time, which an unchanged one answers with 304."""
-    caching = (b"cache-control", b"no-cache" if path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS) else b"no-store")
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {
-                **message,
-                "headers": [*_without(message.get("headers", ()), {b"cache-control"}), *_HEADERS, caching],
-            }
+            message.setdefault("headers", [])
+            headers = MutableHeaders(scope=message)
+            for name, value in _HEADERS.items():
+                headers[name] = value
+            headers["cache-control"] = "no-cache" if _is_open(path) else "no-store"
         await send(message)
 
     return send_with_headers
 
 
-def _without(headers: Iterable[tuple[bytes, bytes]], names: set[bytes]) -> list[tuple[bytes, bytes]]:
-    return [(name, value) for name, value in headers if name.lower() not in names]
-
-
-async def _refuse(send: Send, status: int, words: str) -> None:
-    body = json.dumps({"error": words}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _refusal(status: int, message: str) -> Response:
+    return JSONResponse(
+        {"error": message}, status_code=status, headers={"www-authenticate": "Bearer"} if status == 401 else None
+    )

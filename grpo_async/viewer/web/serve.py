@@ -20,8 +20,7 @@ from grpo_async.rundir import RunDir
 from grpo_async.store.query import parse_query
 from grpo_async.store.table_sql import group_order
 from grpo_async.utils.loopback import is_loopback
-from grpo_async.viewer.web.api import Opening
-from grpo_async.viewer.web.app import build_app
+from grpo_async.viewer.web.api import Opening, build_app
 from grpo_async.viewer.web.sources import Library
 
 DEFAULT_HOST = "127.0.0.1"

@@ -1,7 +1,7 @@
 """The runs that the page shows, each with its table, its token texts and its files; and the threads that ask them.
 
-Nothing of this runs on the event loop: a query is at most one of `_MAX_THREADS` at a time, each with a deadline at which it
-is interrupted.
+Nothing of this runs on the event loop: at most `_MAX_THREADS` questions run at a time, each with a deadline at which its query is
+interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
@@ -18,24 +17,15 @@ from grpo_async.rundir import RunDir
 from grpo_async.store.table import RolloutTable
 from grpo_async.store.time_limit import time_limit
 from grpo_async.user_code.threads import ThreadRunner
-from grpo_async.viewer.runs import EvaluationDir
+from grpo_async.viewer.runs import EvaluationDir, evaluation_steps
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
-from grpo_async.viewer.web.event_index import EventIndex
-from grpo_async.viewer.web.run_files import MetricLog
+from grpo_async.viewer.web.files import EventIndex, MetricLog
 
 DEADLINE_S = 30.0  # of one request
 _MAX_THREADS = 4
 _REFRESH_EVERY_S = 0.5  # a page has several views, and a person several pages
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a thread made of its work; one of the two."""
-
-    value: object = None
-    error: Exception | None = None
 
 
 class Source:
@@ -51,10 +41,6 @@ class Source:
         self._texts: TokenTexts | str | None = None
         self._refreshed_at = 0.0
 
-    @property
-    def is_evaluation(self) -> bool:
-        return isinstance(self.run, EvaluationDir)
-
     def table(self) -> RolloutTable:
         """The table, with what was written until half a second ago at least.
 
@@ -62,14 +48,12 @@ class Source:
             RunError: the store cannot be read.
         """
         with self._lock:
-            now = time.monotonic()
             if self._table is None:
                 self._table = RolloutTable.open(self.run.rollouts)
-                self._table.refresh()
-                self._refreshed_at = time.monotonic()
-            elif now - self._refreshed_at > _REFRESH_EVERY_S:
-                self._table.refresh()
-                self._refreshed_at = time.monotonic()
+            elif time.monotonic() - self._refreshed_at <= _REFRESH_EVERY_S:
+                return self._table
+            self._table.refresh()
+            self._refreshed_at = time.monotonic()
             return self._table
 
     def texts(self) -> TokenTexts | str:
@@ -93,29 +77,29 @@ class Library:
         self._threads = ThreadRunner("query of the web page", max_threads=_MAX_THREADS)
         self._lock = threading.Lock()
         self._sources: dict[str, Source] = {}
-        self.names: list[str] = []
         for run in runs:
-            name = _free_name(_name(run), self.names)
-            self.names.append(name)
+            first = name = _name(run)
+            number = 2
+            while name in self._sources:
+                name, number = f"{first}~{number}", number + 1
             self._sources[name] = Source(name, run)
+        self.names = list(self._sources)
 
-    def source(self, name: str | None) -> Source:
-        """The run of that name, or the evaluation `RUN@STEP` of one; None: the first.
+    def source(self, name: str) -> Source:
+        """The run of that name, or the evaluation `RUN@STEP` of one; "": the first.
 
         Raises:
             ConfigError: there is none.
         """
-        if name is None:
-            return self._sources[self.names[0]]
+        name = name or self.names[0]
         with self._lock:
-            if name in self._sources:
-                return self._sources[name]
-            run_name, _, step = name.rpartition("@")
-            parent = self._sources.get(run_name)
-            if parent is None or not step.isdecimal() or int(step) not in evaluation_steps(parent.run):
-                raise ConfigError(f"there is no run '{name}' here; there are {', '.join(self.names)}")
-            source = self._sources[name] = Source(name, EvaluationDir(parent.run.root, int(step)))
-            return source
+            if name not in self._sources:
+                run_name, _, step = name.rpartition("@")
+                parent = self._sources.get(run_name)
+                if parent is None or not step.isdecimal() or int(step) not in evaluation_steps(parent.run):
+                    raise ConfigError(f"there is no run '{name}' here; there are {', '.join(self.names)}")
+                self._sources[name] = Source(name, EvaluationDir(parent.run.root, int(step)))
+            return self._sources[name]
 
     async def ask(self, work: Callable[[], Result]) -> Result:
         """Run `work` in a thread.
@@ -124,48 +108,30 @@ class Library:
             TimeoutError: it did not end within `DEADLINE_S`.
             Exception: what `work` raises.
         """
+        deadline_s = DEADLINE_S
 
-        seconds = DEADLINE_S
-
-        def guarded() -> Outcome:
+        def guarded() -> Result | Exception:
             try:
-                with time_limit(seconds):
-                    return Outcome(value=work())
+                with time_limit(deadline_s):
+                    return work()
             except Exception as error:  # noqa: BLE001 - raised again below, in the event loop
-                return Outcome(error=error)
+                return error
 
-        outcome = await self._threads.run(guarded, seconds)
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value  # type: ignore[return-value]
+        result = await self._threads.run(guarded, deadline_s)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def warm(self) -> None:
         """Open the first run's table. An error is left to the first request, which meets it again."""
         with contextlib.suppress(GrpoAsyncError):
-            self.source(None).table()
+            self.source("").table()
 
     def close(self) -> None:
         for source in self._sources.values():
             source.close()
 
 
-def evaluation_steps(run: RunDir) -> list[int]:
-    """Steps of which the run has evaluated rollouts, ascending."""
-    if isinstance(run, EvaluationDir) or not run.evaluations.is_dir():
-        return []
-    names = (folder.name.removeprefix("step_") for folder in run.evaluations.glob("step_*"))
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
 def _name(run: RunDir) -> str:
     name = run.root.resolve().name or str(run.root)
     return f"{name}@{run.step}" if isinstance(run, EvaluationDir) else name
-
-
-def _free_name(name: str, taken: Sequence[str]) -> str:
-    if name not in taken:
-        return name
-    number = 2
-    while f"{name}~{number}" in taken:
-        number += 1
-    return f"{name}~{number}"

@@ -12,11 +12,11 @@ import pytest
 from grpo_async.config.differences import flat
 from grpo_async.findings import figure, percent
 from grpo_async.rundir import RunDir
+from grpo_async.viewer.format import duration
 from grpo_async.viewer.report.chapters import CHAPTERS, Plot
-from grpo_async.viewer.report.headline import duration
 from grpo_async.viewer.report.plots import Curve, curve, draw, held_out_plots, staleness_histograms
 from grpo_async.viewer.report.rollouts import shortened
-from grpo_async.viewer.report.run_data import Ending, RunData, changed_settings, labels_of, shown_config
+from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of, shown_config
 from tests.viewer.report.support import steps
 
 
@@ -27,19 +27,16 @@ def _rows(name: str, *values: float | None) -> list[dict[str, float]]:
 
 
 def _run(metrics: list[dict[str, float]], label: str = "a") -> RunData:
-    return RunData(label=label, run_dir=RunDir(Path(label)), ending=Ending(status="finished"), metrics=metrics)
+    return RunData(label=label, run_dir=RunDir(Path(label)), metrics=metrics)
 
 
 def _plot(name: str) -> Plot:
     return next(plot for chapter in CHAPTERS for plot in chapter.plots if plot.name == name)
 
 
-def test_a_short_curve_has_every_step_and_a_gap_where_a_value_is_missing() -> None:
+def test_a_short_curve_has_every_step_and_a_long_one_keeps_its_extremes() -> None:
     assert curve(_rows("entropy", 1.0, None, 3.0), "entropy") == Curve(steps=[1.0, 2.0, 3.0], values=[1.0, None, 3.0])
     assert curve(_rows("entropy", 1.0), "kl") is None
-
-
-def test_a_long_curve_keeps_its_extremes() -> None:
     assert curve(_rows("entropy", 1.0, 3.0, 2.0, 2.0, 5.0, 7.0), "entropy", most_points=3) == Curve(
         steps=[2.0, 4.0, 6.0],
         values=[2.0, 2.0, 6.0],  # (1 + 3) / 2, (2 + 2) / 2, (5 + 7) / 2
@@ -74,21 +71,16 @@ def test_several_runs_have_a_colour_each_and_only_the_main_lines() -> None:
     drawn = draw(_plot("reward"), [_run(steps(3), "a"), _run(steps(4), "b")])[0].data
     assert [(each["label"], each["color"]) for each in drawn["series"]] == [("a", 1), ("b", 2)]
     assert [len(each["x"]) for each in drawn["series"]] == [3, 4]
-
-
-def test_stacked_areas_of_several_runs_are_plots_of_their_own() -> None:
+    # stacked areas are plots of their own
     drawings = draw(_plot("shares"), [_run(steps(3), "a"), _run(steps(3), "b")])
     assert [drawing.name for drawing in drawings] == ["shares-1", "shares-2"]
     assert [each["label"] for each in drawings[0].data["series"]] == ["training", "waiting"]
 
 
-def test_parts_of_a_push_are_not_counted_twice() -> None:
+def test_parts_of_a_push_are_not_counted_twice_and_a_plot_without_its_metrics_is_not_drawn() -> None:
     rows = [{"step": 1.0, **{f"sync/{phase}_ms": 1.0 for phase in ("pause", "transfer", "gather", "send", "resume")}}]
     labels = [each["label"] for each in draw(_plot("push"), [_run(rows)])[0].data["series"]]
     assert labels == ["transfer", "pause", "resume"]
-
-
-def test_a_plot_without_its_metrics_is_not_drawn() -> None:
     assert draw(_plot("kl"), [_run(steps(3))]) == held_out_plots([_run(steps(3))]) == []
 
 
@@ -151,4 +143,4 @@ def test_the_vendored_library_is_what_its_note_says() -> None:
 def test_figures_are_short() -> None:
     assert [figure(value) for value in (0.0, 0.123456, 12.3456, 1234.5)] == ["0", "0.123", "12.3", "1,234"]
     assert [percent(value) for value in (0.875, 0.004, 0.999, 1.0)] == ["88%", "0.4%", "99.9%", "100%"]
-    assert [duration(seconds) for seconds in (4, 75, 3725)] == ["4 s", "1:15", "1:02:05"]
+    assert [duration(seconds) for seconds in (0.0042, 2.5, 75, 3725)] == ["4.2 ms", "2.50 s", "1:15", "1:02:05"]

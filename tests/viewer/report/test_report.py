@@ -167,12 +167,8 @@ def test_advice_is_of_the_machine_that_the_run_had(tmp_path: Path, place: str) -
         text = _text(_page(run))
         assert ("launch.num_trainer_ranks: 1 →" in text) is on_gpu
         assert ("a faster trainer would help" in text) is not on_gpu
-
-
-def test_advice_asks_for_no_more_gpus_than_the_machine_had(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=_trainer_bound())
     run.status.write_text(json.dumps({"version": 1, "state": "finished", "on_gpu": True, "num_gpus": 2}))
-    text = _text(_page(run))
+    text = _text(_page(run))  # no more GPUs than the machine had
     assert "another machine that trains (launch.nodes) would help" in text
     assert "launch.num_trainer_ranks: 1 →" not in text
 
@@ -265,64 +261,42 @@ def test_text_of_models_data_and_config_stays_text(tmp_path: Path) -> None:
     assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page
 
 
-def test_secrets_of_the_configuration_are_not_in_the_page(tmp_path: Path) -> None:
+def test_the_page_has_no_secrets_names_no_other_address_and_stays_small(tmp_path: Path) -> None:
     reward = {"function": "grpo_async.quickstart.reward:exact_answer", "arguments": {"api_key": "sk-secret"}}
-    run = write_run(
-        tmp_path,
-        metrics=steps(3),
-        config={"rewards": [reward], "tracking": [{"type": "wandb", "project": "hidden-project"}]},
-    )
-    page = _page(run)
+    config = {"rewards": [reward], "tracking": [{"type": "wandb", "project": "hidden-project"}]}
+    page = _page(write_run(tmp_path, metrics=steps(10_000), config=config))
     assert "sk-secret" not in page
     assert "hidden-project" not in page
-
-
-def test_nothing_in_the_page_names_another_address(tmp_path: Path) -> None:
-    page = _page(write_run(tmp_path, metrics=steps(3)))
     assert "default-src 'none'" in unescape(page)
     assert not re.findall(r"<(?:link|img|iframe|object|embed|base|form)\b", page)
     assert not re.findall(r"<script[^>]*\ssrc=", page)
     assert not re.findall(r"@import|url\(", page)
-
-
-def test_a_run_of_10000_steps_makes_a_small_page(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(10_000))
-    page = _page(run)
     assert len(page) < 2_000_000
-    reward = next(chart for chart in _data(page)["charts"] if chart["place"] == "chart-reward")
-    assert len(reward["x"]) == 500
-    assert reward["x"][-1] == 10_000
+    reward_chart = next(chart for chart in _data(page)["charts"] if chart["place"] == "chart-reward")
+    assert len(reward_chart["x"]) == 500
+    assert reward_chart["x"][-1] == 10_000
 
 
-def test_a_run_named_twice_or_too_many_are_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
+def test_wrong_runs_and_places_are_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(3))
     with pytest.raises(ConfigError, match="named twice"):
         write_report([run, RunDir(run.root / ".." / "run")])
     with pytest.raises(ConfigError, match="9 runs are too many"):
         write_report([RunDir(tmp_path / str(number)) for number in range(9)])
-
-
-def test_the_command_writes_where_it_is_told_and_prints_the_place(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(3))
-    out = tmp_path / "new" / "x.html"
-    done = CliRunner().invoke(app, ["report", str(run.root), "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert done.output.strip() == str(out)
-    assert out.is_file()
-    assert not run.report.exists()
-
-
-def test_the_command_says_what_differs_between_runs_without_writing(tmp_path: Path) -> None:
-    first, second = write_run(tmp_path, "a"), write_run(tmp_path, "b", config={"rollout": {"group_size": 4}})
-    done = CliRunner().invoke(app, ["report", str(first.root), str(second.root), "--diff-config"])
-    assert done.exit_code == 0, done.output
-    assert done.output.splitlines() == ["rollout.group_size", "  a: 8", "  b: 4"]
-    assert not list(tmp_path.glob("**/*.html"))
-    assert CliRunner().invoke(app, ["report", str(first.root), "--diff-config"]).exit_code == 2
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(3))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--out .*file/x.html: "):
         write_report([run], tmp_path / "file" / "x.html")
+
+
+def test_the_command_writes_where_it_is_told_or_says_what_differs(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path, "a"), write_run(tmp_path, "b", config={"rollout": {"group_size": 4}})
+    both = [str(first.root), str(second.root)]
+    done = CliRunner().invoke(app, ["report", *both, "--diff-config"])
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines() == ["rollout.group_size", "  a: 8", "  b: 4"]
+    assert not list(tmp_path.glob("**/*.html"))
+    assert CliRunner().invoke(app, ["report", both[0], "--diff-config"]).exit_code == 2
+    out = tmp_path / "new" / "x.html"
+    done = CliRunner().invoke(app, ["report", both[0], "--out", str(out)])
+    assert (done.exit_code, done.output.strip()) == (0, str(out))
+    assert list(tmp_path.glob("**/*.html")) == [out]

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.store.builders import OpenStore
-from tests.store.conftest import open_store
 from tests.viewer.terminal.support import fill
-
-__all__ = ["open_store"]
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from textual.pilot import Pilot
 from grpo_async.records import GroupStatus
 from grpo_async.store.summaries import GroupSummary, RolloutSummary, StepSummary
 from grpo_async.viewer.terminal.app import Inspector
-from grpo_async.viewer.terminal.bars import BarsScreen, histogram_text
-from grpo_async.viewer.terminal.browse import BrowseScreen, HistoryScreen
+from grpo_async.viewer.terminal.base import HelpScreen
+from grpo_async.viewer.terminal.browse import BrowseScreen
 from grpo_async.viewer.terminal.group import GroupScreen
-from grpo_async.viewer.terminal.help import HelpScreen
+from grpo_async.viewer.terminal.histogram import HistogramScreen, histogram_text
 from grpo_async.viewer.terminal.rollout import RolloutScreen
 from tests.store.builders import OpenStore, append_simple, build_group, build_rollout
 from tests.viewer.terminal.support import SIZES, drive, fill, on, press, settle, shown, type_filter
@@ -100,12 +100,12 @@ def test_hostile_text_is_shown_and_not_obeyed(run: Path) -> None:
 def test_histograms_count_what_the_filter_lets_through(run: Path, size: tuple[int, int]) -> None:
     async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
         await press(pilot, "b")
-        on(app, BarsScreen)
+        on(app, HistogramScreen)
         page = shown(app)
         assert "reward  8 rollouts" in page
         assert "█" in page
         assert ("advantage" in page) is (size[1] == 45)  # four where there is room
-        for histogram in on(app, BarsScreen)._shown:  # every bin is there: its count stands at the end of a line
+        for histogram in on(app, HistogramScreen).shown:  # every bin is there: its count stands at the end of a line
             lines = histogram_text(histogram, 40).plain.splitlines()
             assert len(lines) == len(histogram.counts) + 1
             for line in lines[1:]:
@@ -149,7 +149,7 @@ def test_a_filter_is_typed_explained_where_it_is_wrong_and_taken_away(run: Path)
 async def _type(pilot: Pilot[None], text: str) -> None:
     """As type_filter, at once: a key takes a while."""
     await press(pilot, "slash")
-    on(pilot.app, BrowseScreen).filter_line.put(text)  # type: ignore[arg-type]
+    on(pilot.app, BrowseScreen).input.value = text  # type: ignore[arg-type]
     await press(pilot, "enter")
 
 
@@ -219,10 +219,8 @@ def test_the_other_screens_are_reached_and_left(run: Path) -> None:
         await press(pilot, "Y")
         assert app.clipboard == "grpo-async inspect-rollouts demo --group 5 --superseded"
         await press(pilot, "o")
-        screen = on(app, HistoryScreen)
-        groups = [screen.table.peek(position) for position in range(screen.table.total)]
-        assert [group.group_id for group in groups if group is not None] == [0, 1, 3, 5]
-        assert "mean reward 0.250 -> 0.750 (+0.500)" in shown(app)
+        assert _groups(app) == [0, 1, 3, 5]  # the other steps of its prompt, in their order
+        assert on(app, BrowseScreen).table.cursor == 3
         await press(pilot, "g", "enter")
         assert "group 0" in shown(app).splitlines()[0]
         await press(pilot, "n")

@@ -10,8 +10,15 @@ from textual.pilot import Pilot
 from grpo_async.records import GroupStatus
 from grpo_async.store import GroupRow, read_groups
 from grpo_async.viewer.terminal.app import Inspector
-from grpo_async.viewer.terminal.browse import HistoryScreen
-from grpo_async.viewer.terminal.group import GroupScreen, best_rollout, columns_that_fit, differing, side_by_side
+from grpo_async.viewer.terminal.browse import BrowseScreen
+from grpo_async.viewer.terminal.group import (
+    GroupScreen,
+    best_rollout,
+    columns_that_fit,
+    completion_text,
+    differing,
+    marked_text,
+)
 from grpo_async.viewer.terminal.rollout import RolloutScreen
 from tests.store.builders import OpenStore, append_simple, build_group, build_rollout, build_sample
 from tests.viewer.terminal.support import SIZES, drive, on, press, shown
@@ -101,7 +108,7 @@ def test_next_and_previous_group_and_other_steps(eight: Path) -> None:
         await press(pilot, "p")
         assert "group 1 " in shown(app)
         await press(pilot, "o")
-        on(app, HistoryScreen)
+        on(app, BrowseScreen)
 
     drive(eight, scenario)
 
@@ -119,12 +126,11 @@ def _group(tmp_path: Path, open_store: OpenStore, *texts: str) -> GroupRow:
 def test_words_that_the_reference_does_not_have_are_marked(tmp_path: Path, open_store: OpenStore) -> None:
     row = _group(tmp_path, open_store, "a x c\nd", "a b c\nd")
     assert best_rollout(row.rollouts) == 1
-    page = side_by_side(row, 0, 2, 60, chosen=0, reference=1, marked="MARK")
-    marked = [span.text.strip() for line in page.body for span in line.spans if span.style == "MARK"]
-    assert marked == ["x"]
-    page = side_by_side(row, 0, 2, 60, chosen=0, reference=None)
-    assert {span.style for line in page.body for span in line.spans} == {"", "dim"}  # dim: the rule between them
-    assert len({len(line.text) for line in page.body}) == 1  # every line fills its columns
+    original = completion_text(row.rollouts[1])
+    text = marked_text(row.rollouts[0], original, "MARK")
+    assert [text.plain[span.start : span.end].strip() for span in text.spans if span.style == "MARK"] == ["x"]
+    assert text.plain == "a x c\nd"
+    assert marked_text(row.rollouts[0], None, "MARK").spans == []
 
 
 def test_d_and_equals_change_what_is_marked(tmp_path: Path, open_store: OpenStore) -> None:

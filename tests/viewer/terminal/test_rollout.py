@@ -7,25 +7,18 @@ from pathlib import Path
 import pytest
 from rich.color import Color
 from textual.pilot import Pilot
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 from grpo_async.records import GroupStatus
 from grpo_async.store import GroupRow, RolloutRow, read_groups
 from grpo_async.viewer.terminal.app import Inspector
 from grpo_async.viewer.terminal.lines import PageView
-from grpo_async.viewer.terminal.rollout import RolloutScreen, rollout_lines, token_details, tokens_by_turn, turn_of
+from grpo_async.viewer.terminal.rollout import RolloutPage, RolloutScreen, token_details, tokens_by_turn, turn_of
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode
 from grpo_async.viewer.token_text import TokenTexts
 from tests.store.builders import OpenStore, build_group, build_rollout, build_sample
+from tests.viewer.support import byte_tokenizer
 from tests.viewer.terminal.support import SIZES, drive, on, press, shown
-
-
-def _byte_texts() -> TokenTexts:
-    """Ids are places in the byte alphabet: no merges."""
-    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    return TokenTexts(tokenizer)
 
 
 def _tool_rollout(run: Path) -> tuple[GroupRow, RolloutRow]:
@@ -119,14 +112,12 @@ def test_c_cycles_the_colours_and_their_legend_and_keeps_them_for_the_next_rollo
         await press(pilot, "right", "right")  # away from the tokens that are looked at
 
         def background(token: int) -> Color | None:
-            return screen.page._styles[token].bgcolor
+            return screen.page.token_styles[token].bgcolor
 
         def swatch(name: str) -> Color:
-            colour = SWATCHES[name].dark
-            assert colour is not None
-            return Color.parse(colour)
+            return Color.parse(SWATCHES[name][0])
 
-        assert app.colour_mode is ColourMode.ADVANTAGE
+        assert app.session.colour_mode is ColourMode.ADVANTAGE
         assert background(0) == swatch("up-2")  # +0.75
         assert background(1) == swatch("no-gradient")  # clipped
         assert background(2) is None
@@ -179,7 +170,7 @@ def test_the_cursor_moves_by_lines_and_pages_through_a_long_rollout(tmp_path: Pa
 
 
 def test_token_texts_show_line_ends_and_nothing_that_a_terminal_obeys(tmp_path: Path, open_store: OpenStore) -> None:
-    texts = _byte_texts()
+    texts = TokenTexts(byte_tokenizer())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = {"h": "h", " ": "Ġ", "\n": "Ċ", "\x1b": "ě", "[": "[", "\t": "ĉ"}
     ids = [alphabet.index(names[character]) for character in "h h\n\x1b[h\th"]
@@ -205,19 +196,20 @@ def test_the_place_of_each_turns_tokens(run: Path) -> None:
     _, rollout = _tool_rollout(run)
     places = tokens_by_turn(rollout)
     assert [(place.first, place.answer, place.end) for place in places] == [(0, 2, 4), (4, 5, 5)]
-    assert [turn_of(places, token) for token in range(6)] == [0, 0, 0, 0, 1, None]
+    assert [turn_of(rollout, token) for token in range(6)] == [0, 0, 0, 0, 1, None]
 
 
 def test_every_completion_token_is_on_the_unfolded_page_once_and_in_order(run: Path) -> None:
     group, rollout = _tool_rollout(run)
-    lines = rollout_lines(group, rollout, "no texts", 40, frozenset({"tools-0", "tools-1"}))
+    unfolded = frozenset({"tools-0", "tools-1"})
+    lines = list(RolloutPage(group=group, rollout=rollout, texts="no texts", width=40, unfolded=unfolded).lines())
     assert [span.token for line in lines for span in line.spans if span.token >= 0] == [0, 1, 2, 3, 4]
     assert max(len(line.text) for line in lines) <= 40
 
 
 def test_details_of_a_rollout_that_no_update_used(run: Path) -> None:
     group = next(row for row in read_groups(run / "rollouts") if row.group_id == 2)
-    details = dict(pair for line in token_details(group.rollouts[0], 0, "x", 0) for pair in line)
+    details = dict(pair for line in token_details(group.rollouts[0], 0, "no texts") for pair in line)
     assert (
         details["trainer"] == details["proximal"] == details["ratio"] == details["weight"] == details["entropy"] == "-"
     )

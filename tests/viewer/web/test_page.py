@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +13,10 @@ import pytest
 
 from grpo_async.rundir import RunDir
 from grpo_async.store import RolloutStore
+from grpo_async.viewer.web.api import Opening
 from tests.support.browser import WatchedPage, watch, watched_page
-from tests.viewer.web.pages import look_for_news, opened, ready, rows, search
-from tests.viewer.web.serving import Inspector, append_steps, serving, write_run
+from tests.viewer.web.pages import go, look_for_news, opened, ready, rows, search
+from tests.viewer.web.serving import Inspector, append_group, append_steps, serving, tool_rollout, write_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +41,9 @@ def test_the_token_leaves_the_address_and_the_cookie_opens_further_tabs(browser:
         other.wait_for_selector("text=Rollout g2-r1")
 
 
-def test_without_the_token_the_page_asks_for_it(browser: Browser, inspected: Inspector) -> None:
+def test_without_the_token_the_page_asks_for_it_also_when_the_server_was_started_anew(
+    browser: Browser, inspected: Inspector
+) -> None:
     with watched_page(browser, origin=inspected.origin) as watched:
         page = watched.page
         page.goto(f"{inspected.origin}/#/groups")
@@ -46,7 +52,10 @@ def test_without_the_token_the_page_asks_for_it(browser: Browser, inspected: Ins
         page.wait_for_selector("text=not the token of this start")
         page.fill("#token", inspected.url)  # as it was printed
         page.press("#token", "Enter")
-        page.wait_for_selector(".grid-row a")
+        page.wait_for_selector(".pulse:has-text('48 rollouts')")
+        page.context.clear_cookies()  # as if the server were another
+        look_for_news(page)
+        page.wait_for_selector("#token")
         assert all("401" in error for error in watched.errors)
         assert (watched.dialogs, watched.outside) == ([], [])
 
@@ -84,7 +93,7 @@ def test_a_mistake_is_marked_where_it_is_and_a_click_mends_it(browser: Browser, 
         assert [error for error in watched.errors if "400" not in error] == []
 
 
-def test_fields_are_suggested_while_one_writes(show: Show) -> None:
+def test_fields_and_their_values_are_suggested_while_one_writes(show: Show) -> None:
     page = show("#/rollouts?run=one")
     page.click("#query")
     page.keyboard.type("trained and rewa")
@@ -94,6 +103,15 @@ def test_fields_are_suggested_while_one_writes(show: Show) -> None:
     page.keyboard.type(">0")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=30 rollouts in 12 groups")
+    page.fill("#query", "")
+    page.click("#query")
+    page.keyboard.type("group_status = 'tr")  # a value is written as it stands: nothing is suggested within quotes
+    assert page.locator("#suggestions li").count() == 0
+    page.fill("#query", "")
+    page.keyboard.type("group_stat")
+    page.click("#suggestions li:has-text(\"group_status = 'trained'\")")
+    page.press("#query", "Enter")
+    page.wait_for_selector("text=48 rollouts in 12 groups")
 
 
 def test_headers_sort_both_ways(show: Show) -> None:
@@ -140,8 +158,18 @@ def test_a_long_table_is_fetched_where_one_looks_and_its_place_has_an_address(sh
 
 def test_keys_move_open_and_go_back(show: Show) -> None:
     page = show("#/groups?run=one&q=step%3D2")
-    for key in ("j", "j", "k", "Enter"):
+    page.keyboard.press("2")  # the tabs keep the filter
+    page.wait_for_selector("text=12 rollouts in 3 groups")
+    assert page.input_value("#query") == "step=2"
+    page.keyboard.press("1")
+    page.wait_for_selector("[aria-label=Groups]")
+    for key in ("j", "j", "k"):
         page.keyboard.press(key)
+    assert page.evaluate("document.activeElement.getAttribute('role')") == "grid"  # screen readers follow
+    chosen = page.evaluate("document.activeElement.getAttribute('aria-activedescendant')")
+    assert page.get_attribute(f"#{chosen}", "aria-selected") == "true"
+    assert page.locator("[role=row][aria-selected=true]").count() == 1
+    page.keyboard.press("Enter")
     page.wait_for_selector("h1:has-text('Group 5')")
     page.keyboard.press("j")
     page.keyboard.press("j")
@@ -160,27 +188,50 @@ def test_keys_move_open_and_go_back(show: Show) -> None:
     page.wait_for_selector("h1:has-text('Queries and keys')")
 
 
+TERMS = [
+    ("", "reward=1", "reward=1"),
+    ("truncated", "reward=1", "truncated and reward=1"),
+    ("truncated or failed", "reward=1", "(truncated or failed) and reward=1"),
+    ("truncated OR failed", "reward=1", "(truncated OR failed) and reward=1"),
+    ("(reward<0.2) or (truncated)", "reward=1", "((reward<0.2) or (truncated)) and reward=1"),
+    ("(truncated or failed)", "reward=1", "(truncated or failed) and reward=1"),
+    ("(truncated or failed) and reward=1", "reward=0", "(truncated or failed) and reward=0"),
+    ("truncated or failed and reward=1", "reward=0", "(truncated or failed and reward=1) and reward=0"),
+    ("(truncated and reward=1)", "reward=0", "(truncated and reward=1) and reward=0"),
+    ("text ilike 'this or that'", "reward=1", "text ilike 'this or that' and reward=1"),
+    ("id = 'x and reward=1'", "reward=0", "id = 'x and reward=1' and reward=0"),
+    ("stale and reward>=0 and reward<0.5", "reward=1", "stale and reward=1"),
+]
+
+
+def test_a_click_in_a_chart_narrows_what_was_asked_for(show: Show) -> None:
+    page = show("#/groups?run=one")
+    call = "async ([q, term]) => (await import('/static/web/query_box.js')).withTerm(q, 'reward', term)"
+    found = [page.evaluate(call, [query, term]) for query, term, _ in TERMS]
+    assert found == [wanted for _, _, wanted in TERMS]
+
+
 # -- one rollout
 
 
-def test_a_token_shows_all_its_figures_on_hover_and_by_keyboard(show: Show) -> None:
+def test_a_token_shows_all_its_values_on_hover_and_by_keyboard(show: Show) -> None:
     page = show("#/rollout?run=one&id=g3-r0")
     page.locator("[data-token='0']").hover()
-    figures = dict(zip(*(page.locator(f".tip {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
-    assert figures == {
+    values = dict(zip(*(page.locator(f".tip {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
+    assert values == {
         "id": "5",
         "place": "0 of 3",
         "sampled by policy": "yes",
         "policy version": "1",
         "sampler logprob": "−0.2500",
         "sampler probability": "0.7788",  # e^-0.25
-        "trainer logprob": "−0.1500",
-        "log ratio, trainer − sampler": "0.1000",
-        "proximal logprob": "−0.2500",
-        "importance weight": "1.1050",
+        "trainer logprob": "−1",
+        "log ratio, trainer − sampler": "−0.7500",
+        "proximal logprob": "−1.2500",
+        "importance weight": "1",
         "entropy, nats": "0.5000",
         "advantage": "0.5000",
-        "marks": "clipped high",
+        "marks": "none",
     }
     page.mouse.move(5, 5)
     page.wait_for_selector(".tip", state="hidden")
@@ -197,11 +248,11 @@ def test_a_token_shows_all_its_figures_on_hover_and_by_keyboard(show: Show) -> N
 
 def test_colours_follow_the_choice_and_the_address(show: Show) -> None:
     page = show("#/rollout?run=one&id=g3-r0&color=marks")
-    assert "token-clipped-high" in (page.get_attribute("[data-token='0']", "class") or "")
+    assert "token-clipped-low" in (page.get_attribute("[data-token='1']", "class") or "")
     page.keyboard.press("c")  # from the last back to the first: advantage
-    page.wait_for_selector("[data-token='1'].token-up-2")
+    page.wait_for_selector("[data-token='0'].token-up-2")
     assert "color=advantage" in page.url
-    background = "getComputedStyle(document.querySelector(\"[data-token='1']\")).backgroundColor"
+    background = "getComputedStyle(document.querySelector(\"[data-token='0']\")).backgroundColor"
     assert page.evaluate(background) == "rgb(179, 232, 195)"
     page.emulate_media(color_scheme="dark")
     assert page.evaluate(background) == "rgb(29, 86, 54)"
@@ -209,8 +260,9 @@ def test_colours_follow_the_choice_and_the_address(show: Show) -> None:
     assert page.locator(".legend li").count() >= 7
 
 
-def test_tool_calls_are_folded_and_open(show: Show) -> None:
+def test_tool_calls_are_folded_and_open_and_the_prompt_is_the_environments(show: Show) -> None:
     page = show("#/rollout?run=hostile&id=g0-r0")
+    assert "count to 3" in page.inner_text(".turn >> nth=0")
     assert page.locator(".turn[aria-label]").count() == 2
     tool = page.locator(".tool")
     assert tool.count() == 1
@@ -232,6 +284,23 @@ def test_a_link_opens_the_same_view_in_a_new_tab(show: Show, tab: WatchedPage) -
     other.close()
 
 
+def test_the_arrow_key_goes_on_into_tokens_that_are_folded(browser: Browser, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    with RolloutStore(run.rollouts) as store:
+        rollout = tool_rollout("g0-r0", "x")
+        called = replace(rollout.turns[0], tool_response_ids=list(range(100, 180)))  # more than 60 are folded
+        rollout = replace(rollout, turns=[called, *rollout.turns[1:]])
+        append_group(store, 0, "prompt", [rollout], [1.0], step=1)
+    with serving(run.root) as inspected, opened(browser, inspected, "#/rollout?run=run&id=g0-r0") as watched:
+        page = watched.page
+        assert not page.locator("[data-token='2']").is_visible()
+        page.locator("[data-token='1']").focus()
+        page.keyboard.press("ArrowRight")
+        assert page.evaluate("document.activeElement.dataset.token") == "2"
+        assert page.locator("[data-token='2']").is_visible()
+
+
 # -- compare
 
 
@@ -248,10 +317,10 @@ def test_the_difference_between_two_rollouts_is_marked(show: Show, inspected: In
     found = inspected.json("api/group", id=3, run="one")["summaries"]
     first, last = (next(each["reward"] for each in found if each["rollout_id"] == name) for name in ("g3-r0", "g3-r3"))
     assert first > last
-    assert "better" in (left.get_attribute("class") or "").split(), "green is what has the higher reward"
-    assert "worse" in (right.get_attribute("class") or "").split()
+    assert "good" in (left.get_attribute("class") or "").split(), "green is what has the higher reward"
+    assert "bad" in (right.get_attribute("class") or "").split()
     page.click("button:has-text('Swap')")
-    page.wait_for_selector(".side:first-child .diff.worse")
+    page.wait_for_selector(".sides > :first-child .diff.bad")
 
 
 def test_the_same_prompt_is_compared_between_steps_and_between_runs(show: Show) -> None:
@@ -289,6 +358,82 @@ def test_new_rows_are_told_and_move_nothing_until_asked(browser: Browser, tmp_pa
         assert rows(page)[:4] == ["52", "51", "50", "5"]
 
 
+# -- what a resume left behind
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inspector]:
+    """Step 2 twice: groups 3 to 5 as seq 3 to 5 ("old 2 0", ...), superseded, and as seq 6 to 8 ("new 2 0", ...)."""
+    root = write_run(tmp_path_factory.mktemp("runs") / "run", num_steps=2, word="old")
+    with RolloutStore(RunDir(root).rollouts) as store:
+        store.supersede_from(3, step=1)
+        append_steps(store, [2], word="new", first=3)
+    with serving(root) as running:
+        yield running
+
+
+def test_seq_finds_one_of_two_with_the_same_id(resumed: Inspector) -> None:
+    rows = resumed.json("api/rollouts", superseded=1, q="group_id=3", sort="seq,index")["rows"]
+    assert [(row["seq"], row["superseded"]) for row in rows] == [(3, True)] * 4 + [(6, False)] * 4
+    for seq, said in ((3, "old 2 1"), (6, "new 2 1")):
+        found = resumed.json("api/rollout", id="g3-r1", seq=seq)
+        assert found["rollout"]["messages"][0]["content"] == said
+        assert {each["seq"] for each in found["summaries"]} == {seq}
+        group = resumed.json("api/group", id=3, seq=seq)
+        assert group["rollouts"][1]["messages"][0]["content"] == said
+        assert (group["summary"]["seq"], group["summary"]["superseded"]) == (seq, seq == 3)
+    assert resumed.json("api/rollout", id="g3-r1")["group"]["seq"] == 6
+    assert resumed.json("api/group", id=3)["group"]["seq"] == 6
+
+
+def test_a_superseded_rollout_opens_from_the_table_and_by_its_link(browser: Browser, resumed: Inspector) -> None:
+    with opened(browser, resumed, "#/rollouts?run=run&superseded=1&sort=seq%2Cindex&q=group_id%3D3") as watched:
+        page = watched.page
+        page.wait_for_selector("text=8 rollouts in 2 groups")
+        page.click(".grid-row.superseded a:has-text('g3-r1')")
+        page.wait_for_selector("h1:has-text('g3-r1')")
+        page.reload()
+        page.wait_for_selector(".heading .badge:has-text('superseded')")
+        page.keyboard.press("m")
+        page.wait_for_selector(".turns :text('old 2 1')")
+        page.keyboard.press("]")
+        page.wait_for_selector("h1:has-text('g3-r2')")
+        page.wait_for_selector(".heading .badge:has-text('superseded')")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("h1:has-text('Group 3')")
+        page.wait_for_selector(".card-text:has-text('old 2 2')")
+        page.check("[aria-label='compare g3-r0']")
+        page.check("[aria-label='compare g3-r3']")
+        page.click("button:has-text('Compare two')")
+        page.wait_for_selector(".diff")
+        assert [each.inner_text() for each in page.locator(".diff").all()] == ["old 2 0", "old 2 3"]
+
+
+def test_both_of_one_prompt_are_compared(browser: Browser, resumed: Inspector) -> None:
+    group = resumed.json("api/group", id=3)["summary"]
+    with opened(browser, resumed, f"#/prompt?run=run&superseded=1&hash={group['prompt_hash']}") as watched:
+        page = watched.page
+        page.wait_for_selector("h1:has-text('Same prompt')")
+        page.check("[aria-label='left: step 2, group 3'] >> nth=0")
+        page.check("[aria-label='right: step 2, group 3'] >> nth=1")
+        page.click("button:has-text('Compare left and right')")
+        page.wait_for_selector(".diff")
+        assert page.locator(".diff del").all_inner_texts() == ["old"]
+        assert page.locator(".diff ins").all_inner_texts() == ["new"]
+
+
+def test_the_command_says_the_first_order_and_whether_with_superseded(browser: Browser, tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", num_steps=2)
+    with RolloutStore(RunDir(root).rollouts) as store:
+        store.supersede_from(3, step=1)
+        append_steps(store, [2], first=6)
+    opening = Opening(query="reward=0", sort="id", superseded=True)
+    with serving(root, opening=opening) as inspected, opened(browser, inspected) as watched:
+        page = watched.page
+        page.wait_for_selector("text=21 rollouts in 9 groups")
+        assert rows(page) == [str(group) for group in range(9)]
+
+
 # -- the run itself
 
 
@@ -322,19 +467,51 @@ def test_curves_show_what_was_measured_and_grow_with_the_run(browser: Browser, t
         assert "pick=reward%2Cown" in page.url
 
 
-def test_the_timeline_zooms_and_its_window_has_an_address(browser: Browser, tmp_path: Path) -> None:
+def test_axes_of_steps_have_whole_numbers_and_zeros_no_negative_room(browser: Browser, tmp_path: Path) -> None:
     root = write_run(tmp_path / "run", num_steps=1)
-    RunDir(root).events.write_text(
-        "".join(
-            f'{{"name": "{name}", "lane": "trainer", "start": {1000 + start}, "end": {1000 + end}, "details": {{}}}}\n'
-            for name, start, end in (("step", 0, 100), ("<b>forward</b>", 10, 40), ("backward", 40, 90))
-        ),
-        encoding="utf-8",
-    )
+    lines = [f'{{"step": {step}, "completions/clipped_ratio": 0.0}}\n' for step in (1, 2, 3)]
+    RunDir(root).metrics.write_text("".join(lines), encoding="utf-8")
+    record = """() => {
+      const draw = CanvasRenderingContext2D.prototype.fillText;
+      window.drawn = [];
+      CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+        window.drawn.push(text);
+        return draw.call(this, text, ...rest);
+      };
+    }"""
+    with serving(root) as inspected, opened(browser, inspected) as watched:
+        page = watched.page
+        page.evaluate(record)
+        go(page, "#/curves?run=run")
+        page.wait_for_selector(".curves .chart canvas")
+        page.wait_for_function("() => window.drawn.includes('100%')")
+        drawn = page.evaluate("window.drawn")
+        assert not [text for text in drawn if text.startswith(("-", "−"))]
+        steps = {text for text in drawn if "%" not in text}
+        assert {"1", "2", "3"} <= steps
+        assert [text for text in steps if not text.isdecimal()] == []
+
+
+def _write_events(run: Path, *spans: tuple[str, str, float, float]) -> None:
+    """(name, lane, start, end) of spans, in seconds from 1000."""
+    lines = [
+        json.dumps({"name": name, "lane": lane, "start": 1000 + start, "end": 1000 + end, "details": {}})
+        for name, lane, start, end in spans
+    ]
+    RunDir(run).events.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def test_the_timeline_zooms_has_an_address_and_says_who_waited_for_whom(browser: Browser, tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", num_steps=1)
+    spans = [("step", "trainer", 0, 100), ("wait for samples", "trainer", 0, 40), ("<b>train</b>", "trainer", 40, 100)]
+    _write_events(root, *spans, ("generate", "rollout/0", 0, 50))
     with serving(root) as inspected, opened(browser, inspected, "#/timeline?run=run") as watched:
         page = watched.page
         page.wait_for_selector(".timeline canvas")
         assert "of 100.0 s" in page.inner_text("main .heading")
+        page.wait_for_selector(".waits summary:has-text('the trainer waited for samples: 40%')")
+        page.click(".waits summary")
+        assert "while requests were generated" in page.inner_text(".waits table")
         page.locator(".timeline canvas").focus()
         page.keyboard.press("w")
         page.wait_for_function("() => location.hash.includes('from=')")
@@ -346,6 +523,8 @@ def test_the_timeline_zooms_and_its_window_has_an_address(browser: Browser, tmp_
         page.wait_for_selector(".timeline canvas")
         ready(page)
         page.wait_for_function("heading => document.querySelector('main .heading').innerText === heading", arg=heading)
+        go(page, "#/timeline?run=run&from=40&to=100")
+        page.wait_for_selector(".waits summary:has-text('the trainer waited for samples: 0%')")
 
 
 DIFFS = [

@@ -6,12 +6,7 @@
   const data = JSON.parse(document.getElementById("report-data").textContent);
 
   for (const { place, ...options } of data.charts) {
-    const element = document.getElementById(place);
-    if (options.kind === "histogram") {
-      Charts.histogram(element, options);
-    } else {
-      Charts[options.kind](element, options);
-    }
+    Charts[options.kind](document.getElementById(place), options);
   }
 
   // what a plot shows and its numbers: side by side below it
@@ -23,9 +18,8 @@
     foot.append(...(numbers ? [numbers] : []), explained);
   }
 
-  const timeline = document.getElementById("timeline-place");
-  if (timeline && data.timeline && typeof Timeline !== "undefined") {
-    const view = Timeline.draw(timeline, data.timeline, { height: 420 });
+  if (data.timeline) {
+    const view = Timeline.draw(document.getElementById("timeline-place"), data.timeline, { height: 420 });
     view.show(data.timeline.start, data.timeline.end);
   }
 

@@ -1,4 +1,7 @@
-/* Asks the server. A failed answer is an ApiError with the server's words, and, for a query, the place of the mistake. */
+/* Asks the server, and the addresses of views. A failed answer is an ApiError with the server's message, and, for a query, the place of
+   the mistake. Every view has an address: #/rollouts?run=NAME&q=reward<0.2&sort=-reward. */
+
+export const DEFAULT_VIEW = "groups";
 
 export class ApiError extends Error {
   constructor(status, body) {
@@ -10,15 +13,27 @@ export class ApiError extends Error {
   }
 }
 
-export async function get(name, parameters = {}, signal = undefined) {
+/** "?a=1&b=x" without what is null, false or empty; true is 1. */
+function queryString(parameters) {
   const query = new URLSearchParams();
   for (const [key, value] of Object.entries(parameters)) {
     if (value !== null && value !== undefined && value !== "" && value !== false) {
       query.set(key, value === true ? "1" : String(value));
     }
   }
-  const tail = query.toString();
-  const answer = await ask(`api/${name}${tail ? `?${tail}` : ""}`, { signal, credentials: "same-origin" });
+  return query.size ? `?${query}` : "";
+}
+
+export async function get(name, parameters = {}, signal = undefined) {
+  let answer;
+  try {
+    answer = await fetch(`api/${name}${queryString(parameters)}`, { signal, credentials: "same-origin" });
+  } catch (error) {
+    if (error.name === "AbortError") {
+      throw error;
+    }
+    throw new ApiError(0, { error: "the inspector does not answer: was it ended? Start it again: grpo-async inspect-rollouts RUN --web" });
+  }
   const body = await answer.json().catch(() => ({}));
   if (!answer.ok) {
     throw new ApiError(answer.status, body);
@@ -26,19 +41,37 @@ export async function get(name, parameters = {}, signal = undefined) {
   return body;
 }
 
-async function ask(path, options) {
-  try {
-    return await fetch(path, options);
-  } catch (error) {
-    if (error.name === "AbortError") {
-      throw error;
-    }
-    throw new ApiError(0, { error: "the inspector does not answer: was it ended? Start it again: grpo-async inspect-rollouts RUN --web" });
-  }
-}
-
 /** The token for a cookie; false: it is wrong. */
 export async function openSession(token) {
-  const answer = await ask("api/session", { method: "POST", headers: { Authorization: `Bearer ${token}` } });
+  const answer = await fetch("api/session", { method: "POST", headers: { Authorization: `Bearer ${token}` } });
   return answer.ok;
+}
+
+export function current() {
+  const [view, ...rest] = location.hash.replace(/^#\/?/, "").split("?");
+  return { view: view || DEFAULT_VIEW, parameters: Object.fromEntries(new URLSearchParams(rest.join("?"))) };
+}
+
+export function address(view, parameters = {}) {
+  return `#/${view}${queryString(parameters)}`;
+}
+
+export function go(view, parameters) {
+  location.hash = address(view, parameters);
+}
+
+/** The same view with other parameters, without a new entry in the history and without drawing it anew. */
+export function note(view, parameters) {
+  history.replaceState(null, "", address(view, parameters));
+}
+
+/** A rollout as one parameter: "run:seq:id". `seq` of its group tells one from another of the same id, which a resume left behind. */
+export function place(run, id, seq) {
+  return `${run}:${seq}:${id}`;
+}
+
+/** Of `place`, or of "run:id" as a person writes it; an id holds no colon. */
+export function placed(value) {
+  const found = /^(.*?):(?:(\d+):)?([^:]*)$/s.exec(value || "");
+  return found ? { run: found[1], seq: found[2], id: found[3] } : {};
 }

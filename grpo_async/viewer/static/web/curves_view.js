@@ -1,8 +1,7 @@
 /* The metrics of one run or several, each in a chart of its own; all share the cursor. */
 
-import { get } from "./api.js";
-import { append, copyButton, empty, fill, h, oneLine, plural } from "./dom.js";
-import { address, go } from "./routes.js";
+import { address, get, go } from "./api.js";
+import { button, checkbox, copyLink, empty, fill, h, hiddenHeading, oneLine, plural, spacer } from "./dom.js";
 
 const USUAL = [
   "reward",
@@ -22,86 +21,55 @@ const USUAL = [
   "pipeline/trainer_idle_ratio",
   "pipeline/generator_idle_ratio",
 ];
-const FORMATS = { share: "percent", s: "seconds", seconds: "seconds", bytes: "bytes" };
+const FORMATS = { share: "percent", fraction: "percent", s: "seconds", seconds: "seconds", bytes: "bytes" };
 
 export async function curvesView({ app, main, parameters, signal }) {
   const { run, pick } = parameters;
-  const runs = [run, ...(parameters.with ? parameters.with.split(",") : [])].filter((name, index, all) => name && all.indexOf(name) === index);
+  const title = "Curves";
+  const runs = [...new Set([run, ...(parameters.with ? parameters.with.split(",") : [])])];
   const found = await Promise.all(runs.map((name) => get("metrics", { run: name }, signal)));
   const names = [...new Set(found.flatMap((each) => each.names))].sort();
   const known = Object.assign({}, ...found.map((each) => each.known));
-  const usual = USUAL.filter((name) => names.includes(name));
+  if (names.length === 0) {
+    fill(main, hiddenHeading(title), empty("No metrics yet.", "They appear after the first optimizer step."));
+    return { title };
+  }
   const rewards = names.filter((name) => /^rewards\/.*\/mean$/.test(name));
-  const shown = (pick ? pick.split(",") : [...usual.slice(0, 1), ...(rewards.length > 1 ? rewards : []), ...usual.slice(1)]).filter((name) => names.includes(name));
-  const plots = h("div", { class: "curves" });
+  const usual = [USUAL[0], ...(rewards.length > 1 ? rewards : []), ...USUAL.slice(1)];
+  const shown = (pick ? pick.split(",") : usual).filter((name) => names.includes(name));
+  const plots = h("div", { class: "tiles curves" });
   const charts = [];
   const leave = () => charts.splice(0).forEach((chart) => chart.destroy());
   const to = (changes) => go("curves", { run, pick, with: parameters.with, ...changes });
+  const toggled = (list, name, isOn) => (isOn ? [...list, name] : list.filter((each) => each !== name)).join(",");
+
+  const list = h("div", { class: "picker-list tiles" });
+  const filter = h("input", { type: "search", "aria-label": "Find a metric", placeholder: "find a metric", autocomplete: "off", on: { input: () => drawPicker() } });
+  function drawPicker() {
+    const wanted = names.filter((name) => name.toLowerCase().includes(filter.value.toLowerCase()));
+    const box = (name) => checkbox(oneLine(name, 80), shown.includes(name), (isOn) => to({ pick: toggled(shown, name, isOn) }), { title: known[name].help });
+    fill(list, wanted.map(box));
+  }
 
   const others = app.runs.map((each) => each.name).filter((name) => name !== run);
-  const beside = others.map((name) =>
-    h(
-      "label",
-      { class: "check" },
-      h("input", {
-        type: "checkbox",
-        checked: runs.includes(name),
-        on: { change: (event) => to({ with: (event.target.checked ? [...runs.slice(1), name] : runs.slice(1).filter((each) => each !== name)).join(",") }) },
-      }),
-      ` ${oneLine(name, 40)}`,
-    ),
-  );
-  const filter = h("input", { type: "search", id: "metric-filter", placeholder: "find a metric", autocomplete: "off", on: { input: () => drawPicker() } });
-  const list = h("div", { class: "picker-list" });
-  const chosen = new Set(shown);
-
-  function drawPicker() {
-    const wanted = filter.value.toLowerCase();
-    fill(
-      list,
-      names
-        .filter((name) => name.toLowerCase().includes(wanted))
-        .map((name) =>
-          h(
-            "label",
-            { class: "check", title: known[name] && known[name].help },
-            h("input", {
-              type: "checkbox",
-              checked: chosen.has(name),
-              on: {
-                change: (event) => {
-                  chosen[event.target.checked ? "add" : "delete"](name);
-                  to({ pick: [...chosen].join(",") });
-                },
-              },
-            }),
-            ` ${oneLine(name, 80)}`,
-          ),
-        ),
-    );
-  }
-
-  if (names.length === 0) {
-    fill(main, h("h1", { class: "visually-hidden" }, "Curves"), empty("No metrics yet.", "They appear after the first optimizer step."));
-    return { title: "Curves" };
-  }
+  const beside = others.map((name) => checkbox(oneLine(name, 40), runs.includes(name), (isOn) => to({ with: toggled(runs.slice(1), name, isOn) })));
   fill(
     main,
-    h("h1", { class: "visually-hidden" }, "Curves"),
+    hiddenHeading(title),
     h(
       "div",
-      { class: "heading" },
-      h("details", { class: "picker", open: Boolean(parameters.open) }, h("summary", {}, `${plural(shown.length, "metric")} of ${names.length}`), h("label", { for: "metric-filter", class: "visually-hidden" }, "Find a metric"), filter, list),
-      pick ? h("button", { type: "button", on: { click: () => to({ pick: null }) } }, "The usual ones") : null,
-      beside.length ? h("fieldset", { class: "beside" }, h("legend", {}, "Beside it"), beside) : null,
-      h("span", { class: "spacer" }),
-      copyButton("link", () => location.href),
+      { class: "row heading" },
+      h("details", { class: "picker" }, h("summary", {}, `${plural(shown.length, "metric")} of ${names.length}`), filter, list),
+      pick ? button("The usual ones", () => to({ pick: null })) : null,
+      beside.length ? h("div", { class: "row", role: "group", "aria-label": "Beside it" }, "Beside it: ", beside) : null,
+      spacer(),
+      copyLink(),
     ),
     plots,
   );
   drawPicker();
   app.list = address("curves", parameters);
-  let drawnSteps = null; // of this run's metrics: the heartbeat counts the same
+  let drawnSteps = null; // of this run's metrics: the pulse counts the same
 
   async function draw() {
     const answers = await Promise.all(runs.map((name) => get("metrics", { run: name, names: shown.join(",") }, signal)));
@@ -109,23 +77,24 @@ export async function curvesView({ app, main, parameters, signal }) {
     fill(plots);
     drawnSteps = answers[0].steps.length;
     for (const name of shown) {
-      const about = known[name] || {};
-      const place = h("section", { class: "panel plot", title: about.help || "" });
-      append(plots, [place]);
+      const { help = "", unit = "" } = known[name];
+      const place = h("section", { class: "panel", title: help });
+      plots.append(place);
       const series = answers
-        .map((answer, index) => ({ label: runs.length > 1 ? oneLine(runs[index], 30) : "value", x: answer.steps, values: answer.series[name] || [] }))
+        .map((answer, index) => ({ label: runs.length > 1 ? oneLine(runs[index], 30) : "value", x: answer.steps, values: answer.series[name] }))
         .filter((each) => each.values.some((value) => value !== null));
-      charts.push(Charts.line(place, { title: name, unit: [about.help, about.unit && about.unit !== "share" ? `(${about.unit})` : ""].filter(Boolean).join(" "), xLabel: "step", height: 150, group: "curves", format: FORMATS[about.unit], series }));
+      const about = FORMATS[unit] === "percent" || !unit ? help : `${help} (${unit})`;
+      charts.push(Charts.line(place, { title: name, unit: about, height: 150, group: "curves", format: FORMATS[unit], series }));
     }
   }
   await draw();
   return {
-    title: "Curves",
+    title,
     leave,
-    onPulse(beat) {
+    onPulse(pulse) {
       // curves grow to the right: drawn anew they move nothing that is read
-      if (beat.metrics !== drawnSteps) {
-        draw().catch(() => {}); // the next heartbeat tries again
+      if (pulse.metrics !== drawnSteps) {
+        draw().catch(() => {}); // the next pulse tries again
       }
     },
   };

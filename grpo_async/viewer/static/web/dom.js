@@ -1,38 +1,30 @@
-/* Elements, text and numbers. Text of models, data and tools only ever goes through `text`, never through markup. */
+/* Elements, text and numbers. Text of models, data and tools only ever goes through `text` or `visible`, never through markup. */
 
 /** An element: h("a", {href, class, on: {click}}, "text", child, [children]). null and false children are left out. */
 export function h(tag, props = {}, ...children) {
   const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(props || {})) {
+  for (const [name, value] of Object.entries(props)) {
     if (value === null || value === undefined || value === false) {
       continue;
     }
     if (name === "on") {
-      for (const [event, listener] of Object.entries(value)) {
-        element.addEventListener(event, listener);
-      }
-    } else if (name === "class") {
-      element.className = value;
+      Object.entries(value).forEach(([event, listener]) => element.addEventListener(event, listener));
     } else if (name === "vars") {
-      for (const [variable, set] of Object.entries(value)) {
-        element.style.setProperty(variable, set);
-      }
-    } else if (name === "value" || name === "checked" || name === "disabled" || name === "open") {
+      Object.entries(value).forEach(([variable, set]) => element.style.setProperty(variable, set));
+    } else if (["value", "checked", "disabled", "open"].includes(name)) {
       element[name] = value;
     } else {
       element.setAttribute(name, value === true ? "" : String(value));
     }
   }
-  append(element, children);
-  return element;
+  return append(element, children);
 }
 
 export function append(element, children) {
   for (const child of children.flat(Infinity)) {
-    if (child === null || child === undefined || child === false) {
-      continue;
+    if (child !== null && child !== undefined && child !== false) {
+      element.append(child instanceof Node ? child : String(child));
     }
-    element.append(child instanceof Node ? child : document.createTextNode(String(child)));
   }
   return element;
 }
@@ -42,18 +34,17 @@ export function fill(element, ...children) {
   return append(element, children);
 }
 
+// -- text and numbers
+
 /** Control characters as pictures and direction overrides as escapes: shown, never obeyed. */
 export function visible(text) {
+  const hex = (character, digits) => character.charCodeAt(0).toString(16).padStart(digits, "0");
   return String(text)
     .replace(/\r\n/g, "\n")
-    .replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f]/g, (found) => {
-      const code = found.charCodeAt(0);
-      if (code < 0x20) {
-        return String.fromCharCode(0x2400 + code);
-      }
-      return code === 0x7f ? "\u2421" : `\\x${code.toString(16)}`;
-    })
-    .replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (found) => `\\u${found.charCodeAt(0).toString(16).padStart(4, "0")}`);
+    .replace(/[\u0000-\u0008\u000b-\u001f]/g, (found) => String.fromCharCode(0x2400 + found.charCodeAt(0)))
+    .replace(/\u007f/g, "\u2421")
+    .replace(/[\u0080-\u009f]/g, (found) => `\\x${hex(found, 2)}`)
+    .replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (found) => `\\u${hex(found, 4)}`);
 }
 
 /** Text of unknown origin, on as many lines as it has. */
@@ -66,9 +57,11 @@ export function oneLine(content, limit = 240) {
   return flat.length > limit ? `${flat.slice(0, limit - 1)}…` : flat;
 }
 
+const isMissing = (value) => value === null || value === undefined || Number.isNaN(value);
+
 /** 0.123456 -> "0.123", 1234567 -> "1,234,567", null -> "–". */
 export function number(value, digits = 3) {
-  if (value === null || value === undefined || Number.isNaN(value)) {
+  if (isMissing(value)) {
     return "–";
   }
   if (Number.isInteger(value)) {
@@ -85,12 +78,12 @@ export function signed(value, digits = 3) {
   return value > 0 ? `+${number(value, digits)}` : number(value, digits);
 }
 
-export function percent(share) {
-  return share === null || share === undefined ? "–" : `${number(100 * share, share > 0 && share < 0.1 ? 1 : 0)}%`;
+export function percent(fraction) {
+  return isMissing(fraction) ? "–" : `${number(100 * fraction, fraction > 0 && fraction < 0.1 ? 1 : 0)}%`;
 }
 
 export function seconds(value) {
-  if (value === null || value === undefined) {
+  if (isMissing(value)) {
     return "–";
   }
   if (value >= 120) {
@@ -99,71 +92,146 @@ export function seconds(value) {
   return value >= 0.1 || value === 0 ? `${value.toFixed(value >= 10 ? 1 : 2)} s` : `${(1000 * value).toPrecision(2)} ms`;
 }
 
+/** Of policy versions, for instance. */
 export function span(low, high) {
-  if (low === null || low === undefined) {
-    return "–";
-  }
-  return low === high ? String(low) : `${low}–${high}`;
+  return isMissing(low) ? "–" : low === high ? String(low) : `${low}–${high}`;
+}
+
+export function range(low, high) {
+  return isMissing(low) ? "–" : `${number(low, 2)} – ${number(high, 2)}`;
 }
 
 export function plural(count, noun) {
   return `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 }
 
-export function when(unix) {
-  return unix ? new Date(1000 * unix).toLocaleString() : "–";
+// -- parts of a page
+
+export function button(label, onClick, props = {}) {
+  return h("button", { type: "button", on: { click: onClick }, ...props }, label);
 }
 
-const STATUS_WORDS = {
-  trained: "used by an optimizer step",
-  filtered: "nothing to learn from: all rewards equal, or none",
-  stale: "too old when it was wanted",
-  failed: "an error, or too few rollouts survived",
-  cancelled: "given up; its prompt is issued again",
-  evaluated: "held-out prompt: nothing is learned from it",
-  finished: "ended by itself",
-  truncated: "ended by a limit",
+export function link(href, ...children) {
+  return h("a", { href }, ...children);
+}
+
+export function panel(...children) {
+  return h("section", { class: "panel" }, ...children);
+}
+
+export function heading(title, ...children) {
+  return h("div", { class: "row heading" }, h("h1", {}, title), ...children);
+}
+
+/** A heading for screen readers, of views whose tab says the same. */
+export function hiddenHeading(title) {
+  return h("h1", { class: "visually-hidden" }, title);
+}
+
+export function spacer() {
+  return h("span", { class: "spacer" });
+}
+
+export function hint(...children) {
+  return h("span", { class: "hint" }, ...children);
+}
+
+/** `options`: [value, label] pairs. */
+export function select(props, options, value, onChange) {
+  const on = { change: (event) => onChange(event.target.value) };
+  const element = h("select", { ...props, on }, options.map(([each, label]) => h("option", { value: each }, label)));
+  element.value = value;
+  return element;
+}
+
+export function checkbox(label, checked, onChange, props = {}) {
+  const box = h("input", { type: "checkbox", checked, on: { change: (event) => onChange(event.target.checked) }, ...props });
+  return h("label", { class: "check" }, box, ` ${label}`);
+}
+
+/** A table in a frame that scrolls. `heads`: names of the columns, "#" before those of numbers; null: no head. A cell is what `h` takes
+    as children. `isNamed`: the first cell of a row is its name. */
+export function table(heads, rows, { label = null, isNamed = false, className = "" } = {}) {
+  const numeric = (heads || []).map((name) => (name.startsWith("#") ? "numeric" : null));
+  const head = heads && h("tr", {}, heads.map((name, at) => h("th", { scope: "col", class: numeric[at] }, name.replace(/^#/, ""))));
+  const cell = (content, at) => (isNamed && at === 0 ? h("th", { scope: "row" }, content) : h("td", { class: numeric[at] }, content));
+  return h(
+    "div",
+    { class: "scroll-x" },
+    h(
+      "table",
+      { class: `plain ${className}`.trim(), "aria-label": label },
+      head && h("thead", {}, head),
+      h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell)))),
+    ),
+  );
+}
+
+/** A list of names and values of unknown origin; null where there is none. */
+export function named(values, format = (value) => (typeof value === "string" ? value : JSON.stringify(value))) {
+  const entries = Object.entries(values || {});
+  const pair = ([name, value]) => [h("dt", {}, visible(name)), h("dd", { class: "said" }, visible(format(value) ?? "–"))];
+  return entries.length ? h("dl", { class: "named" }, entries.map(pair)) : null;
+}
+
+/** [label, value, title] triples as tiles. */
+export function statistics(rows) {
+  const tile = ([label, value, title]) => h("div", { title }, h("dt", {}, label), h("dd", {}, value));
+  return h("dl", { class: "statistics" }, rows.map(tile));
+}
+
+const STATUSES = {
+  trained: ["good", "used by an optimizer step"],
+  filtered: ["", "nothing to learn from: all rewards equal, or none"],
+  stale: ["warning", "too old when it was wanted"],
+  failed: ["bad", "an error, or too few rollouts survived"],
+  cancelled: ["", "given up; its prompt is issued again"],
+  evaluated: ["info", "held-out prompt: nothing is learned from it"],
+  finished: ["good", "ended by itself"],
+  truncated: ["warning", "ended by a limit"],
 };
 
 export function badge(status) {
-  const known = status in STATUS_WORDS;
-  return h("span", { class: `badge ${known ? `badge-${status}` : ""}`, title: STATUS_WORDS[status] }, status);
+  const [level, title] = STATUSES[status] || ["", null];
+  return h("span", { class: `badge ${level}`.trim(), title }, status);
+}
+
+export function supersededBadge(row) {
+  return row.superseded ? badge("superseded") : null;
 }
 
 /** A button that copies what `content` gives; it says so for a moment. */
 export function copyButton(label, content) {
-  const button = h("button", { type: "button", class: "quiet", title: `Copy ${label}` }, `Copy ${label}`);
-  button.addEventListener("click", async (event) => {
+  const element = button(`Copy ${label}`, async (event) => {
     event.stopPropagation();
-    const words = await copy(content()) ? "Copied" : "Copying is not allowed here";
-    button.textContent = words;
-    announce(words);
-    setTimeout(() => {
-      button.textContent = `Copy ${label}`;
-    }, 1200);
+    let outcome = "Copied";
+    try {
+      await navigator.clipboard.writeText(content());
+    } catch {
+      outcome = "Copying is not allowed here"; // not a secure context: an address that is neither loopback nor https
+    }
+    element.textContent = outcome;
+    announce(outcome);
+    setTimeout(() => (element.textContent = `Copy ${label}`), 1200);
   });
-  return button;
+  element.className = "quiet";
+  return element;
 }
 
-async function copy(content) {
-  try {
-    await navigator.clipboard.writeText(content);
-    return true;
-  } catch {
-    return false; // not a secure context: an address that is neither loopback nor https
-  }
+export function copyLink() {
+  return copyButton("link", () => location.href);
 }
 
 /** To screen readers. */
-export function announce(words) {
-  document.getElementById("say").textContent = words;
+export function announce(message) {
+  document.getElementById("say").textContent = message;
 }
 
 /** What a view shows where there is nothing. */
-export function empty(heading, ...more) {
-  return h("div", { class: "empty" }, h("p", { class: "empty-heading" }, heading), more.length ? h("p", {}, ...more) : null);
+export function empty(title, ...more) {
+  return h("div", { class: "empty" }, h("p", {}, h("strong", {}, title)), more.length ? h("p", {}, ...more) : null);
 }
 
-export function figure(label, value, title) {
-  return h("div", { class: "figure", title }, h("dt", {}, label), h("dd", {}, value));
+export function wrongQuery() {
+  return empty("The query cannot be read.", "The mistake is marked above.");
 }

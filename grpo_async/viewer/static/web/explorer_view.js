@@ -1,21 +1,20 @@
 /* The tables of groups and of rollouts: query, charts that filter, rows. */
 
-import { get } from "./api.js";
+import { address, get, go, note } from "./api.js";
 import { bars } from "./bars.js";
 import { columnsOf } from "./columns.js";
-import { append, empty, fill, h, number, plural } from "./dom.js";
+import { button, checkbox, empty, fill, h, hiddenHeading, number, plural, wrongQuery } from "./dom.js";
 import { Grid } from "./grid.js";
 import { QueryBox, mapEntry, withTerm } from "./query_box.js";
-import { address, go, note } from "./routes.js";
 
 const QUICK = {
-  groups: ["trained", "filtered", "stale", "failed", "truncated", "group.std=0"],
+  groups: ["trained", "filtered", "stale", "failed", "truncated", "group_std=0"],
   rollouts: ["truncated", "failed", "stale", "filtered", "unscored", "clipped"],
 };
 
 export function explorerView(kind) {
-  return async ({ app, main, parameters, signal }) => {
-    const explorer = new Explorer(kind, { app, main, parameters, signal });
+  return async (context) => {
+    const explorer = new Explorer(kind, context);
     await explorer.start();
     return explorer;
   };
@@ -27,16 +26,11 @@ class Explorer {
     this.title = kind === "groups" ? "Groups" : "Rollouts";
     this.sort = parameters.sort || "-seq";
     this.until = parameters.until || null;
-    this.charts = [];
+    this.chart = null;
+    const move = (by) => () => this.grid && this.grid.move(by);
     this.keys = {
-      j: () => this.grid && this.grid.move(1),
-      k: () => this.grid && this.grid.move(-1),
-      ArrowDown: () => this.grid && this.grid.move(1),
-      ArrowUp: () => this.grid && this.grid.move(-1),
-      PageDown: () => this.grid && this.grid.move(15),
-      PageUp: () => this.grid && this.grid.move(-15),
-      g: () => this.grid && this.grid.move(-1e9),
-      G: () => this.grid && this.grid.move(1e9),
+      ...{ j: move(1), k: move(-1), ArrowDown: move(1), ArrowUp: move(-1), PageDown: move(15), PageUp: move(-15) },
+      ...{ g: move(-1e9), G: move(1e9) },
       Enter: (event) => (event.target.closest("a, button, summary") ? false : this.grid && this.grid.open()),
       r: () => this.showNewest(),
     };
@@ -50,29 +44,15 @@ class Explorer {
       ...this.summary.reward_names.map((name) => ({ name: mapEntry("rewards", name), help: "a part of the reward" })),
       ...this.summary.column_names.map((name) => ({ name: mapEntry("columns", name), help: "a column of the data" })),
     ];
-    this.box = new QueryBox({
-      app: this.app,
-      names,
-      value: this.parameters.q || "",
-      onChange: (q) => this.leaveTo({ q }),
-    });
+    this.box = new QueryBox({ app: this.app, names, value: this.parameters.q || "", onChange: (q) => this.leaveTo({ q }) });
     this.notes = h("div", {});
-    this.said = null;
     this.drawNotes(this.summary.notes);
-    this.news = h("div", { class: "news", role: "status" });
-    this.counts = h("p", { class: "counts", role: "status" });
+    this.news = h("span", { role: "status" });
+    this.counts = h("span", { class: "hint", role: "status" });
     this.plots = h("div", { class: "plots" });
     this.place = h("div", { class: "grid-place" });
-    fill(
-      this.main,
-      h("h1", { class: "visually-hidden" }, this.title),
-      this.notes,
-      this.box.element,
-      this.quick(),
-      this.chartBox(),
-      h("div", { class: "over-grid" }, this.counts, this.news, this.supersededBox()),
-      this.place,
-    );
+    const over = h("div", { class: "row" }, this.counts, this.news, this.supersededBox());
+    fill(this.main, hiddenHeading(this.title), this.notes, this.box.element, this.quick(), this.chartBox(), over, this.place);
     this.read(await rows);
   }
 
@@ -97,65 +77,50 @@ class Explorer {
         throw answer;
       }
       this.box.show(answer);
-      this.total = 0;
       this.chartDetails.hidden = true;
-      fill(this.place, empty("The query cannot be read.", "The mistake is marked above."));
-      fill(this.counts);
+      fill(this.place, wrongQuery());
       return;
     }
+    const { counts } = answer;
     this.until = String(answer.until);
-    this.box.show(null);
-    this.total = this.kind === "groups" ? answer.counts.groups : answer.counts.rollouts;
-    this.say(answer.counts);
-    this.app.list = address(this.kind, this.parametersNow());
-    this.drawCharts(); // takes its room at once, so that the rows below do not move when the charts come
-    if (this.total === 0) {
-      fill(this.place, this.nothing());
-    } else {
-      this.makeGrid(answer.rows);
-    }
-  }
-
-  say(counts) {
-    const { q } = this.parameters;
+    this.total = this.kind === "groups" ? counts.groups : counts.rollouts;
     const all = this.parameters.superseded ? this.summary.counts_with_superseded : this.summary.counts;
-    const words = `${plural(counts.rollouts, "rollout")} in ${plural(counts.groups, "group")}`;
-    fill(this.counts, h("strong", {}, words), q ? ` of ${number(all.rollouts)} in ${number(all.groups)}` : "");
-  }
-
-  nothing() {
-    if (this.parameters.q) {
-      return empty("Nothing matches.", h("button", { type: "button", on: { click: () => this.box.set("") } }, "Show everything"));
+    const of = this.parameters.q ? ` of ${number(all.rollouts)} in ${number(all.groups)}` : "";
+    fill(this.counts, h("strong", {}, `${plural(counts.rollouts, "rollout")} in ${plural(counts.groups, "group")}`), of);
+    this.app.list = address(this.kind, this.parametersNow());
+    this.chartDetails.hidden = this.total === 0;
+    this.drawCharts(); // takes its room at once, so that the rows below do not move when the charts come
+    if (this.total > 0) {
+      this.showGrid(answer.rows);
+    } else if (this.parameters.q) {
+      fill(this.place, empty("Nothing matches.", button("Show everything", () => this.box.set(""))));
+    } else {
+      fill(this.place, empty("No rollouts yet.", "They appear here as soon as the run has written the first group."));
     }
-    return empty("No rollouts yet.", "They appear here as soon as the run has written the first group.");
   }
 
-  makeGrid(firstRows) {
-    const at = Number(this.parameters.at) || 0;
-    const columns = columnsOf(this.kind, this.summary.reward_names);
-    const load = (offset, limit) => {
-      if (offset === 0 && firstRows) {
-        return Promise.resolve(firstRows);
-      }
-      return get(this.kind, this.question({ sort: this.sort, offset, limit }), this.signal).then((answer) => answer.rows);
-    };
+  showGrid(firstRows) {
     const { run, superseded } = this.parameters;
+    const load = async (offset, limit) =>
+      offset === 0 ? firstRows : (await get(this.kind, this.question({ sort: this.sort, offset, limit }), this.signal)).rows;
+    const href = ({ seq, group_id, rollout_id }) =>
+      this.kind === "groups"
+        ? address("group", { run, id: group_id, seq, superseded })
+        : address("rollout", { run, id: rollout_id, seq, superseded });
     this.grid = new Grid({
       label: this.title,
-      columns,
+      columns: columnsOf(this.kind, this.summary.reward_names),
       count: this.total,
       sort: this.sort,
+      at: Number(this.parameters.at) || 0,
       load,
-      href: (row) =>
-        this.kind === "groups"
-          ? address("group", { run, id: row.group_id, seq: row.seq, superseded })
-          : address("rollout", { run, id: row.rollout_id, seq: row.seq, superseded }),
+      href,
       onSort: (sort) => this.leaveTo({ sort }),
       onMove: (top) => this.onMove(top),
       onError: (error) => this.box.show(error),
     });
     fill(this.place, this.grid.element);
-    this.grid.reset({ count: this.total, sort: this.sort, at });
+    this.grid.start();
   }
 
   /** Where one reads is in the address, with the rows it counts: a link or the back key shows the same rows again. */
@@ -169,41 +134,24 @@ class Explorer {
   }
 
   quick() {
-    const active = this.parameters.q || "";
-    return h(
-      "div",
-      { class: "quick", role: "group", "aria-label": "Often asked" },
-      QUICK[this.kind].map((term) => {
-        const is = active === term;
-        return h(
-          "button",
-          { type: "button", class: "chip", "aria-pressed": String(is), on: { click: () => this.leaveTo({ q: is ? null : term }) } },
-          term,
-        );
-      }),
-    );
+    const chip = (term) => {
+      const is = (this.parameters.q || "") === term;
+      return button(term, () => this.leaveTo({ q: is ? null : term }), { class: "chip", "aria-pressed": String(is) });
+    };
+    return h("div", { class: "row quick", role: "group", "aria-label": "Often asked" }, QUICK[this.kind].map(chip));
   }
 
   supersededBox() {
-    const [counted, all] = [this.summary.counts, this.summary.counts_with_superseded];
-    if (counted.rollouts === all.rollouts) {
-      return null;
-    }
-    const box = h("input", {
-      type: "checkbox",
-      checked: Boolean(this.parameters.superseded),
-      on: { change: (event) => this.leaveTo({ superseded: event.target.checked ? 1 : null }) },
-    });
-    return h("label", { class: "check" }, box, ` with ${number(all.rollouts - counted.rollouts)} superseded by a resume`);
+    const more = this.summary.counts_with_superseded.rollouts - this.summary.counts.rollouts;
+    const take = (isOn) => this.leaveTo({ superseded: isOn ? 1 : null });
+    return more ? checkbox(`with ${number(more)} superseded by a resume`, Boolean(this.parameters.superseded), take) : null;
   }
 
   chartBox() {
     const isOpen = this.parameters.charts ? this.parameters.charts === "1" : window.innerWidth >= 700 && window.innerHeight >= 600;
-    const box = h("details", { class: "chart-box", open: isOpen }, h("summary", {}, "Charts: click or drag to filter"), this.plots);
+    const box = h("details", { class: "chart-box", open: isOpen }, h("summary", { class: "hint small" }, "Charts: click or drag to filter"), this.plots);
     box.addEventListener("toggle", () => {
-      if (box.open && !this.drawn && this.total > 0) {
-        this.drawCharts();
-      }
+      this.drawCharts();
       if (box.open !== isOpen || this.parameters.charts) {
         this.parameters.charts = box.open ? "1" : "0";
         note(this.kind, this.parametersNow());
@@ -213,114 +161,79 @@ class Explorer {
     return box;
   }
 
-  async drawCharts() {
-    if (!this.chartDetails.open || this.total === 0) {
-      this.chartDetails.hidden = this.total === 0;
+  drawCharts() {
+    if (!this.chartDetails.open || !this.total || this.plots.firstChild) {
       return;
     }
-    this.chartDetails.hidden = false;
-    this.drawn = true;
-    const places = ["reward", "staleness", "steps"].map(() => h("div", { class: "plot" }));
-    fill(this.plots, places);
-    const histogram = async (place, field, bins, format) => {
+    const draw = (work) => {
+      const place = h("div", { class: "panel" });
+      const onError = (error) => error.name === "AbortError" || fill(place, empty("No chart", error.message));
+      work(place).catch(onError);
+      return place;
+    };
+    const histogram = (field, bins) => async (place) => {
       const found = await get("histogram", this.question({ field, bins }), this.signal);
-      fill(place, bars({ title: field, histogram: found, format, onTake: (term) => this.take(field, term) }));
+      fill(place, bars({ title: field, histogram: found, onTake: (term) => this.narrow(field, term(field)) }));
     };
-    const problem = (place) => (error) => {
-      if (error.name !== "AbortError") {
-        fill(place, empty("No chart", error.message));
-      }
-    };
-    await Promise.all([
-      histogram(places[0], "reward", 24, number).catch(problem(places[0])),
-      histogram(places[1], "staleness", 12, number).catch(problem(places[1])),
-      this.drawSteps(places[2]).catch(problem(places[2])),
-    ]);
+    fill(this.plots, draw(histogram("reward", 24)), draw(histogram("staleness", 12)), draw((place) => this.drawSteps(place)));
   }
 
   async drawSteps(place) {
     const { steps } = await get("steps", this.question(), this.signal);
     const known = steps.filter((each) => each.step !== null && each.reward_mean !== null);
     if (known.length === 0) {
-      fill(place, h("section", { class: "bars" }, h("div", { class: "bars-head" }, h("h2", {}, "reward by step")), empty("No step yet")));
+      fill(place, h("h2", {}, "reward by step"), empty("No step yet"));
       return;
     }
-    const box = h("div");
-    fill(place, box);
-    const chart = Charts.line(box, {
+    const values = (name) => known.map((each) => each[name]);
+    this.chart = Charts.line(place, {
       title: this.parameters.q ? "mean reward by step, of what matches" : "mean reward by step, all groups",
-      x: known.map((each) => each.step),
-      xLabel: "step",
+      x: values("step"),
       height: 104,
       group: null,
-      series: [
-        {
-          label: "mean, 10–90%",
-          values: known.map((each) => each.reward_mean),
-          band: [known.map((each) => each.reward_q10), known.map((each) => each.reward_q90)],
-        },
-      ],
-      onSelect: (step) => this.leaveTo({ q: withTerm(this.parameters.q || "", "step", `step=${step}`) }),
+      series: [{ label: "mean, 10–90%", values: values("reward_mean"), band: [values("reward_q10"), values("reward_q90")] }],
+      onSelect: (step) => this.narrow("step", `step=${step}`),
     });
-    this.charts.push(chart);
   }
 
-  take(field, term) {
-    this.leaveTo({ q: withTerm(this.parameters.q || "", field, term(field)) });
+  narrow(field, term) {
+    this.leaveTo({ q: withTerm(this.parameters.q || "", field, term) });
   }
 
-  /** New rows are told, never pushed under the eyes of somebody who reads. */
-  onPulse(beat) {
-    this.drawNotes(beat.notes);
-    const more = beat.until - Number(this.until);
-    if (this.until === null || !(more > 0) || this.parameters.at) {
-      return;
+  /** New rows are announced, never pushed under the eyes of somebody who reads. */
+  onPulse(pulse) {
+    this.drawNotes(pulse.notes);
+    const more = pulse.until - Number(this.until);
+    if (this.until !== null && more > 0 && !this.parameters.at) {
+      const show = button(`${plural(more, "new group")} · show (r)`, () => this.showNewest(), { class: "chip", "aria-pressed": "true" });
+      fill(this.news, show);
     }
-    fill(
-      this.news,
-      h("button", { type: "button", class: "news-button", on: { click: () => this.showNewest() } }, `${plural(more, "new group")} · show (r)`),
-    );
   }
 
   /** A note that says the same as before stays as it is: it may be open. */
-  drawNotes(found) {
-    const said = found.join("\n");
-    if (said !== this.said) {
-      this.said = said;
-      fill(this.notes, notes(found));
+  drawNotes(notes) {
+    if (notes.join() !== this.notes.dataset.notes) {
+      const [first, ...rest] = notes;
+      const more = rest.length ? h("ul", {}, rest.map((each) => h("li", {}, each))) : null;
+      const shown = h("details", { class: "lined filled warning said" }, h("summary", {}, `${plural(notes.length, "note")} on this store: ${first}`), more);
+      fill(this.notes, notes.length ? shown : null);
+      this.notes.dataset.notes = notes.join();
     }
   }
 
-  showNewest() {
+  async showNewest() {
     if (this.news.firstChild) {
       this.leave();
-      this.grid = null;
       this.until = null;
-      fill(this.news);
       note(this.kind, this.parametersNow());
-      this.start();
-    } else {
-      return false;
+      await this.start();
     }
-    return true;
   }
 
   leave() {
     clearTimeout(this.moving);
-    this.charts.splice(0).forEach((chart) => chart.destroy());
-    if (this.grid) {
-      this.grid.leave();
-    }
+    this.chart?.destroy();
+    this.grid?.leave();
+    this.grid = this.chart = null;
   }
-}
-
-function notes(found) {
-  if (found.length === 0) {
-    return null;
-  }
-  return append(h("div", { class: "notes", role: "note" }), [
-    found.length === 1
-      ? h("p", { class: "said" }, found[0])
-      : h("details", {}, h("summary", {}, plural(found.length, "note"), ` on this store: ${found[0]}`), h("ul", {}, found.slice(1).map((each) => h("li", { class: "said" }, each)))),
-  ]);
 }

@@ -1,58 +1,35 @@
 /* What a query may say, from the same table as the command line's, and the keys. */
 
-import { get } from "./api.js";
-import { fill, h } from "./dom.js";
-import { address } from "./routes.js";
+import { address, get } from "./api.js";
+import { fill, h, heading, link, panel, table } from "./dom.js";
 
-const KEYS = [
-  ["/", "write a query"],
-  ["j k", "next, previous row (rollout: turn)"],
-  ["Enter", "open the marked row"],
-  ["Esc", "back: rollout, group, list"],
-  ["g G", "first, last row"],
-  ["r", "show what was written since"],
-  ["[ ]", "previous, next rollout of the group"],
-  ["c", "colour the tokens by the next figure"],
-  ["m", "tokens or messages"],
-  ["← →", "on a token: the one before, the next"],
-  ["1 … 5", "groups, rollouts, prompts, curves, timeline"],
-  ["?", "this page"],
-];
-
-function query(run, text) {
-  return h("a", { href: address("rollouts", { run, q: text }) }, h("code", {}, text));
-}
+const KEYS = {
+  "/": "write a query",
+  "j k": "next, previous row (rollout: turn)",
+  Enter: "open the marked row",
+  Esc: "back: rollout, group, list",
+  "g G": "first, last row",
+  r: "show what was written since",
+  "[ ]": "previous, next rollout of the group",
+  c: "colour the tokens by the next value",
+  m: "tokens or messages",
+  "← →": "on a token: the one before, the next",
+  "1 … 5": "groups, rollouts, prompts, curves, timeline",
+  "?": "this page",
+};
 
 export async function helpView({ app, main, parameters, signal }) {
   const { sections } = await get("help", {}, signal);
   const { run } = parameters;
+  const query = (text) => link(address("rollouts", { run, q: text }), h("code", {}, text));
+  const keys = Object.entries(KEYS).map(([key, what]) => [key.split(" ").map((each) => [h("kbd", {}, each), " "]), what]);
+  const row = ({ syntax, meaning, example }) =>
+    example === syntax ? [query(example), meaning] : [h("code", {}, syntax), [meaning, " ", example ? query(example) : null]];
   fill(
     main,
-    h("div", { class: "heading" }, h("h1", {}, "Queries and keys")),
-    h("section", { class: "panel" }, h("h2", {}, "Keys"), h("dl", { class: "keys" }, KEYS.map(([key, words]) => [h("dt", {}, key.split(" ").map((each) => h("kbd", {}, each))), h("dd", {}, words)]))),
-    sections.map((section) =>
-      h(
-        "section",
-        { class: "panel" },
-        h("h2", {}, section.title),
-        h(
-          "table",
-          { class: "plain help-table" },
-          h(
-            "tbody",
-            {},
-            section.rows.map((row) =>
-              h(
-                "tr",
-                {},
-                h("th", { scope: "row" }, row.example === row.syntax ? query(run, row.example) : h("code", {}, row.syntax)),
-                h("td", {}, row.meaning, row.example && row.example !== row.syntax ? h("span", { class: "example" }, query(run, row.example)) : null),
-              ),
-            ),
-          ),
-        ),
-      ),
-    ),
+    heading("Queries and keys"),
+    panel(h("h2", {}, "Keys"), table(null, keys, { isNamed: true, className: "help" })),
+    sections.map((section) => panel(h("h2", {}, section.title), table(null, section.rows.map(row), { isNamed: true, className: "help" }))),
   );
   return { title: "Help", up: () => app.list || address("groups", { run }) };
 }

@@ -1,10 +1,8 @@
 /* The shell: who may read, the bar with runs and views, keys, and which view the address asks for. */
 
-import { ApiError, get, openSession } from "./api.js";
-import { announce, empty, fill, h } from "./dom.js";
-import { startKeys } from "./keys.js";
+import { ApiError, DEFAULT_VIEW, address, current, get, go, openSession } from "./api.js";
+import { announce, button, empty, fill, h, link, select } from "./dom.js";
 import { Pulse } from "./pulse.js";
-import { DEFAULT_VIEW, address, current, go } from "./routes.js";
 import { compareView } from "./compare_view.js";
 import { curvesView } from "./curves_view.js";
 import { explorerView } from "./explorer_view.js";
@@ -27,95 +25,95 @@ const VIEWS = {
   timeline: timelineView,
   help: helpView,
 };
-const TABS = [
-  ["groups", "Groups"],
-  ["rollouts", "Rollouts"],
-  ["prompts", "Prompts"],
-  ["curves", "Curves"],
-  ["timeline", "Timeline"],
-];
-const TAB_OF = { group: "groups", rollout: "rollouts", prompt: "prompts", compare: "prompts" };
+const TABS = { groups: "Groups", rollouts: "Rollouts", prompts: "Prompts", curves: "Curves", timeline: "Timeline" };
+const TAB_OF = { group: "groups", rollout: "rollouts", prompt: "prompts", compare: "prompts" }; // of views about one thing
 
-const app = { runs: [], fields: [], words: [], run: null, keys: {}, pulse: null, list: null };
-let view = null; // {leave(), keys} of what is shown
+const app = { runs: [], names: [], run: null, list: null };
+const main = document.getElementById("main");
+const bar = document.getElementById("bar");
+let keys = {};
+let pulse = null;
+let view = null; // {title, keys, up(), leave(), onPulse()} of what is shown
 let drawing = null; // aborts what the view before still asks for
 
 async function start() {
   window.addEventListener("hashchange", () => {
-    if (new URLSearchParams(location.hash.slice(1)).has("token")) {
+    if (tokenInAddress() !== null) {
       location.reload(); // the address of another start was pasted into this tab
     }
   });
-  const token = new URLSearchParams(location.hash.slice(1)).get("token");
+  const token = tokenInAddress();
   if (token !== null) {
     history.replaceState(null, "", location.pathname);
   }
+  let found;
   try {
     if (token !== null) {
       await openSession(token);
     }
-    const found = await get("runs");
-    Object.assign(app, { runs: found.runs, fields: found.fields, words: found.words, opening: found.opening });
+    found = await get("runs");
   } catch (error) {
-    return error.status === 401 ? askForToken() : showError(error);
+    showError(error);
+    return;
   }
+  Object.assign(app, { runs: found.runs, names: found.names });
   if (!location.hash) {
-    history.replaceState(null, "", address(DEFAULT_VIEW, { q: app.opening.query, sort: app.opening.sort, superseded: app.opening.superseded }));
+    const { query, sort, superseded } = found.opening;
+    history.replaceState(null, "", address(DEFAULT_VIEW, { q: query, sort, superseded }));
   }
-  app.pulse = new Pulse(askForToken);
-  startKeys(() => ({ ...app.keys, ...((view && view.keys) || {}) }));
-  app.keys = {
-    "?": () => go("help", { run: app.run }),
-    "/": () => focusQuery(),
-    Escape: () => up(),
-    ...Object.fromEntries(TABS.map(([tab], index) => [index + 1, () => (location.hash = tabAddress(tab, current()))])),
-  };
+  pulse = new Pulse(askForToken);
+  const tabKeys = Object.keys(TABS).map((tab, index) => [index + 1, () => (location.hash = tabAddress(tab))]);
+  keys = { "?": () => go("help", { run: app.run }), "/": focusQuery, Escape: up, ...Object.fromEntries(tabKeys) };
+  document.addEventListener("keydown", onKey);
   window.addEventListener("hashchange", show);
   await show();
-  return undefined;
+}
+
+function tokenInAddress() {
+  return new URLSearchParams(location.hash.slice(1)).get("token");
+}
+
+/** Keys of the page and of the view. Not while somebody writes, and none with Ctrl, Alt or the command key. */
+function onKey(event) {
+  const { target } = event;
+  const isWriting = target.isContentEditable || ["INPUT", "TEXTAREA", "SELECT"].includes(target.tagName);
+  if (event.ctrlKey || event.altKey || event.metaKey || event.defaultPrevented || isWriting) {
+    return;
+  }
+  const act = (view && view.keys && view.keys[event.key]) || keys[event.key];
+  if (act && act(event) !== false) {
+    event.preventDefault();
+  }
 }
 
 async function show() {
   const { view: name, parameters } = current();
-  if (drawing) {
-    drawing.abort();
-  }
+  drawing?.abort();
   drawing = new AbortController();
   const { signal } = drawing;
-  const main = document.getElementById("main");
-  if (view && view.leave) {
-    view.leave();
-  }
+  view?.leave?.();
   view = null;
   app.run = parameters.run || app.run || app.runs[0].name;
   parameters.run = app.run;
-  drawBar(name, parameters);
-  const draw = VIEWS[name];
-  if (!draw) {
-    fill(main, empty("There is no such view.", h("a", { href: address(DEFAULT_VIEW) }, "To the groups")));
+  drawBar(name);
+  if (!VIEWS[name]) {
+    fill(main, empty("There is no such view.", link(address(DEFAULT_VIEW), "To the groups")));
     return;
   }
-  main.className = `view view-${name}`;
+  main.className = `view-${name}`;
   main.setAttribute("aria-busy", "true");
   try {
-    const drawn = await draw({ app, main, parameters, signal });
+    const drawn = await VIEWS[name]({ app, main, parameters, signal });
     if (signal.aborted) {
-      if (drawn && drawn.leave) {
-        drawn.leave();
-      }
+      drawn.leave?.();
       return;
     }
     view = drawn;
-    document.title = `${drawn.title || name} · ${app.run}`;
-    announce(drawn.title || name);
-    app.pulse.watch(app.run, (beat) => drawn.onPulse && drawn.onPulse(beat));
+    document.title = `${drawn.title} · ${app.run}`;
+    announce(drawn.title);
+    pulse.watch(app.run, (found) => drawn.onPulse?.(found));
   } catch (error) {
-    if (error.name === "AbortError" || signal.aborted) {
-      return;
-    }
-    if (error.status === 401) {
-      askForToken();
-    } else {
+    if (error.name !== "AbortError" && !signal.aborted) {
       showError(error);
     }
   } finally {
@@ -124,43 +122,23 @@ async function show() {
 }
 
 /** The tables keep what is looked for, and so do the prompts. */
-function tabAddress(tab, { view: from, parameters }) {
+function tabAddress(tab) {
+  const { view: from, parameters } = current();
   const keeps = ["groups", "rollouts", "prompts"];
   const { q, superseded } = keeps.includes(tab) && keeps.includes(from) ? parameters : {};
   return address(tab, { run: app.run, q, superseded: tab === "prompts" ? null : superseded });
 }
 
-function drawBar(name, parameters) {
+function drawBar(name) {
   const active = TAB_OF[name] || name;
-  const tabs = TABS.map(([tab, label]) =>
-    h(
-      "a",
-      {
-        href: tabAddress(tab, { view: name, parameters }),
-        "aria-current": tab === active ? "page" : null,
-      },
-      label,
-    ),
-  );
-  const options = app.runs.flatMap((run) => [run, ...run.evaluations.map((each) => ({ ...each, of: run.name }))]);
-  const select = h(
-    "select",
-    {
-      id: "run",
-      on: {
-        change: (event) => {
-          const keep = VIEWS[name] && !["group", "rollout", "prompt", "compare"].includes(name);
-          go(keep ? name : DEFAULT_VIEW, { run: event.target.value, q: keep ? current().parameters.q : null });
-        },
-      },
-    },
-    options.map((each) => h("option", { value: each.name }, each.of ? `${each.of}, evaluation at step ${each.step}` : each.name)),
-  );
-  select.value = app.run;
+  const tab = ([each, label]) => h("a", { href: tabAddress(each), "aria-current": each === active ? "page" : null }, label);
+  const evaluations = (run) => run.evaluations.map((each) => [each.name, `${run.name}, evaluation at step ${each.step}`]);
+  const runs = app.runs.flatMap((run) => [[run.name, run.name], ...evaluations(run)]);
+  const choose = (run) => (name in TAB_OF ? go(DEFAULT_VIEW, { run }) : go(name, { run, q: current().parameters.q }));
   fill(
-    document.getElementById("bar"),
-    h("div", { class: "bar-run" }, h("label", { for: "run", class: "visually-hidden" }, "Run"), select, app.pulse.element),
-    h("nav", { "aria-label": "Views" }, tabs),
+    bar,
+    h("div", { class: "row" }, select({ id: "run", "aria-label": "Run" }, runs, app.run, choose), pulse.element),
+    h("nav", { "aria-label": "Views" }, Object.entries(TABS).map(tab)),
     h("a", { class: "bar-help", href: address("help", { run: app.run }), title: "Queries and keys (?)" }, "Help"),
   );
 }
@@ -186,56 +164,44 @@ function up() {
 }
 
 function showError(error) {
-  const words = error instanceof ApiError ? error.message : `this page has a fault: ${error.message}`;
+  if (error.status === 401) {
+    askForToken();
+    return;
+  }
   if (!(error instanceof ApiError)) {
     console.error(error);
   }
-  fill(
-    document.getElementById("main"),
-    h(
-      "div",
-      { class: "empty", role: "alert" },
-      h("p", { class: "empty-heading" }, error.status === 404 ? "Not found" : "That did not work"),
-      h("p", { class: "said" }, words),
-      h("p", {}, h("button", { type: "button", on: { click: () => show() } }, "Try again")),
-    ),
-  );
+  const message = error instanceof ApiError ? error.message : `this page has a fault: ${error.message}`;
+  const title = error.status === 404 ? "Not found" : "That did not work";
+  const again = button("Try again", () => (pulse ? show() : location.reload()));
+  fill(main, h("div", { role: "alert" }, empty(title, h("span", { class: "said" }, message), h("br"), again)));
 }
 
 function askForToken() {
   const input = h("input", { id: "token", type: "password", autocomplete: "off", spellcheck: "false", required: true });
-  const problem = h("p", { class: "problem", role: "alert" });
+  const problem = h("p", { class: "level bad", role: "alert" });
+  const submit = async (event) => {
+    event.preventDefault();
+    const given = input.value.trim();
+    const token = given.includes("token=") ? given.split("token=")[1] : given;
+    if (await openSession(decodeURIComponent(token))) {
+      location.reload();
+    } else {
+      problem.textContent = "That is not the token of this start.";
+    }
+  };
+  const command = h("code", {}, "grpo-async inspect-rollouts --web");
   const form = h(
     "form",
-    {
-      class: "token-form",
-      on: {
-        submit: async (event) => {
-          event.preventDefault();
-          const given = input.value.trim();
-          const token = given.includes("token=") ? given.split("token=")[1] : given;
-          if (await openSession(decodeURIComponent(token))) {
-            location.reload();
-          } else {
-            problem.textContent = "That is not the token of this start.";
-          }
-        },
-      },
-    },
+    { class: "token-form", on: { submit } },
     h("h1", {}, "This inspector asks for its token"),
-    h(
-      "p",
-      {},
-      "The terminal in which ",
-      h("code", {}, "grpo-async inspect-rollouts --web"),
-      " runs printed an address that ends in it. Open that address, or paste it here. It changes with every start.",
-    ),
+    h("p", {}, "The terminal in which ", command, " runs printed an address that ends in it. Open that address, or paste it here. It changes with every start."),
     h("label", { for: "token" }, "Address or token"),
     h("div", { class: "row" }, input, h("button", { type: "submit", class: "primary" }, "Open")),
     problem,
   );
-  fill(document.getElementById("bar"));
-  fill(document.getElementById("main"), form);
+  fill(bar);
+  fill(main, form);
   input.focus();
 }
 

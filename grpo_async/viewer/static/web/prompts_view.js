@@ -1,15 +1,15 @@
 /* Where to look first: the best and worst rollouts, and the prompts whose reward moved most between steps. */
 
-import { get } from "./api.js";
+import { address, get, go } from "./api.js";
+import { badge, empty, fill, h, hiddenHeading, hint, link, number, oneLine, panel, plural, signed, table, wrongQuery } from "./dom.js";
 import { QueryBox } from "./query_box.js";
-import { badge, empty, fill, h, number, oneLine, plural, signed } from "./dom.js";
-import { address, go } from "./routes.js";
 
 export async function promptsView({ app, main, parameters, signal }) {
   const { run, q } = parameters;
+  const title = "Prompts";
   const box = new QueryBox({ app, names: [], value: q || "", onChange: (text) => go("prompts", { run, q: text }) });
-  const place = h("div", { class: "extremes" });
-  fill(main, h("h1", { class: "visually-hidden" }, "Prompts"), box.element, place);
+  const place = h("div", { class: "tiles extremes" });
+  fill(main, hiddenHeading(title), box.element, place);
   app.list = address("prompts", { run, q });
   let found;
   try {
@@ -19,61 +19,49 @@ export async function promptsView({ app, main, parameters, signal }) {
       throw error;
     }
     box.show(error);
-    fill(place, empty("The query cannot be read.", "The mistake is marked above."));
-    return { title: "Prompts" };
+    fill(place, wrongQuery());
+    return { title };
   }
   if (!found.best.length && !found.worst.length && !found.improved.length) {
     fill(place, empty("Nothing to compare yet.", "Scored rollouts are needed."));
-    return { title: "Prompts" };
+    return { title };
   }
   fill(
     place,
-    changes("Most improved prompts", "first occurrence against the last", found.improved, run),
-    changes("Most worsened prompts", "first occurrence against the last", found.worsened, run),
+    changes("Most improved prompts", found.improved, run),
+    changes("Most worsened prompts", found.worsened, run),
     rollouts("Best rollouts", found.best, run),
     rollouts("Worst rollouts", found.worst, run),
   );
-  return { title: "Prompts" };
+  return { title };
 }
 
-function changes(title, hint, found, run) {
-  const row = (each) =>
-    h(
-      "tr",
-      {},
-      h("td", { class: "cut-cell" }, h("a", { href: address("prompt", { run, hash: each.prompt_hash }) }, oneLine(each.last.prompt_preview, 160) || "(empty)")),
-      h("td", { class: "numeric" }, `${number(each.first.reward_mean, 2)} → ${number(each.last.reward_mean, 2)}`),
-      h("td", { class: `numeric ${each.change > 0 ? "up" : "down"}` }, signed(each.change, 2)),
-      h("td", { class: "numeric" }, `${number(each.first.step)} → ${number(each.last.step)}`),
-    );
-  return panel(title, hint, found, ["prompt", "mean reward", "change", "step"], row, "No prompt was seen twice.");
+function changes(title, found, run) {
+  const row = ({ prompt_hash: hash, first, last, change }) => [
+    link(address("prompt", { run, hash }), oneLine(last.prompt_preview, 160) || "(empty)"),
+    `${number(first.reward_mean, 2)} → ${number(last.reward_mean, 2)}`,
+    h("span", { class: `level ${change > 0 ? "good" : "bad"}` }, signed(change, 2)),
+    `${number(first.step)} → ${number(last.step)}`,
+  ];
+  const nothing = "No prompt was seen twice.";
+  return list([title, " ", hint("first occurrence against the last")], title, ["prompt", "#mean reward", "#change", "#step"], found.map(row), nothing);
 }
 
 function rollouts(title, found, run) {
-  const row = (each) =>
-    h(
-      "tr",
-      {},
-      h("td", { class: "cut-cell" }, h("a", { href: address("rollout", { run, id: each.rollout_id, seq: each.seq }) }, oneLine(each.prompt_preview, 90) || each.rollout_id), h("br"), h("span", { class: "hint" }, oneLine(each.completion_preview, 160))),
-      h("td", { class: "numeric" }, number(each.reward)),
-      h("td", {}, badge(each.status)),
-      h("td", { class: "numeric" }, number(each.step)),
-    );
-  return panel(title, "", found, ["prompt and completion", "reward", "status", "step"], row, "None.");
+  const row = (each) => [
+    [
+      link(address("rollout", { run, id: each.rollout_id, seq: each.seq }), oneLine(each.prompt_preview, 90) || each.rollout_id),
+      h("br"),
+      hint(oneLine(each.completion_preview, 160)),
+    ],
+    badge(each.status),
+    number(each.reward),
+    number(each.step),
+  ];
+  return list(title, title, ["prompt and completion", "status", "#reward", "#step"], found.map(row), "None.");
 }
 
-function panel(title, hint, found, names, row, nothing) {
-  return h(
-    "section",
-    { class: "panel" },
-    h("h2", {}, title, hint ? h("small", {}, hint) : null),
-    found.length
-      ? h(
-          "table",
-          { class: "plain fixed", "aria-label": `${title}: ${plural(found.length, "row")}` },
-          h("thead", {}, h("tr", {}, names.map((name, index) => h("th", { scope: "col", class: index && name !== "status" ? "numeric" : null }, name)))),
-          h("tbody", {}, found.map(row)),
-        )
-      : h("p", { class: "hint" }, nothing),
-  );
+function list(heading, title, heads, rows, nothing) {
+  const label = `${title}: ${plural(rows.length, "row")}`;
+  return panel(h("h2", {}, heading), rows.length ? table(heads, rows, { label, className: "texts" }) : h("p", { class: "hint" }, nothing));
 }

@@ -15,14 +15,9 @@ export class Pulse {
     this.element = h("span", { class: "pulse" });
     this.run = null;
     this.listener = () => {};
-    this.timer = null;
     this.wait = SHORTEST_MS;
     this.seen = null;
-    document.addEventListener("visibilitychange", () => {
-      if (!document.hidden) {
-        this.soon();
-      }
-    });
+    document.addEventListener("visibilitychange", () => document.hidden || this.soon());
   }
 
   watch(run, listener) {
@@ -42,25 +37,25 @@ export class Pulse {
 
   schedule(wait) {
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.beat(), wait);
+    this.timer = setTimeout(() => this.ask(), wait);
   }
 
-  async beat() {
+  async ask() {
     if (document.hidden || this.isLocked) {
       return; // becoming visible begins again
     }
-    const run = this.run;
+    const { run } = this;
     try {
-      const beat = await get("pulse", { run });
+      const found = await get("pulse", { run });
       if (run !== this.run) {
         return;
       }
-      const there = `${beat.until} ${beat.metrics}`;
-      const changed = this.seen !== null && this.seen !== there;
-      this.wait = changed ? SHORTEST_MS : Math.min(LONGEST_MS, this.wait * 1.4);
-      this.seen = there;
-      this.show(beat);
-      this.listener(beat);
+      const amount = `${found.until} ${found.metrics}`;
+      const isChanged = this.seen !== null && this.seen !== amount;
+      this.wait = isChanged ? SHORTEST_MS : Math.min(LONGEST_MS, this.wait * 1.4);
+      this.seen = amount;
+      this.show(found);
+      this.listener(found);
     } catch (error) {
       if (error.status === 401) {
         this.isLocked = true; // until the page is loaded anew, with the new token
@@ -68,26 +63,26 @@ export class Pulse {
         return;
       }
       this.wait = Math.min(LONGEST_MS, this.wait * 2);
-      this.say("lost", "no answer", error.message);
+      this.say("bad", "no answer", error.message);
     }
     this.schedule(this.wait);
   }
 
-  show(beat) {
-    const { status } = beat;
-    const words = plural(beat.counts.rollouts, "rollout");
+  show({ status, counts }) {
+    const rollouts = plural(counts.rollouts, "rollout");
     if (status.state === "running") {
       const step = status.max_steps ? `step ${status.step ?? 0} of ${status.max_steps} · ` : "";
       const left = status.eta_s ? `, ${seconds(status.eta_s)} left` : "";
-      this.say("live", `${step}${words}`, `running: ${oneLine(status.phase || "", 80)}${left}`);
+      this.say("good", `${step}${rollouts}`, `running: ${oneLine(status.phase || "", 80)}${left}`);
     } else {
-      this.say("still", words, status.state ? `the run: ${oneLine(status.state, 40)}${status.why ? `; ${oneLine(status.why, 300)}` : ""}` : "");
+      const why = status.why ? `; ${oneLine(status.why, 300)}` : "";
+      this.say("", rollouts, status.state ? `the run: ${oneLine(status.state, 40)}${why}` : "");
     }
   }
 
-  say(state, words, title = "") {
-    this.element.className = `pulse pulse-${state}`;
-    this.element.textContent = words;
+  say(level, message, title = "") {
+    this.element.className = `pulse ${level}`;
+    this.element.textContent = message;
     this.element.title = title;
   }
 }

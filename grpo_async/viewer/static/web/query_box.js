@@ -1,6 +1,6 @@
 /* The query: a text box with suggestions of fields and words, and the server's words under it where there is a mistake. */
 
-import { fill, h } from "./dom.js";
+import { button, fill, h } from "./dom.js";
 
 const MOST_SUGGESTIONS = 9;
 
@@ -31,20 +31,17 @@ export class QueryBox {
         click: () => this.suggest(),
       },
     });
-    this.list = h("ul", { id: "suggestions", role: "listbox", class: "suggestions", hidden: true, "aria-label": "Fields and words" });
-    this.problem = h("div", { id: "query-problem", class: "problem", role: "alert" });
+    this.list = h("ul", { id: "suggestions", role: "listbox", class: "floating", hidden: true, "aria-label": "Fields and words" });
+    this.problem = h("div", { id: "query-problem", class: "bad", role: "alert" });
+    const enter = h("button", { type: "submit", class: "primary" }, "Filter");
     this.element = h(
       "form",
       { class: "query", role: "search", on: { submit: (event) => (event.preventDefault(), this.enter()) } },
       h("label", { for: "query", class: "visually-hidden" }, "Query"),
-      h("div", { class: "query-row" }, this.input, h("button", { type: "submit", class: "primary" }, "Filter"), this.clearButton()),
+      h("div", { class: "row" }, this.input, enter, button("Clear", () => this.set(""))),
       this.list,
       this.problem,
     );
-  }
-
-  clearButton() {
-    return h("button", { type: "button", on: { click: () => this.set("") } }, "Clear");
   }
 
   set(text) {
@@ -67,14 +64,11 @@ export class QueryBox {
     this.input.setAttribute("aria-invalid", "true");
     this.input.focus(); // what is typed next mends the query, and is no key of the page
     this.input.setSelectionRange(this.input.value.length, this.input.value.length);
-    const where = Number.isInteger(error.position)
-      ? h("pre", { "aria-hidden": "true" }, `${this.input.value}\n${" ".repeat(error.position)}${"^".repeat(error.length || 1)}`)
-      : null;
-    const offers = (error.suggestions || []).map((name) =>
-      h("button", { type: "button", class: "chip", on: { click: () => this.replace(error, name) } }, name),
-    );
+    const carets = `${" ".repeat(error.position)}${"^".repeat(error.length || 1)}`;
+    const where = Number.isInteger(error.position) ? h("pre", { "aria-hidden": "true" }, `${this.input.value}\n${carets}`) : null;
+    const offers = error.suggestions.map((name) => button(name, () => this.replace(error, name), { class: "chip" }));
     const problem = offers.length ? error.message.split("; did you mean ")[0] : error.message;
-    fill(this.problem, where, h("p", {}, problem, offers.length ? h("span", { class: "offers" }, ". Did you mean ", offers) : null));
+    fill(this.problem, where, h("p", { class: "level" }, problem, offers.length ? [". Did you mean ", offers] : null));
   }
 
   replace(error, name) {
@@ -85,10 +79,11 @@ export class QueryBox {
   suggest() {
     const { start, word } = this.word();
     const lower = word.toLowerCase();
+    const rank = ({ name }) => (name.toLowerCase().startsWith(lower) ? 0 : 1);
     this.shown = lower
       ? this.entries
-          .filter((entry) => entry.name.toLowerCase().includes(lower) && entry.name !== word)
-          .sort((a, b) => Number(b.name.toLowerCase().startsWith(lower)) - Number(a.name.toLowerCase().startsWith(lower)))
+          .filter(({ name }) => name.toLowerCase().includes(lower) && name !== word)
+          .sort((left, right) => rank(left) - rank(right))
           .slice(0, MOST_SUGGESTIONS)
       : [];
     this.start = start;
@@ -170,10 +165,8 @@ export class QueryBox {
 }
 
 function entries(app, names) {
-  const values = app.fields.flatMap((field) =>
-    field.values.map((value) => ({ name: `${field.name} = '${value}'`, help: field.help })),
-  );
-  return [...names, ...app.fields, ...app.words, ...values];
+  const values = app.names.flatMap(({ name, help, values: known }) => known.map((value) => ({ name: `${name} = '${value}'`, help })));
+  return [...names, ...app.names, ...values];
 }
 
 /** `query` and one more term. Terms of the same field that stand alone at the end are replaced: a second click moves the range. */

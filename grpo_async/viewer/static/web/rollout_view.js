@@ -1,81 +1,67 @@
-/* One rollout, turn by turn: its tokens in colours, its tool calls folded, its figures beside. */
+/* One rollout, turn by turn: its tokens in colours, its tool calls folded, its statistics beside. */
 
-import { get } from "./api.js";
-import { badge, copyButton, figure, fill, h, number, oneLine, percent, plural, seconds, signed, span, text, visible, when } from "./dom.js";
-import { longText, message, named, toolCall } from "./said.js";
-import { address, note, place } from "./routes.js";
+import { address, get, note, place } from "./api.js";
+import {
+  badge, button, copyButton, copyLink, fill, h, heading, hint, link, named, number, oneLine, percent, plural, seconds, select, signed,
+  spacer, span, statistics, supersededBadge, text, visible,
+} from "./dom.js";
+import { longText, message, promptOf, toolCall } from "./messages.js";
 import { Tokens, turnPlaces } from "./tokens.js";
 
-export async function rolloutView({ app, main, parameters, signal }) {
+const FEW_TOKENS = 60; // of a tool's answer, which then stands unfolded
+
+export async function rolloutView({ main, parameters, signal }) {
   const { run, id, seq, superseded } = parameters;
   const { group, rollout, summaries, tokens: data } = await get("rollout", { run, id, seq, superseded }, signal);
   const at = summaries.findIndex((each) => each.rollout_id === rollout.rollout_id);
   const summary = summaries[at];
   const tokens = new Tokens(data, rollout.advantage);
   const modes = data.modes.map((each) => each.name);
-  const state = {
-    color: modes.includes(parameters.color) ? parameters.color : defaultMode(data, rollout),
-    show: parameters.show === "messages" ? "messages" : "tokens",
-  };
-  const prompt = rollout.prompt_messages || group.messages;
-  const body = h("div", { class: "turns" });
-  const colours = h("div", { class: "token-tools" });
+  // advantage says most where there is one; without, how likely the tokens were
+  let color = modes.includes(parameters.color) ? parameters.color : rollout.advantage === null ? "probability" : "advantage";
+  let isMessages = parameters.show === "messages";
+  const prompt = promptOf(group, rollout);
+  const body = h("div", {});
+  const tools = h("div", { class: "row token-tools" });
   let turnChosen = -1;
 
-  const remember = () => note("rollout", { run, id, seq, superseded, color: state.color, show: state.show === "tokens" ? null : state.show });
-
-  function colourBy(mode) {
-    state.color = mode;
+  const remember = () => note("rollout", { run, id, seq, superseded, color, show: isMessages ? "messages" : null });
+  const colourBy = (mode) => {
+    color = colours.value = mode;
     tokens.colour(mode);
-    select.value = mode;
     remember();
-  }
-
-  const select = h(
-    "select",
-    { id: "color", on: { change: (event) => colourBy(event.target.value) } },
-    data.modes.map((mode) => h("option", { value: mode.name }, mode.label)),
-  );
+  };
+  const colours = select({ id: "color" }, data.modes.map((mode) => [mode.name, mode.label]), color, colourBy);
+  const showMessages = (wanted) => {
+    isMessages = wanted;
+    remember();
+    drawBody();
+  };
 
   function drawBody() {
-    const isTokens = state.show === "tokens";
     tokens.hide(); // the token that it is about goes
-    fill(
-      colours,
-      h(
-        "div",
-        { class: "segments", role: "group", "aria-label": "Show" },
-        ["tokens", "messages"].map((name) =>
-          h(
-            "button",
-            { type: "button", "aria-pressed": String(state.show === name), on: { click: () => ((state.show = name), remember(), drawBody()) } },
-            name === "tokens" ? "Tokens" : "Messages",
-          ),
-        ),
-      ),
-      isTokens ? [h("label", { for: "color" }, "Colour by"), select, tokens.legend] : null,
-    );
-    if (isTokens) {
+    const toggle = (label, wanted) => button(label, () => showMessages(wanted), { class: "chip", "aria-pressed": String(isMessages === wanted) });
+    const legend = isMessages ? null : [h("label", { for: "color" }, "Colour by"), colours, tokens.legend];
+    fill(tools, toggle("Tokens", false), toggle("Messages", true), legend);
+    if (isMessages) {
+      fill(body, [...prompt, ...rollout.messages].map(message), rollout.turns.flatMap((turn) => turn.tool_calls).map(toolCall));
+    } else {
       tokens.spans.clear();
       fill(body, drawTurns());
-      tokens.colour(state.color);
-      select.value = state.color;
-    } else {
-      fill(body, [...prompt, ...rollout.messages].map(message), rollout.turns.flatMap((turn) => turn.tool_calls).map(toolCall));
+      tokens.colour(color);
     }
   }
 
   function drawTurns() {
     const places = turnPlaces(rollout.turns, data.mask);
+    const read = data.prompt_texts && data.prompt_texts.join("");
     return [
       h(
         "details",
-        { class: "turn prompt-turn", open: prompt.length === 1 && prompt[0].content.length < 600 },
-        h("summary", {}, h("h2", {}, "Prompt"), h("span", { class: "hint" }, plural(data.prompt_ids.length, "token"))),
+        { class: "panel turn", open: prompt.length === 1 && prompt[0].content.length < 600 },
+        h("summary", {}, h("h2", {}, "Prompt ", hint(plural(data.prompt_ids.length, "token")))),
         prompt.map(message),
-        data.prompt_texts
-          ? h("details", { class: "inner" }, h("summary", {}, "As the model read it"), h("pre", { class: "said" }, visible(data.prompt_texts.join(""))), copyButton("text", () => data.prompt_texts.join("")))
-          : null,
+        read && h("details", { class: "small" }, h("summary", {}, "As the model read it"), h("pre", { class: "said" }, visible(read)), copyButton("text", () => read)),
       ),
       data.texts_missing ? h("p", { class: "hint" }, data.texts_missing) : null,
       rollout.turns.map((turn, index) => drawTurn(turn, index, places[index])),
@@ -83,156 +69,123 @@ export async function rolloutView({ app, main, parameters, signal }) {
     ];
   }
 
-  function drawTurn(turn, index, place) {
-    const tools = place.last - place.sampled;
+  function drawTurn(turn, index, { first, sampled, last }) {
+    const level = turn.finish_reason === "stop" ? "" : "warning";
     return h(
       "section",
-      { class: "turn", id: `turn-${index}`, "aria-label": `turn ${index + 1}` },
+      { class: "panel turn", id: `turn-${index}`, "aria-label": `turn ${index + 1}` },
       h(
         "header",
-        {},
+        { class: "row small" },
         h("h2", {}, `Turn ${index + 1}`),
-        h("span", { class: "hint" }, plural(turn.num_tokens, "token")),
-        h("span", { class: `badge ${turn.finish_reason === "stop" ? "" : "badge-truncated"}`, title: "why its generation ended" }, turn.finish_reason),
-        h("span", { class: "hint" }, `generated in ${seconds(turn.generation_duration_s)}`),
-        turn.tool_calls.length ? h("span", { class: "hint" }, `tools ${seconds(turn.tool_execution_duration_s)}`) : null,
-        h("span", { class: "spacer" }),
-        data.texts ? copyButton("text", () => data.texts.slice(place.first, place.sampled).join("")) : null,
+        hint(plural(turn.num_tokens, "token")),
+        h("span", { class: `badge ${level}`, title: "why its generation ended" }, turn.finish_reason),
+        hint(`generated in ${seconds(turn.generation_duration_s)}`),
+        turn.tool_calls.length ? hint(`tools ${seconds(turn.tool_execution_duration_s)}`) : null,
+        spacer(),
+        data.texts ? copyButton("text", () => data.texts.slice(first, sampled).join("")) : null,
       ),
-      turn.parse_error ? h("p", { class: "problem said" }, `Not searched for tool calls: ${oneLine(turn.parse_error, 400)}`) : null,
-      tokens.block(place.first, place.sampled, `tokens of turn ${index + 1}`),
+      turn.parse_error ? h("p", { class: "level bad said" }, `Not searched for tool calls: ${oneLine(turn.parse_error, 400)}`) : null,
+      tokens.block(first, sampled, `tokens of turn ${index + 1}`),
       turn.tool_calls.map(toolCall),
-      tools
+      last > sampled
         ? h(
             "details",
-            { class: "inner", open: tools <= 60 },
-            h("summary", {}, `${plural(tools, "token")} that followed, not sampled by the policy`),
-            tokens.block(place.sampled, place.last, `tokens after turn ${index + 1}`),
+            { class: "small", open: last - sampled <= FEW_TOKENS },
+            h("summary", { class: "hint" }, `${plural(last - sampled, "token")} that followed, not sampled by the policy`),
+            tokens.block(sampled, last, `tokens after turn ${index + 1}`),
           )
         : null,
     );
   }
 
-  const neighbour = (step) => summaries[at + step] && address("rollout", { run, id: summaries[at + step].rollout_id, seq: group.seq, superseded, color: state.color });
-  const goTo = (step) => {
-    const link = neighbour(step);
-    if (link) {
-      location.hash = link;
+  const goTo = (by) => {
+    const neighbour = summaries[at + by];
+    if (neighbour) {
+      location.hash = address("rollout", { run, id: neighbour.rollout_id, seq: group.seq, superseded, color });
     }
   };
   const moveTurn = (by) => {
     turnChosen = Math.max(0, Math.min(rollout.turns.length - 1, turnChosen + by));
-    const turn = document.getElementById(`turn-${turnChosen}`);
-    if (turn) {
-      turn.scrollIntoView({ block: "start" });
-    }
+    document.getElementById(`turn-${turnChosen}`)?.scrollIntoView({ block: "start" });
   };
+  const groupAddress = address("group", { run, id: group.group_id, seq: group.seq, superseded });
 
   fill(
     main,
-    h(
-      "div",
-      { class: "heading" },
-      h("h1", {}, "Rollout ", text(rollout.rollout_id)),
+    heading(
+      ["Rollout ", text(rollout.rollout_id)],
       badge(rollout.status),
-      summary.superseded ? h("span", { class: "badge" }, "superseded") : null,
-      h("span", { class: "hint" }, "of ", h("a", { href: address("group", { run, id: group.group_id, seq: group.seq, superseded }) }, `group ${group.group_id}`), " ", badge(group.status)),
-      h("span", { class: "spacer" }),
-      h(
-        "span",
-        { class: "neighbours" },
-        h("button", { type: "button", disabled: at <= 0, title: "the one before in its group ([)", on: { click: () => goTo(-1) } }, "‹"),
-        ` ${at + 1} of ${summaries.length} `,
-        h("button", { type: "button", disabled: at >= summaries.length - 1, title: "the next in its group (])", on: { click: () => goTo(1) } }, "›"),
-      ),
-      copyButton("link", () => location.href),
+      supersededBadge(summary),
+      hint("of ", link(groupAddress, `group ${group.group_id}`), " ", badge(group.status)),
+      spacer(),
+      button("‹", () => goTo(-1), { disabled: at <= 0, title: "the one before in its group ([)" }),
+      `${at + 1} of ${summaries.length}`,
+      button("›", () => goTo(1), { disabled: at >= summaries.length - 1, title: "the next in its group (])" }),
+      copyLink(),
     ),
-    rollout.error ? h("div", { class: "problem" }, longText(rollout.error)) : null,
-    h("div", { class: "columns" }, h("div", { class: "column-main" }, colours, body), aside()),
+    rollout.error ? h("div", { class: "level bad" }, longText(rollout.error)) : null,
+    h("div", { class: "columns" }, h("div", {}, tools, body), aside({ run, superseded, group, rollout, summary, summaries, ids: data.completion_ids })),
     tokens.tip,
   );
   drawBody();
 
-  function aside() {
-    return h(
-      "aside",
-      { class: "panel figures-panel", "aria-label": "Figures" },
-      h(
-        "dl",
-        { class: "figures" },
-        figure("reward", number(rollout.reward)),
-        figure("advantage", signed(rollout.advantage)),
-        figure("step", number(group.step)),
-        figure("group's mean", number(summary.group_reward_mean)),
-      ),
-      section("Reward by part", named(rollout.rewards, (value) => number(value))),
-      section("Tokens", figuresOf(summary)),
-      section("Time", named({ started: when(summary.started_at), total: seconds(rollout.total_duration_s), generation: seconds(summary.generation_duration_s), tools: seconds(summary.tool_duration_s) }, String)),
-      section("Noted by rewards", named(rollout.extra)),
-      section("Columns of the data", named(group.columns)),
-      h(
-        "p",
-        { class: "links" },
-        h("a", { href: address("prompt", { run, hash: summary.prompt_hash, superseded }) }, "Same prompt in other steps"),
-        summaries.length > 1 ? h("a", { href: address("compare", { run, a: place(run, rollout.rollout_id, group.seq), b: place(run, other().rollout_id, group.seq) }) }, "Compare with another") : null,
-        copyButton("ids", () => JSON.stringify(data.ids)),
-      ),
-    );
-  }
-
-  /** The one to compare with: the best of the others. */
-  function other() {
-    const rest = summaries.filter((_, index) => index !== at);
-    return rest.sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity))[0];
-  }
-
   return {
     title: `Rollout ${oneLine(rollout.rollout_id, 60)}`,
     keys: {
-      c: () => {
-        if (state.show === "tokens") {
-          colourBy(modes[(modes.indexOf(state.color) + 1) % modes.length]);
-        }
-      },
-      m: () => {
-        state.show = state.show === "tokens" ? "messages" : "tokens";
-        remember();
-        drawBody();
-      },
+      c: () => !isMessages && colourBy(modes[(modes.indexOf(color) + 1) % modes.length]),
+      m: () => showMessages(!isMessages),
       "[": () => goTo(-1),
       "]": () => goTo(1),
       j: () => moveTurn(1),
       k: () => moveTurn(-1),
     },
-    up: () => address("group", { run, id: group.group_id, seq: group.seq, superseded }),
+    up: () => groupAddress,
   };
 }
 
-function section(title, content) {
-  return content ? h("section", {}, h("h3", {}, title), content) : null;
-}
-
-function figuresOf(summary) {
-  return named(
-    {
-      sampled: number(summary.num_tokens),
-      "with tool results": number(summary.num_completion_tokens),
-      prompt: number(summary.num_prompt_tokens),
-      "policy versions": span(summary.version_min, summary.version_max),
-      staleness: number(summary.staleness),
-      "mean logprob": number(summary.logprob_mean),
-      "lowest logprob": number(summary.logprob_min),
-      "mean entropy": number(summary.entropy_mean),
-      "importance weight": summary.ratio_mean === null ? "–" : `${number(summary.ratio_mean)} (${number(summary.ratio_min, 2)} to ${number(summary.ratio_max, 2)})`,
-      mismatch: number(summary.mismatch_mean),
-      clipped: percent(summary.clipped_share),
-      "masked out": percent(summary.masked_share),
-    },
-    String,
+/** Statistics of a rollout, and where to go from it. */
+function aside({ run, superseded, group, rollout, summary, summaries, ids }) {
+  const section = (title, content) => (content ? h("section", {}, h("h3", {}, title), content) : null);
+  const others = summaries.filter((each) => each !== summary).sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+  const here = place(run, rollout.rollout_id, group.seq);
+  const best = others[0] && place(run, others[0].rollout_id, group.seq); // of the others
+  const lengths = {
+    sampled: number(summary.num_tokens),
+    "with tool results": number(summary.num_completion_tokens),
+    prompt: number(summary.num_prompt_tokens),
+    "policy versions": span(summary.version_min, summary.version_max),
+    staleness: number(summary.staleness),
+    "mean logprob": number(summary.logprob_mean),
+    "lowest logprob": number(summary.logprob_min),
+    "mean entropy": number(summary.entropy_mean),
+    "importance weight": `${number(summary.ratio_mean)} (${number(summary.ratio_min, 2)} to ${number(summary.ratio_max, 2)})`,
+    mismatch: number(summary.mismatch_mean),
+    clipped: percent(summary.clipped_share),
+    "masked out": percent(summary.masked_share),
+  };
+  const times = {
+    started: summary.started_at ? new Date(1000 * summary.started_at).toLocaleString() : "–",
+    total: seconds(rollout.total_duration_s),
+    generation: seconds(summary.generation_duration_s),
+    tools: seconds(summary.tool_duration_s),
+  };
+  return h(
+    "aside",
+    { class: "panel", "aria-label": "Statistics" },
+    statistics([
+      ["reward", number(rollout.reward)],
+      ["advantage", signed(rollout.advantage)],
+      ["step", number(group.step)],
+      ["group's mean", number(summary.group_reward_mean)],
+    ]),
+    section("Reward by part", named(rollout.rewards, (value) => number(value))),
+    section("Tokens", named(lengths, String)),
+    section("Time", named(times, String)),
+    section("Noted by rewards", named(rollout.extra)),
+    section("Columns of the data", named(group.columns)),
+    h("p", {}, link(address("prompt", { run, hash: summary.prompt_hash, superseded }), "Same prompt in other steps")),
+    best ? h("p", {}, link(address("compare", { run, a: here, b: best }), "Compare with another")) : null,
+    copyButton("ids", () => JSON.stringify(ids)),
   );
-}
-
-/** Advantage says most where there is one; without, how likely the tokens were. */
-function defaultMode(data, rollout) {
-  return rollout.advantage === null ? "probability" : "advantage";
 }

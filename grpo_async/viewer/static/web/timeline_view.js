@@ -1,76 +1,60 @@
 /* Who did what when: the window of the timeline that the address names, drawn by timeline.js. Narrow windows are fetched with
    finer spans; a click on a rollout opens it. */
 
-import { get } from "./api.js";
-import { copyButton, empty, fill, h, number, oneLine, percent, seconds } from "./dom.js";
-import { address, go, note } from "./routes.js";
+import { address, get, go, note } from "./api.js";
+import { button, copyLink, empty, fill, h, hiddenHeading, hint, number, oneLine, percent, seconds, spacer, table } from "./dom.js";
 
 const BELOW = 70; // px under the canvas: its own line of help, and the page's margin
-const WORTH_A_LINE = 0.01; // of the window
 
 export async function timelineView({ app, main, parameters, signal }) {
   const { run } = parameters;
+  const title = "Timeline";
   const columns = Math.max(300, Math.round(main.clientWidth));
-  const ask = (from, to) => get("timeline", { run, start: from, end: to, columns }, signal);
+  const ask = (start, end) => get("timeline", { run, start, end, columns }, signal);
   const whole = await ask();
   if (!whole.spans) {
-    fill(
-      main,
-      h("h1", { class: "visually-hidden" }, "Timeline"),
-      empty("No timeline.", "A run writes events.jsonl where record.timeline.enabled is true; evaluations have none of their own."),
-    );
-    return { title: "Timeline" };
+    const why = "A run writes events.jsonl where record.timeline.enabled is true; evaluations have none of their own.";
+    fill(main, hiddenHeading(title), empty("No timeline.", why));
+    return { title };
   }
   const place = h("div", { class: "timeline" });
-  const waits = h("details", { class: "waits" }, h("summary", {}, "Who waited for whom"));
-  const words = h("span", {});
-  const merged = h("span", { class: "hint" });
-  fill(
-    main,
-    h("h1", { class: "visually-hidden" }, "Timeline"),
-    h("div", { class: "heading" }, words, h("button", { type: "button", on: { click: () => view.show(whole.first, whole.last) } }, "All"), merged, h("span", { class: "spacer" }), copyButton("link", () => location.href)),
-    waits,
-    place,
-  );
+  const waits = h("details", { class: "waits" });
+  const where = h("span", {});
+  const merged = hint();
+  const all = button("All", () => view.show(whole.first, whole.last));
+  fill(main, hiddenHeading(title), h("div", { class: "row heading" }, where, all, merged, spacer(), copyLink()), waits, place);
   let asked = 0;
 
-  async function sayWaits(start, end) {
-    const mine = asked;
-    try {
-      const found = await get("usage", { run, start, end }, signal);
-      if (mine === asked) {
-        drawWaits(waits, found);
-      }
-    } catch (error) {
-      if (mine === asked && error.name !== "AbortError") {
-        fill(waits, h("summary", {}, `Who waited for whom: ${error.message}`));
-      }
+  const round = (value) => Math.round(1000 * value) / 1000;
+  const length = whole.last - whole.first;
+
+  /** What a window is, and what cannot be told apart in it. */
+  function describe(start, end, { num_merged: many, num_left_out: more }) {
+    where.textContent = `${seconds(Math.max(0, start - whole.first))} to ${seconds(end - whole.first)} of ${seconds(length)}`;
+    merged.textContent = many + more ? `${number(many + more)} of the spans are too narrow to be told apart here` : "";
+  }
+
+  async function describeWaits(start, end, mine) {
+    const found = await get("usage", { run, start, end }, signal).catch((error) => error);
+    if (mine === asked && found.name !== "AbortError") {
+      drawWaits(waits, found);
     }
-  }
-
-  function say(start, end) {
-    words.textContent = `${seconds(Math.max(0, start - whole.first))} to ${seconds(end - whole.first)} of ${seconds(whole.last - whole.first)}`;
-  }
-
-  function sayHidden(found) {
-    const hidden = found.num_merged + found.num_left_out;
-    merged.textContent = hidden ? `${number(hidden)} of the spans are too narrow to be told apart here` : "";
   }
 
   async function look(start, end) {
     const wanted = { run, from: round(start - whole.first), to: round(end - whole.first) };
-    const isWhole = wanted.from <= 0 && wanted.to >= round(whole.last - whole.first);
-    note("timeline", isWhole ? { run } : wanted);
-    app.list = address("timeline", isWhole ? { run } : wanted);
-    say(start, end);
+    const isWhole = wanted.from <= 0 && wanted.to >= round(length);
+    const here = isWhole ? { run } : wanted;
+    note("timeline", here);
+    app.list = address("timeline", here);
     asked += 1;
     const mine = asked;
-    sayWaits(start, end);
+    describeWaits(start, end, mine);
     const margin = end - start; // so that a small move finds what it needs
     const found = isWhole ? whole : await ask(start - margin, end + margin);
     if (mine === asked && !signal.aborted) {
       view.update({ ...found, first: whole.first, last: whole.last });
-      sayHidden(found);
+      describe(start, end, found);
     }
   }
 
@@ -79,54 +63,32 @@ export async function timelineView({ app, main, parameters, signal }) {
     onRollout: (id) => go("rollout", { run, id }),
     onWindow: (start, end) => look(start, end).catch(() => {}),
   });
-  say(whole.first, whole.last);
-  sayHidden(whole);
   app.list = address("timeline", parameters);
   if (parameters.from === undefined || parameters.to === undefined) {
-    sayWaits(whole.first, whole.last);
+    describe(whole.first, whole.last, whole);
+    describeWaits(whole.first, whole.last, asked);
   } else {
     const [start, end] = [whole.first + Number(parameters.from), whole.first + Number(parameters.to)];
     view.show(start, end);
     await look(start, end);
   }
-  return { title: "Timeline", leave: () => view.destroy() };
+  return { title, leave: () => view.destroy() };
 }
 
-/** The figures of a window, the largest share in the line that is always seen. `found`: of /api/usage. */
+/** Who waited for whom in a window, the main rows in the line that is always seen. `found`: of /api/usage, or an error. */
 function drawWaits(place, found) {
-  if (found.wall_s === null) {
-    const many = found.num_events ? `${number(found.num_events)} events are too many to look at; zoom in` : "nothing ran here";
-    fill(place, h("summary", {}, `Who waited for whom: ${many}`));
+  const summary = (what) => h("summary", {}, `Who waited for whom: ${what}`);
+  if (found instanceof Error) {
+    fill(place, summary(found.message));
     return;
   }
-  const share = (part, of = found.wall_s) => (of > 0 ? percent(part / of) : "–");
-  const rows = [
-    ["the trainer waited for samples", found.trainer_waits_s],
-    ["– of it, while requests were generated", found.trainer_waits_generating_s],
-    ["no request was at a server", found.generation_idle_s],
-    ...Object.entries(found.generation_idle_by)
-      .filter(([, spent]) => spent >= WORTH_A_LINE * found.wall_s)
-      .sort((a, b) => b[1] - a[1])
-      .map(([name, spent]) => [`– of it, during the trainer's “${oneLine(name, 40)}”`, spent]),
-    ["training and generating at once", found.both_s],
-    ...found.waits.map((wait) => [`one wait: ${oneLine(wait.name, 40)}, ${oneLine(wait.lane, 40)}`, wait.end - wait.start]),
-  ];
-  fill(
-    place,
-    h("summary", {}, `Who waited for whom: the trainer ${share(found.trainer_waits_s)} of the time for samples; the servers had nothing to do in ${share(found.generation_idle_s)}`),
-    h(
-      "div",
-      { class: "scroll-x" },
-      h(
-        "table",
-        { class: "plain" },
-        h("thead", {}, h("tr", {}, ["of this window", "time", "share"].map((name, index) => h("th", { scope: "col", class: index ? "numeric" : null }, name)))),
-        h("tbody", {}, rows.map(([name, spent]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: "numeric" }, seconds(spent)), h("td", { class: "numeric" }, share(spent))))),
-      ),
-    ),
-  );
-}
-
-function round(value) {
-  return Math.round(1000 * value) / 1000;
+  if (found.wall_s === null) {
+    fill(place, summary(found.num_events ? `${number(found.num_events)} events are too many to look at; zoom in` : "nothing ran here"));
+    return;
+  }
+  const fraction = (part) => (found.wall_s > 0 ? percent(part / found.wall_s) : "–");
+  const waits = found.waits.map((wait) => [`one wait: ${oneLine(wait.name, 40)}, ${oneLine(wait.lane, 40)}`, wait.end - wait.start]);
+  const rows = [...found.rows, ...waits].map(([what, spent]) => [what, seconds(spent), fraction(spent)]);
+  const first = found.rows.filter(([what]) => !what.startsWith("–")).map(([what, spent]) => `${what}: ${fraction(spent)}`);
+  fill(place, summary(first.join(", ")), table(["of this window", "#time", "#fraction"], rows, { isNamed: true }));
 }

@@ -1,4 +1,4 @@
-/* Tokens in their colours, and a box with every figure of the one under the pointer or the focus. */
+/* Tokens in their colours, and a box with every value of the one under the pointer or the focus. */
 
 import { fill, h, number, visible } from "./dom.js";
 
@@ -12,17 +12,21 @@ export class Tokens {
     this.mode = data.modes[0].name;
     this.chosen = null;
     this.spans = new Map();
-    this.tip = h("div", { id: "token-figures", class: "tip", role: "tooltip", hidden: true });
+    this.tip = h("div", { id: "token-values", class: "floating tip", role: "tooltip", hidden: true });
     this.legend = h("ul", { class: "legend", "aria-label": "Colours" });
-  }
-
-  get length() {
-    return this.data.ids.length;
   }
 
   /** The tokens from `first` up to `last`, as blocks of spans. */
   block(first, last, label) {
-    const box = h("div", { class: "tokens", role: "group", "aria-label": label });
+    const on = {
+      pointerover: (event) => this.onEnter(event.target),
+      pointerleave: () => this.hide(),
+      focusin: (event) => this.onEnter(event.target),
+      focusout: () => this.hide(),
+      click: (event) => event.target.dataset.token && event.target.focus(),
+      keydown: (event) => this.onKey(event),
+    };
+    const box = h("div", { class: "tokens", role: "group", "aria-label": label, on });
     for (let start = first; start < last; start += CHUNK) {
       const chunk = h("div", { class: "token-chunk" });
       for (let index = start; index < Math.min(last, start + CHUNK); index += 1) {
@@ -30,52 +34,39 @@ export class Tokens {
       }
       box.append(chunk);
     }
-    box.addEventListener("pointerover", (event) => this.onEnter(event.target));
-    box.addEventListener("pointerleave", () => this.hide());
-    box.addEventListener("focusin", (event) => this.onEnter(event.target));
-    box.addEventListener("focusout", () => this.hide());
-    box.addEventListener("click", (event) => event.target.dataset.token && event.target.focus());
-    box.addEventListener("keydown", (event) => this.onKey(event));
     return box;
   }
 
   span(index) {
-    const { texts, ids } = this.data;
-    const shown = texts ? texts[index].replace(/\n/g, "↵\n") : `${ids[index]} `;
-    const isFirst = this.spans.size === 0;
-    const span = h("span", { class: this.classOf(index), "data-token": index, tabindex: isFirst ? "0" : "-1", "aria-describedby": "token-figures" }, shown === "" ? "∅" : shown);
+    const { texts, completion_ids: ids } = this.data;
+    const shown = texts ? texts[index].replace(/\n/g, "↵\n") || "∅" : `${ids[index]} `;
+    const tabindex = this.spans.size === 0 ? "0" : "-1";
+    const span = h("span", { class: this.classOf(index), "data-token": index, tabindex, "aria-describedby": "token-values" }, shown);
     this.spans.set(index, span);
     return span;
   }
 
   classOf(index) {
-    const place = this.data.classes[this.mode][index];
-    return `token token-${this.data.palette[place]}`;
+    return `token token-${this.data.palette[this.data.classes[this.mode][index]]}`;
   }
 
   colour(mode) {
     this.mode = mode;
-    for (const [index, span] of this.spans) {
-      span.className = this.classOf(index);
-    }
+    this.spans.forEach((span, index) => (span.className = this.classOf(index)));
     const { legend } = this.data.modes.find((each) => each.name === mode);
-    fill(
-      this.legend,
-      legend.map((entry) => h("li", {}, h("span", { class: `swatch token-${entry.name}` }), entry.text)),
-    );
+    fill(this.legend, legend.map((entry) => h("li", {}, h("span", { class: `swatch token-${entry.name}` }), entry.text)));
   }
 
   onEnter(target) {
-    const index = target.dataset && target.dataset.token;
-    if (index !== undefined) {
-      this.show(Number(index), target);
+    if (target.dataset.token !== undefined) {
+      this.show(Number(target.dataset.token), target);
     }
   }
 
   onKey(event) {
     const index = Number(event.target.dataset.token);
-    const next = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: this.length - 1 }[event.key];
-    const span = this.spans.get(next);
+    const last = this.data.completion_ids.length - 1;
+    const span = this.spans.get({ ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: last }[event.key]);
     if (event.key === "Escape") {
       event.target.blur();
     } else if (span) {
@@ -91,73 +82,57 @@ export class Tokens {
   }
 
   show(index, span) {
-    fill(this.tip, this.figures(index));
+    this.hide();
+    fill(this.tip, this.values(index));
     this.tip.hidden = false;
-    if (this.chosen) {
-      this.chosen.classList.remove("at");
-    }
     this.chosen = span;
     span.classList.add("at");
     const place = span.getClientRects()[0] || span.getBoundingClientRect();
     const [width, height] = [this.tip.offsetWidth, this.tip.offsetHeight];
-    const left = Math.max(8, Math.min(place.left, window.innerWidth - width - 8));
-    const below = place.bottom + 6;
-    const top = below + height > window.innerHeight - 8 && place.top - height - 6 > 0 ? place.top - height - 6 : below;
-    this.tip.style.left = `${left}px`;
-    this.tip.style.top = `${top}px`;
+    const [below, above] = [place.bottom + 6, place.top - height - 6];
+    this.tip.style.left = `${Math.max(8, Math.min(place.left, window.innerWidth - width - 8))}px`;
+    this.tip.style.top = `${below + height > window.innerHeight - 8 && above > 0 ? above : below}px`;
   }
 
   hide() {
     this.tip.hidden = true;
-    if (this.chosen) {
-      this.chosen.classList.remove("at");
-    }
+    this.chosen?.classList.remove("at");
     this.chosen = null;
   }
 
-  figures(index) {
+  values(index) {
     const { data } = this;
     const at = (list) => (list ? list[index] : null);
-    const sampler = at(data.logprobs);
-    const trainer = at(data.trainer_logprobs);
-    const isTrained = data.mask[index] === 1;
-    const name = data.texts ? JSON.stringify(data.texts[index]) : `token ${data.ids[index]}`;
-    const known = (value, digits = 4) => (value === null || value === undefined ? "–" : number(value, digits));
-    const rows = [
-      ["id", String(data.ids[index])],
-      ["place", `${index} of ${this.length}`],
-      ["sampled by policy", isTrained ? "yes" : "no: template, tool or environment"],
-    ];
-    if (isTrained) {
-      rows.push(
-        ["policy version", String(data.versions[index])],
-        ["sampler logprob", known(sampler)],
-        ["sampler probability", sampler === null ? "–" : known(Math.exp(sampler))],
-        ["trainer logprob", known(trainer)],
-        ["log ratio, trainer − sampler", trainer === null || sampler === null ? "–" : known(trainer - sampler)],
-        ["proximal logprob", known(at(data.proximal_logprobs))],
-        ["importance weight", known(at(data.weights))],
-        ["entropy, nats", known(at(data.entropies))],
-        ["advantage", known(this.advantage)],
-        ["marks", this.marks(index)],
-      );
+    const known = (value) => number(value, 4);
+    const [sampler, trainer] = [at(data.logprobs), at(data.trainer_logprobs)];
+    const isSampled = data.mask[index] === 1;
+    const name = data.texts ? JSON.stringify(data.texts[index]) : `token ${data.completion_ids[index]}`;
+    const rows = {
+      id: String(data.completion_ids[index]),
+      place: `${index} of ${data.completion_ids.length}`,
+      "sampled by policy": isSampled ? "yes" : "no: template, tool or environment",
+    };
+    if (isSampled) {
+      Object.assign(rows, {
+        "policy version": String(data.versions[index]),
+        "sampler logprob": known(sampler),
+        "sampler probability": known(sampler === null ? null : Math.exp(sampler)),
+        "trainer logprob": known(trainer),
+        "log ratio, trainer − sampler": known(trainer === null || sampler === null ? null : trainer - sampler),
+        "proximal logprob": known(at(data.proximal_logprobs)),
+        "importance weight": known(at(data.weights)),
+        "entropy, nats": known(at(data.entropies)),
+        advantage: known(this.advantage),
+        marks: this.marks(index),
+      });
     }
-    return [
-      h("p", { class: "tip-text" }, visible(name)),
-      h(
-        "dl",
-        {},
-        rows.map(([label, value]) => [h("dt", {}, label), h("dd", {}, value)]),
-      ),
-    ];
+    const pairs = Object.entries(rows).map(([label, value]) => [h("dt", {}, label), h("dd", {}, value)]);
+    return [h("strong", { class: "said" }, visible(name)), h("dl", {}, pairs)];
   }
 
   marks(index) {
     const { marks, mark_words: words } = this.data;
-    if (!marks || marks[index] === null) {
-      return "not recorded";
-    }
-    return (words[marks[index]] || []).join(", ") || "none";
+    return !marks || marks[index] === null ? "not recorded" : words[marks[index]].join(", ") || "none";
   }
 }
 

@@ -1,4 +1,4 @@
-"""Windows of a timeline that may be hundreds of megabytes: start, end and place of every event in memory, the rest on disk."""
+"""Metrics and timeline of a run, read on while the run writes them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,46 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import orjson
+
+from grpo_async.findings.evidence import numbers
 from grpo_async.tracking.timeline_file import Event, parse_event
 from grpo_async.utils.growing_file import GrowingFile
-from grpo_async.viewer.timeline_data import drawing
-from grpo_async.viewer.timeline_usage import usage
+from grpo_async.viewer.timeline import drawing, usage
 
 _MOST_EVENTS = 100_000  # of one window: more would take seconds to lay out
 
 
+class MetricLog:
+    """metrics.jsonl. Safe in several threads.
+
+    A step that occurs twice (the run went on from an earlier checkpoint) counts as it was written last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        self._rows: dict[int, dict[str, float]] = {}
+        self._file = GrowingFile(path, self._rows.clear)
+
+    def rows(self) -> dict[int, dict[str, float]]:
+        """The finite numbers of each step, ascending by step."""
+        with self._lock:
+            for _, line in self._file.new_lines():
+                try:
+                    content = orjson.loads(line)
+                except orjson.JSONDecodeError:
+                    continue
+                step = content.get("step") if isinstance(content, dict) else None
+                if isinstance(step, int):
+                    while self._rows and next(reversed(self._rows)) > step:
+                        self._rows.popitem()  # a step of a branch that was left
+                    self._rows[step] = numbers(content)
+            return dict(self._rows)
+
+
 class EventIndex:
-    """Over one events.jsonl, there or not yet. Safe in several threads."""
+    """events.jsonl, there or not yet, which may be hundreds of megabytes: start, end and place of every event in memory, the rest
+    on disk. Safe in several threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,9 +57,7 @@ class EventIndex:
 
     def window(self, start: float | None, end: float | None, *, columns: int) -> dict[str, Any]:
         """What static/timeline.js draws between `start` and `end` (unix seconds; None: open) on `columns` pixels, as
-        `timeline_data.Drawing.as_dict` has it; also `num_left_out`: shorter events that did not fit.
-        {"spans": None} without events.
-        """
+        `timeline.drawing` has it; also `num_left_out`: shorter events that did not fit. {"spans": None} without events."""
         with self._lock:
             self._read_on()
             if not self._starts:
@@ -40,13 +68,13 @@ class EventIndex:
             if len(inside) > _MOST_EVENTS:
                 chosen = sorted(heapq.nlargest(_MOST_EVENTS, inside, key=lambda i: self._ends[i] - self._starts[i]))
             events = self._events(chosen)
-        drawn = drawing(events, start=low, end=high, columns=columns)
-        found = {"start": low, "end": high, "spans": [], "num_merged": 0} if drawn is None else drawn.as_dict()
+        nothing = {"start": low, "end": high, "spans": [], "num_merged": 0, "titles": {}}
+        found = drawing(events, start=low, end=high, columns=columns) or nothing
         return {**found, "first": first, "last": last, "num_left_out": len(inside) - len(chosen)}
 
     def usage(self, start: float | None, end: float | None) -> dict[str, Any]:
-        """Who waited for whom in a window: the fields of `timeline_usage.Usage` but its `names`; {"wall_s": None} without a span
-        in it, {"wall_s": None, "num_events": n} where it has more than can be looked at."""
+        """Who waited for whom in a window: `wall_s`, `rows` and `waits` of `timeline.Usage`; {"wall_s": None} without a span in it,
+        {"wall_s": None, "num_events": n} where it has more than can be looked at."""
         with self._lock:
             self._read_on()
             if not self._starts:
@@ -59,7 +87,7 @@ class EventIndex:
         found = usage([event for event in cut if event.end > event.start])
         if found is None:
             return {"wall_s": None}
-        return {name: getattr(found, name) for name in found.__dataclass_fields__ if name != "names"}
+        return {"wall_s": found.wall_s, "rows": found.rows, "waits": found.waits}
 
     def _inside(self, start: float | None, end: float | None) -> tuple[float, float, list[int]]:
         """The window, within the timeline, and the places of the events that touch it."""
@@ -85,6 +113,6 @@ class EventIndex:
             for index in chosen:
                 file.seek(self._offsets[index])
                 event = parse_event(file.readline())
-                if event is not None:  # the file was replaced since: the next look shows it anew
+                if event is not None:  # else the file was replaced since: the next look shows it anew
                     events.append(event)
         return events

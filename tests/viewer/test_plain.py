@@ -9,28 +9,15 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.console import Console, RenderableType
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from grpo_async.errors import ConfigError, RunError
-from grpo_async.records import (
-    GroupStatus,
-    Origin,
-    RolloutGroup,
-    RolloutSample,
-    ScoredGroup,
-    TaggedMessage,
-    ToolCall,
-)
-from grpo_async.rundir import RunDir
+from grpo_async.records import GroupStatus, Origin, RolloutGroup, RolloutSample, ScoredGroup, TaggedMessage, ToolCall
 from grpo_async.store import GroupRow, read_groups
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.viewer.plain import group_page, group_table, rollout_page, token_style
-from grpo_async.viewer.runs import find_run
 from grpo_async.viewer.safe_text import one_line, quoted, visible
-from grpo_async.viewer.token_text import TokenTexts, load_token_texts
+from grpo_async.viewer.token_text import TokenTexts
 from tests.store.builders import (
     OpenStore,
     append_simple,
@@ -41,6 +28,7 @@ from tests.store.builders import (
     build_sample,
     build_tool_rollout,
 )
+from tests.viewer.support import byte_tokenizer
 
 
 def _render(renderable: RenderableType, width: int = 200) -> str:
@@ -51,9 +39,9 @@ def _render(renderable: RenderableType, width: int = 200) -> str:
     return output.getvalue()
 
 
-def _summaries(folder: Path, sort: str = "seq") -> list[GroupSummary]:
+def _summaries(folder: Path) -> list[GroupSummary]:
     with RolloutTable.open(folder) as table:
-        return table.group_page(sort=sort)
+        return table.group_page(sort="seq")
 
 
 def _stored(
@@ -70,25 +58,6 @@ def _stored(
     store.flush()
     (row,) = read_groups(folder)
     return row
-
-
-def _byte_level_tokenizer() -> Tokenizer:
-    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _id(tokenizer: Tokenizer, token: str) -> int:
-    token_id = tokenizer.token_to_id(token)
-    assert token_id is not None
-    return token_id
-
-
-def _run(folder: Path, model: Path) -> RunDir:
-    run = RunDir(folder)
-    run.config.write_text(f"model: {{path: '{model}'}}\n", encoding="utf-8")
-    return run
 
 
 def test_control_characters_are_shown_not_obeyed() -> None:
@@ -117,38 +86,22 @@ def test_markup_and_escapes_of_a_model_reach_no_view(tmp_path: Path, open_store:
         assert "[red]x[/]" in text
 
 
-def test_the_group_table_has_a_line_per_group(tmp_path: Path, open_store: OpenStore) -> None:
+def test_the_group_table_has_a_line_per_group_also_on_a_narrow_terminal(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(tmp_path)
     append_simple(store, 0, step=12, rewards=(0.0, 0.5), text="a\nlong " + "prompt " * 30)
     append_simple(store, 1, step=None, status=GroupStatus.FILTERED, version=4, truncated=True)
-    lines = _render(group_table(_summaries(tmp_path), 7, 2)).splitlines()
-    assert lines[0].split() == [
-        "step",
-        "group",
-        "status",
-        "prompt",
-        "reward",
-        "min",
-        "max",
-        "length",
-        "versions",
-        "trunc",
-    ]
+    table = group_table(_summaries(tmp_path), 7, 2)
+    lines = _render(table).splitlines()
+    assert " ".join(lines[0].split()) == "step group status prompt reward min max length versions trunc"
     assert lines[1].split()[:5] == ["12", "0", "trained", "a", "long"]
     assert lines[1].split()[-6:] == ["0.250", "0.000", "0.500", "3.0", "0", "0%"]
     assert lines[2].split()[:3] == ["-", "1", "filtered"]
     assert lines[2].split()[-2:] == ["4", "100%"]
     assert lines[3].strip() == "2 of 7 matching groups, 2 in the run"
-
-
-def test_a_narrow_terminal_keeps_the_numbers(tmp_path: Path, open_store: OpenStore) -> None:
-    store = open_store(tmp_path)
-    append_simple(store, 0, step=12, rewards=(0.0, 0.5), text="a long prompt " * 30)
-    text = _render(group_table(_summaries(tmp_path), 1, 1), width=80)
-    assert max(len(line) for line in text.splitlines()) <= 80
-    assert len(text.splitlines()) == 3  # the prompt is cut, not wrapped
-    assert "0.250" in text
-    assert "trunc" in text
+    narrow = _render(table, width=80).splitlines()
+    assert len(narrow) == 4  # the prompt is cut, not wrapped
+    assert max(map(len, narrow)) <= 80
+    assert narrow[1].split()[-6:] == lines[1].split()[-6:]  # the numbers stay
 
 
 def test_the_group_page_shows_all_rollouts(tmp_path: Path, open_store: OpenStore) -> None:
@@ -165,8 +118,8 @@ def test_the_group_page_shows_all_rollouts(tmp_path: Path, open_store: OpenStore
 
 def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path: Path, open_store: OpenStore) -> None:
     rollout = build_tool_rollout("7-0")
-    samples = [build_sample(7, rollout, 0.5, 1.5)]
-    row = _stored(tmp_path, open_store, build_group(7, [rollout]), samples, GroupStatus.TRAINED)
+    group, samples = build_group(7, [rollout]), [build_sample(7, rollout, 0.5, 1.5)]
+    row = _stored(tmp_path / "seen", open_store, group, samples, GroupStatus.TRAINED)
     text = _render(rollout_page(row, row.rollouts[0], "token texts are left out: why"))
     for expected in (
         "user (prompt)",
@@ -174,101 +127,56 @@ def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path:
         "assistant (policy)",
         "reward 0.500  advantage 1.500",
         "exact 0.500",
+        'add({"a": 1, "b": "{2}"}) failed 0.12 s -> \\ud83d',
+        "token texts are left out: why",
     ):
         assert expected in text
-    assert 'add({"a": 1, "b": "{2}"}) failed 0.12 s -> \\ud83d' in text
-    assert "token texts are left out: why" in text
-    tokens = [line.split() for line in text.splitlines()[-6:-1]]
-    assert tokens == [
+    assert [line.split() for line in text.splitlines()[-6:-1]] == [
         ["0", "5", "1", "-0.5000", "2"],
         ["1", "6", "1", "-1.5000", "3"],
         ["2", "90", "0", "-", "-"],
         ["3", "91", "0", "-", "-"],
         ["4", "7", "1", "-3.5000", "3"],
     ]
-
-
-def test_the_token_table_has_what_the_trainer_found(tmp_path: Path, open_store: OpenStore) -> None:
-    rollout = build_tool_rollout("7-0")
-    samples, figures = [build_sample(7, rollout, 0.5, 1.5)], {"7-0": build_figures(3)}
-    row = _stored(tmp_path, open_store, build_group(7, [rollout]), samples, GroupStatus.TRAINED, figures=figures)
-    lines = _render(rollout_page(row, row.rollouts[0], "no texts")).splitlines()[-7:-1]
+    # with what the trainer found, and with texts
+    ids = [5, 6, 90, 91, 7]
+    figures = {"7-0": build_figures(3)}
+    row = _stored(tmp_path / "trained", open_store, group, samples, GroupStatus.TRAINED, figures=figures)
+    tokenizer = byte_tokenizer()
+    lines = _render(rollout_page(row, row.rollouts[0], TokenTexts(tokenizer))).splitlines()[-7:-1]
     assert lines[0].split()[-5:] == ["trainer", "proximal", "weight", "entropy", "marks"]
-    assert lines[1].split()[5:] == ["-1.0000", "-1.2500", "1.0000", "0.5000"]
-    assert lines[3].split() == ["2", "90", "0", "-", "-", "-", "-", "-", "-"]  # a tool's
+    assert lines[1].split()[2:] == [
+        f"'{tokenizer.id_to_token(5)}'",
+        "1",
+        "-0.5000",
+        "2",
+        "-1.0000",
+        "-1.2500",
+        "1.0000",
+        "0.5000",
+    ]
+    assert lines[3].split()[4:] == ["-"] * 6  # a tool's
     assert lines[5].split()[-2:] == ["clipped", "high"]
+    assert [line.split()[1] for line in lines[1:]] == [str(each) for each in ids]
 
 
 def test_tokens_are_coloured_by_their_probability() -> None:
-    # probabilities 0.51, 0.49, 0.11, 0.09
     assert [token_style(math.log(p), 1) for p in (0.51, 0.49, 0.11, 0.09)] == ["", "yellow", "yellow", "red"]
     assert token_style(0.0, 0) == "dim"
 
 
-def test_token_texts_come_from_the_model_that_the_run_names(tmp_path: Path) -> None:
-    tokenizer = _byte_level_tokenizer()
-    model = tmp_path / "model $${X}"
-    (tmp_path / "model ${X}").mkdir()
-    tokenizer.save(str(tmp_path / "model ${X}" / "tokenizer.json"))
-    (tmp_path / "run").mkdir()
-    texts = load_token_texts(_run(tmp_path / "run", model))
-    assert isinstance(texts, TokenTexts)
-    assert texts.of(_id(tokenizer, "a")) == "a"
-    assert texts.of(_id(tokenizer, "Ġ")) == " "
-    assert texts.of(_id(tokenizer, "Ã")) == "Ã"  # byte 0xC3 alone is no character: as the vocabulary spells it
-    assert texts.of(100_000) == "<no token 100000>"
-
-
-def test_token_texts_appear_in_the_token_table(tmp_path: Path, open_store: OpenStore) -> None:
-    tokenizer = _byte_level_tokenizer()
-    ids = [_id(tokenizer, token) for token in ("h", "Ġ", "Ċ")]
-    row = _stored(tmp_path, open_store, build_group(1, [build_rollout("1-0", ids=ids)]))
-    text = _render(rollout_page(row, row.rollouts[0], TokenTexts(tokenizer)))
-    assert [line.split()[2] for line in text.splitlines()[-4:-1]] == ["'h'", "'", "'\\n'"]  # ' ' splits at its space
-
-
-def test_without_a_tokenizer_there_is_a_sentence_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
-    run = _run(tmp_path, tmp_path / "gone")
-    note = load_token_texts(run)
-    assert note == f"token texts are left out: no {tmp_path}/gone/tokenizer.json and no {tmp_path}/model/tokenizer.json"
-    run.model.mkdir()
-    (run.model / "tokenizer.json").write_text("{}")
-    with pytest.raises(RunError, match=r"tokenizer\.json is not a tokenizer"):
-        load_token_texts(run)
-
-
-def test_a_run_is_found_by_name_and_by_path(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "first").mkdir(parents=True)
-    runs = tmp_path / "runs"
-    assert find_run("first", runs).root == runs / "first"
-    assert find_run(str(runs / "first"), tmp_path / "elsewhere").root == runs / "first"
-
-
-def test_an_unknown_run_lists_the_nearest_names(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    with pytest.raises(ConfigError, match=r"there is no run 'a', and .*runs holds none"):
-        find_run("a", runs)
-    for name in ("quickstart", "other"):
-        (runs / name).mkdir(parents=True)
-    with pytest.raises(ConfigError, match="there is no run 'quickstrat'; did you mean 'quickstart'"):
-        find_run("quickstrat", runs)
-    with pytest.raises(ConfigError, match=r"there is no run 'zzz'; .*runs holds (quickstart, other|other, quickstart)"):
-        find_run("zzz", runs)
-    for nothing in ("", ".", ".."):
-        with pytest.raises(ConfigError, match="there is no run"):
-            find_run(nothing, runs)
+CALL = ToolCall(tool_call_id="abcdefghi", name="add", arguments={"a": 1})
 
 
 def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rewards_noted(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
-    call = ToolCall(tool_call_id="abcdefghi", name="add", arguments={"a": 1})
     rollout = build_tool_rollout("7-0")
     first = replace(
         rollout.turns[0],
         parse_error="no JSON at character 3",
         messages=[
-            TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[call.as_dict()]),
+            TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[CALL.as_dict()]),
             TaggedMessage(role="tool", content="3", origin=Origin.TOOL, name="add", tool_call_id="abcdefghi"),
         ],
     )
@@ -286,20 +194,18 @@ def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rew
     assert "tool add (tool)\n3" in text
     assert "extracted: 42" in text
     assert "not searched for tool calls: no JSON at character 3" in text
-    assert 'add({"a": 1, "b": "{2}"}) failed 0.12 s' in text
 
 
 def test_the_group_page_shows_calls_and_what_the_environment_said_where_all_rollouts_heard_the_same(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
-    call = ToolCall(tool_call_id="abcdefghi", name="add", arguments={"a": 1})
     said = TaggedMessage(role="user", content="count to 3", origin=Origin.ENVIRONMENT)
 
     def page(*heard: str) -> str:
         rollouts = []
         for number, text in enumerate(heard):
             rollout = build_rollout(f"7-{number}")
-            calling = TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[call.as_dict()])
+            calling = TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[CALL.as_dict()])
             turns = [replace(rollout.turns[0], messages=[calling])]
             rollouts.append(replace(rollout, turns=turns, prompt_messages=[replace(said, content=text)]))
         return _render(group_page(_stored(tmp_path / "-".join(heard), open_store, build_group(7, rollouts))))

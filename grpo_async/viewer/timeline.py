@@ -1,0 +1,385 @@
+"""Events of a run: read from its file, laid out in lanes, thinned out for a drawing, and summed up as who waited for whom.
+
+events of lane rollout/0:  rollout 0-10, generate 0-4, tools 4-6, generate 6-10
+rows:                      depth 0: rollout; depth 1: generate, tools, generate
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_async.errors import ConfigError
+from grpo_async.tracking.timeline_file import ATTEMPT, DROPPED, LOST, Event, parse_event, read_events
+
+ORDER = (
+    "run", "trainer", "gpu", "rollout", "tools", "weights", "queue", "scoring", "evaluation", "checkpoint", "server",
+)  # fmt: skip
+"""Lanes from top to bottom; others follow by name."""
+TITLES: Mapping[str, str] = {
+    "gpu": "trainer GPU",
+    "weights": "weight push",
+    "queue": "scored groups in the queue",
+    "rollout": "rollouts",
+    "server": "inference servers",
+}
+"""Of lanes whose name alone says too little."""
+
+_STEP = "step"
+_STEP_BYTES = b'"name":"step"'
+_WAITS = ("wait for", "queued")
+_TRAINER_WORK = ("wait for samples", "train", "push", "settle", "copy checkpoint", "log")
+
+
+# -- reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventFile:
+    """What was read of events.jsonl: its events in the order of their starts, the steps of the run, and what is missing."""
+
+    events: Sequence[Event]
+    steps: Mapping[int, Event]
+    """The span of each optimizer step; that of the last attempt which made it."""
+    num_attempts: int
+    notes: Sequence[str]
+
+
+def load_events(
+    path: Path, *, first_step: int | None = None, last_step: int | None = None, newest_steps: int | None = None
+) -> EventFile:
+    """Read a timeline; with steps, only what touches the time from the start of the first to the end of the last of them.
+
+    Args:
+        newest_steps: instead of `first_step`: that many of the newest; all that there is while no step is finished.
+
+    Raises:
+        ConfigError: there is no timeline, or it has no such step; the message says which it has.
+    """
+    try:
+        steps = _read_steps(path)
+        if newest_steps is not None and steps:
+            first_step = sorted(steps)[-newest_steps:][0]
+        low, high = _window(path, steps, first_step, last_step)
+        events = [event for event in read_events(path) if event.end >= low and event.start <= high]
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the timeline {path}: {error.strerror}; `record.timeline.enabled` writes one while a run goes on"
+        ) from error
+    notes = []
+    for event in events:
+        if event.name == DROPPED:
+            notes.append(f"the first {event.details.get('events', '?')} events were dropped: record.timeline.max_mb")
+        elif event.name == LOST:
+            notes.append(f"{event.details.get('events', '?')} events could not be written")
+    events.sort(key=lambda event: (event.start, -event.end))
+    attempts = sum(event.name == ATTEMPT and event.start == event.end for event in events)
+    return EventFile(events=events, steps=steps, num_attempts=attempts, notes=notes)
+
+
+def _read_steps(path: Path) -> dict[int, Event]:
+    steps = {}
+    with path.open("rb") as file:
+        for line in file:
+            event = parse_event(line) if _STEP_BYTES in line else None
+            if event is not None and event.name == _STEP and isinstance(number := event.details.get("step"), int):
+                steps[number] = event
+    return steps
+
+
+def _window(path: Path, steps: Mapping[int, Event], first: int | None, last: int | None) -> tuple[float, float]:
+    if first is None and last is None:
+        return 0.0, float("inf")
+    if not steps:
+        raise ConfigError(f"{path} has no finished step yet: leave out --from and --to")
+    wanted = [step for step in steps if (first is None or step >= first) and (last is None or step <= last)]
+    if not wanted:
+        asked = f"{'' if first is None else first}..{'' if last is None else last}"
+        raise ConfigError(f"{path} has no step in {asked}; it has {min(steps)} to {max(steps)}")
+    return min(steps[step].start for step in wanted), max(steps[step].end for step in wanted)
+
+
+# -- lanes and rows
+
+
+def lane_group(lane: str) -> str:
+    """ "rollout/3" -> "rollout"."""
+    return lane.partition("/")[0]
+
+
+def lane_order(lane: str) -> tuple[int, str, int, str]:
+    """Sorts lanes as they are drawn: by `ORDER`, then by slot."""
+    group, _, slot = lane.partition("/")
+    place = ORDER.index(group) if group in ORDER else len(ORDER)
+    number = -1 if not slot else int(slot) if slot.isdecimal() and slot.isascii() else 1 << 30
+    return place, group, number, slot
+
+
+@dataclass(slots=True)
+class Row:
+    """Spans that nest: any two lie inside each other or apart. `spans`: (event, depth) in the order of their starts, outer ones
+    first; depth 0 lies in no other span of the row."""
+
+    lane: str
+    spans: list[tuple[Event, int]] = field(default_factory=list)
+
+
+def lay_out(events: Iterable[Event]) -> list[Row]:
+    """One row for each lane, in the order of `lane_order`. What overlaps without nesting gets a further row of the same lane, which
+    happens only where a recorder gave one lane to two at once."""
+    lanes: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        lanes[event.lane].append(event)
+    rows = []
+    for lane in sorted(lanes, key=lane_order):
+        rows += _rows(lane, sorted(lanes[lane], key=lambda event: (event.start, -event.end)))
+    return rows
+
+
+def _rows(lane: str, events: Sequence[Event]) -> list[Row]:
+    rows: list[Row] = []
+    open_spans: list[list[Event]] = []  # of each row: those that go on, the outermost first
+    for event in events:
+        for row, stack in zip(rows, open_spans, strict=True):  # noqa: B007 - the one that was found
+            while stack and stack[-1].end <= event.start and stack[-1] is not event:
+                stack.pop()
+            if not stack or event.end <= stack[-1].end:
+                break
+        else:
+            row, stack = Row(lane), []
+            rows.append(row)
+            open_spans.append(stack)
+        row.spans.append((event, len(stack)))
+        stack.append(event)
+    return rows
+
+
+# -- drawing
+
+
+def drawing(
+    events: Sequence[Event], *, start: float | None = None, end: float | None = None, columns: int = 1500
+) -> dict[str, Any] | None:
+    """What static/timeline.js draws of a window, at the level of detail of a drawing that is `columns` wide; None without events.
+
+    In each row, neighbours that are narrower than a column and less than a column apart become one span, which has the name of the
+    most of them, their number as `count`, and the time that they fill as `busy_s`. So a row has at most about two spans a column,
+    however many there are: 100,000 spans in 200 rows at 1500 columns are drawn as those that can be told apart.
+
+    Returns:
+        `start`, `end`: the window; `first`, `last`: the whole timeline (unix seconds); `spans` in the order of their lanes, each
+        with `lane`, `depth`, `start`, `end`, `name`, `details`; `num_merged`: spans that stand in others; `titles`: of lanes.
+    """
+    if not events:
+        return None
+    first, last = min(event.start for event in events), max(event.end for event in events)
+    low = first if start is None else start
+    high = max(low, last if end is None else end)
+    width = (high - low) / max(1, columns)
+    spans: list[dict[str, Any]] = []
+    num_merged = 0
+    for row in lay_out(event for event in events if event.end >= low and event.start <= high):
+        levels: dict[int, list[Event]] = defaultdict(list)
+        for event, depth in row.spans:
+            levels[depth].append(event)
+        for depth, level in sorted(levels.items()):
+            for block in _blocks(level, width):
+                spans.append(_drawn_span(block, depth))
+                num_merged += len(block) - 1
+    window = {"start": low, "end": high, "first": first, "last": last}
+    return {**window, "spans": spans, "num_merged": num_merged, "titles": TITLES}
+
+
+def _blocks(events: Sequence[Event], width: float) -> list[list[Event]]:
+    """Neighbours to be drawn as one. Instants are never merged."""
+
+    def is_short(event: Event) -> bool:
+        return 0.0 < event.duration_s < width
+
+    blocks: list[list[Event]] = []
+    for event in events:
+        block = blocks[-1] if blocks else None
+        joins = block is not None and is_short(event) and is_short(block[-1])
+        if (
+            block is not None
+            and joins
+            and event.start - block[-1].end < width
+            and event.end - block[0].start < 4 * width
+        ):
+            block.append(event)
+        else:
+            blocks.append([event])
+    return blocks
+
+
+def _drawn_span(block: Sequence[Event], depth: int) -> dict[str, Any]:
+    first = block[0]
+    span: dict[str, Any] = {"lane": first.lane, "depth": depth, "start": first.start, "end": block[-1].end}
+    if len(block) == 1:
+        return {**span, "name": first.name, "details": first.details}
+    names: dict[str, float] = defaultdict(float)
+    for event in block:
+        names[event.name] += event.duration_s
+    longest = max(names, key=lambda name: names[name])
+    return {**span, "name": longest, "count": len(block), "busy_s": sum(names.values()), "details": {}}
+
+
+# -- who waited for whom
+
+Intervals = list[tuple[float, float]]
+"""Apart from each other, ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameUsage:
+    """All spans of one name in one group of lanes; seconds."""
+
+    lane: str
+    name: str
+    count: int
+    total_s: float
+    longest_s: float
+
+    @property
+    def mean_s(self) -> float:
+        return self.total_s / self.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Seconds, if not said otherwise.
+
+    Attributes:
+        wall_s: length of the time that is looked at.
+        lanes: seconds in which something ran, by group of lanes; "generation" is requests at a server.
+        trainer_waits_s: for samples.
+        trainer_waits_generating_s: of it, while requests were generated.
+        generation_idle_s: no request was at a server.
+        generation_idle_by: of it, what the trainer did meanwhile.
+        both_s: training and generating at once.
+        mean_in_flight: requests at a server, over the time in which there were any.
+        names: by total time, the largest first.
+        waits: the longest spans that are waits.
+    """
+
+    wall_s: float
+    lanes: Mapping[str, float]
+    trainer_waits_s: float
+    trainer_waits_generating_s: float
+    generation_idle_s: float
+    generation_idle_by: Mapping[str, float]
+    both_s: float
+    mean_in_flight: float
+    names: Sequence[NameUsage]
+    waits: Sequence[Event]
+
+    @property
+    def rows(self) -> list[tuple[str, float]]:
+        """Who waited for whom, as every view says it: (what, seconds). A dash before a part of the row above it; parts of less than
+        a hundredth of the time are left out."""
+        worth_a_row = sorted(self.generation_idle_by.items(), key=lambda each: -each[1])
+        return [
+            ("the trainer waited for samples", self.trainer_waits_s),
+            ("– of it, while requests were generated", self.trainer_waits_generating_s),
+            ("no request was at a server", self.generation_idle_s),
+            *((f"– of it, during the trainer's “{name}”", s) for name, s in worth_a_row if s >= 0.01 * self.wall_s),
+            ("training and generating at once", self.both_s),
+        ]
+
+
+def usage(events: Sequence[Event], *, num_waits: int = 5) -> Usage | None:
+    """Who was busy, and who waited for whom, from the start of the first step to the end of the last (without steps: over all
+    events). None without a span of any length.
+
+    Worked example: the trainer waits 3 of 10 s, and requests are generated in 2 of those 3 -> `wall_s` 10, `trainer_waits_s` 3,
+    `trainer_waits_generating_s` 2.
+    """
+    steps = [event for event in events if event.name == _STEP and lane_group(event.lane) == "trainer"]
+    spans = [event for event in events if event.end > event.start]
+    if not spans:
+        return None
+    start = min(event.start for event in steps or spans)
+    end = max(event.end for event in steps or spans)
+    named: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    for event in spans:
+        low, high = max(event.start, start), min(event.end, end)
+        if high > low:
+            cut = Event(event.name, event.lane, low, high, event.details)
+            named[lane_group(event.lane), event.name].append(cut)
+
+    def ran(lane: str, *names: str) -> Intervals:
+        """When any of these spans ran; without names, all of the lane but the steps."""
+        wanted = [key for key in named if key[0] == lane and (key[1] in names if names else key[1] != _STEP)]
+        return union(event for key in wanted for event in named[key])
+
+    generating, waiting = ran("rollout", "generate"), ran("trainer", "wait for samples")
+    idle = subtract([(start, end)], generating)
+    idle_by = {name: overlap(idle, ran("trainer", name)) for name in _TRAINER_WORK}
+    lanes = {lane: seconds(ran(lane)) for lane in {lane for lane, _ in named}}
+    lanes["trainer"] = seconds(subtract(ran("trainer"), waiting))
+    lanes["generation"] = seconds(generating)
+    in_flight_s = sum(event.duration_s for event in named.get(("rollout", "generate"), ()))
+    waits = [event for each in named.values() for event in each if event.name.startswith(_WAITS)]
+    return Usage(
+        wall_s=end - start,
+        lanes=lanes,
+        trainer_waits_s=seconds(waiting),
+        trainer_waits_generating_s=overlap(waiting, generating),
+        generation_idle_s=seconds(idle),
+        generation_idle_by={name: part for name, part in idle_by.items() if part > 0.0},
+        both_s=overlap(ran("trainer", "train"), generating),
+        mean_in_flight=in_flight_s / seconds(generating) if generating else 0.0,
+        names=_names(named),
+        waits=sorted(waits, key=lambda event: -event.duration_s)[:num_waits],
+    )
+
+
+def _names(named: Mapping[tuple[str, str], Sequence[Event]]) -> list[NameUsage]:
+    found = []
+    for (lane, name), events in named.items():
+        durations = [event.duration_s for event in events]
+        total, longest = sum(durations), max(durations)
+        found.append(NameUsage(lane=lane, name=name, count=len(durations), total_s=total, longest_s=longest))
+    return sorted(found, key=lambda each: -each.total_s)
+
+
+def union(events: Iterable[Event]) -> Intervals:
+    """When at least one ran. 0-2, 1-3, 5-6 -> 0-3, 5-6."""
+    merged: Intervals = []
+    for start, end in sorted((event.start, event.end) for event in events):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def seconds(intervals: Intervals) -> float:
+    """Their length."""
+    return sum(end - start for start, end in intervals)
+
+
+def overlap(first: Intervals, second: Intervals) -> float:
+    """Seconds that are in both. 0-3 and 2-5 -> 1."""
+    return seconds(first) - seconds(subtract(first, second))
+
+
+def subtract(whole: Intervals, part: Intervals) -> Intervals:
+    """What is in `whole` only. 0-10 without 2-3, 9-12 -> 0-2, 3-9."""
+    left: Intervals = []
+    j = 0
+    for start, end in whole:
+        while j < len(part) and part[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(part) and part[k][0] < end:
+            if part[k][0] > start:
+                left.append((start, part[k][0]))
+            start = max(start, part[k][1])
+            k += 1
+        if start < end:
+            left.append((start, end))
+    return left
