@@ -30,7 +30,7 @@ class Headline:
     level: str
     status: str
     story: str
-    figures: Sequence[tuple[str, str, str]]  # (name, value, note); those that are not known are left out
+    statistics: Sequence[tuple[str, str, str]]  # (name, value, note); those that are not known are left out
 
 
 def headline(run: RunData) -> Headline:
@@ -48,8 +48,8 @@ def headline(run: RunData) -> Headline:
         "stored rollouts": _stored(run),
     }
     level, status = _STATUS.get(run.status, ("warning", run.status))
-    figures = [(name, *found) for name, found in numbers.items() if found is not None]
-    return Headline(level=level, status=status, story=_story(run, wall_s), figures=figures)
+    statistics = [(name, *found) for name, found in numbers.items() if found is not None]
+    return Headline(level=level, status=status, story=_story(run, wall_s), statistics=statistics)
 
 
 def _story(run: RunData, wall_s: float) -> str:

@@ -45,7 +45,7 @@ def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
     """The whole page.
 
     Args:
-        runs: at least one; the first gives the order of settings and figures.
+        runs: at least one; the first gives the order of settings and statistics.
         made_at: when, for the foot of the page.
         version: of this package.
     """

@@ -5,8 +5,8 @@
    data      what `timeline.drawing` gives: {spans: [{lane, depth, name, start, end, details, count?, busy_s?}], first, last, titles},
              lanes from top to bottom. Times in seconds since the epoch; first and last: how far one may move. Lane "rollout/3" is
              slot 3 of "rollout".
-   options   onRollout(id): a span was clicked that is of a rollout; onSelect(span): any other one; onWindow(start, end): another
-             window is looked at (shortly after it was moved), to fetch finer spans for `view.update`; height: most pixels.
+   options   onRollout(id): a span was clicked that is of a rollout; onWindow(start, end): another window is looked at (shortly after
+             it was moved), to fetch finer spans for `view.update`; height: most pixels.
    view      update(data), show(start, end), window() -> {start, end}, spanAt(x, y), destroy()
 
    Wheel: scroll. Ctrl + wheel, W S, + -: zoom. Drag, Shift + wheel, A D, arrows: move. F, 0: everything. A group's title: fold.
@@ -104,7 +104,7 @@ const Timeline = (() => {
     const context = canvas.getContext("2d");
     const folded = new Set();
     let groups = [], marks = [], first = 0, last = 1, from = 0, to = 1, scroll = 0, total = 0, width = 0, height = 0, gutter = 0;
-    let hovered = null, selected = null, drag = null, frame = 0, told = 0, theme = {}, hits = [];
+    let hovered = null, drag = null, frame = 0, told = 0, theme = {}, hits = [];
 
     function readTheme() {
       const probe = make("span", {}, box);
@@ -251,19 +251,10 @@ const Timeline = (() => {
     }
 
     function label(text, x, y, most, colour) {
-      if (most < 14) return;
-      let shown = text;
-      if (context.measureText(shown).width > most) {
-        let low = 0, high = text.length;
-        while (low < high) {
-          const middle = (low + high + 1) >> 1;
-          if (context.measureText(`${text.slice(0, middle)}…`).width <= most) low = middle; else high = middle - 1;
-        }
-        if (low < 2) return;
-        shown = `${text.slice(0, low)}…`;
-      }
+      const fits = Math.floor((text.length * most) / context.measureText(text).width);  // characters, about
+      if (most < 14 || fits < 3) return;
       context.fillStyle = colour;
-      context.fillText(shown, x, y);
+      context.fillText(fits >= text.length ? text : `${text.slice(0, fits - 1)}…`, x, y);
     }
 
     function drawGroup(group, top) {
@@ -326,24 +317,24 @@ const Timeline = (() => {
           }
           if (end <= drawnTo) continue;  // narrower than a pixel, and that pixel is taken
           const [fill, ink] = paint(span);
-          const begin = Math.max(x, gutter - 2, drawnTo), wide = Math.min(end, width + 2) - begin;
-          drawnTo = Math.max(end, Math.floor(begin) + 1);
+          const left = Math.max(x, gutter - 2, drawnTo), wide = Math.min(end, width + 2) - left;
+          drawnTo = Math.max(end, Math.floor(left) + 1);
           context.globalAlpha = group.isSlim && level === 0 && lane.levels.length > 1 ? 0.35 : span.count ? 0.75 : 1;
           context.fillStyle = fill;
-          context.fillRect(begin, y, Math.max(wide - (wide > 4 ? 1 : 0), 1), high);
+          context.fillRect(left, y, Math.max(wide - (wide > 4 ? 1 : 0), 1), high);
           context.globalAlpha = 1;
-          if (span === selected || span === hovered) {
+          if (span === hovered) {
             context.strokeStyle = theme.text;
-            context.lineWidth = span === selected ? 2 : 1;
-            context.strokeRect(begin + 0.5, y + 0.5, Math.max(wide - 2, 1), high - 1);
+            context.lineWidth = 1;
+            context.strokeRect(left + 0.5, y + 0.5, Math.max(wide - 2, 1), high - 1);
           }
           if (!group.isSlim && wide > 24) {
             const what = span.count ? `${span.count} × ${span.name}` : span.name;
             if (fill === theme.stripes) {
               context.fillStyle = theme.raised;
-              context.fillRect(begin + 2, y + 1, Math.min(context.measureText(what).width + 4, wide - 5), high - 2);
+              context.fillRect(left + 2, y + 1, Math.min(context.measureText(what).width + 4, wide - 5), high - 2);
             }
-            label(what, Math.max(begin, gutter) + 4, y + high / 2 + 0.5, end - Math.max(begin, gutter) - 8, ink);
+            label(what, Math.max(left, gutter) + 4, y + high / 2 + 0.5, end - Math.max(left, gutter) - 8, ink);
           }
         }
       });
@@ -397,7 +388,7 @@ const Timeline = (() => {
       tip.style.top = `${clamp(y + 16 + tall > height ? y - tall - 10 : y + 16, 0, Math.max(0, height - tall))}px`;
     }
 
-    function look(start, end) {
+    function setWindow(start, end) {
       const least = Math.max(LEAST_WINDOW, (last - first) * 1e-7), most = (last - first) * SLACK || 1;
       const size = clamp(end - start, least, most);
       const middle = (start + end) / 2, margin = (most - (last - first)) / 2;
@@ -412,9 +403,9 @@ const Timeline = (() => {
       }
     }
 
-    const zoom = (factor, time = (from + to) / 2) => look(time - (time - from) * factor, time + (to - time) * factor);
-    const move = (share) => look(from + (to - from) * share, to + (to - from) * share);
-    const fit = () => look(first - (last - first), last + (last - first));
+    const zoom = (factor, time = (from + to) / 2) => setWindow(time - (time - from) * factor, time + (to - time) * factor);
+    const move = (fraction) => setWindow(from + (to - from) * fraction, to + (to - from) * fraction);
+    const fit = () => setWindow(first - (last - first), last + (last - first));
     function scrollBy(pixels) {
       const before = scroll;
       scroll = clamp(scroll + pixels, 0, Math.max(0, total - height));
@@ -446,7 +437,7 @@ const Timeline = (() => {
         const shift = ((drag.x - x) / (width - gutter)) * (drag.to - drag.from);
         scroll = clamp(drag.scroll + drag.y - y, 0, Math.max(0, total - height));
         canvas.style.cursor = "grabbing";
-        look(drag.from + shift, drag.to + shift);
+        setWindow(drag.from + shift, drag.to + shift);
         return;
       }
       const found = spanAt(x, y);
@@ -468,23 +459,20 @@ const Timeline = (() => {
         redraw();
         return;
       }
-      selected = spanAt(x, y);
-      redraw();
-      if (!selected) return;
-      if (selected.details.rollout && options.onRollout) options.onRollout(selected.details.rollout);
-      else options.onSelect?.(selected);
+      const rollout = spanAt(x, y)?.details.rollout;
+      if (rollout) options.onRollout?.(rollout);
     });
     listen(canvas, "pointercancel", () => { drag = null; });
     listen(canvas, "pointerleave", () => { hovered = null; showTip(null); redraw(); });
     listen(canvas, "dblclick", (event) => {
       const span = spanAt(...place(event));
-      if (span && span.end > span.start) look(span.start - (span.end - span.start) * 0.1, span.end + (span.end - span.start) * 0.1);
+      if (span && span.end > span.start) setWindow(span.start - (span.end - span.start) * 0.1, span.end + (span.end - span.start) * 0.1);
     });
     const keys = {
       w: () => zoom(0.7), "+": () => zoom(0.7), "=": () => zoom(0.7), s: () => zoom(1 / 0.7), "-": () => zoom(1 / 0.7),
       a: () => move(-0.2), arrowleft: () => move(-0.2), d: () => move(0.2), arrowright: () => move(0.2),
       arrowup: () => scrollBy(-60), arrowdown: () => scrollBy(60), pageup: () => scrollBy(RULER - height), pagedown: () => scrollBy(height - RULER),
-      f: fit, 0: fit, home: fit, escape: () => { selected = null; showTip(null); redraw(); },
+      f: fit, 0: fit, home: fit, escape: () => { hovered = null; showTip(null); redraw(); },
     };
     listen(canvas, "keydown", (event) => {
       const action = keys[event.key.toLowerCase()];
@@ -509,7 +497,7 @@ const Timeline = (() => {
       const steps = next.spans.filter((span) => span.lane === "trainer" && span.name === "step" && span.details.step !== undefined);
       if (!keep) for (const group of groups) if (group.lanes.length > (group.group === "rollout" ? VERY_MANY : MANY)) folded.add(group.group);
       if (steps.length || !keep) marks = steps.sort((a, b) => a.start - b.start);
-      hovered = selected = null;
+      hovered = null;
       showTip(null);
       if (isAll) { from = first - ((last - first) * (SLACK - 1)) / 2; to = last + ((last - first) * (SLACK - 1)) / 2; }
       measure();
@@ -520,7 +508,7 @@ const Timeline = (() => {
     update(data, { keep: false });
     return {
       update,
-      show: look,
+      show: setWindow,
       window: () => ({ start: from, end: to }),
       spanAt,
       destroy() { undo.forEach((each) => each()); cancelAnimationFrame(frame); clearTimeout(told); box.remove(); },

@@ -1,4 +1,4 @@
-"""The inspector: the screens over a session, the keys that all of them share, and the look for new rows of the run."""
+"""The inspector: the screens over a session, the keys that all of them share, and the polling for new rows of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_async.store.query import quote
 from grpo_async.viewer.terminal.base import HelpScreen, InspectorScreen, Session, key
 from grpo_async.viewer.terminal.browse import BrowseScreen
 
-_LOOK_EVERY_S = 2.0  # for new rows
+_POLL_EVERY_S = 2.0  # for new rows
 
 
 class Inspector(App[None]):
@@ -31,23 +31,23 @@ class Inspector(App[None]):
     ]
 
     def __init__(
-        self, session: Session, *, text: str = "", sort: str = "", look_every_s: float = _LOOK_EVERY_S
+        self, session: Session, *, text: str = "", sort: str = "", poll_every_s: float = _POLL_EVERY_S
     ) -> None:
         super().__init__()
         self.session = session
         self.animation_level = "none"
-        self._text, self._sort, self._look_every_s = text, sort, look_every_s
+        self._text, self._sort, self._poll_every_s = text, sort, poll_every_s
         self._last_error = ""
 
     def on_mount(self) -> None:
         self.push_screen(BrowseScreen(self.session, self._text, self._sort))
-        self.set_interval(self._look_every_s, self.look)
+        self.set_interval(self._poll_every_s, self.poll)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Ingest what the run has written since, unless that is going on already."""
-        self.run_worker(self._look(), exclusive=False, group="look")
+        self.run_worker(self._poll(), exclusive=False, group="poll")
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         try:
             has_grown = await self.session.ask(lambda table: table.refresh())
         except GrpoAsyncError as error:

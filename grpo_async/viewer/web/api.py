@@ -1,7 +1,7 @@
 """The application behind the page: its files, and one GET per view, each answered in a thread.
 
 Every answer over rollouts takes `run` (a name of /api/runs; left out: the first), `q` (a query), `superseded=1` (also
-what a resume left behind) and `until` (rows up to this seq only). A page that has begun to read names its `until`, so what a run
+what a resume left behind) and `until` (rows up to this seq only). A page that shows rows names its `until`, so what a run
 writes meanwhile moves nothing; /api/pulse says how much there is by now.
 
 400 the query or a parameter is wrong (with the position of the mistake) | 404 no such run, group or rollout

@@ -105,19 +105,12 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            listener.listen(128)
-        except OSError:
-            listener.close()
-            raise
-        listener.setblocking(False)
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}, port {port}: {error.strerror}; choose another with --port, or --port 0 for any free one"
         ) from error
+    listener.setblocking(False)
     return listener
 
 

@@ -62,12 +62,12 @@ def drive_session(
     texts: TokenTexts | str = "token texts are left out: why",
     with_superseded: bool = False,
 ) -> None:
-    """As `drive`, of a run or an evaluation. New rows are looked for when `app.look()` is called."""
+    """As `drive`, of a run or an evaluation. New rows are read when `app.poll()` is called."""
 
     async def main() -> None:
         with RolloutTable.open(run.rollouts) as table:
             session = Session(run=run, name="demo", table=table, texts=texts, with_superseded=with_superseded)
-            app = Inspector(session, text=text, sort=sort, look_every_s=3600.0)
+            app = Inspector(session, text=text, sort=sort, poll_every_s=3600.0)
             async with asyncio.timeout(DEADLINE_S), app.run_test(size=size) as pilot:
                 await settle(pilot)
                 await scenario(app, pilot)

@@ -63,7 +63,7 @@ def test_an_empty_run_says_so_and_fills_by_itself(tmp_path: Path, open_store: Op
         assert "has no rollouts yet" in " ".join(shown(app).split())  # a long path breaks the line
         await press(pilot, "enter", "o", "y", "v", "v", "v")  # nothing to open: nothing happens
         append_simple(open_store(tmp_path / "rollouts"), 0)
-        app.look()
+        app.poll()
         await settle(pilot)
         assert _groups(app) == [0]
 
@@ -193,7 +193,7 @@ def test_new_rows_are_announced_and_shown_when_asked_for(tmp_path: Path, open_st
         append_simple(store, 6, step=5)
         append_simple(store, 7, step=5)
         append_simple(store, 8, step=5, truncated=True)  # the filter does not let it through
-        app.look()
+        app.poll()
         await settle(pilot)
         after = shown(app).splitlines()
         assert "2 new groups since: r shows them" in after[2]
@@ -204,7 +204,7 @@ def test_new_rows_are_announced_and_shown_when_asked_for(tmp_path: Path, open_st
         assert "new groups since" not in shown(app)
         await press(pilot, "f")
         append_simple(store, 9, step=6)
-        app.look()
+        app.poll()
         await settle(pilot)
         assert _groups(app)[0] == 9
         assert "following" in shown(app)
@@ -294,7 +294,7 @@ def test_a_long_table_reads_only_the_pages_it_shows(tmp_path: Path, open_store: 
         assert table.peek(100) is None
         append_simple(store, 300, step=300)
         append_simple(store, 301, step=301)
-        app.look()
+        app.poll()
         await settle(pilot)
         row = await table.row(100)  # pages that are read later fit to those that are there: nothing moves by two
         assert isinstance(row, GroupSummary)

@@ -8,7 +8,7 @@ import pytest
 from textual.pilot import Pilot
 
 from grpo_async.records import GroupStatus
-from grpo_async.store import GroupRow, read_groups
+from grpo_async.store import read_groups
 from grpo_async.viewer.terminal.app import Inspector
 from grpo_async.viewer.terminal.browse import BrowseScreen
 from grpo_async.viewer.terminal.group import (
@@ -22,10 +22,6 @@ from grpo_async.viewer.terminal.group import (
 from grpo_async.viewer.terminal.rollout import RolloutScreen
 from tests.store.builders import OpenStore, append_simple, build_group, build_rollout, build_sample
 from tests.viewer.terminal.support import SIZES, drive, on, press, shown
-
-
-def _texts(screen_lines: list[str]) -> str:
-    return "\n".join(screen_lines)
 
 
 @pytest.fixture
@@ -76,7 +72,7 @@ def test_rollouts_stand_side_by_side_with_what_they_got(eight: Path, size: tuple
     drive(eight, scenario, size=size)
 
 
-def test_texts_scroll_below_the_head_in_as_many_columns_as_one_asks_for(eight: Path) -> None:
+def test_texts_scroll_columns_grow_and_neighbours_are_reached(eight: Path) -> None:
     async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
         await press(pilot, "down", "enter", "pagedown", "down")
         page = shown(app)
@@ -92,16 +88,6 @@ def test_texts_scroll_below_the_head_in_as_many_columns_as_one_asks_for(eight: P
         await press(pilot, "minus", "minus", "minus")
         assert "0 of 8 rollouts" in shown(app)
         assert "│" not in shown(app)
-
-    drive(eight, scenario)
-
-
-def test_next_and_previous_group_and_other_steps(eight: Path) -> None:
-    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
-        await press(pilot, "enter")
-        assert "group 1 " in shown(app)
-        await press(pilot, "n")
-        assert "group 0 " in shown(app)
         await press(pilot, "n")
         assert "group 0 " in shown(app)
         assert [each.message for each in app._notifications] == ["that was the last one"]
@@ -113,28 +99,18 @@ def test_next_and_previous_group_and_other_steps(eight: Path) -> None:
     drive(eight, scenario)
 
 
-def _group(tmp_path: Path, open_store: OpenStore, *texts: str) -> GroupRow:
-    store = open_store(tmp_path)
-    rollouts = [build_rollout(f"0-{i}", text=text) for i, text in enumerate(texts)]
+def test_words_that_the_reference_does_not_have_are_marked(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path / "rollouts")
+    rollouts = [build_rollout(f"0-{i}", text=text) for i, text in enumerate(("a x c\nd", "a b c\nd", "a b c\nd"))]
     samples = [build_sample(0, each, float(i)) for i, each in enumerate(rollouts)]
     store.append(build_group(0, rollouts), samples, GroupStatus.TRAINED, 1)
     store.flush()
-    (row,) = read_groups(tmp_path)
-    return row
-
-
-def test_words_that_the_reference_does_not_have_are_marked(tmp_path: Path, open_store: OpenStore) -> None:
-    row = _group(tmp_path, open_store, "a x c\nd", "a b c\nd")
-    assert best_rollout(row.rollouts) == 1
-    original = completion_text(row.rollouts[1])
-    text = marked_text(row.rollouts[0], original, "MARK")
+    (row,) = read_groups(tmp_path / "rollouts")
+    assert best_rollout(row.rollouts) == 2
+    text = marked_text(row.rollouts[0], completion_text(row.rollouts[2]), "MARK")
     assert [text.plain[span.start : span.end].strip() for span in text.spans if span.style == "MARK"] == ["x"]
     assert text.plain == "a x c\nd"
     assert marked_text(row.rollouts[0], None, "MARK").spans == []
-
-
-def test_d_and_equals_change_what_is_marked(tmp_path: Path, open_store: OpenStore) -> None:
-    _group(tmp_path / "rollouts", open_store, "a x c", "a b c", "a b c")
 
     async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
         await press(pilot, "enter")
@@ -147,16 +123,11 @@ def test_d_and_equals_change_what_is_marked(tmp_path: Path, open_store: OpenStor
     drive(tmp_path, scenario)
 
 
-def test_differing_words() -> None:
+def test_words_compared_and_columns_that_fit() -> None:
     assert differing(["a ", "x ", "c"], ["a ", "b ", "c "]) == [False, True, False]
     assert differing([], ["a"]) == []
     assert differing(["a"] * 4000, ["b"] * 4000) == [True] * 3000 + [False] * 1000  # the rest is not compared
-
-
-def test_as_many_columns_as_fit() -> None:
-    assert columns_that_fit(79, 8, None) == 2  # 79 = 38 + 3 + 38
-    assert columns_that_fit(139, 8, None) == 3
-    assert columns_that_fit(139, 2, None) == 2
-    assert columns_that_fit(20, 8, None) == 1
-    assert columns_that_fit(79, 8, 4) == 4
-    assert columns_that_fit(79, 8, 40) == 5  # narrower than 12 cells nobody reads
+    # 79 = 38 + 3 + 38; the last: narrower than 12 cells nobody reads
+    cases = [(79, 8, None, 2), (139, 8, None, 3), (139, 2, None, 2), (20, 8, None, 1), (79, 8, 4, 4), (79, 8, 40, 5)]
+    for width, rollouts, wanted, fit in cases:
+        assert columns_that_fit(width, rollouts, wanted) == fit

@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 from tokenizers import pre_tokenizers
 
 from grpo_async.records import GroupStatus
-from grpo_async.store import GroupRow, RolloutRow, read_groups
+from grpo_async.store import read_groups
 from grpo_async.viewer.terminal.app import Inspector
 from grpo_async.viewer.terminal.lines import PageView
 from grpo_async.viewer.terminal.rollout import RolloutPage, RolloutScreen, token_details, tokens_by_turn, turn_of
@@ -19,11 +19,6 @@ from grpo_async.viewer.token_text import TokenTexts
 from tests.store.builders import OpenStore, build_group, build_rollout, build_sample
 from tests.viewer.support import byte_tokenizer
 from tests.viewer.terminal.support import SIZES, drive, on, press, shown
-
-
-def _tool_rollout(run: Path) -> tuple[GroupRow, RolloutRow]:
-    group = next(row for row in read_groups(run / "rollouts") if row.group_id == 1)
-    return group, group.rollouts[0]
 
 
 async def _open(pilot: Pilot[None], app: Inspector) -> RolloutScreen:
@@ -68,7 +63,7 @@ def test_turns_tools_and_the_token_under_the_cursor(run: Path, size: tuple[int, 
     drive(run, scenario, size=size, text="'add' in tools")
 
 
-def test_folds_show_arguments_results_and_the_tools_tokens(run: Path) -> None:
+def test_folds_show_arguments_results_and_the_tools_tokens_by_keys_and_clicks(run: Path) -> None:
     async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
         screen = await _open(pilot, app)
         assert screen.page.tokens == [0, 1, 4]
@@ -82,24 +77,13 @@ def test_folds_show_arguments_results_and_the_tools_tokens(run: Path) -> None:
         await press(pilot, "enter")
         assert screen.page.tokens == [0, 1, 4]
         assert screen.page.cursor == 1  # the token before the one that went
-        await press(pilot, "T")
-        assert screen.page.tokens == [0, 1, 2, 3, 4]
-        await press(pilot, "T")
+        await press(pilot, "T", "T", "left")
         assert screen.page.tokens == [0, 1, 4]
-
-    drive(run, scenario, size=(140, 45), text="'add' in tools")
-
-
-def test_a_click_folds_and_chooses_tokens(run: Path) -> None:
-    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
-        screen = await _open(pilot, app)
-        lines = shown(app).splitlines()
-        top = screen.page.region.y
-        fold = next(number for number, line in enumerate(lines) if "▸ add(" in line)
-        await pilot.click(PageView, offset=(8, fold - top))
+        lines, top = shown(app).splitlines(), screen.page.region.y
+        await pilot.click(PageView, offset=(8, next(n for n, line in enumerate(lines) if "▸ add(" in line) - top))
         await pilot.pause()
         assert "▾ add" in shown(app)
-        tokens = next(number for number, line in enumerate(shown(app).splitlines()) if "turn 1" in line) + 2
+        tokens = next(n for n, line in enumerate(shown(app).splitlines()) if "turn 1 " in line) + 2
         await pilot.click(PageView, offset=(6, tokens - top))  # "   5 6": the second token
         assert screen.page.cursor == 1
 
@@ -192,26 +176,18 @@ def test_token_texts_show_line_ends_and_nothing_that_a_terminal_obeys(tmp_path: 
     drive(tmp_path, scenario, texts=texts)
 
 
-def test_the_place_of_each_turns_tokens(run: Path) -> None:
-    _, rollout = _tool_rollout(run)
+def test_every_token_is_on_the_unfolded_page_once_in_its_turn_and_details_say_what_is_not_known(run: Path) -> None:
+    groups = list(read_groups(run / "rollouts"))
+    group, rollout = groups[1], groups[1].rollouts[0]
     places = tokens_by_turn(rollout)
     assert [(place.first, place.answer, place.end) for place in places] == [(0, 2, 4), (4, 5, 5)]
     assert [turn_of(rollout, token) for token in range(6)] == [0, 0, 0, 0, 1, None]
-
-
-def test_every_completion_token_is_on_the_unfolded_page_once_and_in_order(run: Path) -> None:
-    group, rollout = _tool_rollout(run)
     unfolded = frozenset({"tools-0", "tools-1"})
     lines = list(RolloutPage(group=group, rollout=rollout, texts="no texts", width=40, unfolded=unfolded).lines())
     assert [span.token for line in lines for span in line.spans if span.token >= 0] == [0, 1, 2, 3, 4]
     assert max(len(line.text) for line in lines) <= 40
-
-
-def test_details_of_a_rollout_that_no_update_used(run: Path) -> None:
-    group = next(row for row in read_groups(run / "rollouts") if row.group_id == 2)
-    details = dict(pair for line in token_details(group.rollouts[0], 0, "no texts") for pair in line)
-    assert (
-        details["trainer"] == details["proximal"] == details["ratio"] == details["weight"] == details["entropy"] == "-"
-    )
+    # of a rollout that no update used
+    details = dict(pair for line in token_details(groups[2].rollouts[0], 0, "no texts") for pair in line)
+    assert {details[name] for name in ("trainer", "proximal", "ratio", "weight", "entropy")} == {"-"}
     assert details["marks"].startswith("not recorded")
     assert details["sampler"] == "-0.2500 (77.9%)"

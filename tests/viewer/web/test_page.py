@@ -163,6 +163,7 @@ def test_keys_move_open_and_go_back(show: Show) -> None:
     assert page.input_value("#query") == "step=2"
     page.keyboard.press("1")
     page.wait_for_selector("[aria-label=Groups]")
+    ready(page)
     for key in ("j", "j", "k"):
         page.keyboard.press(key)
     assert page.evaluate("document.activeElement.getAttribute('role')") == "grid"  # screen readers follow
@@ -395,7 +396,7 @@ def test_a_superseded_rollout_opens_from_the_table_and_by_its_link(browser: Brow
         page.reload()
         page.wait_for_selector(".heading .badge:has-text('superseded')")
         page.keyboard.press("m")
-        page.wait_for_selector(".turns :text('old 2 1')")
+        page.wait_for_selector("main :text('old 2 1')")
         page.keyboard.press("]")
         page.wait_for_selector("h1:has-text('g3-r2')")
         page.wait_for_selector(".heading .badge:has-text('superseded')")

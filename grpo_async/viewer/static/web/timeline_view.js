@@ -41,7 +41,7 @@ export async function timelineView({ app, main, parameters, signal }) {
     }
   }
 
-  async function look(start, end) {
+  async function showWindow(start, end) {
     const wanted = { run, from: round(start - whole.first), to: round(end - whole.first) };
     const isWhole = wanted.from <= 0 && wanted.to >= round(length);
     const here = isWhole ? { run } : wanted;
@@ -61,7 +61,7 @@ export async function timelineView({ app, main, parameters, signal }) {
   const view = Timeline.draw(place, whole, {
     height: Math.max(280, main.getBoundingClientRect().bottom - place.getBoundingClientRect().top - BELOW),
     onRollout: (id) => go("rollout", { run, id }),
-    onWindow: (start, end) => look(start, end).catch(() => {}),
+    onWindow: (start, end) => showWindow(start, end).catch(() => {}),
   });
   app.list = address("timeline", parameters);
   if (parameters.from === undefined || parameters.to === undefined) {
@@ -70,7 +70,7 @@ export async function timelineView({ app, main, parameters, signal }) {
   } else {
     const [start, end] = [whole.first + Number(parameters.from), whole.first + Number(parameters.to)];
     view.show(start, end);
-    await look(start, end);
+    await showWindow(start, end);
   }
   return { title, leave: () => view.destroy() };
 }
