@@ -212,7 +212,7 @@ def summary(file: EventFile) -> str:
     for lane, title in _LANES.items():
         if lane in found.lanes:
             more = f", {found.mean_in_flight:.1f} requests at once" if lane == "generation" else ""
-            lines.append(f"  {title:<50} {_of(found.lanes[lane], found.wall_s)}{more}")
+            lines.append(f"  {title + more:<50} {_of(found.lanes[lane], found.wall_s)}")
     lines += ["", f"{'where the time went':<{_NAME_WIDTH}}{'count':>8}{'total':>11}{'mean':>11}{'longest':>11}"]
     names = [
         each for each in found.names if each.lane not in _ALWAYS_BUSY and (each.lane, each.name) != ("trainer", "step")

@@ -34,14 +34,14 @@ class MetricLog:
         with self._lock:
             for _, line in self._file.new_lines():
                 try:
-                    content = orjson.loads(line)
+                    row = numbers(orjson.loads(line))
                 except orjson.JSONDecodeError:
                     continue
-                step = content.get("step") if isinstance(content, dict) else None
-                if isinstance(step, int):
+                if "step" in row:
+                    step = int(row["step"])
                     while self._rows and next(reversed(self._rows)) > step:
                         self._rows.popitem()  # a step of a branch that was left
-                    self._rows[step] = numbers(content)
+                    self._rows[step] = row
             return dict(self._rows)
 
 

@@ -66,7 +66,7 @@ export class QueryBox {
     this.input.setSelectionRange(this.input.value.length, this.input.value.length);
     const carets = `${" ".repeat(error.position)}${"^".repeat(error.length || 1)}`;
     const where = Number.isInteger(error.position) ? h("pre", { "aria-hidden": "true" }, `${this.input.value}\n${carets}`) : null;
-    const offers = error.suggestions.map((name) => button(name, () => this.replace(error, name), { class: "chip" }));
+    const offers = error.suggestions.map((name) => [button(name, () => this.replace(error, name), { class: "chip" }), " "]);
     const problem = offers.length ? error.message.split("; did you mean ")[0] : error.message;
     fill(this.problem, where, h("p", { class: "level" }, problem, offers.length ? [". Did you mean ", offers] : null));
   }
