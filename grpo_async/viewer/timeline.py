@@ -31,7 +31,15 @@ TITLES: Mapping[str, str] = {
 _STEP = "step"
 _STEP_BYTES = b'"name":"step"'
 _WAITS = ("wait for", "queued")
-_TRAINER_WORK = ("wait for samples", "train", "push", "settle", "copy checkpoint", "log")
+_TRAINER_WORK = (
+    "wait for samples",
+    "train",
+    "push",
+    "close groups",
+    "settle",
+    "copy checkpoint",
+    "log",
+)  # settle: of older runs
 
 
 # -- reading
