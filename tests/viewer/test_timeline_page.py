@@ -21,7 +21,7 @@ STATIC = Path(__file__).parents[2] / "grpo_async" / "viewer" / "static"
 ORIGIN = "http://timeline.test"
 # as strict as the pages that host it: nothing inline, nothing from elsewhere
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'"
-_HTML = """<!doctype html><html><head><meta charset="utf-8"><link rel="icon" href="data:,"><link rel="stylesheet" href="/theme.css">
+_HTML = """<!doctype html><html><head><meta charset="utf-8"><link rel="stylesheet" href="/theme.css">
 <script src="/timeline.js"></script></head><body><div id="place"></div></body></html>"""
 
 _DRAW = """data => {
@@ -74,7 +74,9 @@ def _data(*more: Event) -> dict[str, Any]:
 def _open(watched: WatchedPage) -> Page:
     def answer(route: Route) -> None:
         name = route.request.url.rpartition("/")[2]
-        if name:
+        if name == "favicon.ico":
+            route.fulfill(status=204)
+        elif name:
             route.fulfill(path=STATIC / name)
         else:
             route.fulfill(body=_HTML, content_type="text/html", headers={"Content-Security-Policy": _POLICY})

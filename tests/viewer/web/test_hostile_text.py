@@ -51,7 +51,7 @@ def test_every_view_shows_what_models_data_and_tools_write_as_text_and_fits_its_
         assert shown == visible(HOSTILE)
         go(page, "#/rollouts?run=hostile")
         search(page, "contains(text, '<script>alert')")
-        page.wait_for_selector("text=2 rollouts in 1 group")
+        page.wait_for_selector("text=3 rollouts in 2 groups")
 
 
 def test_the_page_and_the_terminal_make_the_same_characters_visible(browser: Browser, inspected: Inspector) -> None:
