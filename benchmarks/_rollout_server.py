@@ -2,7 +2,7 @@
 
     python -m benchmarks._rollout_server '{"rate": 30, "tokens": 256, ...}'       prints its address, serves until its input ends
 
-Speaks inference.surface as far as requests and policy versions go. Of every request it takes `flush_interval_s`, as the real
+Speaks inference.api as far as requests and policy versions go. Of every request it takes `flush_interval_s`, as the real
 servers do: a chunk holds the tokens of that time. Lengths are drawn between tokens / 2 and tokens * 3 / 2, by the request's seed.
 """
 
@@ -22,7 +22,7 @@ import httptools
 import orjson
 import uvloop
 
-from grpo_async.inference.surface import GENERATE_PATH
+from grpo_async.inference.api import GENERATE_PATH
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\nTransfer-Encoding: chunked\r\n\r\n"
 _LAST = b"0\r\n\r\n"

@@ -238,9 +238,9 @@ def _generate(size: ModelSize, options: argparse.Namespace) -> dict[int, list[fl
 
 
 async def _rounds(url: str, size: ModelSize, options: argparse.Namespace) -> dict[int, list[float]]:
+    from grpo_async.inference.api import GenerateRequest
     from grpo_async.inference.client import InferenceClient
     from grpo_async.inference.router import FixedServers
-    from grpo_async.inference.surface import GenerateRequest
 
     draw = random.Random(options.seed)
     number = 0

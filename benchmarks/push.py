@@ -212,7 +212,7 @@ def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callab
 def _receive(pipe: Connection, init_info: dict[str, Any], sizes: list[int], timeout_s: float) -> None:
     import torch
 
-    from grpo_async.inference.surface import WeightInitInfo
+    from grpo_async.inference.api import WeightInitInfo
     from grpo_async.weights.gloo import GlooBackend
     from grpo_async.weights.rendezvous import join_rendezvous
 

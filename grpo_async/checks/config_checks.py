@@ -25,7 +25,7 @@ from grpo_async.checks.model_files import model_problem, text_config
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
 from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.inference.surface import token_from_environment
+from grpo_async.inference.api import token_from_environment
 from grpo_async.processes import machine
 from grpo_async.processes.addresses import weights_host
 from grpo_async.rewards import RewardFunction, load_rewards

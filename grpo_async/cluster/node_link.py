@@ -18,7 +18,7 @@ from grpo_async.cluster.nodes import shared_token
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.differences import differences
 from grpo_async.errors import ConfigError, DeadlineError
-from grpo_async.inference.surface import TransportKind
+from grpo_async.inference.api import TransportKind
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.rundir import RunDir, attempt_config, write_atomically
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.inference.surface import TOKEN_VARIABLE, token_from_environment
+from grpo_async.inference.api import TOKEN_VARIABLE, token_from_environment
 from grpo_async.processes.addresses import interface_of, reachable_address, resolve_host
 from grpo_async.processes.assignment import Node
 from grpo_async.processes.machine import check_can_listen, free_ports

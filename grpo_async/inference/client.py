@@ -30,10 +30,10 @@ import aiohttp
 from pydantic import ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
+from grpo_async.inference.api import GENERATE_PATH, GenerateChunk, GenerateRequest
 from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
 from grpo_async.inference.router import FencedError, Router, Servers
 from grpo_async.inference.server import Endpoint
-from grpo_async.inference.surface import GENERATE_PATH, GenerateChunk, GenerateRequest
 from grpo_async.records import FinishReason
 from grpo_async.utils.retry import RetryPolicy
 

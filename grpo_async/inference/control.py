@@ -14,8 +14,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
-from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
-from grpo_async.inference.surface import (
+from grpo_async.inference.api import (
     INFO_PATH,
     PARAMETERS_PATH,
     SCORE_PATH,
@@ -27,6 +26,7 @@ from grpo_async.inference.surface import (
     WeightInitInfo,
     WeightUpdateInfo,
 )
+from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
 from grpo_async.utils.retry import RetryPolicy
 
 _DRAIN_MARGIN_S = 10.0

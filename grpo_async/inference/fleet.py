@@ -24,10 +24,10 @@ from typing import Any
 
 from grpo_async.config.server_sections import InferenceSection
 from grpo_async.errors import DeadlineError, RunError
+from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.monitor import Monitor
 from grpo_async.inference.server import Server, ServerFailure, ServerState
-from grpo_async.inference.surface import ServerInfo
 
 __all__ = ["Fleet", "Server", "ServerCounters", "ServerFailure", "ServerState"]
 

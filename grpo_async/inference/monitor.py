@@ -28,8 +28,8 @@ import httpx
 
 from grpo_async.config.server_sections import InferenceSection
 from grpo_async.errors import BadResponseError, InferenceError, RequestRejectedError, ServerUnavailableError
+from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.server import Server, ServerState
-from grpo_async.inference.surface import ServerInfo
 from grpo_async.utils.threads import in_thread
 
 if TYPE_CHECKING:

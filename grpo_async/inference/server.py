@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.surface import ServerInfo
 
 
 class ServerState(StrEnum):

@@ -17,7 +17,7 @@ import psutil
 
 from grpo_async.cluster.nodes import NODE_RANK_VARIABLE
 from grpo_async.errors import RunError
-from grpo_async.inference.surface import TOKEN_VARIABLE
+from grpo_async.inference.api import TOKEN_VARIABLE
 from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.launcher.tree import TAG_VARIABLE
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE

@@ -26,7 +26,7 @@ from grpo_async.display.output import Output
 from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.subject import Subject, choose_subject
-from grpo_async.inference.surface import token_from_environment
+from grpo_async.inference.api import token_from_environment
 from grpo_async.launcher.guardian import private_folder
 from grpo_async.launcher.plan import free_ports, plan_processes
 from grpo_async.launcher.supervisor import Outcome, carry_out

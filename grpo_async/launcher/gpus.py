@@ -13,7 +13,7 @@ from grpo_async.checks.memory import estimate_trainer, format_bytes, shared_gpu_
 from grpo_async.checks.model_files import count_parameters
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.inference.surface import TransportKind
+from grpo_async.inference.api import TransportKind
 from grpo_async.servers.engine_choice import EngineChoice
 
 

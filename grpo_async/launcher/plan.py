@@ -21,7 +21,7 @@ from pathlib import Path
 from grpo_async.cluster.nodes import socket_names
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.inference.surface import TOKEN_VARIABLE
+from grpo_async.inference.api import TOKEN_VARIABLE
 from grpo_async.launcher.gpus import MemorySplit, plan_transport, share_gpus
 from grpo_async.launcher.torchrun import RENDEZVOUS_BACKEND
 from grpo_async.processes import machine as machine_module

@@ -22,7 +22,7 @@ from grpo_async.cluster.nodes import choose_node_rank, leading_node
 from grpo_async.cluster.slurm import note_job, restart_of_job
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
-from grpo_async.inference.surface import token_from_environment
+from grpo_async.inference.api import token_from_environment
 from grpo_async.launcher.conduct import conduct, end_with_report, report_end
 from grpo_async.launcher.follower import Follower
 from grpo_async.launcher.gpus import split_memory

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_async.errors import ConfigError
-from grpo_async.inference.surface import TransportKind
+from grpo_async.inference.api import TransportKind
 from grpo_async.rundir import RunDir
 
 ASSIGNMENT_VARIABLE = "GRPO_ASYNC_ASSIGNMENT"

@@ -24,8 +24,8 @@ from itertools import chain
 from grpo_async.buffer.resume import PartialRollout
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.envs import Environment
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
-from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import (
     FinishReason,
     Origin,

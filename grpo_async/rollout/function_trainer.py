@@ -21,8 +21,8 @@ from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.errors import RunError
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import InferenceClient
-from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import Origin, TaggedMessage
 from grpo_async.rollout.conversation import SamplingSettings
 from grpo_async.rollout.producer import seed_of

@@ -1,4 +1,4 @@
-"""The HTTP application of both engines (the paths of `inference.surface`): it reads and checks requests, keeps the order of pauses
+"""The HTTP application of both engines (the paths of `inference.api`): it reads and checks requests, keeps the order of pauses
 and weight updates, and answers. An `Engine` does the rest.
 
     400 the request is wrong | 409 out of order, or another call came in the meantime | 500 a weight update failed
@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
-from grpo_async.inference.surface import (
+from grpo_async.inference.api import (
     GENERATE_PATH,
     INFO_PATH,
     PARAMETERS_PATH,
@@ -46,7 +46,7 @@ from grpo_async.inference.surface import (
     WeightUpdateInfo,
 )
 from grpo_async.servers.state import EngineDeadError, ServerState
-from grpo_async.weights.receiver import UpdateRefusedError, UpdateSupersededError
+from grpo_async.weights.receiver import UpdateRefusedError, UpdateReplacedError
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def pause(self, *, abort: bool, keep_cache: bool) -> None:
-        """Freeze between two tokens, and tell `state`. See `inference.surface` for the two ways with what is in flight."""
+        """Freeze between two tokens, and tell `state`. See `inference.api` for the two ways with what is in flight."""
 
     @abstractmethod
     async def resume(self) -> None: ...
@@ -337,7 +337,7 @@ class RolloutApp:
         number = self._begin_update_call()
         await self._engine.receive(info)
         if number != self._update_number:
-            raise UpdateSupersededError("another weight update began in the meantime")
+            raise UpdateReplacedError("another weight update began in the meantime")
         self._is_staged = True
         return {}
 
@@ -441,7 +441,7 @@ def _status_and_message(error: Exception) -> tuple[int | None, str]:
             return 400, "; ".join(problems)
         case UpdateRefusedError():
             return 400, str(error)
-        case UpdateSupersededError():
+        case UpdateReplacedError():
             return 409, str(error)
         case EngineDeadError() | DeadlineError():
             return 503, str(error)

@@ -19,8 +19,8 @@ from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError, GrpoAsyncError, RequestRejectedError, RunError, WeightPushError
+from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.fleet import Fleet, Server, ServerState
-from grpo_async.inference.surface import ServerInfo
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.parameters import AdapterParameters, ShardedParameters
 from grpo_async.weights.calls import PushFailedError, is_answer

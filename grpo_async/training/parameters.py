@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
-from grpo_async.inference.surface import ServedParameters
+from grpo_async.inference.api import ServedParameters
 from grpo_async.training.nf4 import Nf4Linear, dequantize_rows, quantize_rows
 from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights, problems_with_base
 from grpo_async.weights.buckets import ITEM_SIZES, ParameterSpec, check_names, cut_into_buckets
@@ -350,7 +350,7 @@ class ShardedParameters:
         ]
 
     base: dict[str, str] | None = None
-    """Fields of surface.AdapterBase; None: what is sent is whole."""
+    """Fields of api.AdapterBase; None: what is sent is whole."""
 
     def problems(self, served: ServedParameters) -> list[str]:
         """Why a server cannot take these parameters; [] when it can."""

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from grpo_async.inference.surface import TransportKind, WeightInitInfo
+from grpo_async.inference.api import TransportKind, WeightInitInfo
 from grpo_async.utils.routes import own_address_towards
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, unpack
 from grpo_async.weights.calls import NOT_ARRIVED, NOT_FORMED

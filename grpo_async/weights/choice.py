@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from grpo_async.errors import ConfigError
-from grpo_async.inference.surface import TransportKind
+from grpo_async.inference.api import TransportKind
 
 
 def choose_transport(

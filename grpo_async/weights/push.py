@@ -31,8 +31,8 @@ import torch
 
 from grpo_async.config.server_sections import WeightsSection
 from grpo_async.errors import DeadlineError, WeightPushError
+from grpo_async.inference.api import PauseMode
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.surface import PauseMode
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.utils.threads import in_thread
 from grpo_async.weights.buckets import ParameterSpec

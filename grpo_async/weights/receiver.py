@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.inference.surface import AdapterBase, WeightInitInfo, WeightUpdateInfo
+from grpo_async.inference.api import AdapterBase, WeightInitInfo, WeightUpdateInfo
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.backend import Backend, join_backend, receive_parameters
 from grpo_async.weights.buckets import ITEM_SIZES, ParameterSpec
@@ -35,7 +35,7 @@ class UpdateFailedError(GrpoAsyncError):
     """The group did not form, or the trainer vanished on the way. The old weights stay."""
 
 
-class UpdateSupersededError(GrpoAsyncError):
+class UpdateReplacedError(GrpoAsyncError):
     """Another trainer, or the same one after a restart, started anew. The old weights stay."""
 
 
@@ -68,7 +68,7 @@ class WeightReceiver:
 
         What is returned raises:
             UpdateFailedError: the group did not form within `info.timeout_s`, or was aborted.
-            UpdateSupersededError: another call came.
+            UpdateReplacedError: another call came.
         """
         check_membership(info)
         job, rank = self._new_call(leave_group=True), info.rank_offset + self.rank
@@ -86,7 +86,7 @@ class WeightReceiver:
                     self._backend = backend
                     return
             backend.close()
-            raise UpdateSupersededError("another weight group was asked for in the meantime")
+            raise UpdateReplacedError("another weight group was asked for in the meantime")
 
         return wait
 
@@ -127,7 +127,7 @@ class WeightReceiver:
         What is returned raises:
             UpdateRefusedError: the update does not fit the model, found by `check` or `complete`.
             UpdateFailedError: the trainer vanished or was too slow.
-            UpdateSupersededError: another call came.
+            UpdateReplacedError: another call came.
         """
         job = self._new_call(leave_group=False)
         with self._lock:
@@ -142,13 +142,13 @@ class WeightReceiver:
                 staged = self._receive(backend, info)
             except BaseException as error:
                 if not self._new_call(leave_group=True, after=job):
-                    raise UpdateSupersededError("another weight update began in the meantime") from error
+                    raise UpdateReplacedError("another weight update began in the meantime") from error
                 if isinstance(error, RuntimeError):
                     raise UpdateFailedError(f"the update failed, the old weights stay: {error}") from error
                 raise
             with self._lock:
                 if job != self._job:
-                    raise UpdateSupersededError("another weight update began in the meantime")
+                    raise UpdateReplacedError("another weight update began in the meantime")
                 self._staged, self._is_receiving = staged, False
 
         return wait

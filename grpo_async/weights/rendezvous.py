@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from grpo_async.inference.surface import TransportKind, WeightInitInfo
+from grpo_async.inference.api import TransportKind, WeightInitInfo
 from grpo_async.utils.loopback import is_loopback
 from grpo_async.weights.calls import NOT_FORMED
 

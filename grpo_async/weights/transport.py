@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from grpo_async.errors import WeightPushError
+from grpo_async.inference.api import AdapterBase, TransportKind, WeightUpdateInfo
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.surface import AdapterBase, TransportKind, WeightUpdateInfo
 from grpo_async.weights.backend import Backend, build_backend, check_device
 from grpo_async.weights.buckets import ParameterSpec, pack
 from grpo_async.weights.calls import GRACE_S, SETTING, PushFailedError, failed_calls, split_failed, start_calls

@@ -20,7 +20,7 @@ from grpo_async.checks.memory import estimate_trainer
 from grpo_async.checks.preflight import PreflightContext, check_chat_template, check_tokenizer
 from grpo_async.checks.report import Found
 from grpo_async.errors import RequestRejectedError
-from grpo_async.inference.surface import ServerInfo
+from grpo_async.inference.api import ServerInfo
 from grpo_async.records import Origin, Prompt, TaggedMessage
 from grpo_async.rundir import RunDir
 from grpo_async.weights.verify import TrainerScores

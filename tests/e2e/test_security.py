@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from grpo_async.inference.surface import GENERATE_PATH, INFO_PATH, PARAMETERS_PATH, SCORE_PATH
+from grpo_async.inference.api import GENERATE_PATH, INFO_PATH, PARAMETERS_PATH, SCORE_PATH
 from tests.e2e.support import Run, finish, make_run, rewards, wait_for
 from tests.e2e.test_failures import ENDLESS
 from tests.support.tls import make_certificates

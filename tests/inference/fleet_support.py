@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_async.config.server_sections import InferenceSection, TlsOptions
+from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.fleet import Fleet, Server, ServerState
-from grpo_async.inference.surface import ServerInfo
 
 LIMIT_S = 100.0  # the machine may be busy; a test fails at the end of it, it does not wait for it
 

@@ -12,9 +12,9 @@ import pytest
 
 from grpo_async.errors import BadResponseError, RequestRejectedError, ServerUnavailableError
 from grpo_async.inference import client as client_module
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.router import FixedServers, Servers
-from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import FinishReason
 from grpo_async.utils.retry import RetryPolicy
 from tests.inference.scripted_servers import ScriptedServers, endpoint

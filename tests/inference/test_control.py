@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from grpo_async.errors import BadResponseError, ConfigError, RequestRejectedError, RunError, ServerUnavailableError
+from grpo_async.inference.api import GenerateRequest, WeightUpdateInfo
 from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.connect import error_for_status
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.router import Servers
-from grpo_async.inference.surface import GenerateRequest, WeightUpdateInfo
 from grpo_async.utils.retry import RetryPolicy
 from tests.inference.fleet_support import watched
 from tests.support.local_server import local_server

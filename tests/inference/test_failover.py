@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_async.inference.api import TOKEN_VARIABLE, GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.fleet import ServerState
 from grpo_async.inference.router import FixedServers, Servers
-from grpo_async.inference.surface import TOKEN_VARIABLE, GenerateRequest
 from grpo_async.servers.embedded.main import bind_listener
 from tests.inference.fleet_support import Watch, watched
 from tests.support.waiting import until

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_async.chat.renderer import PolicyTurn
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
-from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import FinishReason, TaggedMessage, ToolCall, ToolCallRecord
 
 EOS = 2

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from grpo_async.buffer.resume import PartialRollout
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
-from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, ToolCall
 from grpo_async.rollout.conversation import Conversation, Rollout, SamplingSettings
 from tests.rollout.fakes import CALL, EOS, Answer, FakeEnvironment, FakeRenderer, FakeTools, ScriptedClient, cut, stop

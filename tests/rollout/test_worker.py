@@ -21,8 +21,8 @@ from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RequestRejectedError, RolloutContractError, RunError
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
-from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import FinishReason, GroupStatus, RolloutGroup, ScoredGroup, ToolCallRecord
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import SamplingSettings

@@ -12,8 +12,8 @@ import pytest
 
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.buffer.resume import GroupSnapshot, PartialRollout, ResumeState, read_resume_state
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
-from grpo_async.inference.surface import GenerateRequest
 from grpo_async.records import GroupStatus, RolloutCompletion, ScoredGroup
 from grpo_async.rollout.in_flight import without_open_turns
 from tests.rollout.test_worker import _answer, _Setup

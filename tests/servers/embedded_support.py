@@ -15,8 +15,8 @@ import httpx
 import torch
 import uvicorn
 
+from grpo_async.inference.api import GENERATE_PATH, GenerateChunk, GenerateRequest, ServerInfo
 from grpo_async.inference.guard import TokenGuard
-from grpo_async.inference.surface import GENERATE_PATH, GenerateChunk, GenerateRequest, ServerInfo
 from grpo_async.servers.app import RolloutApp
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.embedded.main import bind_listener

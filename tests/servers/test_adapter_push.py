@@ -10,7 +10,7 @@ import torch
 
 from grpo_async.config.model_sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError, WeightPushError
-from grpo_async.inference.surface import PARAMETERS_PATH, SCORE_PATH, ServedParameters
+from grpo_async.inference.api import PARAMETERS_PATH, SCORE_PATH, ServedParameters
 from grpo_async.training.load import load_policy
 from grpo_async.training.parameters import AdapterParameters, choose_parameters
 from grpo_async.training.reference import score_sequences

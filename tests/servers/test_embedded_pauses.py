@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.inference.surface import GenerateRequest
+from grpo_async.inference.api import GenerateRequest
 from tests.servers.embedded_support import (
     Live,
     by_version,

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import serialization
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.inference.surface import GENERATE_PATH, TOKEN_VARIABLE, GenerateChunk
+from grpo_async.inference.api import GENERATE_PATH, TOKEN_VARIABLE, GenerateChunk
 from grpo_async.servers.embedded.main import (
     bind_listener,
     check_certificate,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_async.inference.surface import GenerateRequest
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.servers.embedded.sampler import SamplingBatch, filter_logits, mix_seeds, sample, uniforms
 
 CPU = torch.device("cpu")

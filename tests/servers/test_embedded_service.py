@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from grpo_async.config.server_sections import InferenceSection
+from grpo_async.inference.api import GENERATE_PATH, SCORE_PATH, ScoreAnswer
 from grpo_async.inference.fleet import Fleet
-from grpo_async.inference.surface import GENERATE_PATH, SCORE_PATH, ScoreAnswer
 from tests.servers.embedded_support import Live, live, load, make_request, prompt, teacher_forced, worst_error
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from grpo_async.inference.surface import PARAMETERS_PATH, ServedParameters, WeightInitInfo, WeightUpdateInfo
+from grpo_async.inference.api import PARAMETERS_PATH, ServedParameters, WeightInitInfo, WeightUpdateInfo
 from grpo_async.weights.rendezvous import Rendezvous
 from tests.servers.embedded_support import (
     Live,

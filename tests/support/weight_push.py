@@ -1,4 +1,4 @@
-"""A trainer's end of a weight push, against any server that serves `inference.surface`.
+"""A trainer's end of a weight push, against any server that serves `inference.api`.
 
 `push_state_dict` does one whole push: pause, start, update (the server receives and stages), finish (it applies), resume.
 `WeightPusher` keeps the group and gives each phase a method, so that a test may break one.
@@ -14,7 +14,7 @@ from typing import Any, Self
 import httpx
 import torch
 
-from grpo_async.inference.surface import INFO_PATH, PauseMode, ServerInfo, WeightUpdateInfo
+from grpo_async.inference.api import INFO_PATH, PauseMode, ServerInfo, WeightUpdateInfo
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, pack
 from grpo_async.weights.gloo import GlooBackend
 from grpo_async.weights.rendezvous import Rendezvous

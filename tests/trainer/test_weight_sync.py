@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import ConfigError, RequestRejectedError, RunError, ServerUnavailableError, WeightPushError
+from grpo_async.inference.api import ScoreAnswer, ServedParameters, ServerInfo
 from grpo_async.inference.fleet import ServerState
-from grpo_async.inference.surface import ScoreAnswer, ServedParameters, ServerInfo
 from grpo_async.trainer import weight_sync as module
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.weights.buckets import ParameterSpec, check_names

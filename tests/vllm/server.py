@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import psutil
 
-from grpo_async.inference.surface import (
+from grpo_async.inference.api import (
     GENERATE_PATH,
     INFO_PATH,
     SCORE_PATH,

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from grpo_async.inference.surface import ServerInfo
+from grpo_async.inference.api import ServerInfo
 from tests.support.waiting import eventually
 from tests.vllm.reference import TOLERANCE, Reference, largest_difference
 from tests.vllm.server import MAX_MODEL_LEN, MAX_NUM_SEQS, VllmServer

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import trustme
 
-from grpo_async.inference.surface import GENERATE_PATH, PARAMETERS_PATH, SCORE_PATH, ServedParameters
+from grpo_async.inference.api import GENERATE_PATH, PARAMETERS_PATH, SCORE_PATH, ServedParameters
 from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import Reference, assert_exact

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from grpo_async.inference.surface import GenerateChunk
+from grpo_async.inference.api import GenerateChunk
 from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import TOLERANCE, Reference, assert_exact, largest_difference

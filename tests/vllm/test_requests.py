@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
-from grpo_async.inference.surface import GenerateChunk
+from grpo_async.inference.api import GenerateChunk
 from grpo_async.servers.state import EngineDeadError, Gate, ServerState
 from grpo_async.servers.vllm.patches import (
     _create_store_on_its_own_address,

@@ -10,7 +10,7 @@ import torch
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.model_sections import ModelSection
-from grpo_async.inference.surface import GENERATE_PATH, PARAMETERS_PATH, SCORE_PATH, ServedParameters
+from grpo_async.inference.api import GENERATE_PATH, PARAMETERS_PATH, SCORE_PATH, ServedParameters
 from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_twice
 from grpo_async.weights.verify import compare_logprobs, probe_sequences, verify_limit

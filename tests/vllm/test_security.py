@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from grpo_async.inference.surface import GENERATE_PATH, INFO_PATH, PARAMETERS_PATH, SCORE_PATH
+from grpo_async.inference.api import GENERATE_PATH, INFO_PATH, PARAMETERS_PATH, SCORE_PATH
 from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
 from tests.vllm.server import VllmServer

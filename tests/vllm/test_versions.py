@@ -56,7 +56,7 @@ exec(script)
 _DRAW = """
 import asyncio, json, torch
 from types import SimpleNamespace
-from grpo_async.inference.surface import GenerateRequest
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.servers.vllm import compat
 compat.SamplingParams = SimpleNamespace
 compat.RequestOutputKind = SimpleNamespace(DELTA=None)

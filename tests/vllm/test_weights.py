@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from grpo_async.inference.surface import GenerateChunk
+from grpo_async.inference.api import GenerateChunk
 from tests.support.dying_trainer import killed_trainer
 from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import TOLERANCE, Reference, assert_exact, largest_difference

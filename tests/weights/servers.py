@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from grpo_async.errors import ServerUnavailableError
-from grpo_async.inference.surface import WeightInitInfo, WeightUpdateInfo
+from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
 from grpo_async.weights.backend import Backend, join_backend, receive_parameters
 from grpo_async.weights.receiver import parameter_specs
 

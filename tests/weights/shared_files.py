@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo_async.inference.surface import WeightInitInfo
+from grpo_async.inference.api import WeightInitInfo
 from grpo_async.weights import buckets
 from grpo_async.weights.gloo import GlooBackend
 from grpo_async.weights.ipc import CudaMemory, IpcBackend

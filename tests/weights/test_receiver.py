@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.inference.surface import WeightInitInfo, WeightUpdateInfo
+from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
 from grpo_async.weights import receiver as receiver_module
 from grpo_async.weights.adapters import BaseWeights
-from grpo_async.weights.receiver import UpdateRefusedError, UpdateSupersededError, WeightReceiver, parameter_specs
+from grpo_async.weights.receiver import UpdateRefusedError, UpdateReplacedError, WeightReceiver, parameter_specs
 
 LIMIT_S = 20.0
 
@@ -69,7 +69,7 @@ def test_a_join_that_ends_late_does_not_take_the_place_of_a_newer_group(monkeypa
         assert old_joins.wait(LIMIT_S)
         receiver.join(_init("1"))()
         old_may_end.set()
-        with pytest.raises(UpdateSupersededError):
+        with pytest.raises(UpdateReplacedError):
             late.result(LIMIT_S)
     assert (backends["0"].closed.is_set(), backends["1"].closed.is_set()) == (True, False)
     backends["1"].may_go.set()
@@ -97,7 +97,7 @@ def test_an_update_that_ends_late_one_way_or_the_other_does_not_touch_a_newer_on
         receiver.join(_init("1"))()
         assert backends[0].closed.wait(LIMIT_S)
         backends[0].may_go.set()
-        with pytest.raises(UpdateSupersededError):
+        with pytest.raises(UpdateReplacedError):
             late.result(LIMIT_S)
     assert receiver.take() is None
     assert not backends[1].closed.is_set()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-from grpo_async.inference.surface import WeightInitInfo
+from grpo_async.inference.api import WeightInitInfo
 from grpo_async.weights import rendezvous as rendezvous_module
 from grpo_async.weights.calls import NOT_FORMED, PushFailedError
 from grpo_async.weights.receiver import UpdateRefusedError, check_membership

@@ -13,7 +13,7 @@ import torch
 
 from grpo_async.config.server_sections import WeightsSection
 from grpo_async.errors import RequestRejectedError, ServerUnavailableError, WeightPushError
-from grpo_async.inference.surface import WeightInitInfo
+from grpo_async.inference.api import WeightInitInfo
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
 from grpo_async.weights.calls import NOT_FORMED, PushFailedError
 from grpo_async.weights.push import push_weights

@@ -24,7 +24,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from grpo_async.errors import ConfigError
-from grpo_async.inference.surface import GenerateChunk, GenerateRequest
+from grpo_async.inference.api import GenerateChunk, GenerateRequest
 from grpo_async.servers.embedded.kv_slots import slot_cache_of
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.server_sections import InferenceSection
 from grpo_async.errors import ConfigError
-from grpo_async.inference.surface import TOKEN_VARIABLE, ServerInfo, token_from_environment
+from grpo_async.inference.api import TOKEN_VARIABLE, ServerInfo, token_from_environment
 from grpo_async.utils.lifetime import die_with_launcher
 from grpo_async.utils.loopback import is_loopback
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from grpo_async.inference.surface import GenerateRequest
+from grpo_async.inference.api import GenerateRequest
 
 Uint64s = npt.NDArray[np.uint64]
 

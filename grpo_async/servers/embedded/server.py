@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from grpo_async.errors import DeadlineError
-from grpo_async.inference.surface import (
+from grpo_async.inference.api import (
     AdapterBase,
     GenerateChunk,
     GenerateRequest,

@@ -25,7 +25,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from grpo_async.inference.surface import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
+from grpo_async.inference.api import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
 from grpo_async.servers.vllm.command import release
 from grpo_async.servers.vllm.patches import checkpoint_shapes
 from grpo_async.servers.vllm.reports import run_and_report

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from grpo_async.inference.surface import (
+from grpo_async.inference.api import (
     GenerateRequest,
     ScoreAnswer,
     ServedParameters,
@@ -29,7 +29,7 @@ from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import check_names
 from grpo_async.weights.receiver import (
     UpdateRefusedError,
-    UpdateSupersededError,
+    UpdateReplacedError,
     check_membership,
     listed,
     parameter_specs,
@@ -271,7 +271,7 @@ class VllmEngine(Engine):
 
     def _supersede(self) -> None:
         if self._waiting_for is not None:
-            self._waiting_for.give_up(UpdateSupersededError("another weight update began in the meantime"))
+            self._waiting_for.give_up(UpdateReplacedError("another weight update began in the meantime"))
 
     async def _run_on_workers(self, job: str, info: WeightInitInfo | WeightUpdateInfo, *, what: str) -> None:
         """Start the method `job` of every worker, which goes on in a thread, and wait until all have reported success."""

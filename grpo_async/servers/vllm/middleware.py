@@ -1,4 +1,4 @@
-"""ASGI middleware in front of vLLM's own app (`--middleware`): asks for the token, serves `inference.surface`, passes on
+"""ASGI middleware in front of vLLM's own app (`--middleware`): asks for the token, serves `inference.api`, passes on
 the rest. Our routes of the same names take the place of vLLM's: a policy version must change at an exact point of the token stream.
 What vLLM's own routes generate is held while the server is paused, too, and salted by policy version."""
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from grpo_async.inference.surface import GenerateChunk
+from grpo_async.inference.api import GenerateChunk
 
 if TYPE_CHECKING:
     from grpo_async.servers.vllm.compat import Abort, EngineOutput
